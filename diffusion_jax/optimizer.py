@@ -1,0 +1,85 @@
+"""The optimizer: AdamW as NeMo runs it, and learning-rate schedules as functions of the step."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+Schedule = Callable[[ArrayLike], Float[Array, ""]]
+
+
+class ScheduleState(NamedTuple):
+    """The schedule's place: updates made so far, and the learning rate of the last one."""
+
+    count: Int[Array, ""]
+    learning_rate: Float[Array, ""]
+
+
+def warmup_constant(lr: float, warmup: int) -> Schedule:
+    """lr (step + 1) / (warmup + 1) while step < warmup, then lr (NeMo's WarmupPolicy)."""
+
+    def schedule(step):
+        return lr * jnp.minimum((jnp.asarray(step, jnp.float32) + 1) / (warmup + 1), 1.0)
+
+    return schedule
+
+
+def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
+    """The same warm-up, then half a cosine from lr at step `warmup` to 0 at step `steps`."""
+    if steps <= warmup:
+        raise ValueError(
+            f"a cosine schedule of {steps} steps has no room after {warmup} steps of warm-up: "
+            "raise the number of steps or lower the warm-up"
+        )
+    warm = warmup_constant(lr, warmup)
+
+    def schedule(step):
+        past = jnp.clip((jnp.asarray(step, jnp.float32) - warmup) / (steps - warmup), 0.0, 1.0)
+        return warm(step) * 0.5 * (1 + jnp.cos(jnp.pi * past))
+
+    return schedule
+
+
+def adamw(
+    schedule: Schedule,
+    *,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-8,
+    weight_decay: float = 0.01,
+) -> optax.GradientTransformation:
+    """Adam with decoupled decay (Loshchilov & Hutter 2019) on every parameter, biases included.
+
+    One group with decay on all is what NeMo's Imagen trains with. The learning rate of the last
+    update stands in the optimizer state (see `learning_rate`), so that it can be reported.
+    """
+    return optax.chain(
+        optax.scale_by_adam(b1, b2, eps),
+        optax.add_decayed_weights(weight_decay),
+        _scale_by_schedule(schedule),
+    )
+
+
+def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
+    """The learning rate of the update that made `opt_state`, a state of `adamw`."""
+    return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
+
+
+def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformation:
+    """update -> -lr * update, keeping lr."""
+
+    def init(params):
+        del params
+        return ScheduleState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
+
+    def update(updates, state, params=None):
+        del params
+        lr = schedule(state.count)
+        updates = jax.tree.map(lambda u: -lr * u, updates)
+        return updates, ScheduleState(state.count + 1, lr)
+
+    return optax.GradientTransformation(init, update)
