@@ -1,0 +1,126 @@
+"""Where every array lives: one mesh, one list of rules, no annotations in the models."""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+AXES = ("replica", "fsdp", "tensor")
+FSDP = "fsdp"  # A rule's spec may be this word: shard the largest divisible axis over "fsdp".
+Rules = Sequence[tuple[str, P | str]]
+
+
+def make_mesh(
+    replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+) -> Mesh:
+    """A mesh over `devices` (default: all); one size may be -1 and takes what is left.
+
+    Batches are split over replica and fsdp, parameters over fsdp and tensor. Sizes whose product
+    is smaller than the number of devices use the first ones, which only one process may do.
+    """
+    devices = list(devices or jax.devices())
+    sizes = _fill((replica, fsdp, tensor), len(devices))
+    used = math.prod(sizes)
+    if used < len(devices) and jax.process_count() > 1:
+        raise ValueError(
+            f"mesh {_describe(sizes)} uses {used} of {len(devices)} devices, but "
+            f"{jax.process_count()} processes must use all: set one size to -1"
+        )
+    # Auto, not the default Explicit: the compiler propagates shardings through the UNet.
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices[:used])
+
+
+def shardings(tree: Any, mesh: Mesh, rules: Rules, *, fsdp_min_size: int = 2**16) -> Any:
+    """A NamedSharding per leaf, from the first rule whose regex is found in the leaf's path.
+
+    `tree` holds arrays or shapes; a path reads like "opt_state/0/mu/params/conv1/kernel", so that
+    a rule that does not start with ^ places a parameter, its averages and its moments alike.
+    Scalars need no rule. FSDP leaves arrays below `fsdp_min_size` elements whole. A leaf without
+    a rule and a spec that does not fit its leaf are errors.
+    """
+
+    def place(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        if not leaf.shape:
+            return replicated(mesh)
+        for pattern, spec in rules:
+            if re.search(pattern, name):
+                if spec == FSDP:
+                    spec = _fsdp(leaf.shape, mesh, fsdp_min_size)
+                return NamedSharding(mesh, _checked(spec, name, leaf.shape, mesh))
+        raise ValueError(
+            f"no sharding rule matches {name!r} of shape {leaf.shape}: "
+            "add a rule whose pattern is found in this path"
+        )
+
+    return jax.tree_util.tree_map_with_path(place, tree)
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """The first axis split over replica and fsdp: every array of a batch."""
+    return NamedSharding(mesh, P(("replica", "fsdp")))
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """A whole copy on every device: keys, scalars, metrics."""
+    return NamedSharding(mesh, P())
+
+
+def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
+    """ValueError unless every micro batch divides over the devices that split it."""
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    unit = accumulate * ways
+    if accumulate < 1 or batch_size < 1 or batch_size % unit:
+        below = batch_size // max(unit, 1) * unit
+        nearest = f"{below} or {below + unit}" if below > 0 else str(unit)
+        raise ValueError(
+            f"batch_size {batch_size} does not divide over accumulate {accumulate} x "
+            f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
+            f"the nearest batch sizes that do are {nearest}"
+        )
+
+
+def _fill(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
+    """The sizes with -1 replaced; ValueError where they do not divide the devices."""
+    if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
+        raise ValueError(
+            f"mesh {_describe(sizes)}: sizes are positive, and at most one is -1 (what is left)"
+        )
+    known = math.prod(size for size in sizes if size != -1)
+    if num_devices % known:
+        raise ValueError(
+            f"mesh {_describe(sizes)} does not fit {num_devices} devices: {known} does not divide "
+            f"{num_devices}; choose sizes whose product does, or -1 for one of them"
+        )
+    return tuple(num_devices // known if size == -1 else size for size in sizes)
+
+
+def _describe(sizes: tuple[int, ...]) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in zip(AXES, sizes, strict=True))
+
+
+def _fsdp(shape: tuple[int, ...], mesh: Mesh, min_size: int) -> P:
+    if math.prod(shape) >= min_size:
+        for axis in sorted(range(len(shape)), key=lambda i: -shape[i]):
+            if shape[axis] % mesh.shape["fsdp"] == 0:
+                return P(*(None,) * axis, "fsdp")
+    return P()
+
+
+def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Mesh) -> P:
+    """The spec, if `shape` has its axes and they divide."""
+    if isinstance(spec, str) or len(spec) > len(shape):
+        raise ValueError(f"sharding rule {spec!r} does not fit {name!r} of shape {shape}")
+    for axis, names in enumerate(spec):
+        names = (names,) if isinstance(names, str) else names or ()
+        ways = math.prod(mesh.shape[n] for n in names)
+        if shape[axis] % ways:
+            raise ValueError(
+                f"axis {axis} of {name!r} with shape {shape} does not divide over "
+                f"{' x '.join(names)} = {ways}: choose a mesh size that divides {shape[axis]}"
+            )
+    return spec
