@@ -1,0 +1,144 @@
+"""Preconditioning: how a raw network F becomes a denoiser D, and the one loss that trains it.
+
+Everything is written in the variance-exploding coordinates of Karras et al.
+(2022): x = x0 + sigma * eps. A variance-preserving model (DDPM, Stable
+Diffusion) is the same denoiser seen through c_in = 1 / sqrt(1 + sigma^2).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+Sigma = Float[Array, "B"]
+Images = Float[Array, "B H W C"]
+Denoiser = Callable[[Images, Sigma], Images]
+Network = Callable[[Images, Sigma], Images]
+Distance = Callable[[Images], Images]
+
+
+class Scalings(NamedTuple):
+    """D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise). Each field is [B]."""
+
+    c_skip: Sigma
+    c_out: Sigma
+    c_in: Sigma
+    c_noise: Sigma
+
+
+Precond = Callable[[Sigma], Scalings]
+
+
+def edm(sigma_data: float = 0.5) -> Precond:
+    """Unit-variance inputs and targets at every noise level (EDM, Table 1)."""
+
+    def scalings(sigma):
+        total = jnp.sqrt(sigma**2 + sigma_data**2)
+        return Scalings(
+            c_skip=(sigma_data / total) ** 2,
+            c_out=sigma * sigma_data / total,
+            c_in=1 / total,
+            c_noise=jnp.log(sigma) / 4,
+        )
+
+    return scalings
+
+
+def epsilon(time: Callable[[Sigma], Sigma]) -> Precond:
+    """F predicts the noise (DDPM). `time` maps sigma to what the network is conditioned on."""
+
+    def scalings(sigma):
+        return Scalings(
+            c_skip=jnp.ones_like(sigma),
+            c_out=-sigma,
+            c_in=1 / jnp.sqrt(1 + sigma**2),
+            c_noise=time(sigma),
+        )
+
+    return scalings
+
+
+def x0(time: Callable[[Sigma], Sigma]) -> Precond:
+    """F predicts the clean image. `time` as in `epsilon`."""
+
+    def scalings(sigma):
+        return Scalings(
+            c_skip=jnp.zeros_like(sigma),
+            c_out=jnp.ones_like(sigma),
+            c_in=1 / jnp.sqrt(1 + sigma**2),
+            c_noise=time(sigma),
+        )
+
+    return scalings
+
+
+def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
+    """F predicts v = alpha * eps - sqrt(1 - alpha^2) * x0 (Salimans & Ho 2022, section 4)."""
+
+    def scalings(sigma):
+        c_in = 1 / jnp.sqrt(1 + sigma**2)  # The alpha of the variance-preserving model.
+        return Scalings(c_skip=c_in**2, c_out=-sigma * c_in, c_in=c_in, c_noise=time(sigma))
+
+    return scalings
+
+
+def log_snr(sigma: Sigma) -> Sigma:
+    """ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma: the `time` of continuous DDPM."""
+    return -2 * jnp.log(sigma)
+
+
+def denoiser(network: Network, precond: Precond) -> Denoiser:
+    """Makes D of F. `network` closes over its weights and its conditioning.
+
+    D is float32 also where F computes in bfloat16, since the scalings are.
+    """
+
+    def denoise(x, sigma):
+        c_skip, c_out, c_in, c_noise = precond(sigma)
+        f = network(_per_image(c_in) * x, c_noise)
+        return _per_image(c_skip) * x + _per_image(c_out) * f
+
+    return denoise
+
+
+def l2(residual: Images) -> Images:
+    """Squared error."""
+    return residual**2
+
+
+def l1(residual: Images) -> Images:
+    """Absolute error."""
+    return jnp.abs(residual)
+
+
+def huber(residual: Images) -> Images:
+    """Half the square up to an error of 1 and linear beyond (Huber with beta = 1)."""
+    size = jnp.abs(residual)
+    return jnp.where(size < 1, size**2 / 2, size - 0.5)
+
+
+def loss(
+    network: Network,
+    precond: Precond,
+    x0: Images,
+    eps: Images,
+    sigma: Sigma,
+    distance: Distance = l2,
+) -> Float[Array, "B"]:
+    """Distance of F from its effective target (EDM, equation 8), one value per image.
+
+    With `l2` it equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
+    `epsilon` L_simple and `velocity` the v-loss. x0 is in [-1, 1], eps standard normal.
+    """
+    c_skip, c_out, c_in, c_noise = (_per_image(c) for c in precond(sigma))
+    scale = _per_image(sigma)
+    f = network(c_in * (x0 + scale * eps), c_noise[:, 0, 0, 0])
+    # (x0 - c_skip * x) / c_out with x written out. Subtracting x from x0 would leave the
+    # rounding error of x, divided by a small c_out: so eps comes out exact at any sigma.
+    target = ((1 - c_skip) * x0 - c_skip * scale * eps) / c_out
+    return jnp.mean(distance(f - target), axis=(1, 2, 3))
+
+
+def _per_image(c: Sigma) -> Float[Array, "B 1 1 1"]:
+    return c[:, None, None, None]
