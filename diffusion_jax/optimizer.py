@@ -13,9 +13,9 @@ Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
 
 class ScheduleState(NamedTuple):
-    """The schedule's place: updates made so far, and the learning rate of the last one."""
+    """The schedule's place: the number of updates made, and the learning rate of the last one."""
 
-    count: Int[Array, ""]
+    updates: Int[Array, ""]
     learning_rate: Float[Array, ""]
 
 
@@ -78,8 +78,8 @@ def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformation:
 
     def update(updates, state, params=None):
         del params
-        lr = schedule(state.count)
+        lr = schedule(state.updates)
         updates = jax.tree.map(lambda u: -lr * u, updates)
-        return updates, ScheduleState(state.count + 1, lr)
+        return updates, ScheduleState(state.updates + 1, lr)
 
     return optax.GradientTransformation(init, update)

@@ -15,7 +15,7 @@ Rules = Sequence[tuple[str, P | str]]
 
 
 def make_mesh(
-    replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[jax.Device] | None = None
+    replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
     """A mesh over `devices` (default: all); one size may be -1 and takes what is left.
 
