@@ -1,0 +1,36 @@
+"""What every text encoder looks like from outside."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+Batch = dict[str, Any]
+
+
+class TextEncoder(NamedTuple):
+    """From texts to the embeddings that a network attends to, in two halves.
+
+    The halves are apart so that the first can run in the input pipeline, on the host, and the
+    second inside the jitted train step, where its weights are an argument.
+    """
+
+    name: str
+    width: int
+    """D, the length of an embedding."""
+    max_tokens: int
+    """L, the number of positions: longer texts lose their end, shorter ones are padded."""
+    tokenize: Callable[[Sequence[Any]], dict[str, np.ndarray]]
+    """Host: texts (as the encoder's data hold them) to arrays for a batch."""
+    frozen: Any
+    """A pytree of weights, () where there are none."""
+    encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
+    """Device: (frozen, batch) to embeddings, 0 at padded positions, and which are not padded."""
+
+
+def embed(
+    encoder: TextEncoder, texts: Sequence[Any]
+) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
+    """Both halves at once, as sampling needs them."""
+    return encoder.encode(encoder.frozen, encoder.tokenize(texts))
