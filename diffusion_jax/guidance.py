@@ -23,7 +23,8 @@ def classifier_free(denoise_both: Denoiser, scale: Scale | Schedule) -> Denoiser
 
     def denoise(x, sigma):
         both = denoise_both(x.repeat(2, axis=0), sigma.repeat(2))
-        cond, uncond = jnp.moveaxis(both.reshape(-1, 2, *x.shape[1:]), 1, 0)
+        pairs = both.reshape(-1, 2, *x.shape[1:])  # [B, 2, H, W, C]
+        cond, uncond = pairs[:, 0], pairs[:, 1]
         excess = jnp.asarray(scale(sigma) if callable(scale) else scale, x.dtype) - 1
         return cond + excess.reshape(-1, 1, 1, 1) * (cond - uncond)
 

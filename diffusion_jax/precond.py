@@ -131,11 +131,12 @@ def loss(
     With `l2` it equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
     `epsilon` L_simple and `velocity` the v-loss. x0 is in [-1, 1], eps standard normal.
     """
-    c_skip, c_out, c_in, c_noise = (_per_image(c) for c in precond(sigma))
+    scalings = precond(sigma)
+    c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)
-    f = network(c_in * (x0 + scale * eps), c_noise[:, 0, 0, 0])
-    # (x0 - c_skip * x) / c_out with x written out. Subtracting x from x0 would leave the
-    # rounding error of x, divided by a small c_out: so eps comes out exact at any sigma.
+    f = network(c_in * (x0 + scale * eps), scalings.c_noise)
+    # (x0 - c_skip * x) / c_out with x written out: subtracting x from x0 would leave the
+    # rounding of x, divided by a small c_out, where eps should come out exact.
     target = ((1 - c_skip) * x0 - c_skip * scale * eps) / c_out
     return jnp.mean(distance(f - target), axis=(1, 2, 3))
 

@@ -17,20 +17,20 @@ from diffusion_jax.noise import LogSNR, sigma_of
 from diffusion_jax.precond import Denoiser, Images, Sigma
 
 Scalar = int | float | Float[Array, ""]
-Sigmas = Float[Array, "N+1"]
+Sigmas = Float[Array, "levels"]
 Noise = Callable[[Int[Array, ""]], Images]
 Sampler = Callable[[Denoiser, Images, Sigmas, Noise], Images]
 
 
 def karras_sigmas(
     n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0
-) -> Float[Array, "N+1"]:
+) -> Float[Array, "{n}+1"]:
     """Noise levels of EDM, equation 5, for n steps: n levels and the final 0."""
     top, bottom = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     return jnp.append((top + jnp.linspace(0, 1, n) * (bottom - top)) ** rho, 0.0)
 
 
-def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "N+1"]:
+def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "{n}+1"]:
     """Levels of a log-SNR schedule at n + 1 even times from t = 1 to t = 0.
 
     They end where the schedule does, at sigma(0) of about 0.01, which is what `ddpm`
@@ -39,7 +39,7 @@ def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "N+1"]:
     return sigma_of(log_snr(jnp.linspace(1, 0, n + 1)))
 
 
-def ending_at_zero(sigmas: Sigmas) -> Float[Array, "N+1"]:
+def ending_at_zero(sigmas: Sigmas) -> Sigmas:
     """The same levels with 0 in place of the last."""
     return sigmas.at[-1].set(0.0)
 
@@ -72,13 +72,15 @@ def heun(
     """
     n = len(sigmas) - 1
     inside = (s_min <= sigmas) & (sigmas <= s_max)
-    sigmas_hat = sigmas * (1 + jnp.where(inside, jnp.minimum(churn / n, 2**0.5 - 1), 0))
+    gammas = jnp.where(inside, jnp.minimum(churn / n, 2**0.5 - 1), 0)
 
     def evaluate(carry, k):
         x, x_hat, d = carry  # x_hat and d: where the step began, and its slope there
         i, first = k // 2, k % 2 == 0
-        sigma, sigma_hat, sigma_next = sigmas[i], sigmas_hat[i], sigmas[i + 1]
-        added = jnp.sqrt(sigma_hat**2 - sigma**2) * s_noise
+        sigma, sigma_next, gamma = sigmas[i], sigmas[i + 1], gammas[i]
+        sigma_hat = sigma * (1 + gamma)
+        # sqrt(sigma_hat^2 - sigma^2), which rounding could make the root of a negative number.
+        added = s_noise * sigma * jnp.sqrt(gamma * (2 + gamma))
         x = x + jnp.where(first, added, 0) * noise(i)
         level = jnp.where(first, sigma_hat, sigma_next)
 
