@@ -118,18 +118,16 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int):
     def mean_gradient(params, frozen, batch, key):
         def add(total, inputs):
             micro, index = inputs
-            result = gradient(params, frozen, micro, jax.random.fold_in(key, index))
-            return jax.tree.map(jnp.add, total, result), None
+            values, grads = gradient(params, frozen, micro, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, grads), values
 
-        micros = jax.tree.map(lambda x: _split(x, accumulate), batch)
-        first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(gradient, params, frozen, first, key)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        inputs = (jax.tree.map(lambda x: _split(x, accumulate), batch), jnp.arange(accumulate))
         # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
         unroll = accumulate if jax.default_backend() == "cpu" else 1
-        indices = jnp.arange(accumulate)
-        total, _ = jax.lax.scan(add, zeros, (micros, indices), unroll=unroll)
-        return jax.tree.map(lambda x: x / accumulate, total)
+        total, values = jax.lax.scan(add, zeros, inputs, unroll=unroll)
+        grads = jax.tree.map(lambda g: g / accumulate, total)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), values), grads
 
     return mean_gradient
 
