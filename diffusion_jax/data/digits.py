@@ -4,8 +4,14 @@ The glyphs come with scikit-learn (Alpaydin & Kaynak 1998), so nothing is downlo
 digit, an ink and a paper; every 17th prompt is never shown in training.
 """
 
+import argparse
 import functools
+import io
 import itertools
+import os
+import pathlib
+import tarfile
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -77,14 +83,15 @@ def load(split: str) -> Glyphs:
     """The glyphs of "train" (70 % of each digit, drawn once with a fixed seed) or "test"."""
     from sklearn.datasets import load_digits  # Slow to import, and only the digits need it.
 
-    data = load_digits()
+    pixels, digits = load_digits(return_X_y=True)
     random = np.random.RandomState(0)  # RandomState's stream never changes between versions.
-    chosen = np.zeros(len(data.target), bool)
+    chosen = np.zeros(len(digits), bool)
     for digit in range(10):
-        where = random.permutation(np.flatnonzero(data.target == digit))
+        where = random.permutation(np.flatnonzero(digits == digit))
         chosen[where[: round(0.7 * len(where))]] = True
     rows = {"train": chosen, "test": ~chosen}[split]
-    return Glyphs((data.images[rows] / 16).astype(np.float32), data.target[rows].astype(np.int32))
+    images = pixels.reshape(-1, 8, 8)[rows] / 16
+    return Glyphs(images.astype(np.float32), digits[rows].astype(np.int32))
 
 
 def enlarge(glyphs: Float[np.ndarray, "N 8 8"], size: int) -> Float[np.ndarray, "N H W"]:
@@ -114,7 +121,7 @@ def render(
 class Digits:
     """Every training glyph in every pair of colours that is seen with its digit.
 
-    A finite list with random access: `images(i)` and `captions(i)` depend on nothing but i.
+    A finite list of pictures (see pictures.Pictures): each is a function of its index alone.
     """
 
     def __init__(self, size: int = 16):
@@ -136,16 +143,65 @@ class Digits:
         """How many different pictures there are, about 34,000."""
         return len(self._glyph_of)
 
-    def images(self, indices: Int[np.ndarray, "B"]) -> UInt8[np.ndarray, "B H W 3"]:
-        """The pictures of these indices."""
+    def read(self, indices: Int[np.ndarray, "B"]) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
+        """The pictures of these indices and their captions."""
         prompts = self._prompt_of[indices]
-        return colour(
-            self._mix[self._glyph_of[indices]], self._inks[prompts], self._papers[prompts]
-        )
+        mix = self._mix[self._glyph_of[indices]]
+        images = colour(mix, self._inks[prompts], self._papers[prompts])
+        return images, [self._captions[p] for p in prompts]
 
-    def captions(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """The captions of these indices."""
-        return [self._captions[p] for p in self._prompt_of[indices]]
+    def skipped(self) -> dict[str, int]:
+        """Nothing: every picture can be used."""
+        return {}
+
+
+def write_examples(
+    out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder"
+) -> pathlib.Path:
+    """Writes `num` pictures with captions as a tiny data set and returns its path.
+
+    A "folder" holds 00000.png, 00000.txt and so on, a "webdataset" is one tar of these files:
+    `out` itself if it ends in .tar, else out/00000.tar.
+    """
+    digits = Digits(size)
+    # A prime step, so that glyphs and colours vary from the start.
+    images, captions = digits.read(np.arange(num) * 617 % len(digits))
+    files = {}
+    for i, (image, text) in enumerate(zip(images, captions, strict=True)):
+        png = io.BytesIO()
+        Image.fromarray(image).save(png, "png")
+        files |= {f"{i:05}.png": png.getvalue(), f"{i:05}.txt": f"{text}\n".encode()}
+    return {"folder": _write_folder, "webdataset": _write_tar}[format](pathlib.Path(out), files)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line: python -m diffusion_jax.data.digits --out=DIR."""
+    parser = argparse.ArgumentParser(description="Writes a tiny data set of coloured digits.")
+    parser.add_argument("--out", required=True, help="folder (or .tar) to write; made if missing")
+    parser.add_argument("--num", type=int, default=100, help="how many pictures")
+    parser.add_argument("--size", type=int, default=64, help="their side, a multiple of 8")
+    parser.add_argument("--format", choices=("folder", "webdataset"), default="folder")
+    given = parser.parse_args(arguments)
+    path = write_examples(given.out, given.num, size=given.size, format=given.format)
+    print(f"wrote {given.num} pictures with captions to {path}")
+
+
+def _write_folder(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    out.mkdir(parents=True, exist_ok=True)
+    for name, contents in files.items():
+        (out / name).write_bytes(contents)
+    return out
+
+
+def _write_tar(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
+    path = out if out.suffix == ".tar" else out / "00000.tar"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as tar:
+        for name, contents in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(contents)
+            tar.addfile(member, io.BytesIO(contents))
+    return path
 
 
 @functools.cache
@@ -162,3 +218,7 @@ def _prompt_of_caption() -> dict[str, Prompt]:
 
 def _rgb(colours: dict[str, tuple[int, int, int]], name: str) -> Float[np.ndarray, "3"]:
     return np.array(colours[name], np.float32)
+
+
+if __name__ == "__main__":
+    main()

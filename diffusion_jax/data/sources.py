@@ -51,10 +51,11 @@ class Folder:
         precomputed.check_suffix(text)
         names = _walk(self._root)
         images = [n for n in sorted(names) if suffix_of(n).rsplit(".")[-1] in IMAGE_SUFFIXES]
-        check_any(len(images), self._root, map(suffix_of, names))
+        suffixes = [suffix_of(name) for name in names]
+        check_any(len(images), self._root, suffixes)
         self._pairs = [(n, t) for n in images if (t := _text_name(n, text)) in names]
         bare = sorted(set(images) - {image for image, _ in self._pairs})
-        check_captions(bare, len(images), text, uncaptioned)
+        check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
         self._left_out = {"no_caption": len(bare)} if bare else {}
 
     def __len__(self) -> int:
@@ -89,41 +90,53 @@ def check_exists(paths: Sequence[pathlib.Path], format: str) -> None:
     missing = [path for path in paths if not path.exists()]
     if missing:
         raise FileNotFoundError(
-            f"no data at {_some(map(str, missing))}: check the path, or make a tiny example set "
-            f"with\n  python -m diffusion_jax.data.digits --format={format} --num=100 "
+            f"no data at {_some([str(m) for m in missing[:3]], len(missing))}: check the path, "
+            "or make a tiny example set with\n"
+            f"  python -m diffusion_jax.data.digits --format={format} --num=100 "
             f"--out={missing[0] if len(paths) == 1 else missing[0].parent}"
         )
 
 
 def check_any(num_images: int, place: Any, suffixes: Iterable[str]) -> None:
-    """ValueError if there are no images, saying what there is instead."""
+    """ValueError if there are no images, saying what there is instead: the suffixes found."""
     if num_images == 0:
-        counts: dict[str, int] = {}
-        for suffix in suffixes:
-            counts[suffix] = counts.get(suffix, 0) + 1
-        found = ", ".join(f"{n} {suffix or 'without a suffix'}" for suffix, n in counts.items())
-        tars = "; tars are read by the source 'webdataset'" if "tar" in counts else ""
+        found = _list(suffixes)
+        tars = "; tars are read by the source 'webdataset'" if "tar" in found else ""
         raise ValueError(
             f"no images in {place}: looked for {', '.join(IMAGE_SUFFIXES)} "
             f"and found {found or 'nothing at all'}{tars}"
         )
 
 
-def check_captions(bare: Sequence[str], num_images: int, text: str, uncaptioned: str) -> None:
-    """ValueError if images lack their text, unless they are to be dropped and some are left."""
+def check_captions(
+    num_bare: int,
+    first: Sequence[str],
+    num_images: int,
+    text: str,
+    uncaptioned: str,
+    suffixes: Iterable[str],
+) -> None:
+    """ValueError if images lack their text, unless they are to be dropped and some are left.
+
+    `first` are the names of up to three of them; `suffixes` are those of all files.
+    """
     if uncaptioned not in ("error", "drop"):
         raise ValueError(f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop'")
-    if bare and (uncaptioned == "error" or len(bare) == num_images):
+    if num_bare and (uncaptioned == "error" or num_bare == num_images):
         raise ValueError(
-            f"{len(bare)} of {num_images} images have no .{text} beside them: {_some(bare)}. Write "
-            f"a .{text} of the same stem for each (an empty one will do), say which suffix the "
-            "texts have with data.text, or leave these images out with data.uncaptioned=drop"
+            f"{num_bare} of {num_images} images have no .{text} beside them: "
+            f"{_some(first, num_bare)}. Write a .{text} of the same stem for each (an empty one "
+            f"will do), say with data.text which suffix the texts have (there are "
+            f"{_list(suffixes)}), or leave these images out with data.uncaptioned=drop"
         )
 
 
-def _some(names: Iterable[str]) -> str:
-    first = list(names)
-    return ", ".join(first[:3]) + (f" and {len(first) - 3} more" if len(first) > 3 else "")
+def _some(first: Sequence[str], total: int) -> str:
+    return ", ".join(first[:3]) + (f" and {total - 3} more" if total > 3 else "")
+
+
+def _list(suffixes: Iterable[str]) -> str:
+    return ", ".join(sorted({suffix or "files without a suffix" for suffix in suffixes}))
 
 
 def _walk(root: pathlib.Path) -> set[str]:

@@ -13,6 +13,7 @@ import pathlib
 import re
 import tarfile
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -60,9 +61,9 @@ class WebDataset:
         self._tar_of = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
         self._spans = np.concatenate(spans)  # [N, (image, text), (offset, size)], -1 for no text
         self._left_out = Counter(truncated_tar=sum(int(index.truncated) for index in indices))
-        suffixes = (str(s) for index in indices for s in index.suffix)
+        suffixes = [str(suffix) for index in indices for suffix in np.unique(index.suffix)]
         sources.check_any(len(self._spans), os.fspath(path), suffixes)
-        self._drop_bare(uncaptioned)
+        self._drop_bare(uncaptioned, suffixes)
 
     def __len__(self) -> int:
         """How many images have a text."""
@@ -70,31 +71,30 @@ class WebDataset:
 
     def __getitem__(self, index: int) -> Record:
         """Reads both members; OSError if the tar has gone."""
-        path = self._tars[self._tar_of[index]]
-        with path.open("rb") as tar:
+        with self._tars[self._tar_of[index]].open("rb") as tar:
+            name = _image_name(tar, self._spans[index])
             image, text = (_read(tar, *span) for span in self._spans[index])
-        name = self._name(index)
-        return Record(image, sources.read_text(text, f"{name} .{self._text}"), name)
+        text_name = f"{name.rpartition('.')[0]}.{self._text}"
+        return Record(image, sources.read_text(text, text_name), name)
 
     def left_out(self) -> dict[str, int]:
         """Counts of "no_caption" and of "truncated_tar", whose whole members are still used."""
         return {reason: n for reason, n in self._left_out.items() if n}
 
-    def _drop_bare(self, uncaptioned: str) -> None:
+    def _drop_bare(self, uncaptioned: str, suffixes: Sequence[str]) -> None:
         """Takes the records without a text out, or raises ValueError."""
         bare = np.flatnonzero(self._spans[:, 1, 0] < 0)
-        names = [self._name(i) for i in bare[:3]] + [""] * max(0, len(bare) - 3)
-        sources.check_captions(names, len(self._spans), self._text, uncaptioned)
+        first = [self._name(i) for i in bare[:3]]
+        sources.check_captions(
+            len(bare), first, len(self._spans), self._text, uncaptioned, suffixes
+        )
         self._left_out["no_caption"] = len(bare)
         self._tar_of = np.delete(self._tar_of, bare)
         self._spans = np.delete(self._spans, bare, axis=0)
 
     def _name(self, index: int) -> str:
-        """The image's name, from its header in the tar: no need to keep millions in memory."""
-        path = self._tars[self._tar_of[index]]
-        with path.open("rb") as tar:
-            header = _read(tar, self._spans[index, 0, 0] - _BLOCK, 100)
-        return f"{path.name}/{header.rstrip(bytes(1)).decode(errors='replace')}"
+        with self._tars[self._tar_of[index]].open("rb") as tar:
+            return _image_name(tar, self._spans[index])
 
 
 def load_index(tar: pathlib.Path) -> Index:
@@ -185,6 +185,12 @@ def _spans(index: Index, text: str) -> Int[np.ndarray, "N 2 2"]:
 def _read(tar: io.BufferedReader, offset: int, size: int) -> bytes:
     tar.seek(offset)
     return tar.read(size)
+
+
+def _image_name(tar: io.BufferedReader, spans: Int[np.ndarray, "2 2"]) -> str:
+    """Read from the header in the tar when it is wanted: names of millions would fill memory."""
+    name = _read(tar, int(spans[0, 0]) - _BLOCK, 100).rstrip(bytes(1))
+    return f"{tar.name}/{name.decode(errors='replace')}"
 
 
 def _load(place: pathlib.Path, stamp: np.ndarray) -> Index | None:

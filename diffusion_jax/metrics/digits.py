@@ -19,7 +19,9 @@ def fit_judge() -> Judge:
     from sklearn.svm import SVC  # Slow to import, and only the judge needs it.
 
     glyphs = digits.load("train")
-    svc = SVC(gamma=0.001).fit(16 * glyphs.images.reshape(-1, 64), glyphs.digits)
+    svc = SVC(gamma=0.001).fit(  # pyright: ignore[reportArgumentType]
+        16 * glyphs.images.reshape(-1, 64), glyphs.digits
+    )
 
     def judge(images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
         pixels = images.astype(np.float32)

@@ -1,0 +1,167 @@
+"""Pictures to batches: the order of the data, threads that read ahead, and the exact position.
+
+Sample n of a run (n = step * batch + row) is a function of (seed, n): every epoch is a permutation
+of its own, and neither the number of processes nor a restart changes which picture is where.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import grain
+import jax
+import numpy as np
+from jax.sharding import Sharding
+from jaxtyping import Array, Int
+
+from diffusion_jax.data.pictures import Pictures
+
+Batch = dict[str, np.ndarray]
+Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
+
+
+class Batches:
+    """An endless iterator over this process's rows of each batch; made by make_batches.
+
+    It owns the threads that read ahead: call `close`, or use it as a context manager.
+    """
+
+    def __init__(
+        self,
+        batches: grain.MapDataset[Batch],
+        pictures: Pictures,
+        *,
+        batch_size: int,
+        seed: int,
+        num_threads: int,
+    ):
+        """`batches[step]` is the local batch of a step; `batch_size` the global number of rows."""
+        self._pictures = pictures
+        self._batch_size = batch_size
+        self._identity = {"seed": seed, "pictures": len(pictures)}
+        # One batch more than there are threads, so that one is ready while all are at work.
+        ahead = num_threads + 1 if num_threads else 0
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
+        self._iterator = iter(batches.to_iter_dataset(options))
+
+    def __iter__(self) -> "Batches":
+        """Itself."""
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch; raises what went wrong in a reading thread."""
+        return next(self._iterator)
+
+    def __enter__(self) -> "Batches":
+        """Itself."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """Closes it."""
+        self.close()
+
+    def get_state(self) -> bytes:
+        """The position after the last batch given out, as JSON, the same in every process."""
+        samples = self._iterator.get_state()["next_index"] * self._batch_size
+        return json.dumps({"samples": samples, **self._identity}).encode()
+
+    def set_state(self, state: bytes) -> None:
+        """Goes to a position; ValueError if it is of other data, another seed or batch size."""
+        saved = json.loads(state)
+        samples = saved.pop("samples")
+        if saved != self._identity:
+            raise ValueError(
+                f"the saved position is of {saved} and the data now are {self._identity}: the "
+                "order cannot be continued. Restore the data and the seed, or start another run"
+            )
+        if samples % self._batch_size:
+            raise ValueError(
+                f"the saved position, sample {samples}, is no multiple of the batch size "
+                f"{self._batch_size}: take a batch size that divides it"
+            )
+        self._iterator.set_state({"next_index": samples // self._batch_size})
+
+    def skipped(self) -> dict[str, int]:
+        """How many pictures this process met that cannot be used, by reason, since it started."""
+        return self._pictures.skipped()
+
+    def close(self) -> None:
+        """Stops the threads; may be called twice."""
+        self._iterator.close()
+
+
+def make_batches(
+    pictures: Pictures,
+    tokenize: Tokenize,
+    *,
+    batch_size: int,
+    seed: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    num_threads: int = 1,
+    flip: bool = False,
+) -> Batches:
+    """Batches {"image": uint8 [B, H, W, 3], and what `tokenize` makes of the texts}.
+
+    `batch_size` counts the rows of all processes together; process p gets rows p*b to (p+1)*b of
+    each batch, where b = batch_size / process_count (local_rows gives the two numbers for a
+    sharding). Each thread makes whole batches; 0 threads read only when asked. `flip` mirrors
+    every second picture or so.
+    """
+    if batch_size < 1 or batch_size % process_count:
+        raise ValueError(
+            f"batch_size {batch_size} does not divide over {process_count} processes: "
+            f"take a multiple of {process_count}"
+        )
+    rows = batch_size // process_count
+
+    def load(step: int, indices: Int[np.ndarray, "B"]) -> Batch:
+        images, texts = pictures.read(indices)
+        if flip:
+            first = step * batch_size + process_index * rows
+            images = _flip(images, seed, range(first, first + rows))
+        return {"image": images, **tokenize(texts)}
+
+    # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
+    # whole batch can be computed together.
+    order = grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
+    local = order.batch(rows, batch_fn=np.asarray)[process_index::process_count]
+    batches = local.map_with_index(load)
+    return Batches(batches, pictures, batch_size=batch_size, seed=seed, num_threads=num_threads)
+
+
+def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
+    """The local rows of every process as one array each, split as `sharding` says."""
+    place = jax.make_array_from_process_local_data
+    return {name: place(sharding, rows) for name, rows in batch.items()}
+
+
+def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
+    """(process_index, process_count) for make_batches: the rows that this process's devices hold.
+
+    They differ from jax.process_index() and jax.process_count() where a mesh orders processes in
+    its own way, or where several processes hold the same rows (tensor parallelism between hosts).
+    """
+    held = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return share([index[0].indices(batch_size)[:2] for index in held if index], batch_size)
+
+
+def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
+    """(which, of how many) equal parts of a batch the spans [first, last) cover together.
+
+    ValueError if they are no such part.
+    """
+    first, last = min(a for a, _ in spans), max(b for _, b in spans)
+    size = last - first
+    covered = len({row for a, b in spans for row in range(a, b)})
+    if covered != size or batch_size % size or first % size:
+        raise ValueError(
+            f"this process's devices hold rows {sorted(set(spans))} of a batch of {batch_size}: "
+            "they must be one equal part of it, so let the mesh keep a process's devices together"
+        )
+    return first // size, batch_size // size
+
+
+def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:
+    mirrored = [np.random.default_rng((seed, n)).random() < 0.5 for n in samples]
+    return np.where(np.array(mirrored)[:, None, None, None], images[:, :, ::-1], images)
