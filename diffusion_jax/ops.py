@@ -1,0 +1,140 @@
+"""Operations that several networks share: functions of arrays, never blocks with parameters."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+ATTENTION = ("xla", "cudnn")
+
+
+def group_norm(
+    x: Float[Array, "B *S C"],
+    weight: Float[Array, "C"],
+    bias: Float[Array, "C"],
+    scale: Float[Array, "B C"] | None = None,
+    shift: Float[Array, "B C"] | None = None,
+    *,
+    groups: int = 32,
+    eps: float = 1e-5,
+) -> Float[Array, "B *S C"]:
+    """Group normalisation (Wu & He 2018), then * (1 + scale) + shift where they are given.
+
+    Statistics are float32 whatever x is. All factors are folded into one multiply-add a channel,
+    so that the whole costs two reads of x and one write.
+    """
+    b, c = x.shape[0], x.shape[-1]
+    flat = x.reshape(b, -1, c).astype(jnp.float32)
+    mean, square = _group_mean(flat.mean(1), groups), _group_mean((flat**2).mean(1), groups)
+    a = weight * jax.lax.rsqrt(square - mean**2 + eps)  # [B, C]
+    d = bias - mean * a
+    if scale is not None:
+        a, d = a * (1 + scale), d * (1 + scale)
+    if shift is not None:
+        d = d + shift
+    return (flat * a[:, None] + d[:, None]).astype(x.dtype).reshape(x.shape)
+
+
+def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
+    """Cosines, then sines, of t at frequencies from 1 down to almost 1 / 10000 (NeMo's order)."""
+    half = width // 2
+    angles = t[:, None] * jnp.exp(-math.log(10000) / half * jnp.arange(half))
+    return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
+
+
+def attend(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    mask: Bool[Array, "B L"] | None = None,
+    *,
+    implementation: str = "xla",
+) -> Float[Array, "B T N K"]:
+    """Softmax attention, scaled by 1 / sqrt(K), with float32 logits and softmax.
+
+    `mask` says which of the last L keys take part; those before them always do. A row that has no
+    key at all gives 0. "cudnn" (bf16 or fp16 on a GPU) needs no mask tensor, but takes the valid
+    keys to come first: of each mask only the number of True counts.
+    """
+    if mask is None:
+        return jax.nn.dot_product_attention(q, k, v, implementation=implementation)  # pyright: ignore[reportArgumentType]
+    always = k.shape[1] - mask.shape[1]
+    if implementation == "cudnn":
+        lengths = (always + mask.sum(1)).astype(jnp.int32)
+        out = jax.nn.dot_product_attention(
+            q, k, v, key_value_seq_lengths=jnp.maximum(lengths, 1), implementation="cudnn"
+        )
+    else:
+        keys = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)
+        out = jax.nn.dot_product_attention(q, k, v, mask=keys[:, None, None], implementation="xla")
+    if always:
+        return out
+    return jnp.where(mask.any(1)[:, None, None, None], out, 0)
+
+
+def conv_transpose_4x4(
+    x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
+) -> Float[Array, "B 2*H 2*W D"]:
+    """torch's ConvTranspose2d(kernel 4, stride 2, padding 1), as one 2x2 convolution.
+
+    Each of the four output phases (a, b) sees a 2x2 window of x, so one convolution over all
+    windows makes all phases as channels; far faster on GPUs than a dilated one, and exact.
+    """
+    b, h, w, c = x.shape
+    d = kernel.shape[-1]
+    phases = kernel[::-1, ::-1].reshape(2, 2, 2, 2, c, d)  # [row, a, column, b, C, D]
+    phases = phases.transpose(0, 2, 4, 1, 3, 5).reshape(2, 2, c, 4 * d)
+    windows = jax.lax.conv_general_dilated(
+        x, phases, (1, 1), ((1, 1), (1, 1)), dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )  # [B, H+1, W+1, 4 D]
+    windows = windows.reshape(b, h + 1, w + 1, 2, 2, d)
+    rows = jnp.stack([windows[:, i : i + h, :, i] for i in (0, 1)], axis=2)  # [B, H, 2, W+1, 2, D]
+    out = jnp.stack([rows[:, :, :, j : j + w, j] for j in (0, 1)], axis=4)  # [B, H, 2, W, 2, D]
+    return out.reshape(b, 2 * h, 2 * w, d) + bias
+
+
+def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
+    """Means of 2x2 pixels."""
+    b, h, w, c = x.shape
+    return x.reshape(b, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
+
+
+def bicubic_upsample(
+    x: Float[Array, "B _ _ C"], height: int, width: int
+) -> Float[Array, "B H W C"]:
+    """torch's bicubic interpolate: a = -0.75, half-pixel centres, borders repeated.
+
+    Without antialiasing, so for enlarging only. jax.image.resize has another kernel (a = -0.5).
+    """
+    rows = _bicubic_weights(x.shape[1], height)
+    columns = _bicubic_weights(x.shape[2], width)
+    exact = jax.lax.Precision.HIGHEST
+    out = jnp.einsum("hi,wj,bijc->bhwc", rows, columns, x.astype(jnp.float32), precision=exact)
+    return out.astype(x.dtype)
+
+
+def _group_mean(x: Float[Array, "B C"], groups: int) -> Float[Array, "B C"]:
+    """Each channel's value replaced by the mean of its group."""
+    b, c = x.shape
+    means = x.reshape(b, groups, c // groups).mean(-1, keepdims=True)
+    return jnp.broadcast_to(means, (b, groups, c // groups)).reshape(b, c)
+
+
+def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    centre = (np.arange(size_out) + 0.5) * size_in / size_out - 0.5
+    first = np.floor(centre).astype(int) - 1
+    weights = np.zeros((size_out, size_in))
+    for tap in range(4):
+        distance = np.abs(centre - (first + tap))
+        index = np.clip(first + tap, 0, size_in - 1)
+        np.add.at(weights, (np.arange(size_out), index), _cubic(distance))
+    return weights.astype(np.float32)
+
+
+def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
+    """Keys' cubic kernel (1981) at distances from 0 to 2."""
+    near = (a + 2) * d**3 - (a + 3) * d**2 + 1
+    far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+    return np.where(d <= 1, near, far)
