@@ -211,99 +211,133 @@ def test_karras_sigmas(n):
     )
 
 
+def python_scan(f, carry, inputs):
+    """lax.scan as a plain loop, so that a denoiser sees and counts every call."""
+    for i in range(len(jax.tree.leaves(inputs)[0])):
+        carry, _ = f(carry, jax.tree.map(lambda a, i=i: a[i], inputs))
+    return carry, None
+
+
+@pytest.fixture
+def unrolled(monkeypatch):
+    monkeypatch.setattr(jax.lax, "scan", python_scan)
+
+
 def recorded(denoise):
-    """The denoiser and the list of (x, sigma) that it fills as long as nothing is jitted."""
+    """Denoiser of `denoise(x, sigma, number of the call)`, and the (x, sigma) of its calls."""
     calls = []
 
     def record(x, sigma):
         calls.append((x, sigma))
-        return denoise(x, sigma)
+        return denoise(x, sigma, len(calls) - 1)
 
     return record, calls
-
-
-def compare_calls(calls, case):
-    close([float(sigma[0]) for _, sigma in calls], SAMPLERS[f"{case}/call_sigma"], atol=0)
-    kept = [calls[i][0] for i in SAMPLERS[f"{case}/call_index"]]
-    close(jnp.stack(kept), images(SAMPLERS[f"{case}/call_x"]))
 
 
 def start(sigmas):
     return sigmas[0] * images(SAMPLERS["in/noise_map"])
 
 
-BASE = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_churn40"]
+@jax.jit
+def edm_denoise(x, sigma, scale):
+    guided = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
+    return guidance.dynamic_threshold(guided)(x, sigma)
 
 
-@pytest.mark.parametrize("case", [f"edm/{name}" for name in BASE])
-def test_edm_trajectory(case):
-    steps, scale, churn, s_noise = SAMPLERS[f"{case}/meta"].tolist()
-    denoise = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
-    denoise = guidance.dynamic_threshold(denoise)
-    draws = images(SAMPLERS.get(f"{case}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    heun = functools.partial(samplers.heun, noise=lambda i: draws[i], churn=churn, s_noise=s_noise)
-    sigmas = samplers.karras_sigmas(int(steps))
-
-    out = jax.jit(functools.partial(heun, denoise))(start(sigmas), sigmas)
-    close(out, images(SAMPLERS[f"{case}/out"]))
-    denoise, calls = recorded(denoise)
-    with jax.disable_jit():
-        heun(denoise, start(sigmas), sigmas)
-    # Before thresholding, x may be 200: 1e-4 is relative there.
-    compare_calls(calls, case)
+@jax.jit
+def edm_sample(sigmas, draws, scale, churn, s_noise):
+    denoise = lambda x, sigma: edm_denoise(x, sigma, scale)
+    noise = lambda i: draws[i]
+    return samplers.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
 
 
-@pytest.mark.parametrize("augmented", [False, True])
-def test_super_resolution_edm_trajectory(augmented):
-    """With augmentation every network call, with text or without, has low-res noise of its own."""
-    case = "edm/sr_s6_cfg8_" + ("aug" if augmented else "noaug")
-    plain = images(SAMPLERS["in/x_low_res"])
-    draws = images(SAMPLERS["edm/sr_s6_cfg8_aug/noise_low_res"])  # [calls, 2, 2, 2, 3]
+def compare_calls(calls, case):
+    close([sigma[0] for _, sigma in calls], SAMPLERS[f"{case}/call_sigma"], atol=0)
+    kept = [calls[i][0] for i in SAMPLERS[f"{case}/call_index"]]
+    close(jnp.stack(kept), images(SAMPLERS[f"{case}/call_x"]))  # Relative: x begins at 240.
 
+
+EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_churn40"]
+
+
+def edm_case(name):
+    steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
+    draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
+    return samplers.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+
+
+@pytest.mark.parametrize("name", EDM)
+def test_edm_image(name):
+    close(edm_sample(*edm_case(name)), images(SAMPLERS[f"edm/{name}/out"]))
+
+
+@pytest.mark.parametrize("name", EDM)
+def test_edm_trajectory(name, unrolled):
+    sigmas, draws, scale, churn, s_noise = edm_case(name)
+    denoise, calls = recorded(lambda x, sigma, _: edm_denoise(x, sigma, scale))
+    noise = lambda i: draws[i]
+    samplers.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
+    compare_calls(calls, f"edm/{name}")
+
+
+@jax.jit
+def super_resolution_denoise(x, sigma, low_res_cond, low_res_uncond):
     def network(x, time):
-        low_res = [{"low_res": plain}] * 2
-        if augmented:
-            eps = draws[2 * len(calls) - 2 : 2 * len(calls)]
-            low_res = [augment(plain, SIGMA_LOW_RES, e) for e in eps]
-        cond = toy(x[0::2], time[0::2], **low_res[0]) + SHIFT
-        uncond = toy(x[1::2], time[1::2], **low_res[1])
+        cond = toy(x[0::2], time[0::2], **low_res_cond) + SHIFT
+        uncond = toy(x[1::2], time[1::2], **low_res_uncond)
         return jnp.stack([cond, uncond], axis=1).reshape(x.shape)
 
-    denoise = guidance.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
-    denoise, calls = recorded(guidance.dynamic_threshold(denoise))
-    sigmas = samplers.karras_sigmas(6)
-    with jax.disable_jit():
-        out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
-    close(out, images(SAMPLERS[f"{case}/out"]))
-    compare_calls(calls, case)
+    guided = guidance.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
+    return guidance.dynamic_threshold(guided)(x, sigma)
 
 
-DDPM = {  # Guidance, schedule, threshold.
-    "cos_s8_cfg1": (1.0, "cosine", "dynamic"),
-    "cos_s8_cfg7.5": (7.5, "cosine", "dynamic"),
-    "cos_s8_cfg3_static": (3.0, "cosine", "static"),
-    "lin_s8_cfg3": (3.0, "linear", "dynamic"),
-    "cos_s8_cfg3_nothr": (3.0, "cosine", None),
-}
+@pytest.mark.parametrize("name", ["sr_s6_cfg8_noaug", "sr_s6_cfg8_aug"])
+def test_super_resolution_trajectory(name, unrolled):
+    """With augmentation each network call, with text or without, has low-res noise of its own."""
+    low_res = images(SAMPLERS["in/x_low_res"])
+    draws = images(SAMPLERS["edm/sr_s6_cfg8_aug/noise_low_res"])  # [calls, 2, 2, 2, 3]
 
-
-@pytest.mark.parametrize("name", DDPM)
-def test_ddpm_trajectory(name):
-    scale, schedule, threshold = DDPM[name]
-    denoise = precond.denoiser(toy_both, precond.epsilon(precond.log_snr))
-    denoise = guidance.classifier_free(denoise, scale)
-    denoise = THRESHOLDS[threshold](denoise) if threshold else denoise
-    draws = images(SAMPLERS["ddpm/noise"])
-    sigmas = samplers.log_snr_sigmas(SCHEDULES[schedule], 8)
-    # The reference starts from x of variance 1 in its coordinates, ours are 1 / alpha larger.
-    x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
+    def denoise(x, sigma, call):
+        plain = ({"low_res": low_res},) * 2
+        noisy = (augment(low_res, SIGMA_LOW_RES, eps) for eps in draws[2 * call : 2 * call + 2])
+        return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    with jax.disable_jit():
-        out = samplers.ddpm(denoise, x, sigmas, lambda i: draws[i])
-    # Without a threshold the first step, where alpha = 4e-8, divides by it: everything after
-    # is of size 3e7, and float32 holds seven digits of that.
-    size = 1 if threshold else float(np.abs(SAMPLERS[f"ddpm/{name}/out"]).max())
-    close(out / size, images(SAMPLERS[f"ddpm/{name}/out"]) / size)
+    sigmas = samplers.karras_sigmas(6)
+    out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
+    close(out, images(SAMPLERS[f"edm/{name}/out"]))
+    compare_calls(calls, f"edm/{name}")
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def ddpm_denoise(x, sigma, scale, threshold):
+    denoise = precond.denoiser(toy_both, precond.epsilon(precond.log_snr))
+    denoise = guidance.classifier_free(denoise, scale)
+    return (THRESHOLDS[threshold](denoise) if threshold else denoise)(x, sigma)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "schedule", "threshold"),
+    [
+        ("cos_s8_cfg1", 1.0, "cosine", "dynamic"),
+        ("cos_s8_cfg7.5", 7.5, "cosine", "dynamic"),
+        ("cos_s8_cfg3_static", 3.0, "cosine", "static"),
+        ("lin_s8_cfg3", 3.0, "linear", "dynamic"),
+        ("cos_s8_cfg3_nothr", 3.0, "cosine", None),
+    ],
+)
+def test_ddpm_trajectory(name, scale, schedule, threshold, unrolled):
+    draws = images(SAMPLERS["ddpm/noise"])
+    sigmas = samplers.log_snr_sigmas(SCHEDULES[schedule], 8)
+    # The reference starts from x of variance 1 in its coordinates; ours are 1 / alpha larger.
+    x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
+    denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
+    out = samplers.ddpm(denoise, x, sigmas, lambda i: draws[i])
+
+    # The first step divides by alpha = 4e-8 (cosine). A threshold brings x0 back to size 1;
+    # without one it stays at 9e7, of which float32 holds seven digits: compare relative to it.
+    expected = images(SAMPLERS[f"ddpm/{name}/out"])
+    size = 1 if threshold else float(jnp.abs(expected).max())
+    close(out / size, expected / size)
     in_reference = [x / jnp.sqrt(1 + sigma[0] ** 2) for x, sigma in calls[1:]]
     close(jnp.stack(in_reference) / size, images(SAMPLERS[f"ddpm/{name}/x"]) / size)
