@@ -3,7 +3,7 @@
 import collections
 import threading
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from absl import logging
@@ -18,6 +18,7 @@ _MAX_SUBSTITUTES = 100
 _NUM_WARNINGS = 5
 
 
+@runtime_checkable
 class Pictures(Protocol):
     """Random access to a fixed list of pictures; safe to use from several threads."""
 

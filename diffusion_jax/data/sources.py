@@ -3,7 +3,7 @@
 import os
 import pathlib
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from diffusion_jax.text import precomputed
 
@@ -21,6 +21,7 @@ class Record(NamedTuple):
     """Where it was found, for messages."""
 
 
+@runtime_checkable
 class Records(Protocol):
     """Random access to a fixed list of records: `records[i]` depends on nothing but i."""
 

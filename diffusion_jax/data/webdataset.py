@@ -12,6 +12,7 @@ import os
 import pathlib
 import re
 import tarfile
+import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -73,7 +74,7 @@ class WebDataset:
         """Reads both members; OSError if the tar has gone."""
         with self._tars[self._tar_of[index]].open("rb") as tar:
             name = _image_name(tar, self._spans[index])
-            image, text = (_read(tar, *span) for span in self._spans[index])
+            image, text = (_read(tar, *span) for span in self._spans[index].tolist())
         text_name = f"{name.rpartition('.')[0]}.{self._text}"
         return Record(image, sources.read_text(text, text_name), name)
 
@@ -84,7 +85,7 @@ class WebDataset:
     def _drop_bare(self, uncaptioned: str, suffixes: Sequence[str]) -> None:
         """Takes the records without a text out, or raises ValueError."""
         bare = np.flatnonzero(self._spans[:, 1, 0] < 0)
-        first = [self._name(i) for i in bare[:3]]
+        first = [self._name(i) for i in bare[:3].tolist()]
         sources.check_captions(
             len(bare), first, len(self._spans), self._text, uncaptioned, suffixes
         )
@@ -195,10 +196,11 @@ def _image_name(tar: io.BufferedReader, spans: Int[np.ndarray, "2 2"]) -> str:
 
 def _load(place: pathlib.Path, stamp: np.ndarray) -> Index | None:
     try:
-        with np.load(place, allow_pickle=False) as saved:
+        # Through memory: np.load leaves a damaged file open.
+        with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
                 return Index(*(saved[name] for name in Index._fields))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         pass  # Absent, or not written by us: it is made anew.
     return None
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -33,4 +34,4 @@ def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
     """Both halves at once, as sampling needs them."""
-    return encoder.encode(encoder.frozen, encoder.tokenize(texts))
+    return jax.jit(encoder.encode)(encoder.frozen, encoder.tokenize(texts))

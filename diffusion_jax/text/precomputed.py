@@ -29,9 +29,7 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
     return TextEncoder("precomputed", width, max_tokens, tokenize, (), encode)
 
 
-def pad(
-    texts: Sequence[Float[np.ndarray, "_ D"]], *, width: int, max_tokens: int
-) -> dict[str, np.ndarray]:
+def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.ndarray]:
     """Arrays [tokens, D] to "text" float32 [B, L, D], cut or filled with 0, and "text_mask" [B, L].
 
     The mask is True for every stored token: NeMo's reader does the same. ValueError for a caption

@@ -1,0 +1,220 @@
+"""The order of the data: the same for any number of processes, threads and restarts."""
+
+import json
+import pathlib
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.text import hashed
+
+ROOT = pathlib.Path(__file__).parents[3]
+TOKENIZE = hashed.encoder(32, 6).tokenize
+
+
+class Numbers:
+    """Pictures of one pixel that show their own number."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def read(self, indices):
+        pixels = np.stack([indices % 256, indices // 256, indices * 0], -1).astype(np.uint8)
+        return np.stack([pixels, pixels * 0], 1)[:, None], [str(i) for i in indices]
+
+    def skipped(self):
+        return {}
+
+
+def batches(
+    length=10, batch_size=4, seed=0, tokenize=lambda texts: {"n": np.array(texts, int)}, **kw
+):
+    return pipeline.make_batches(Numbers(length), tokenize, batch_size=batch_size, seed=seed, **kw)
+
+
+def numbers(iterator, steps):
+    with iterator:
+        return np.stack([next(iterator)["n"] for _ in range(steps)])
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory):
+    path = digits.write_examples(tmp_path_factory.mktemp("data"), 11, size=8)
+    (path / "00007.png").write_bytes(b"")
+    return str(path)
+
+
+def test_each_epoch_is_a_permutation_of_its_own():
+    epochs = numbers(batches(10, 5), 6).reshape(3, 10)
+    np.testing.assert_array_equal(np.sort(epochs), np.tile(np.arange(10), (3, 1)))
+    assert len({tuple(epoch) for epoch in epochs.tolist()}) == 3
+    assert (epochs[0] != numbers(batches(10, 5, seed=1), 2).ravel()).any()
+
+
+def test_the_order_does_not_depend_on_the_batch_size_or_threads():
+    expected = numbers(batches(100, 4), 12).ravel()
+    np.testing.assert_array_equal(numbers(batches(100, 24), 2).ravel(), expected)
+    np.testing.assert_array_equal(numbers(batches(100, 4, num_threads=3), 12).ravel(), expected)
+    np.testing.assert_array_equal(numbers(batches(100, 4, num_threads=0), 12).ravel(), expected)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_share_the_rows_of_the_global_batch_in_order(count):
+    whole = numbers(batches(33, 8), 9)  # More than two epochs.
+    parts = [numbers(batches(33, 8, process_index=p, process_count=count), 9) for p in range(count)]
+    np.testing.assert_array_equal(np.concatenate(parts, axis=1), whole)
+
+
+def test_a_batch_may_be_larger_than_the_data():
+    batch = numbers(batches(3, 8), 1)[0]
+    np.testing.assert_array_equal(np.sort(batch[:3]), np.arange(3))
+    np.testing.assert_array_equal(np.sort(batch[3:6]), np.arange(3))
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_restored_iterator_continues_exactly_broken_images_included(damaged, num_threads):
+    def make(process_index=0, process_count=1):
+        return pipeline.make_batches(
+            open_pictures("folder", path=damaged, size=8), TOKENIZE, batch_size=4, seed=3,
+            num_threads=num_threads, process_index=process_index, process_count=process_count,
+        )  # fmt: skip
+
+    with make() as iterator:
+        expected = [next(iterator) for _ in range(9)]
+        assert iterator.skipped() == {"broken_image": 1}
+    with make() as iterator:
+        for _ in range(4):
+            next(iterator)
+        state = iterator.get_state()
+    with make() as iterator:
+        next(iterator)  # A position other than the start is left as well.
+        iterator.set_state(state)
+        assert iterator.get_state() == state
+        jax.tree.map(
+            np.testing.assert_array_equal, [next(iterator) for _ in range(5)], expected[4:]
+        )
+    with make(1, 2) as iterator:  # The state of one process is good for any of two.
+        iterator.set_state(state)
+        np.testing.assert_array_equal(next(iterator)["image"], expected[4]["image"][2:])
+
+
+def test_the_state_is_json_and_of_these_data_only():
+    with batches(10, 4, seed=7) as iterator:
+        next(iterator)
+        state = iterator.get_state()
+    assert json.loads(state) == {"samples": 4, "seed": 7, "pictures": 10}
+    with batches(10, 2, seed=7) as iterator:
+        iterator.set_state(state)
+        np.testing.assert_array_equal(next(iterator)["n"], numbers(batches(10, 2, seed=7), 3)[2])
+    with (
+        batches(11, 4, seed=7) as iterator,
+        pytest.raises(ValueError, match=r"'pictures': 10} and the data now are .*'pictures': 11}"),
+    ):
+        iterator.set_state(state)
+    with (
+        batches(10, 3, seed=7) as iterator,
+        pytest.raises(ValueError, match=r"no multiple of .* 3"),
+    ):
+        iterator.set_state(state)
+
+
+def test_flipping_mirrors_half_of_the_samples_each_by_its_number():
+    def images(**kw):
+        with batches(1000, 64, **kw) as iterator:
+            return np.concatenate([next(iterator)["image"] for _ in range(4)])
+
+    plain, flipped = images(), images(flip=True)
+    mirrored = (flipped != plain).any((1, 2, 3))
+    np.testing.assert_array_equal(flipped[mirrored], plain[mirrored][:, :, ::-1])
+    assert abs(mirrored.mean() - 0.5) < 4 * 0.5 / 256**0.5  # Four standard deviations.
+    halves = [images(flip=True, process_index=p, process_count=2) for p in range(2)]
+    halves = [h.reshape(4, 32, 1, 2, 3) for h in halves]
+    np.testing.assert_array_equal(np.concatenate(halves, 1).reshape(flipped.shape), flipped)
+
+
+def test_a_batch_of_digits_is_uint8_with_token_ids():
+    with pipeline.make_batches(digits.Digits(16), TOKENIZE, batch_size=8, seed=0) as iterator:
+        batch = next(iterator)
+    assert {k: (v.shape, v.dtype.name) for k, v in batch.items()} == {
+        "image": ((8, 16, 16, 3), "uint8"),
+        "text_ids": ((8, 6), "uint32"),
+        "text_mask": ((8, 6), "bool"),
+    }
+
+
+def test_a_batch_that_does_not_divide_over_processes_is_refused():
+    with pytest.raises(ValueError, match="batch_size 6 does not divide over 4 processes"):
+        batches(10, 6, process_count=4)
+
+
+def test_an_error_in_a_thread_is_raised_by_next():
+    def fail(texts):
+        raise ValueError("no such words")
+
+    with (
+        batches(tokenize=fail, num_threads=2) as it,
+        pytest.raises(ValueError, match="no such words"),
+    ):
+        next(it)
+
+
+def test_close_ends_the_threads_and_may_be_called_twice():
+    def readers():
+        return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
+
+    for thread in readers():  # Of tests before.
+        thread.join(timeout=5)
+    iterator = batches(num_threads=2)
+    next(iterator)
+    assert readers()
+    iterator.close()
+    iterator.close()
+    for thread in readers():
+        thread.join(timeout=5)
+    assert not readers()
+
+
+def test_a_process_that_fails_without_closing_ends_at_once():
+    program = (
+        "from diffusion_jax.data import digits, pipeline\n"
+        "batches = pipeline.make_batches(digits.Digits(16), lambda texts: {}, batch_size=8, seed=0,"
+        " num_threads=4)\n"
+        "next(batches)\n"
+        "raise RuntimeError('the step failed')\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.rstrip().endswith("RuntimeError: the step failed")
+
+
+def test_global_arrays_hold_the_rows_in_order_on_every_device():
+    mesh = jax.make_mesh((4, 2), ("fsdp", "tensor"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    sharding = NamedSharding(mesh, PartitionSpec("fsdp"))
+    batch = {
+        "image": np.arange(8 * 3).reshape(8, 3).astype(np.uint8),
+        "mask": np.eye(8, dtype=bool),
+    }
+    placed = pipeline.to_global(batch, sharding)
+    jax.tree.map(np.testing.assert_array_equal, placed, batch)
+    assert placed["image"].addressable_shards[7].data.shape == (2, 3)
+    assert pipeline.local_rows(sharding, 8) == (0, 1)
+    assert pipeline.local_rows(NamedSharding(mesh, PartitionSpec()), 8) == (0, 1)
+
+
+def test_the_share_of_a_process_follows_from_the_rows_of_its_devices():
+    assert pipeline.share([(4, 6), (6, 8)], 8) == (1, 2)
+    assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)  # Held twice.
+    with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(4, 6\)\] of a batch of 8"):
+        pipeline.share([(0, 2), (4, 6)], 8)

@@ -1,0 +1,165 @@
+"""Tars as lists of records: what is found, what is kept, and what is damaged."""
+
+import io
+import os
+import tarfile
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits, webdataset
+from diffusion_jax.data.webdataset import WebDataset, expand
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """Keeps indices of unwritable folders out of the user's own cache."""
+    monkeypatch.setattr(webdataset, "_cache_folder", lambda: tmp_path / "cache")
+    return tmp_path / "cache"
+
+
+def write_tar(path, members, format=tarfile.PAX_FORMAT):
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w", format=format) as tar:
+        for name, contents in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(contents)
+            tar.addfile(info, io.BytesIO(contents))
+    return path
+
+
+def records_of(records):
+    return [(r.image, r.text) for r in (records[i] for i in range(len(records)))]
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT])
+def test_members_of_one_stem_are_a_record(tmp_path, format):
+    long = "x" * (120 if format != tarfile.USTAR_FORMAT else 80)
+    tar = write_tar(
+        tmp_path / "a.tar",
+        {
+            "b/1.jpg": b"first", "b/1.json": b"{}", "b/1.txt": b"one\n",
+            "c/1.png": b"second", "c/1.txt": b"two",
+            f"{long}.txt": b"three", f"{long}.webp": b"third",
+            "b/._1.jpg": b"a fork of macOS", "only.txt": b"no image",
+        },
+        format,
+    )  # fmt: skip
+    records = WebDataset(tar)
+    assert records_of(records) == [(b"first", "one"), (b"second", "two"), (b"third", "three")]
+    assert records[1].name == f"{tar}/c/1.png"
+    assert records.left_out() == {}
+
+
+def test_embeddings_are_members_too(tmp_path):
+    arrays = io.BytesIO()
+    np.savez(arrays, **{"embeddings_t5_xxl/encodings": np.eye(3, 5, dtype=np.float16)})
+    members = {"1.jpg": b"", "1.txt": b"caption", "1.npz": arrays.getvalue()}
+    tar = write_tar(tmp_path / "a.tar", members)
+    np.testing.assert_array_equal(WebDataset(tar, text="npz")[0].text, np.eye(3, 5))
+    assert WebDataset(tar)[0].text == "caption"
+
+
+def test_one_tar_a_folder_and_a_pattern_give_the_same_records(tmp_path):
+    for i in range(3):
+        write_tar(tmp_path / f"s/shard-{i:02}.tar", {f"{i}.jpg": b"%d" % i, f"{i}.txt": b"t"})
+    whole = [(b"0", "t"), (b"1", "t"), (b"2", "t")]
+    assert records_of(WebDataset(tmp_path / "s")) == whole
+    assert records_of(WebDataset(f"{tmp_path}/s/shard-{{00..02}}.tar")) == whole
+    assert records_of(WebDataset(f"{tmp_path}/s/shard-0{{2,0}}.tar")) == [whole[2], whole[0]]
+    assert records_of(WebDataset(tmp_path / "s/shard-01.tar")) == whole[1:2]
+
+
+def test_braces_expand_as_in_a_shell():
+    assert expand("a.tar") == ["a.tar"]
+    assert expand("s-{08..11}.tar") == ["s-08.tar", "s-09.tar", "s-10.tar", "s-11.tar"]
+    assert expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]
+
+
+def test_the_index_is_kept_and_used_until_the_tar_changes(tmp_path, monkeypatch):
+    tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"old", "1.txt": b"t"})
+    assert records_of(WebDataset(tar)) == [(b"old", "t")]
+    scans = []
+    scan = webdataset.scan
+    monkeypatch.setattr(webdataset, "scan", lambda path: scans.append(path) or scan(path))
+    assert records_of(WebDataset(tar)) == [(b"old", "t")]
+    assert scans == []
+
+    write_tar(tar, {"1.txt": b"t", "1.jpg": b"new"})  # Other places, the same size.
+    os.utime(tar, ns=(1, 1))
+    assert records_of(WebDataset(tar)) == [(b"new", "t")]
+    assert scans == [tar]
+
+
+def test_a_damaged_index_is_made_anew(tmp_path):
+    tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "1.txt": b"t"})
+    WebDataset(tar)
+    index = tmp_path / "a.tar.index.npz"
+    for damaged in (b"", b"no zip", index.read_bytes()[:200]):
+        index.write_bytes(damaged)
+        assert records_of(WebDataset(tar)) == [(b"x", "t")]
+        assert len(index.read_bytes()) > 200
+
+
+def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch, cache):
+    tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"x", "1.txt": b"t"})
+    write = webdataset.files.write_whole
+
+    def refuse_beside_the_tar(path, content):
+        if path.parent == tar.parent:
+            raise PermissionError(path)
+        write(path, content)
+
+    monkeypatch.setattr(webdataset.files, "write_whole", refuse_beside_the_tar)
+    WebDataset(tar)
+    assert os.listdir(tar.parent) == ["a.tar"]
+    assert len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(webdataset, "scan", None)  # Must not be called again.
+    assert records_of(WebDataset(tar)) == [(b"x", "t")]
+
+
+def test_whole_records_of_a_truncated_tar_are_used_and_it_is_counted(tmp_path):
+    members = {f"{i}.{s}": b"x" * 600 for i in range(3) for s in ("txt", "jpg")}
+    tar = write_tar(tmp_path / "a.tar", members)
+    tar.write_bytes(tar.read_bytes()[: 5 * 1536 + 700])  # In the last image: 512 + 600 + padding.
+    records = WebDataset(tar)
+    assert len(records) == 2
+    assert records.left_out() == {"truncated_tar": 1}
+    assert WebDataset(tar).left_out() == {"truncated_tar": 1}  # Also from the index.
+
+
+def test_images_without_captions_are_named_or_dropped(tmp_path):
+    tar = write_tar(
+        tmp_path / "a.tar", {"1.jpg": b"x", "1.pickle": b"", "2.jpg": b"y", "2.txt": b""}
+    )
+    with pytest.raises(ValueError, match=r"1 of 2 images have .*a\.tar/1\.jpg.*jpg, pickle, txt"):
+        WebDataset(tar)
+    records = WebDataset(tar, uncaptioned="drop")
+    assert records_of(records) == [(b"y", "")]
+    assert records.left_out() == {"no_caption": 1}
+    with pytest.raises(ValueError, match="'pickle' are pickles, which can run any code"):
+        WebDataset(tar, text="pickle")
+
+
+def test_what_is_no_tar_says_so(tmp_path):
+    with tarfile.open(tmp_path / "a.tar", "w:gz"):
+        pass
+    with pytest.raises(ValueError, match=r"a\.tar is no plain tar .* unpack it if compressed"):
+        WebDataset(tmp_path / "a.tar")
+    empty = write_tar(tmp_path / "e/b.tar", {"1.txt": b"no image"})
+    with pytest.raises(ValueError, match=r"no images in .*b.tar: .* and found txt"):
+        WebDataset(empty)
+    (tmp_path / "d").mkdir()
+    with pytest.raises(
+        ValueError, match=r"no .tar in .*: image files are read by the source 'folder'"
+    ):
+        WebDataset(tmp_path / "d")
+
+
+def test_missing_tars_come_with_the_command_that_makes_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"s/1.tar, .*s/2.tar, .*s/3.tar and 1 more"):
+        WebDataset(f"{tmp_path}/s/{{1..4}}.tar")
+    with pytest.raises(FileNotFoundError) as error:
+        WebDataset(tmp_path / "a.tar")
+    digits.main(str(error.value).split("diffusion_jax.data.digits ")[1].split())
+    assert len(WebDataset(tmp_path / "a.tar")) == 100
