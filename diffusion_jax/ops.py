@@ -22,19 +22,21 @@ def group_norm(
 ) -> Float[Array, "B *S C"]:
     """Group normalisation (Wu & He 2018), then * (1 + scale) + shift where they are given.
 
-    Statistics are float32 whatever x is. All factors are folded into one multiply-add a channel,
-    so that the whole costs two reads of x and one write.
+    Statistics are float32 whatever x is, and all factors are one multiply-add a channel.
     """
     b, c = x.shape[0], x.shape[-1]
     flat = x.reshape(b, -1, c).astype(jnp.float32)
-    mean, square = _group_mean(flat.mean(1), groups), _group_mean((flat**2).mean(1), groups)
-    a = weight * jax.lax.rsqrt(square - mean**2 + eps)  # [B, C]
-    d = bias - mean * a
+    # Two passes and the mean taken off first: E[x^2] - E[x]^2 and x * a - mean * a both cancel
+    # where the mean is large, which guidance then multiplies.
+    centred = flat - _group_mean(flat.mean(1), groups)[:, None]
+    variance = _group_mean((centred**2).mean(1), groups)  # [B, C]
+    factor, offset = weight * jax.lax.rsqrt(variance + eps), bias
     if scale is not None:
-        a, d = a * (1 + scale), d * (1 + scale)
+        factor, offset = factor * (1 + scale), offset * (1 + scale)
     if shift is not None:
-        d = d + shift
-    return (flat * a[:, None] + d[:, None]).astype(x.dtype).reshape(x.shape)
+        offset = offset + shift
+    offset = jnp.broadcast_to(offset, factor.shape)[:, None]
+    return (centred * factor[:, None] + offset).astype(x.dtype).reshape(x.shape)
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
@@ -99,6 +101,20 @@ def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
     """Means of 2x2 pixels."""
     b, h, w, c = x.shape
     return x.reshape(b, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
+
+
+def space_to_depth(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
+    """Patches of patch x patch pixels become channels, ordered (row, column, channel)."""
+    b, h, w, c = x.shape
+    x = x.reshape(b, h // patch, patch, w // patch, patch, c)
+    return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, h // patch, w // patch, patch**2 * c)
+
+
+def depth_to_space(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
+    """The inverse of `space_to_depth`."""
+    b, h, w, c = x.shape
+    x = x.reshape(b, h, w, patch, patch, c // patch**2).transpose(0, 1, 3, 2, 4, 5)
+    return x.reshape(b, h * patch, w * patch, c // patch**2)
 
 
 def bicubic_upsample(

@@ -24,6 +24,9 @@ class UNet(nn.Module):
     """F(x, time | text[, low-res image]); the fields are the `unet` group of a config."""
 
     image_size: int
+    patch: int = 1
+    """Pixels are gathered into patches of this side first (Hoogeboom et al. 2023), so that
+    resolutions count patches; 1 for NeMo's models."""
     embed_dim: int = 256
     channel_mult: Sequence[int] = (1, 2, 3, 4)
     num_res_blocks: int | Sequence[int] = 3
@@ -94,7 +97,7 @@ class UNet(nn.Module):
             dtype=self.dtype,
         )
 
-        x = x.astype(self.dtype)
+        x = ops.space_to_depth(x.astype(self.dtype), self.patch)
         if self.low_res:
             low_res = ops.bicubic_upsample(low_res.astype(self.dtype), *x.shape[1:3])
             x = jnp.concatenate([x, low_res], axis=-1)
@@ -125,8 +128,9 @@ class UNet(nn.Module):
                 h = self._upsample(h, emb, res, f"up_{level}_resample")
 
         h = nn.silu(GroupNorm(name="out_norm")(h))
-        h = _conv(h, 3, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
-        return h.astype(jnp.float32)
+        channels = 3 * self.patch**2
+        h = _conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
+        return ops.depth_to_space(h.astype(jnp.float32), self.patch)
 
     def _append_null_token(self, context, text_mask):
         token = self.param("null_token", nn.initializers.normal(1.0), (1, 1, self.cond_dim))
@@ -156,7 +160,8 @@ def blocks_per_level(unet: UNet) -> tuple[int, ...]:
 
 def attends(unet: UNet, level: int) -> bool:
     """Whether the blocks of a level (0 is the full resolution) have attention."""
-    return 2**level in {unet.image_size // r for r in unet.attention_resolutions}
+    patches = unet.image_size // unet.patch
+    return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
 def check(unet: UNet) -> None:
@@ -171,12 +176,13 @@ def check(unet: UNet) -> None:
             f"{len(blocks_per_level(unet))} entries and unet.channel_mult "
             f"{tuple(unet.channel_mult)} has {levels}: give one a level, or a single number"
         )
-    if unet.image_size % 2 ** (levels - 1):
+    unit = unet.patch * 2 ** (levels - 1)
+    if unet.image_size % unit:
         raise ValueError(
-            f"unet.image_size {unet.image_size} cannot be halved {levels - 1} times: take a multiple "
-            f"of {2 ** (levels - 1)}, or fewer levels in unet.channel_mult"
+            f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
+            f"{levels - 1} halvings: take a multiple of {unit}, or fewer levels"
         )
-    reached = [unet.image_size >> level for level in range(levels)]
+    reached = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
         if resolution not in reached:
             raise ValueError(
@@ -191,14 +197,15 @@ def _check_widths(unet: UNet) -> None:
     for name, width in {"embed_dim": unet.embed_dim, "cond_dim": unet.cond_dim, **widths}.items():
         if width < 32 or width % 32:
             raise ValueError(
-                f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
+                f"unet.{name} is {width}: group normalisation has 32 groups, "
+                "so take a multiple of 32"
             )
     attending = [m for level, m in enumerate(unet.channel_mult) if attends(unet, level)]
     for m in {*attending, unet.channel_mult[-1]}:
         if unet.embed_dim * m % unet.head_dim:
             raise ValueError(
-                f"unet.head_dim {unet.head_dim} does not divide the width {unet.embed_dim * m} of a "
-                "level with attention (the deepest always has it): choose a head_dim that does"
+                f"unet.head_dim {unet.head_dim} does not divide the width {unet.embed_dim * m} of "
+                "a level with attention (the deepest always has it): choose a head_dim that does"
             )
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
@@ -455,6 +462,6 @@ def _conv(
 
 
 def _heads(x: Array, parts: int, head_dim: int) -> list[Array]:
-    """[B, ..., parts * N * K] -> parts arrays [B, tokens, N, K]: heads are major, parts outermost."""
+    """[B, ..., parts * N * K] -> `parts` arrays [B, tokens, N, K]."""
     x = x.reshape(x.shape[0], -1, parts, x.shape[-1] // (parts * head_dim), head_dim)
     return [x[:, :, part] for part in range(parts)]
