@@ -73,14 +73,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
     """ValueError unless every micro batch divides over the devices that split it."""
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    if accumulate < 1:
+        raise ValueError(f"accumulate {accumulate} is not positive: 1 takes each batch whole")
     unit = accumulate * ways
-    if accumulate < 1 or batch_size < 1 or batch_size % unit:
-        below = batch_size // max(unit, 1) * unit
-        nearest = f"{below} or {below + unit}" if below > 0 else str(unit)
+    if batch_size < 1 or batch_size % unit:
+        below = batch_size // unit * unit
+        nearest = (
+            f"sizes that do are {below} or {below + unit}"
+            if below > 0
+            else (f"size that does is {unit}")
+        )
         raise ValueError(
             f"batch_size {batch_size} does not divide over accumulate {accumulate} x "
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
-            f"the nearest batch sizes that do are {nearest}"
+            f"the nearest batch {nearest}"
         )
 
 
