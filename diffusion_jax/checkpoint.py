@@ -9,7 +9,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import orbax.checkpoint as ocp
@@ -19,8 +19,10 @@ from orbax.checkpoint import checkpoint_managers
 from diffusion_jax.train_state import Params, TrainState
 
 _EMA = "ema_"
+_DELETED = "deleted"  # What is in this folder is on its way out.
 
 
+@runtime_checkable
 class DataIterator(Protocol):
     """What a checkpoint needs of a data iterator: its position as bytes."""
 
@@ -49,9 +51,13 @@ class Checkpointer:
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([last, *every]),
             cleanup_tmp_directories=True,
+            # Old steps are renamed before they are deleted: a kill amid a deletion must not leave
+            # a folder that looks whole.
+            todelete_subdir=_DELETED,
         )
         self._directory = _absolute(directory)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
+        self._clear_deleted()
 
     def save(
         self,
@@ -62,10 +68,13 @@ class Checkpointer:
     ) -> None:
         """Copies `state` off the devices and returns; a thread writes it.
 
-        The state may be donated as soon as this returns. An error of the save before is raised
-        here. `metadata` is what JSON can hold, read again by `load_metadata`.
+        The state may be donated as soon as this returns. Waits for the save before and raises its
+        error (RuntimeError). A step that is there already is left as it is. `metadata` is what
+        JSON can hold, read again by `load_metadata`.
         """
-        self._manager.check_for_errors()
+        self.wait()
+        if step in steps(self._directory):
+            return
         trees = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
         args = ocp.args.Composite(
             **trees,
@@ -75,9 +84,8 @@ class Checkpointer:
         self._manager.save(step, args=args, force=True)
 
     def latest_step(self) -> int | None:
-        """The last whole checkpoint, or None."""
-        self._manager.check_for_errors()
-        return self._manager.latest_step()
+        """The last whole checkpoint, or None; not one that is still being written."""
+        return max(steps(self._directory), default=None)
 
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
@@ -97,12 +105,27 @@ class Checkpointer:
         return TrainState(params=items["params"], ema=ema, **items["optimizer"])
 
     def wait(self) -> None:
-        """Returns when the last save is whole; raises its error."""
-        self._manager.wait_until_finished()
+        """Returns when the last save is whole; RuntimeError if it failed."""
+        try:
+            self._manager.wait_until_finished()
+        except Exception as error:
+            raise RuntimeError(
+                f"a checkpoint under {self._directory} could not be written: {error}. The last "
+                f"whole one is of step {self.latest_step()}; is the disk full?"
+            ) from error
+        self._clear_deleted()
 
     def close(self) -> None:
         """Waits for the last save, raises its error, and stops the threads."""
-        self._manager.close()
+        try:
+            self.wait()
+        finally:
+            self._manager.close()
+
+    def _clear_deleted(self) -> None:
+        deleted = self._directory / _DELETED
+        if jax.process_index() == 0 and deleted.exists():
+            deleted.rmtree()
 
 
 def load_params(
