@@ -43,7 +43,7 @@ class MetricWriter:
             self._tensorboard = _tensorboard(pathlib.Path(workdir) / "tensorboard")
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Numbers or arrays of one element by name."""
+        """Numbers or arrays without axes, by name."""
         values = {name: float(value) for name, value in scalars.items()}
         if self._file:
             finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
