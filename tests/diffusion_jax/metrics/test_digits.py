@@ -50,9 +50,15 @@ def test_a_prompt_is_right_only_if_all_three_are():
     assert score(read, [digits.caption(p) for p in read])["prompt_accuracy"] == 1
 
 
+def test_ink_and_paper_are_never_read_as_the_same_colour(judge):
+    between = np.full((1, 16, 16, 3), 247, np.uint8)  # White ink is 245, white paper 250.
+    read = judge(between)[0]
+    assert read.paper == "white" and read.ink != "white"
+
+
 def test_ink_on_the_edge_does_not_pass_for_paper(judge):
     prompt = digits.Prompt(0, "white", "black")
     glyph = digits.load("test").images[np.argmax(digits.load("test").digits == 0)].copy()
-    glyph[3:5, 0] = 1  # A quarter of one edge.
+    glyph[1:7, 0] = 1  # So much that the mean of the edges is nearer to gray.
     read = judge(digits.render(glyph, prompt.ink, prompt.paper, 16)[None])[0]
     assert (read.ink, read.paper) == ("white", "black")
