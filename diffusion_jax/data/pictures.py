@@ -60,6 +60,8 @@ def open_pictures(
     if kind not in readers:
         known = ", ".join(["digits", *readers, "synthetic"])
         raise ValueError(f"there is no data source {kind!r}: the sources are {known}")
+    if not path:  # It would mean the current folder.
+        raise ValueError(f"the data source {kind!r} needs data.path: what is it to read?")
     return Decoded(readers[kind](path, text, uncaptioned), size, min_size)
 
 

@@ -84,3 +84,5 @@ def test_synthetic_pictures_have_the_shapes_of_real_ones():
 def test_an_unknown_source_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="'imagenet': the sources are digits, folder, webdataset"):
         pictures.open_pictures("imagenet", size=64)
+    with pytest.raises(ValueError, match=r"'folder' needs data\.path"):
+        pictures.open_pictures("folder", size=64)
