@@ -124,6 +124,20 @@ def test_the_last_steps_and_every_so_many_are_kept(tmp_path):
     assert not (tmp_path / "deleted").exists()
 
 
+def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
+    """Or a kill amid its deletion would leave a folder that looks whole."""
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(1, random_state(1), Position())
+    checkpointer.save(2, random_state(2), Position())
+    deadline = time.monotonic() + 60
+    while (tmp_path / "1").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {path.name for path in (tmp_path / "deleted" / "1").iterdir()} >= {"params", "data"}
+    assert checkpoint.steps(tmp_path) == [2]
+    checkpointer.close()
+    assert not (tmp_path / "deleted").exists()
+
+
 def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
     save(tmp_path, 1)
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
@@ -153,6 +167,7 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
     large = train_state.init_state({"w": jnp.ones((1024, 4096))}, TX, [0.9])
     checkpointer.save(2, large, Position())
     (tmp_path / "2").touch()  # In the way of the last act of the save, a rename.
+    assert checkpointer.latest_step() == 1  # Step 2 is under way.
     message = r"could not be written: .* The last whole one is of step 1; is the disk full\?"
     with pytest.raises(RuntimeError, match=message):
         checkpointer.save(3, random_state(3), Position())
@@ -280,5 +295,5 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_
         reached, latest = latest, max(whole, default=0)
         assert latest >= reached + saves - 1
 
-    save(tmp_path, latest + 1, keep_last=2)  # The next save clears up.
-    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [latest, latest + 1]
+    save(tmp_path, latest + 9, keep_last=2)  # The next save clears up.
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [latest, latest + 9]
