@@ -168,6 +168,18 @@ def test_no_gradient_runs_in_a_loop_on_the_cpu(accumulate):
     assert " while(" not in lowered.compile().as_text()
 
 
+def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
+    params, frozen, batches = line_problem()
+    unrolled = run_line(line_step(accumulate=4), batches, params, frozen)[-1]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    step = jax.jit(train_state.make_train_step(line_loss, make_tx(), DECAYS, accumulate=4))
+    state = train_state.init_state(params, make_tx(), DECAYS)
+    assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
+    rolled = run_line(step, batches, params, frozen)[-1]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # Other fusions.
+    jax.tree.map(close, rolled, unrolled)
+
+
 def explode(params, frozen, batch, key):
     """A finite loss whose gradient is not: the slope of sqrt at 0."""
     del frozen, key
