@@ -116,6 +116,9 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int):
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def mean_gradient(params, frozen, batch, key):
+        if accumulate == 1:  # A scan over one is a loop too, which matters: see below.
+            return gradient(params, frozen, batch, jax.random.fold_in(key, 0))
+
         def add(total, inputs):
             micro, index = inputs
             values, grads = gradient(params, frozen, micro, jax.random.fold_in(key, index))
