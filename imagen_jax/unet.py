@@ -38,7 +38,7 @@ class UNet(nn.Module):
     learned_time_dim: int = 0
     """0: fixed sinusoids; otherwise the (even) number of learned ones."""
     null_token: bool = False
-    """Appends one learned token to every text."""
+    """Adds one learned token to every text."""
     init_kernel: int = 3
     scale_shift: bool = True
     resblock_updown: bool = False
@@ -82,6 +82,8 @@ class UNet(nn.Module):
         emb += TextEmbed(4 * self.embed_dim, self.dtype, name="text_embed")(pooled)
         if self.null_token:
             context, text_mask = self._append_null_token(context, text_mask)
+        if self.attention_impl == "cudnn":  # The order of tokens changes nothing else.
+            context, text_mask = ops.valid_first(context, text_mask)
 
         res = functools.partial(
             nn.remat(ResBlock) if self.remat else ResBlock,
@@ -97,10 +99,11 @@ class UNet(nn.Module):
             dtype=self.dtype,
         )
 
-        x = ops.space_to_depth(x.astype(self.dtype), self.patch)
+        x = x.astype(self.dtype)
         if self.low_res:
             low_res = ops.bicubic_upsample(low_res.astype(self.dtype), *x.shape[1:3])
             x = jnp.concatenate([x, low_res], axis=-1)
+        x = ops.space_to_depth(x, self.patch)
         widths = [self.embed_dim * m for m in self.channel_mult]
         h = _conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
         skips = [h]
@@ -114,9 +117,9 @@ class UNet(nn.Module):
                 h = self._downsample(h, emb, res, f"down_{level}_resample")
                 skips.append(h)
 
-        h = res(widths[-1], name="mid_res_0")(h, emb)
+        h = res(h.shape[-1], name="mid_res_0")(h, emb)
         h = attend(name="mid_attn")(h, context, text_mask)
-        h = res(widths[-1], name="mid_res_1")(h, emb)
+        h = res(h.shape[-1], name="mid_res_1")(h, emb)
 
         for level, width in reversed(list(enumerate(widths))):
             for i in range(blocks_per_level(self)[level] + 1):
@@ -164,18 +167,30 @@ def attends(unet: UNet, level: int) -> bool:
     return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
+def example_inputs(unet: UNet, text_width: int) -> dict[str, jax.Array]:
+    """Zeros in the shapes that `unet` takes, for one image and one token."""
+    image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
+    inputs = {
+        "x": image,
+        "time": jnp.zeros(1),
+        "text": jnp.zeros((1, 1, text_width)),
+        "text_mask": jnp.ones((1, 1), bool),
+    }
+    if unet.low_res:
+        inputs["low_res"] = image
+    if unet.noise_aug:
+        inputs["low_res_time"] = jnp.zeros(1)
+    return inputs
+
+
 def check(unet: UNet) -> None:
-    """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
-    _one_of("attention", unet.attention, ATTENTION)
-    _one_of("text_pooling", unet.text_pooling, POOLING)
-    _one_of("attention_impl", unet.attention_impl, ops.ATTENTION)
+    """ValueError for fields that do not go together: cheap, so call it before anything compiles.
+
+    Stricter than `check_layers`: an attention resolution that no level has, which NeMo ignores
+    without a word, is surely a mistake in a config.
+    """
+    check_layers(unet)
     levels = len(unet.channel_mult)
-    if len(blocks_per_level(unet)) != levels:
-        raise ValueError(
-            f"unet.num_res_blocks {tuple(blocks_per_level(unet))} has "
-            f"{len(blocks_per_level(unet))} entries and unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels}: give one a level, or a single number"
-        )
     unit = unet.patch * 2 ** (levels - 1)
     if unet.image_size % unit:
         raise ValueError(
@@ -189,24 +204,22 @@ def check(unet: UNet) -> None:
                 f"unet.attention_resolutions holds {resolution}, which a UNet of image_size "
                 f"{unet.image_size} and {levels} levels never reaches: choose from {reached}"
             )
+
+
+def check_layers(unet: UNet) -> None:
+    """ValueError for fields of which no layers can be made."""
+    _one_of("attention", unet.attention, ATTENTION)
+    _one_of("text_pooling", unet.text_pooling, POOLING)
+    _one_of("attention_impl", unet.attention_impl, ops.ATTENTION)
+    levels = len(unet.channel_mult)
+    if len(blocks_per_level(unet)) != levels:
+        raise ValueError(
+            f"unet.num_res_blocks {tuple(blocks_per_level(unet))} has "
+            f"{len(blocks_per_level(unet))} entries and unet.channel_mult "
+            f"{tuple(unet.channel_mult)} has {levels}: give one a level, or a single number"
+        )
     _check_widths(unet)
-
-
-def _check_widths(unet: UNet) -> None:
-    widths = {f"embed_dim * {m}": unet.embed_dim * m for m in unet.channel_mult}
-    for name, width in {"embed_dim": unet.embed_dim, "cond_dim": unet.cond_dim, **widths}.items():
-        if width < 32 or width % 32:
-            raise ValueError(
-                f"unet.{name} is {width}: group normalisation has 32 groups, "
-                "so take a multiple of 32"
-            )
-    attending = [m for level, m in enumerate(unet.channel_mult) if attends(unet, level)]
-    for m in {*attending, unet.channel_mult[-1]}:
-        if unet.embed_dim * m % unet.head_dim:
-            raise ValueError(
-                f"unet.head_dim {unet.head_dim} does not divide the width {unet.embed_dim * m} of "
-                "a level with attention (the deepest always has it): choose a head_dim that does"
-            )
+    _check_heads(unet)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
             f"unet.learned_time_dim {unet.learned_time_dim} must be even, or 0 for none"
@@ -216,6 +229,36 @@ def _check_widths(unet: UNet) -> None:
     if unet.noise_aug and not unet.low_res:
         raise ValueError(
             "unet.noise_aug needs unet.low_res=True: there is no image to add noise to"
+        )
+
+
+def _check_widths(unet: UNet) -> None:
+    widths = {f"embed_dim * {m}": unet.embed_dim * m for m in unet.channel_mult}
+    if unet.attention != "self":
+        widths["cond_dim"] = unet.cond_dim
+    for name, width in widths.items():
+        if width < 32 or width % 32:
+            raise ValueError(
+                f"unet.{name} is {width}: group normalisation has 32 groups, "
+                "so take a multiple of 32"
+            )
+
+
+def _check_heads(unet: UNet) -> None:
+    attending = [m for level, m in enumerate(unet.channel_mult) if attends(unet, level)]
+    for m in {*attending, unet.channel_mult[-1]}:
+        if unet.head_dim < 1 or unet.embed_dim * m % unet.head_dim:
+            raise ValueError(
+                f"unet.head_dim {unet.head_dim} does not divide the width {unet.embed_dim * m} of "
+                "a level with attention (the deepest always has it): choose a head_dim that does"
+            )
+    if unet.attention_impl == "cudnn" and (
+        jnp.dtype(unet.dtype).itemsize != 2 or unet.head_dim % 8 or unet.head_dim > 128
+    ):
+        raise ValueError(
+            f"unet.attention_impl 'cudnn' is for 16-bit dtypes and head_dim in multiples of 8 up "
+            f"to 128, not for {jnp.dtype(unet.dtype).name} and {unet.head_dim}: change these, or "
+            "take 'xla'"
         )
 
 
@@ -381,7 +424,7 @@ class AttentionPool(nn.Module):
         """Returns [B, width]."""
         scores = _dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)
         weights = jax.nn.softmax(scores, axis=1).astype(self.dtype)
-        pooled = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")((weights * text).sum(1))
+        pooled = _layer_norm((weights * text).sum(1), dtype=self.dtype)
         return _dense(pooled, self.width, "out", dtype=self.dtype)
 
 
@@ -394,7 +437,7 @@ class TextEmbed(nn.Module):
     @nn.compact
     def __call__(self, pooled: Float[Array, "B D"]):
         """Returns [B, width]."""
-        h = nn.LayerNorm(epsilon=1e-5, dtype=self.dtype, name="norm")(pooled)
+        h = _layer_norm(pooled, dtype=self.dtype)
         h = nn.silu(_dense(h, self.width, "dense1", dtype=self.dtype))
         return _dense(h, self.width, "dense2", dtype=self.dtype)
 
@@ -430,6 +473,12 @@ def _uniform(fan_in: int):
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
         key, shape, dtype, -limit, limit
     )
+
+
+def _layer_norm(x: Array, *, dtype: DTypeLike) -> Array:
+    """With torch's epsilon, and a variance that does not cancel where the mean is large."""
+    norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name="norm")
+    return norm(x)
 
 
 def _dense(x: Array, width: int, name: str, *, zero: bool = False, dtype: DTypeLike) -> Array:

@@ -21,10 +21,9 @@ from absl import app
 
 from diffusion_jax import torch_weights
 from diffusion_jax.torch_weights import Entry, StateDict, layer, norm
-from imagen_jax.unet import UNet, attends, blocks_per_level, check
+from imagen_jax.unet import UNet, attends, blocks_per_level, check_layers, example_inputs
 
 TOLERANCE = {"max_abs_error": 3e-5, "cfg_max_abs_error": 3e-5, "grad_max_abs_error": 1e-4}
-_NEMO_PREFIXES = ("model.model.unet.", "_orig_mod.")
 
 
 def unet_table(unet: UNet) -> list[Entry]:
@@ -68,7 +67,7 @@ def from_nemo(state: StateDict, unet: UNet, text_width: int) -> Any:
 
     Takes names with NeMo's prefixes or without. ValueError that lists the keys that do not fit.
     """
-    state = {_bare(name): np.asarray(array) for name, array in state.items()}
+    state = _bare(state)
     for part in ("weight", "bias"):  # NeMo registers this one layer twice.
         alias = state.pop(f"input_blocks.0.0.{part}", None)
         if alias is not None and not np.array_equal(alias, state.get(f"init_conv.0.{part}", alias)):
@@ -92,38 +91,29 @@ def to_nemo(params: Any, unet: UNet) -> dict[str, np.ndarray]:
 
 def abstract_params(unet: UNet, text_width: int) -> Any:
     """Shapes of a UNet's parameters, without making them; ValueError if its fields do not fit."""
-    check(unet)
+    check_layers(unet)
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 
-def example_inputs(unet: UNet, text_width: int) -> dict[str, jax.Array]:
-    """Zeros in the shapes that `unet` takes, for one image and one token."""
-    image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
-    inputs = {
-        "x": image,
-        "time": jnp.zeros(1),
-        "text": jnp.zeros((1, 1, text_width)),
-        "text_mask": jnp.ones((1, 1), bool),
-    }
-    if unet.low_res:
-        inputs["low_res"] = image
-    if unet.noise_aug:
-        inputs["low_res_time"] = jnp.zeros(1)
-    return inputs
-
-
 def unet_from_nemo_config(config: Mapping[str, Any]) -> UNet:
-    """The UNet of a NeMo model config (`unet_type`, `unet`, `noise_cond_aug`), NeMo's defaults."""
+    """The UNet of a NeMo model config (`unet_type`, `unet`, `noise_cond_aug`), NeMo's defaults.
+
+    ValueError if it asks for what is not here, or for what NeMo could not build either.
+    """
     kind, fields = config.get("unet_type", "base"), dict(config["unet"])
     if kind not in ("base", "sr-unet"):
         raise ValueError(f"unet_type {kind!r} is not known here: it must be 'base' or 'sr-unet'")
     get = lambda name, default: fields.get(name, default)
-    return UNet(
+    missing = [name for name in ("image_size", "embed_dim") if name not in fields]
+    if missing:
+        raise ValueError(f"the config's unet lacks {' and '.join(missing)}, which have no default")
+    low_res = bool(get("low_res_cond", kind == "sr-unet"))
+    unet = UNet(
         image_size=fields["image_size"],
         embed_dim=fields["embed_dim"],
         channel_mult=tuple(get("channel_mult", (1, 2, 3, 4))),
         num_res_blocks=_int_or_tuple(get("num_res_blocks", 3)),
-        attention_resolutions=tuple(get("attention_resolutions", (8, 16, 32))),
+        attention_resolutions=tuple(map(int, get("attention_resolutions", (8, 16, 32)))),
         attention=get("attention_type", "fused"),
         head_dim=get("per_head_channels", 64),
         cond_dim=get("cond_dim", 512),
@@ -135,10 +125,12 @@ def unet_from_nemo_config(config: Mapping[str, Any]) -> UNet:
         resblock_updown=get("resblock_updown", False),
         conv_resample=get("resample_with_conv", True),
         dropout=float(get("dropout", 0.0)),
-        low_res=kind == "sr-unet" or get("low_res_cond", False),
-        noise_aug=bool(config.get("noise_cond_aug", get("noise_cond_aug", False))),
+        low_res=low_res,
+        noise_aug=low_res and bool(config.get("noise_cond_aug") or get("noise_cond_aug", False)),
         remat=get("gradient_checkpointing", False),
     )
+    check_layers(unet)
+    return unet
 
 
 def verify(case: Mapping[str, np.ndarray]) -> dict[str, float | int | None]:
@@ -148,19 +140,18 @@ def verify(case: Mapping[str, np.ndarray]) -> dict[str, float | int | None]:
     says.
     """
     _check_case(case)
-    config = json.loads(str(case["config"]))
-    unet = unet_from_nemo_config(config)
+    unet = unet_from_nemo_config(json.loads(case["config"].item()))
     inputs = _case_inputs(case, unet)
     state = {n.removeprefix("sd/"): a for n, a in case.items() if n.startswith("sd/")}
     params = from_nemo(state, unet, inputs["text"].shape[-1])
 
-    def run(x, text):
-        return unet.apply(params, **(inputs | {"x": x, "text": text}))
+    @jax.jit
+    def run(params, inputs):
+        return unet.apply(params, **inputs)
 
-    x, text = inputs["x"], inputs["text"]
     with jax.default_matmul_precision("highest"):
-        run = jax.jit(run)
-        y, null = run(x, text), run(x, jnp.zeros_like(text))
+        y = run(params, inputs)
+        null = run(params, inputs | {"text": jnp.zeros_like(inputs["text"])})
         errors = {
             "max_abs_error": _error(y, case["out/y"]),
             "cfg_max_abs_error": _error(null + 3 * (y - null), case.get("out/y_cfg3")),
@@ -168,7 +159,8 @@ def verify(case: Mapping[str, np.ndarray]) -> dict[str, float | int | None]:
         }
         if "grad/x" in case:
             cot = _nhwc(case["in/cot"])
-            gradient = jax.jit(jax.grad(lambda x: jnp.sum(run(x, text) * cot)))(x)
+            loss = lambda x, params: jnp.sum(run(params, inputs | {"x": x}) * cot)
+            gradient = jax.jit(jax.grad(loss))(inputs["x"], params)
             errors["grad_max_abs_error"] = _error(gradient, case["grad/x"])
     return errors | {"parameters": sum(leaf.size for leaf in jax.tree.leaves(params))}
 
@@ -265,11 +257,18 @@ def _without_identities(unet: UNet, entries: list[Entry]) -> list[Entry]:
     return [e for e in entries if "/skip/" not in e.path or e.path in paths]
 
 
-def _bare(name: str) -> str:
-    """The name without what NeMo's wrappers and torch.compile put before it."""
-    for prefix in _NEMO_PREFIXES:
-        name = name.removeprefix(prefix)
-    return name
+def _bare(state: StateDict) -> dict[str, np.ndarray]:
+    """The arrays under their names without what NeMo's wrappers and torch.compile put in."""
+    bare = {
+        name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
+        for name, array in state.items()
+    }
+    if len(bare) < len(state):
+        raise ValueError(
+            f"the state dict holds {len(state)} keys of only {len(bare)} names once prefixes such "
+            "as 'model.model.unet.' are taken off: are these two models in one?"
+        )
+    return bare
 
 
 def _int_or_tuple(value: int | list[int]) -> int | tuple[int, ...]:
@@ -277,7 +276,9 @@ def _int_or_tuple(value: int | list[int]) -> int | tuple[int, ...]:
 
 
 def _check_case(case: Mapping[str, np.ndarray]) -> None:
-    needed = ("config", "in/x", "in/time", "in/text_embed", "in/text_mask", "out/y")
+    needed = ["config", "in/x", "in/time", "in/text_embed", "in/text_mask", "out/y"]
+    if "grad/x" in case:
+        needed.append("in/cot")
     missing = [name for name in needed if name not in case]
     if not any(name.startswith("sd/") for name in case):
         missing.append("sd/<parameter>")
@@ -294,10 +295,15 @@ def _case_inputs(case: Mapping[str, np.ndarray], unet: UNet) -> dict[str, jax.Ar
         "text": _float32(case["in/text_embed"]),
         "text_mask": jnp.asarray(case["in/text_mask"] != 0),
     }
+    extras = {}
     if unet.low_res:
-        inputs["low_res"] = _nhwc(case["in/x_low_res"])
+        extras["low_res"] = "in/x_low_res", _nhwc
     if unet.noise_aug:
-        inputs["low_res_time"] = _float32(case["in/time_low_res"])
+        extras["low_res_time"] = "in/time_low_res", _float32
+    for name, (key, convert) in extras.items():
+        if key not in case:
+            raise ValueError(f"the case lacks {key}, which its config asks for")
+        inputs[name] = convert(case[key])
     return inputs
 
 
@@ -310,7 +316,12 @@ def _nhwc(images: np.ndarray) -> jax.Array:
 
 
 def _error(ours: jax.Array, reference: np.ndarray | None) -> float | None:
-    return None if reference is None else float(jnp.abs(ours - _nhwc(reference)).max())
+    if reference is None:
+        return None
+    reference_nhwc = _nhwc(reference)
+    if reference_nhwc.shape != ours.shape:
+        raise ValueError(f"the case's output is {reference_nhwc.shape}, and ours {ours.shape}")
+    return float(jnp.abs(ours - reference_nhwc).max())
 
 
 def main(argv: list[str]) -> None:
@@ -319,7 +330,7 @@ def main(argv: list[str]) -> None:
         raise app.UsageError("Usage: python -m imagen_jax.weights verify CASE.npz")
     try:
         errors = verify(torch_weights.read(argv[2]))
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, TypeError, KeyError, OSError) as error:
         print(f"error: cannot verify {argv[2]}: {error}", file=sys.stderr)
         sys.exit(2)
     print(json.dumps(errors))

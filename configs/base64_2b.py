@@ -1,0 +1,19 @@
+"""Imagen's 64x64 base model at 2,171,162,116 parameters: base64_500m with twice the widths.
+
+python -m imagen_jax.train --config=configs/base64_2b.py --workdir=runs/base64_2b
+
+NeMo: global batch 2048, 2.5 million steps, 5.12 billion samples, 64 GPUs.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import base64_500m
+
+
+def get_config() -> ConfigDict:
+    c = base64_500m.get_config()
+    c.steps = 2_500_000
+    c.batch_size = 2048
+    c.unet.embed_dim = 512
+    c.unet.cond_dim = 2048
+    return c

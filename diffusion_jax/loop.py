@@ -1,0 +1,226 @@
+"""The training loop, whole, for every system.
+
+Data -> sharded step -> metrics, pictures, checkpoints. It starts where the last whole checkpoint
+ends, and SIGTERM makes it save and stop.
+"""
+
+import contextlib
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+from jax.sharding import Mesh
+
+from diffusion_jax import drawing, hardware, optimizer, sheets, train_state
+from diffusion_jax.checkpoint import Checkpointer
+from diffusion_jax.data.pipeline import Batches, to_global
+from diffusion_jax.log import MetricWriter, progress_line, write_manifest
+from diffusion_jax.settings import Optimizer, Run
+from diffusion_jax.sharding import batch_sharding, replicated, shardings
+from diffusion_jax.task import Task, noise_level_means
+from diffusion_jax.train_state import Batch, Metrics, Params, TrainState
+
+CHECKPOINTS = "checkpoints"
+_IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
+
+
+class Examples(NamedTuple):
+    """What the pictures on the way are drawn of: texts as a batch, their captions, the guidance."""
+
+    batch: Batch
+    captions: tuple[str, ...]
+    guidance: float
+
+
+def train(
+    task: Task,
+    run: Run,
+    settings: Optimizer,
+    mesh: Mesh,
+    batches: Batches,
+    examples: Examples,
+    workdir: pathlib.Path,
+    config: Mapping[str, Any],
+) -> TrainState:
+    """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
+
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
+    """
+    tx = make_optimizer(settings, run.steps)
+    key = jax.device_put(jax.random.key(run.seed), replicated(mesh))
+    create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
+    layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
+    frozen = jax.device_put(task.frozen, shardings(task.frozen, mesh, task.rules))
+    with contextlib.ExitStack() as stack:
+        closing = lambda thing: stack.enter_context(contextlib.closing(thing))
+        checkpoints = closing(
+            Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
+        )
+        state = _restore_or_create(checkpoints, create, key, layout, batches)
+        first = int(state.step)
+        writer = closing(MetricWriter(workdir, first))
+        write_manifest(workdir, config, run.seed, first)
+        if first >= run.steps:
+            logging.info("%s is at step %d already: nothing to train", workdir, first)
+            return state
+        stopping = stack.enter_context(_sigterm())
+        draw = _example_drawer(task, frozen, mesh, examples, workdir / "samples", run.seed)
+        where = batch_sharding(mesh)
+        batch = to_global(next(batches), where)
+        step_fn, flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
+        progress = _Progress(run, writer, flops, batches)
+
+        for step in range(first + 1, run.steps + 1):
+            state, metrics = step_fn(state, frozen, batch, key)
+            progress.add(metrics)
+            last = stopping() or step == run.steps
+            if step % run.log_every == 0 or last:
+                progress.report(step)
+            if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
+                with progress.paused():
+                    writer.write_images(step, {"samples": draw(step, _averaged(state))})
+            if step % run.save_every == 0 or last:
+                with progress.paused():
+                    checkpoints.save(step, state, batches, config)
+            if last:
+                break
+            batch = to_global(next(batches), where)
+    return state
+
+
+def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:
+    """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
+    return optimizer.adamw(
+        SCHEDULES[settings.schedule](settings, steps),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+SCHEDULES = {
+    "constant": lambda s, steps: optimizer.warmup_constant(s.lr, s.warmup),
+    "cosine": lambda s, steps: optimizer.warmup_cosine(s.lr, s.warmup, steps),
+}
+
+
+def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
+    """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
+    step = train_state.make_train_step(
+        task.loss,
+        tx,
+        settings.ema_decays,
+        accumulate=settings.accumulate,
+        clip=settings.clip,
+        decay_at=train_state.warmup_decay if settings.ema_warmup else train_state.constant_decay,
+    )
+    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+
+
+def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
+    """The compiled step, and the floating-point operations of one as the program counts them."""
+    start = time.time()
+    lowered = make_step(task, settings, tx, layout).lower(state, frozen, batch, key)
+    compiled = lowered.compile()
+    logging.info("compiled the train step in %.1f s", time.time() - start)
+    cost = lowered.cost_analysis() or {}
+    return compiled, cost.get("flops", 0.0)
+
+
+def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:
+    step = checkpoints.latest_step()
+    if step is None:
+        return jax.jit(create, out_shardings=layout)(key)
+    abstract = jax.tree.map(
+        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+        jax.eval_shape(create, key),
+        layout,
+    )
+    logging.info("continuing from the checkpoint of step %d", step)
+    return checkpoints.restore(abstract, batches, step)
+
+
+def _averaged(state: TrainState) -> Params:
+    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
+    return state.ema[max(state.ema, key=float)] if state.ema else state.params
+
+
+def _example_drawer(task, frozen, mesh, examples, folder, seed):
+    """draw(step, params): the examples, always from the same seeds, also as a PNG in `folder`."""
+    draw = drawing.make_draw(task, frozen, mesh)
+    seeds = [seed + i for i in range(len(examples.captions))]
+    guidance = np.full(len(seeds), examples.guidance, np.float32)
+
+    def draw_examples(step, params):
+        images = draw(params, examples.batch, seeds, guidance)
+        sheet = sheets.contact_sheet(images, examples.captions)
+        if jax.process_index() == 0:
+            folder.mkdir(exist_ok=True)
+            sheets.write_png(folder / f"step_{step:08}.png", sheet)
+        return sheet[None]
+
+    return draw_examples
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[Callable[[], bool]]:
+    """A function that says whether SIGTERM has come, which then no longer ends the process."""
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        yield lambda: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Progress:
+    """Metrics since the last report, and the time that training, not drawing or saving, took."""
+
+    def __init__(self, run: Run, writer: MetricWriter, flops: float, batches: Batches) -> None:
+        self._run, self._writer, self._flops, self._batches = run, writer, flops, batches
+        self._metrics: list[Metrics] = []
+        self._since = time.time()
+
+    def add(self, metrics: Metrics) -> None:
+        """Takes a step's metrics without waiting for them, but for those of two steps before."""
+        self._metrics.append(metrics)
+        if len(self._metrics) > _IN_FLIGHT:
+            jax.block_until_ready(self._metrics[-1 - _IN_FLIGHT])
+
+    def report(self, step: int) -> None:
+        """Writes the means since the last report, and prints the progress line."""
+        metrics = jax.device_get(self._metrics)
+        seconds = (time.time() - self._since) / len(metrics)
+        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
+        scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
+        scalars["skipped"] = metrics[-1]["skipped"]
+        device = jax.devices()[0]
+        line = {
+            "images_per_second": self._run.batch_size / seconds,
+            "loss": float(scalars["loss"]),
+            "seconds_left": (self._run.steps - step) * seconds,
+            "memory": hardware.memory(device),
+            "utilization": hardware.utilization(
+                self._flops, seconds, device.device_kind, jax.device_count()
+            ),
+        }
+        logging.info("%s", progress_line(step, self._run.steps, **line))
+        unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
+        speed = {"images_per_second": line["images_per_second"]}
+        self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
+        self._metrics, self._since = [], time.time()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time inside does not count."""
+        jax.block_until_ready(self._metrics)
+        start = time.time()
+        yield
+        self._since += time.time() - start

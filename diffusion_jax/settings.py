@@ -1,0 +1,162 @@
+"""Configs at the edge: groups of values become typed tuples, and a stray key is an error.
+
+A config is written in configs/ as plain values. Below the entry points nobody sees it: functions
+take these tuples or single values.
+"""
+
+import difflib
+import json
+import os
+import pathlib
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from ml_collections import ConfigDict
+
+from diffusion_jax import files
+
+CONFIG = "config.json"
+# What a run may change when it is continued: none of it changes what is learned.
+_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
+         "mesh.", "sampler.", "data.threads", "data.path")  # fmt: skip
+
+
+class Run(NamedTuple):
+    """A config's own values, outside the groups: what is done when."""
+
+    seed: int
+    steps: int
+    batch_size: int
+    log_every: int
+    sample_every: int
+    save_every: int
+    keep_last: int
+    keep_every: int
+    prompts: tuple[str, ...]
+
+
+class Optimizer(NamedTuple):
+    """AdamW, its schedule, and the averages of its parameters."""
+
+    lr: float
+    schedule: str
+    warmup: int
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    clip: float
+    accumulate: int
+    ema_decays: tuple[float, ...]
+    ema_warmup: bool
+
+
+class MeshShape(NamedTuple):
+    """Sizes of the mesh axes; -1 takes the devices that are left."""
+
+    replica: int
+    fsdp: int
+    tensor: int
+
+
+class Data(NamedTuple):
+    """Where pictures come from."""
+
+    source: str
+    path: str
+    text: str
+    uncaptioned: str
+    min_size: int
+    flip: bool
+    threads: int
+
+
+def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
+    """A config group as a tuple of `kind`; ValueError for unknown and missing fields.
+
+    `name` is the group's, "" for the config's own values (its groups are not among them).
+    """
+    fields = kind._fields
+    values = {key: value for key, value in group.items() if name or not isinstance(value, Mapping)}
+    check_fields(values, fields, name)
+    return kind(**{key: _plain(value) for key, value in values.items()})
+
+
+def check_fields(values: Iterable[str], fields: Iterable[str], name: str) -> None:
+    """ValueError unless the group `name` has exactly these fields."""
+    dot = f"{name}." if name else ""
+    unknown, missing = sorted(set(values) - set(fields)), sorted(set(fields) - set(values))
+    if unknown:
+        close = difflib.get_close_matches(unknown[0], list(fields), n=1)
+        hint = f"did you mean {dot}{close[0]}?" if close else f"known are {', '.join(fields)}"
+        raise ValueError(f"unknown config field {dot}{unknown[0]}: {hint}")
+    if missing:
+        raise ValueError(f"the config lacks {', '.join(dot + m for m in missing)}")
+
+
+def check_groups(config: Mapping[str, Any], groups: Iterable[str]) -> None:
+    """ValueError unless the config has exactly these groups."""
+    check_fields([key for key, value in config.items() if isinstance(value, Mapping)], groups, "")
+
+
+def one_of(field: str, value: str, known: Iterable[str]) -> None:
+    """ValueError unless `value` is known, with what was probably meant."""
+    known = list(known)
+    if value not in known:
+        close = difflib.get_close_matches(value, known, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+        raise ValueError(f"{field} is {value!r}: {hint}")
+
+
+def positive(**fields: float) -> None:
+    """ValueError for the first field that is not above 0."""
+    for field, value in fields.items():
+        if value <= 0:
+            raise ValueError(f"{field.replace('__', '.')} is {value}: it must be above 0")
+
+
+def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
+    """Writes the config into a new workdir; ValueError if another config made the workdir.
+
+    Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
+    """
+    path = pathlib.Path(workdir) / CONFIG
+    now = json.loads(json.dumps(config.to_dict()))
+    if path.exists():
+        before = _flat(json.loads(path.read_text()))
+        differing = [
+            f"{key}: {before.get(key)!r} there, {_flat(now).get(key)!r} now"
+            for key in sorted(before.keys() | _flat(now).keys())
+            if before.get(key) != _flat(now).get(key) and not key.startswith(_FREE)
+        ]
+        if differing:
+            raise ValueError(
+                f"{workdir} was made with another config ({'; '.join(differing)}): "
+                "choose another --workdir, or give the config that it was made with"
+            )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_whole(path, json.dumps(now, indent=1))
+
+
+def load(workdir: str | os.PathLike[str]) -> ConfigDict:
+    """The config of a workdir, as `claim` wrote it; FileNotFoundError if there is none."""
+    path = pathlib.Path(workdir) / CONFIG
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{workdir} holds no {CONFIG}: it is no workdir of a training run. Train one with\n"
+            f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
+        )
+    return ConfigDict(json.loads(path.read_text())).lock()
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested keys joined by dots."""
+    flat = {}
+    for key, value in tree.items():
+        nested = isinstance(value, Mapping)
+        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
+    return flat

@@ -1,0 +1,53 @@
+"""Task: all that the loop, the sampler and the evaluation know of a system."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, PRNGKeyArray
+
+from diffusion_jax.precond import Images, Sigma
+from diffusion_jax.sharding import Rules
+from diffusion_jax.train_state import Batch, Frozen, LossFn, Metrics, Params
+
+Guidance = float | Float[Array, "B"]
+_LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
+
+
+class Task(NamedTuple):
+    """A system as pure functions, and where its parameters live."""
+
+    init: Callable[[PRNGKeyArray], Params]
+    """The initial parameters."""
+    loss: LossFn
+    """(params, frozen, batch, key) to a scalar and metrics."""
+    sample: Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
+    """(params, frozen, batch of texts, a key an image, guidance) to images, about [-1, 1].
+
+    An image depends on its own key, text and guidance alone, not on its batch. None skips the
+    unconditional half of the work, which guidance 1 needs not.
+    """
+    frozen: Any
+    """Weights that are not trained: sharded, never donated, in no checkpoint."""
+    rules: Rules
+    """Which parameter lives where on the mesh."""
+
+
+def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
+    """Sums and counts of a batch's losses within each of five ranges of sigma."""
+    level = jnp.searchsorted(jnp.array(_LEVELS), sigma)  # [B]
+    inside = level == jnp.arange(len(_LEVELS) + 1)[:, None]  # [levels, B]
+    return {"level_loss": (inside * loss).sum(1), "level_count": inside.sum(1).astype(loss.dtype)}
+
+
+def noise_level_means(metrics: dict[str, np.ndarray]) -> dict[str, float]:
+    """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
+
+    A range that no sample fell into is left out.
+    """
+    edges = ("0", *map(str, _LEVELS), "inf")
+    names = [f"loss/sigma_{a}_to_{b}" for a, b in itertools.pairwise(edges)]
+    rows = zip(names, metrics["level_loss"], metrics["level_count"], strict=True)
+    return {name: float(total / count) for name, total, count in rows if count}

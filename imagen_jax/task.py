@@ -1,0 +1,213 @@
+"""Imagen's base model as a Task: what its config means."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, UInt8
+
+from diffusion_jax import guidance, loop, noise, precond, samplers, settings, sharding
+from diffusion_jax.precond import Denoiser, Images, Precond
+from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
+from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.text import TextEncoder, hashed, precomputed
+from imagen_jax import unet as unet_module
+from imagen_jax.unet import UNet
+
+
+class Text(NamedTuple):
+    """The text encoder, and how often training drops the text."""
+
+    encoder: str
+    width: int
+    max_tokens: int
+    drop_prob: float
+
+
+class Diffusion(NamedTuple):
+    """What the network predicts, at which noise levels it is trained, and by which distance."""
+
+    precond: str
+    sigma_data: float
+    noise: str
+    p_mean: float
+    p_std: float
+    distance: str
+
+
+class Sampler(NamedTuple):
+    """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
+
+    name: str
+    steps: int
+    sigma_min: float
+    sigma_max: float
+    rho: float
+    churn: float
+    eta: float
+    guidance: float
+    guidance_low: float
+    guidance_high: float
+    threshold: str
+
+
+class Settings(NamedTuple):
+    """A whole config, checked."""
+
+    run: Run
+    unet: UNet
+    text: Text
+    diffusion: Diffusion
+    sampler: Sampler
+    optimizer: Optimizer
+    mesh: MeshShape
+    data: Data
+
+
+RULES: sharding.Rules = [
+    (r"(kernel|null_token)$", sharding.FSDP),
+    (r"(bias|scale|frequencies)$", sharding.P()),
+]
+
+TEXT_ENCODERS = {"hashed": hashed.encoder, "precomputed": precomputed.encoder}
+
+_SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
+_PRECONDS: Mapping[str, Callable[[Diffusion], Precond]] = {
+    "edm": lambda d: precond.edm(d.sigma_data),
+    "eps": lambda d: precond.epsilon(precond.log_snr),
+    "x0": lambda d: precond.x0(precond.log_snr),
+    "v": lambda d: precond.velocity(precond.log_snr),
+}
+_NOISES: Mapping[str, Callable[[Diffusion], noise.DrawSigma]] = {
+    "lognormal": lambda d: noise.lognormal(d.p_mean, d.p_std),
+    "cosine": lambda d: noise.uniform_time(noise.cosine_log_snr),
+    "linear": lambda d: noise.uniform_time(noise.linear_log_snr),
+}
+_DISTANCES = {"l2": precond.l2, "l1": precond.l1, "huber": precond.huber}
+_THRESHOLDS = {
+    "dynamic": guidance.dynamic_threshold,
+    "static": guidance.static_threshold,
+    "none": lambda denoise: denoise,
+}
+_SAMPLERS: Mapping[str, Callable[[Sampler], samplers.Sampler]] = {
+    "heun": lambda s: functools.partial(samplers.heun, churn=s.churn),
+    "ddim": lambda s: functools.partial(samplers.ddim, eta=s.eta),
+    "ddpm": lambda s: samplers.ddpm,
+    "dpmpp_2m": lambda s: samplers.dpmpp_2m,
+}
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
+    kinds = {"text": Text, "diffusion": Diffusion, "sampler": Sampler, "optimizer": Optimizer,
+             "mesh": MeshShape, "data": Data}  # fmt: skip
+    settings.check_groups(config, ("unet", *kinds))
+    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
+    run = settings.read(Run, config, "")
+    all_settings = Settings(run=run, unet=_read_unet(config["unet"]), **groups)
+    _check(all_settings)
+    return all_settings
+
+
+def text_encoder(text: Text) -> TextEncoder:
+    """The encoder of a config's `text` group."""
+    return TEXT_ENCODERS[text.encoder](text.width, text.max_tokens)
+
+
+def make_task(s: Settings, encoder: TextEncoder) -> Task:
+    """Init, loss and sampler of a base model, with `encoder`'s weights as its frozen ones."""
+    unet, scalings = s.unet, _PRECONDS[s.diffusion.precond](s.diffusion)
+    draw_sigma, distance = _NOISES[s.diffusion.noise](s.diffusion), _DISTANCES[s.diffusion.distance]
+    shape = (unet.image_size, unet.image_size, 3)
+
+    def init(key):
+        return unet.init(key, **unet_module.example_inputs(unet, s.text.width))
+
+    def loss(params, frozen, batch, key):
+        key_sigma, key_eps, key_drop, key_dropout = jax.random.split(key, 4)
+        x0 = to_unit_range(batch["image"])
+        text, mask = encoder.encode(frozen, batch)
+        text = drop_text(key_drop, text, s.text.drop_prob)
+        sigma = draw_sigma(key_sigma, len(x0))
+        eps = jax.random.normal(key_eps, x0.shape)
+
+        def network(x, time):
+            rngs = {"dropout": key_dropout}
+            return unet.apply(params, x, time, text, mask, train=True, rngs=rngs)
+
+        per_image = precond.loss(network, scalings, x0, eps, sigma, distance)
+        return per_image.mean(), loss_by_noise_level(per_image, sigma)
+
+    def sample(params, frozen, batch, keys, scale):
+        text, mask = encoder.encode(frozen, batch)
+        if scale is not None:  # Rows 2i with the text, 2i + 1 with zeros and the same mask.
+            text, mask = text.repeat(2, axis=0), mask.repeat(2, axis=0)
+            text = text.at[1::2].set(0)
+        network = lambda x, time: unet.apply(params, x, time, text, mask)
+        denoise = _guided(precond.denoiser(network, scalings), scale, s.sampler)
+        sigmas = sampling_sigmas(s.diffusion, s.sampler)
+        x = samplers.initial_noise(keys, shape, sigmas[0])
+        draws = samplers.gaussian_noise(keys, shape)
+        return _SAMPLERS[s.sampler.name](s.sampler)(denoise, x, sigmas, draws)
+
+    return Task(init, loss, sample, encoder.frozen, RULES)
+
+
+def to_unit_range(images: UInt8[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """0 ... 255 to [-1, 1]."""
+    return images.astype(jnp.float32) / 127.5 - 1
+
+
+def drop_text(key: jax.Array, text: Float[Array, "B L D"], prob: float) -> Float[Array, "B L D"]:
+    """Zeroes each text with this probability. The mask stays: so NeMo trains without text."""
+    keep = jax.random.bernoulli(key, 1 - prob, (len(text), 1, 1))
+    return text * keep
+
+
+def sampling_sigmas(diffusion: Diffusion, sampler: Sampler) -> Float[Array, "N+1"]:
+    """Karras' levels for EDM noise; a schedule's own, at even times, for a DDPM model."""
+    if diffusion.noise == "lognormal":
+        low, high = sampler.sigma_min, sampler.sigma_max
+        return samplers.karras_sigmas(sampler.steps, low, high, sampler.rho)
+    sigmas = samplers.log_snr_sigmas(_SCHEDULES[diffusion.noise], sampler.steps)
+    return sigmas if sampler.name == "ddpm" else samplers.ending_at_zero(sigmas)
+
+
+def _guided(denoise: Denoiser, scale: Any, sampler: Sampler) -> Denoiser:
+    if scale is not None:
+        within = guidance.interval(scale, sampler.guidance_low, sampler.guidance_high)
+        denoise = guidance.classifier_free(denoise, within)
+    return _THRESHOLDS[sampler.threshold](denoise)
+
+
+def _read_unet(group: Mapping[str, Any]) -> UNet:
+    fields = [name for name in UNet.__dataclass_fields__ if name not in ("parent", "name")]
+    settings.check_fields(group, fields, "unet")
+    values = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
+    unet = UNet(**values | {"dtype": jnp.dtype(values["dtype"])})
+    unet_module.check(unet)
+    return unet
+
+
+def _check(s: Settings) -> None:
+    choices = [
+        ("text.encoder", s.text.encoder, TEXT_ENCODERS),
+        ("diffusion.precond", s.diffusion.precond, _PRECONDS),
+        ("diffusion.noise", s.diffusion.noise, _NOISES),
+        ("diffusion.distance", s.diffusion.distance, _DISTANCES),
+        ("sampler.name", s.sampler.name, _SAMPLERS),
+        ("sampler.threshold", s.sampler.threshold, _THRESHOLDS),
+        ("optimizer.schedule", s.optimizer.schedule, loop.SCHEDULES),
+    ]
+    for field, value, known in choices:
+        settings.one_of(field, value, known)
+    settings.positive(
+        steps=s.run.steps, batch_size=s.run.batch_size, log_every=s.run.log_every,
+        save_every=s.run.save_every, keep_last=s.run.keep_last, sampler__steps=s.sampler.steps,
+        optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
+        text__width=s.text.width, text__max_tokens=s.text.max_tokens,
+    )  # fmt: skip
+    if s.unet.low_res:
+        raise ValueError("unet.low_res is True: this task trains base models, which see no image")

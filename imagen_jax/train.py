@@ -1,0 +1,91 @@
+"""Trains an Imagen model.
+
+    python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
+
+Change any value of the config on the command line: --config.optimizer.lr=2e-4
+--config.data.path=photos. A sharded run is --config.mesh.fsdp=8 --config.mesh.replica=4.
+
+The workdir gets metrics.jsonl (and TensorBoard events where TensorFlow is installed), pictures of
+config.prompts under samples/, checkpoints/, config.json and manifest.json. The same command again
+continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
+"""
+
+import pathlib
+import sys
+
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from diffusion_jax import cli, loop, settings, sharding
+from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.data.pipeline import Batches, local_rows, make_batches
+from diffusion_jax.text import TextEncoder
+from imagen_jax import task
+from imagen_jax.task import Settings
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run; made if need be.")
+
+
+def main(argv: list[str]) -> None:
+    """Checks everything, then trains."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    cli.start()
+    workdir = pathlib.Path(_WORKDIR.value)
+    with cli.bad_input():
+        s = task.read_settings(_CONFIG.value.to_dict())
+        mesh = sharding.make_mesh(*s.mesh)
+        sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
+        encoder = task.text_encoder(s.text)
+        batches = open_batches(s, encoder, mesh)
+        examples = _examples(s, encoder, batches)
+        settings.claim(workdir, _CONFIG.value)
+    imagen = task.make_task(s, encoder)
+    config = _CONFIG.value.to_dict()
+    with batches:
+        state = loop.train(imagen, s.run, s.optimizer, mesh, batches, examples, workdir, config)
+    if int(state.step) < s.run.steps:
+        logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
+        sys.exit(143)
+    logging.info("done: %s", workdir)
+
+
+def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
+    """The training data of a config, this process's rows of it."""
+    pictures = open_pictures(
+        s.data.source,
+        size=s.unet.image_size,
+        path=s.data.path,
+        text=s.data.text,
+        uncaptioned=s.data.uncaptioned,
+        min_size=s.data.min_size,
+        embeddings=(s.text.max_tokens, s.text.width) if s.text.encoder == "precomputed" else None,
+    )
+    process, processes = local_rows(sharding.batch_sharding(mesh), s.run.batch_size)
+    return make_batches(
+        pictures,
+        encoder.tokenize,
+        batch_size=s.run.batch_size,
+        seed=s.run.seed,
+        process_index=process,
+        process_count=processes,
+        num_threads=s.data.threads,
+        flip=s.data.flip,
+    )
+
+
+def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
+    """The config's prompts, or, where texts come as embeddings, those of the first pictures."""
+    if s.text.encoder != "precomputed":
+        texts, captions = encoder.tokenize(s.run.prompts), s.run.prompts
+    else:
+        _, embeddings = batches.pictures.read(range(8))
+        texts = encoder.tokenize(embeddings)
+        captions = tuple(f"text of picture {i}" for i in range(8))
+    return loop.Examples(texts, captions, s.sampler.guidance)
+
+
+if __name__ == "__main__":
+    flags.mark_flags_as_required(["config", "workdir"])
+    app.run(main)
