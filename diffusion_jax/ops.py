@@ -1,13 +1,15 @@
 """Operations that several networks share: functions of arrays, never blocks with parameters."""
 
 import math
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-ATTENTION = ("xla", "cudnn")
+AttentionImpl = Literal["xla", "cudnn"]
+ATTENTION = get_args(AttentionImpl)
 
 
 def group_norm(
@@ -42,7 +44,9 @@ def group_norm(
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     """Cosines, then sines, of t at frequencies from 1 down to almost 1 / 10000 (NeMo's order)."""
     half = width // 2
-    angles = t[:, None] * jnp.exp(-math.log(10000) / half * jnp.arange(half))
+    # In NeMo's order of float32 operations: log-SNRs of -30 make a last digit here 30 elsewhere.
+    exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
+    angles = t[:, None] * np.exp(exponents)
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
 
 
@@ -52,16 +56,16 @@ def attend(
     v: Float[Array, "B S N K"],
     mask: Bool[Array, "B L"] | None = None,
     *,
-    implementation: str = "xla",
+    implementation: AttentionImpl = "xla",
 ) -> Float[Array, "B T N K"]:
     """Softmax attention, scaled by 1 / sqrt(K), with float32 logits and softmax.
 
     `mask` says which of the last L keys take part; those before them always do. A row that has no
-    key at all gives 0. "cudnn" (bf16 or fp16 on a GPU) needs no mask tensor, but takes the valid
-    keys to come first: of each mask only the number of True counts.
+    key at all gives 0. "cudnn" (bf16 or fp16 on a GPU) needs no mask tensor, but of each mask only
+    the number of True counts: put the valid keys first, with `valid_first`.
     """
     if mask is None:
-        return jax.nn.dot_product_attention(q, k, v, implementation=implementation)  # pyright: ignore[reportArgumentType]
+        return jax.nn.dot_product_attention(q, k, v, implementation=implementation)
     always = k.shape[1] - mask.shape[1]
     if implementation == "cudnn":
         lengths = (always + mask.sum(1)).astype(jnp.int32)
@@ -74,6 +78,17 @@ def attend(
     if always:
         return out
     return jnp.where(mask.any(1)[:, None, None, None], out, 0)
+
+
+def valid_first(
+    tokens: Float[Array, "B L D"], mask: Bool[Array, "B L"]
+) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
+    """The tokens, and their mask, reordered so that in each row those with mask True come first."""
+    order = jnp.argsort(~mask, axis=1, stable=True)
+    return (
+        jnp.take_along_axis(tokens, order[:, :, None], axis=1),
+        jnp.take_along_axis(mask, order, axis=1),
+    )
 
 
 def conv_transpose_4x4(
@@ -124,6 +139,8 @@ def bicubic_upsample(
 
     Without antialiasing, so for enlarging only. jax.image.resize has another kernel (a = -0.5).
     """
+    if x.shape[1:3] == (height, width):
+        return x
     rows = _bicubic_weights(x.shape[1], height)
     columns = _bicubic_weights(x.shape[2], width)
     exact = jax.lax.Precision.HIGHEST

@@ -7,6 +7,7 @@ L text tokens, D their width, E time embedding, C channels, N heads.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -49,7 +50,7 @@ class UNet(nn.Module):
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
-    attention_impl: str = "xla"
+    attention_impl: ops.AttentionImpl = "xla"
     """See ops.attend."""
     dtype: DTypeLike = jnp.float32
 
@@ -72,7 +73,7 @@ class UNet(nn.Module):
             low_res_embed = TimeEmbed(
                 self.embed_dim, self.learned_time_dim, self.dtype, name="low_res_time_embed"
             )
-            emb += low_res_embed(low_res_time)
+            emb += low_res_embed(_given(low_res_time, "low_res_time", "noise_aug"))
         text = text.astype(self.dtype)
         context = dense(text, self.cond_dim, "text_to_cond")  # [B, L, cond_dim]
         if self.text_pooling == "attention":
@@ -101,7 +102,8 @@ class UNet(nn.Module):
 
         x = x.astype(self.dtype)
         if self.low_res:
-            low_res = ops.bicubic_upsample(low_res.astype(self.dtype), *x.shape[1:3])
+            low_res = _given(low_res, "low_res", "low_res").astype(self.dtype)
+            low_res = ops.bicubic_upsample(low_res, *x.shape[1:3])
             x = jnp.concatenate([x, low_res], axis=-1)
         x = ops.space_to_depth(x, self.patch)
         widths = [self.embed_dim * m for m in self.channel_mult]
@@ -167,7 +169,7 @@ def attends(unet: UNet, level: int) -> bool:
     return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
-def example_inputs(unet: UNet, text_width: int) -> dict[str, jax.Array]:
+def example_inputs(unet: UNet, text_width: int) -> dict[str, Any]:
     """Zeros in the shapes that `unet` takes, for one image and one token."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
@@ -305,7 +307,7 @@ class SelfAttention(nn.Module):
     """Pixels attend to pixels."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: ops.AttentionImpl = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -322,7 +324,7 @@ class CrossAttention(nn.Module):
     """Pixels attend to text tokens."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: ops.AttentionImpl = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -340,7 +342,7 @@ class FusedAttention(nn.Module):
     """Pixels attend to pixels and text tokens in one softmax."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: ops.AttentionImpl = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -361,17 +363,17 @@ class StackedAttention(nn.Module):
     """Self-attention, cross-attention and a gated feed-forward layer: a transformer block."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: ops.AttentionImpl = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """Each of the three adds to its input, and the whole to x."""
         c = x.shape[-1]
-        kind = dict(head_dim=self.head_dim, implementation=self.implementation, dtype=self.dtype)
+        kind = (self.head_dim, self.implementation, self.dtype)
         h = _dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)
-        h = SelfAttention(**kind, name="self")(h)
-        h = CrossAttention(**kind, name="cross")(h, context, text_mask)
+        h = SelfAttention(*kind, name="self")(h)
+        h = CrossAttention(*kind, name="cross")(h, context, text_mask)
         gated = _dense(GroupNorm(name="ff_norm")(h), 8 * c, "ff_in", dtype=self.dtype)
         value, gate = jnp.split(gated, 2, axis=-1)
         gate = nn.gelu(gate, approximate=False)
@@ -465,6 +467,12 @@ class ConvTranspose(nn.Module):
         kernel = self.param("kernel", _uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", _uniform(16 * c), (c,))
         return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias.astype(self.dtype))
+
+
+def _given(value: Array | None, name: str, field: str) -> Array:
+    if value is None:
+        raise ValueError(f"a UNet with {field}=True must be given {name}")
+    return value
 
 
 def _uniform(fan_in: int):
