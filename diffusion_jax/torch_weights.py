@@ -70,17 +70,8 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
     shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
     _check_table(table, shapes)
     _check_keys(state, table)
+    _check_shapes(state, table, shapes)
     arrays = {e.path: np.asarray(e.layout.to_jax(state[e.torch]), np.float32) for e in table}
-    wrong = [
-        f"{e.torch} {state[e.torch].shape} (the model's {e.path} is {shapes[e.path]} in our axes)"
-        for e in table
-        if arrays[e.path].shape != shapes[e.path]
-    ]
-    if wrong:
-        raise ValueError(
-            f"{len(wrong)} arrays have other shapes than the model: {_some(wrong)}. "
-            "Is this the config that the weights were trained with?"
-        )
     return jax.tree.map_with_path(lambda path, _: arrays[_path(path)], abstract_params)
 
 
@@ -132,6 +123,26 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
         raise ValueError(
             f"the state dict does not fit the model: {len(missing)} keys are missing: "
             f"{_some(missing)}; {len(stray)} keys are left over: {_some(stray)}"
+        )
+
+
+def _check_shapes(
+    state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compares in torch's axes, before a layout could drop any."""
+    expected = {
+        e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
+        for e in table
+    }
+    wrong = [
+        f"{name} {state[name].shape} where the model has {shape}"
+        for name, shape in expected.items()
+        if state[name].shape != shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} arrays have other shapes than the model: {_some(wrong)}. "
+            "Is this the config that the weights were trained with?"
         )
 
 

@@ -30,26 +30,30 @@ def unet_table(unet: UNet) -> list[Entry]:
     """NeMo's name of every parameter of a UNet."""
     entries = _conditioning(unet)
     entries += layer("init_conv.0", "init_conv", torch_weights.CONV)
-    last = len(unet.channel_mult) - 1
+    levels = list(zip(unet.channel_mult, blocks_per_level(unet), strict=True))
+    width = unet.embed_dim * unet.channel_mult[0]
+    skips = [width]
     block = 1  # input_blocks.0 is init_conv under a second name.
-    for level, count in enumerate(blocks_per_level(unet)):
+    for level, (mult, count) in enumerate(levels):
         for i in range(count):
-            entries += _res(f"input_blocks.{block}.0", f"down_{level}_{i}_res")
+            torch, width_in, width = f"input_blocks.{block}", width, unet.embed_dim * mult
+            entries += _res(f"{torch}.0", f"down_{level}_{i}_res", width_in != width)
             if attends(unet, level):
-                torch = f"input_blocks.{block}.1"
-                entries += _attention(unet.attention, torch, f"down_{level}_{i}_attn")
+                entries += _attention(unet.attention, f"{torch}.1", f"down_{level}_{i}_attn")
+            skips.append(width)
             block += 1
-        if level < last:
+        if level < len(levels) - 1:
             entries += _down(unet, f"input_blocks.{block}.0", f"down_{level}_resample")
+            skips.append(width)
             block += 1
     entries += _res("middle_block.0", "mid_res_0")
     entries += _attention(unet.attention, "middle_block.1", "mid_attn")
     entries += _res("middle_block.2", "mid_res_1")
     block = 0
-    for level, count in reversed(list(enumerate(blocks_per_level(unet)))):
+    for level, (mult, count) in reversed(list(enumerate(levels))):
         for i in range(count + 1):
-            torch = f"output_blocks.{block}"
-            entries += _res(f"{torch}.0", f"up_{level}_{i}_res")
+            torch, width_in, width = f"output_blocks.{block}", width, unet.embed_dim * mult
+            entries += _res(f"{torch}.0", f"up_{level}_{i}_res", width_in + skips.pop() != width)
             if attends(unet, level):
                 entries += _attention(unet.attention, f"{torch}.1", f"up_{level}_{i}_attn")
             if level > 0 and i == count:
@@ -58,8 +62,7 @@ def unet_table(unet: UNet) -> list[Entry]:
             block += 1
     entries += norm("out.0", "out_norm")
     entries += layer("out.2", "out_conv", torch_weights.CONV)
-    entries = [e._replace(path=f"params/{e.path}") for e in entries]
-    return _without_identities(unet, entries)
+    return [e._replace(path=f"params/{e.path}") for e in entries]
 
 
 def from_nemo(state: StateDict, unet: UNet, text_width: int) -> Any:
@@ -198,15 +201,18 @@ def _time(torch: str, path: str, unet: UNet) -> list[Entry]:
     return entries
 
 
-def _res(torch: str, path: str) -> list[Entry]:
-    return [
+def _res(torch: str, path: str, projected: bool = False) -> list[Entry]:
+    """`projected`: the width changes, so that the shortcut has parameters."""
+    entries = [
         *norm(f"{torch}.in_layers.0", f"{path}/norm1"),
         *layer(f"{torch}.in_layers.2", f"{path}/conv1", torch_weights.CONV),
         *layer(f"{torch}.emb_layers.1", f"{path}/emb", torch_weights.LINEAR),
         *norm(f"{torch}.out_layers.0", f"{path}/norm2"),
         *layer(f"{torch}.out_layers.3", f"{path}/conv2", torch_weights.CONV),
-        *layer(f"{torch}.skip_connection", f"{path}/skip", torch_weights.CONV2D_1),
     ]
+    if projected:
+        entries += layer(f"{torch}.skip_connection", f"{path}/skip", torch_weights.CONV2D_1)
+    return entries
 
 
 def _down(unet: UNet, torch: str, path: str) -> list[Entry]:
@@ -249,13 +255,6 @@ _ATTENTION_PARTS = {
     "cross": (("norm", "norm_context"), ("q", "kv")),
     "fused": (("norm", "norm_context", "norm_self"), ("q", "kv_context", "kv_self")),
 }
-
-
-def _without_identities(unet: UNet, entries: list[Entry]) -> list[Entry]:
-    """Drops the shortcuts of blocks whose width does not change: they have no parameters."""
-    leaves = jax.tree.leaves_with_path(abstract_params(unet, text_width=1))
-    paths = {jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves}
-    return [e for e in entries if "/skip/" not in e.path or e.path in paths]
 
 
 def _bare(state: StateDict) -> dict[str, np.ndarray]:
