@@ -51,7 +51,8 @@ def in_batches(
     batch_size: int,
 ) -> Iterator[UInt8[np.ndarray, "B H W 3"]]:
     """Draws any number of images, `batch_size` at a time, the last few filled up and cut off."""
+    inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):
         rows = np.arange(start, start + batch_size) % len(seeds)
-        part = jax.tree.map(lambda x, rows=rows: np.asarray(x)[rows], (batch, seeds, guidance))
-        yield draw(params, part[0], np.asarray(seeds)[rows], part[2])[: len(seeds) - start]
+        part = jax.tree.map(lambda x, rows=rows: x[rows], inputs)
+        yield draw(params, *part)[: len(seeds) - start]

@@ -132,7 +132,7 @@ def progress_line(
         f"step {step:,}/{steps:,}",
         f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f} images/s",
         f"loss {loss:.4f}",
-        f"{_clock(seconds_left)} left",
+        f"{clock(seconds_left)} left",
     ]
     if memory:
         parts.append(f"{memory.peak / 2**30:.1f}/{memory.limit / 2**30:.1f} GiB")
@@ -141,8 +141,8 @@ def progress_line(
     return " | ".join(parts)
 
 
-def _clock(seconds: float) -> str:
-    """h:mm:ss."""
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss, for people."""
     if not math.isfinite(seconds):
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
 from diffusion_jax import guidance, loop, noise, precond, samplers, settings, sharding
-from diffusion_jax.precond import Denoiser, Images, Precond
+from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder, hashed, precomputed
@@ -131,7 +131,8 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         text, mask = encoder.encode(frozen, batch)
         text = drop_text(key_drop, text, s.text.drop_prob)
         sigma = draw_sigma(key_sigma, len(x0))
-        eps = jax.random.normal(key_eps, x0.shape)
+        # Drawn flat: XLA's CPU backend compiles a 4-D draw of the same numbers several times slower.
+        eps = jax.random.normal(key_eps, (len(x0), x0[0].size)).reshape(x0.shape)
 
         def network(x, time):
             rngs = {"dropout": key_dropout}

@@ -88,4 +88,4 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
 
 if __name__ == "__main__":
     flags.mark_flags_as_required(["config", "workdir"])
-    app.run(main)
+    cli.run(main)
