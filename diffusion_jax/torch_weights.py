@@ -94,7 +94,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"no file {path}")
     try:
         if suffix == ".npz":
-            with np.load(path, allow_pickle=False) as arrays:
+            # Opened here, since numpy does not close a file that it finds damaged.
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return dict(arrays)
         import safetensors.numpy  # Only where such a file is read.
 

@@ -1,0 +1,159 @@
+"""Operations against numpy in float64, torch's numbers and literal arrays."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import ops
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def group_norm(x, weight, bias, scale, shift):
+    """In float64, group by group."""
+    x, weight, bias, scale, shift = map(np.asarray, (x, weight, bias, scale, shift))
+    out = np.empty(x.shape)
+    for b in range(len(x)):
+        for g in np.split(np.arange(x.shape[-1]), 32):
+            values = x[b, ..., g].astype(np.float64)
+            out[b, ..., g] = (values - values.mean()) / np.sqrt(values.var() + 1e-5)
+    out = out * weight + bias
+    return out * (1 + scale[:, None, None]) + shift[:, None, None]
+
+
+@pytest.mark.parametrize("mean", [0, 1000])
+def test_group_norm_is_numpys_also_where_the_mean_is_large(mean):
+    x = normal(2, 5, 6, 64) + np.float32(mean)
+    weight, bias, scale, shift = (
+        normal(64, seed=1),
+        normal(64),
+        normal(2, 64),
+        normal(2, 64, seed=2),
+    )
+    expected = group_norm(x, weight, bias, scale, shift)
+    # x itself is rounded to 3e-5 at 1000: the deviations of the mean and no more. E[x^2] - E[x]^2
+    # would be off by 0.1 there.
+    np.testing.assert_allclose(
+        ops.group_norm(x, weight, bias, scale, shift), expected, atol=1e-5 if mean == 0 else 2e-3
+    )
+    plain = ops.group_norm(x, weight, bias, jnp.zeros((2, 64)), jnp.zeros((2, 64)))
+    np.testing.assert_array_equal(ops.group_norm(x, weight, bias), plain)
+
+
+def test_group_norm_of_bfloat16_has_float32_statistics():
+    x = jnp.asarray(normal(2, 8, 8, 64) + 100, jnp.bfloat16)
+    ones, zeros = jnp.ones(64), jnp.zeros(64)
+    expected = group_norm(x, ones, zeros, jnp.zeros((2, 64)), zeros[None])
+    out = ops.group_norm(x, ones, zeros)
+    assert out.dtype == jnp.bfloat16
+    # Only the output is rounded, to 8 bits. Statistics in bfloat16 would be off by the whole
+    # deviation: at 100 it resolves 0.5.
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_sinusoids_are_cosines_then_sines():
+    t = jnp.array([-1.3, 0, 0.7])
+    angles = np.asarray(t)[:, None] * np.array([1, 10000**-0.25, 0.01, 10000**-0.75])
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(ops.sinusoid(t, 8), expected, atol=1e-6)
+
+
+def attend(q, k, v, mask):
+    """In float64, one row, head and query at a time; `mask` covers all keys."""
+    q, k, v = map(np.asarray, (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        if mask[b].any():
+            logits = k[b, mask[b], n].astype(np.float64) @ q[b, t, n] / np.sqrt(q.shape[-1])
+            weights = np.exp(logits - logits.max())
+            out[b, t, n] = weights @ v[b, mask[b], n] / weights.sum()
+    return out
+
+
+MASK = np.array([[True] * 5, [True, True, False, False, False], [False] * 5])
+
+
+@pytest.mark.parametrize("always", [0, 4])
+@pytest.mark.parametrize("implementation", ops.ATTENTION)
+def test_attention_is_numpys_also_for_a_text_without_tokens(always, implementation, monkeypatch):
+    if implementation == "cudnn":  # Without a GPU: what cuDNN would be given, computed by XLA.
+        attention = jax.nn.dot_product_attention
+
+        def stand_in(q, k, v, *, implementation, key_value_seq_lengths):
+            assert implementation == "cudnn" and key_value_seq_lengths.dtype == jnp.int32
+            assert key_value_seq_lengths.min() >= 1
+            return attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
+
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    q, k, v = normal(3, 6, 2, 8), normal(3, always + 5, 2, 8, seed=1), normal(3, always + 5, 2, 8)
+    everything = np.pad(MASK, ((0, 0), (always, 0)), constant_values=True)
+    out = ops.attend(q, k, v, jnp.asarray(MASK), implementation=implementation)
+    np.testing.assert_allclose(out, attend(q, k, v, everything), atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(out[2] == 0).all(), not always)
+
+
+def test_attention_without_a_mask_is_numpys():
+    q, k, v = normal(2, 6, 2, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
+    out = ops.attend(q, k, v)
+    np.testing.assert_allclose(out, attend(q, k, v, np.ones((2, 7), bool)), atol=1e-6)
+
+
+def test_the_gradient_of_attention_to_no_token_is_0():
+    q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
+    gradients = jax.grad(lambda *qkv: ops.attend(*qkv, jnp.asarray(MASK)).sum(), argnums=(0, 1, 2))(
+        q, k, v
+    )
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient[2], 0)
+        assert np.abs(gradient[0]).max() > 1e-3 and jnp.isfinite(gradient).all()
+
+
+def test_valid_tokens_come_first_in_their_order():
+    tokens = jnp.arange(8.0).reshape(2, 4, 1)
+    mask = jnp.array([[False, True, False, True], [False, False, False, True]])
+    tokens, mask = ops.valid_first(tokens, mask)
+    np.testing.assert_array_equal(tokens[..., 0], [[1, 3, 0, 2], [7, 4, 5, 6]])
+    np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_transposed_convolution_spreads_each_pixel_over_4x4():
+    x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
+    out = np.zeros((2, 2 * 3 + 2, 2 * 5 + 2, 6))
+    for row, column in np.ndindex(3, 5):
+        spread = np.einsum("bc,ijcd->bijd", x[:, row, column], kernel)
+        out[:, 2 * row : 2 * row + 4, 2 * column : 2 * column + 4] += spread
+    expected = out[:, 1:-1, 1:-1] + bias  # Padding 1.
+    np.testing.assert_allclose(ops.conv_transpose_4x4(x, kernel, bias), expected, atol=1e-5)
+
+
+def test_average_pooling_takes_means_of_2x2():
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    np.testing.assert_array_equal(ops.average_pool_2x2(x)[0, ..., 0], [[2.5, 4.5], [10.5, 12.5]])
+
+
+def test_patches_become_channels_and_pixels_again():
+    x = jnp.arange(16.0).reshape(1, 2, 4, 2)
+    patches = ops.space_to_depth(x, 2)
+    np.testing.assert_array_equal(
+        patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    )
+    np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
+
+
+def test_bicubic_enlarging_is_torchs():
+    z = np.load(FIXTURES / "diffusion_functions.npz")
+    x = jnp.moveaxis(z["bicubic/in"], 1, -1)  # [1, 5, 7, 2]
+    expected = np.moveaxis(z["bicubic/up4_unet"], 1, -1)
+    np.testing.assert_allclose(ops.bicubic_upsample(x, 20, 28), expected, atol=2e-6)
+
+
+def test_bicubic_to_the_same_size_changes_no_bit():
+    x = normal(1, 5, 7, 3)
+    np.testing.assert_array_equal(ops.bicubic_upsample(x, 5, 7), x)
