@@ -13,6 +13,7 @@ continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 import pathlib
 import sys
 
+import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
@@ -80,9 +81,9 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
     if s.text.encoder != "precomputed":
         texts, captions = encoder.tokenize(s.run.prompts), s.run.prompts
     else:
-        _, embeddings = batches.pictures.read(range(8))
-        texts = encoder.tokenize(embeddings)
-        captions = tuple(f"text of picture {i}" for i in range(8))
+        first = np.arange(min(8, len(batches.pictures)))
+        texts = encoder.tokenize(batches.pictures.read(first)[1])
+        captions = tuple(f"text of picture {i}" for i in first)
     return loop.Examples(texts, captions, s.sampler.guidance)
 
 

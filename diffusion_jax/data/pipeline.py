@@ -36,7 +36,7 @@ class Batches:
         num_threads: int,
     ):
         """`batches[step]` is the local batch of a step; `batch_size` the global number of rows."""
-        self._pictures = pictures
+        self.pictures = pictures
         self._batch_size = batch_size
         self._identity = {"seed": seed, "pictures": len(pictures)}
         # One batch more than there are threads, so that one is ready while all are at work.
@@ -83,7 +83,7 @@ class Batches:
 
     def skipped(self) -> dict[str, int]:
         """How many pictures this process met that cannot be used, by reason, since it started."""
-        return self._pictures.skipped()
+        return self.pictures.skipped()
 
     def close(self) -> None:
         """Stops the threads; may be called twice."""
