@@ -51,14 +51,19 @@ def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
 def init_state(
     params: Params, tx: optax.GradientTransformation, ema_decays: Sequence[float]
 ) -> TrainState:
-    """Step 0: every average starts at the initial weights."""
-    for decay in ema_decays:
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
+    """Step 0: every average starts at the initial weights. ValueError as `check_decays`."""
+    check_decays(ema_decays)
     # Copies and two zeros: train_step donates its input, and no two fields may share a buffer.
     ema = {ema_name(decay): jax.tree.map(jnp.copy, params) for decay in ema_decays}
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return TrainState(step, params, ema, tx.init(params), skipped)
+
+
+def check_decays(ema_decays: Sequence[float]) -> None:
+    """ValueError unless every decay is in [0, 1)."""
+    for decay in ema_decays:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
 
 
 def make_train_step(

@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, UInt8
 
-from diffusion_jax import guidance, loop, noise, precond, samplers, settings, sharding
+from diffusion_jax import (
+    guidance,
+    loop,
+    noise,
+    precond,
+    samplers,
+    settings,
+    sharding,
+    train_state,
+)
 from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
@@ -131,7 +140,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         text, mask = encoder.encode(frozen, batch)
         text = drop_text(key_drop, text, s.text.drop_prob)
         sigma = draw_sigma(key_sigma, len(x0))
-        # Drawn flat: XLA's CPU backend compiles a 4-D draw of the same numbers several times slower.
+        # Drawn flat: a 4-D draw of the same numbers compiles several times slower on CPUs.
         eps = jax.random.normal(key_eps, (len(x0), x0[0].size)).reshape(x0.shape)
 
         def network(x, time):
@@ -210,5 +219,21 @@ def _check(s: Settings) -> None:
         optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
         text__width=s.text.width, text__max_tokens=s.text.max_tokens,
     )  # fmt: skip
+    loop.make_optimizer(s.optimizer, s.run.steps)  # A schedule may not fit the number of steps.
+    train_state.check_decays(s.optimizer.ema_decays)
     if s.unet.low_res:
         raise ValueError("unet.low_res is True: this task trains base models, which see no image")
+    _check_texts(s)
+
+
+def _check_texts(s: Settings) -> None:
+    """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
+    embedded = s.text.encoder == "precomputed"
+    if not embedded and s.run.sample_every and not s.run.prompts:
+        raise ValueError("prompts is empty: give texts to draw on the way, or set sample_every=0")
+    if s.data.source in ("folder", "webdataset") and embedded == s.data.text.endswith("txt"):
+        way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
+        raise ValueError(
+            f"data.text is {s.data.text!r} and text.encoder is {s.text.encoder!r}, which cannot "
+            f"read it: set data.text to {way_out}, or choose another encoder"
+        )
