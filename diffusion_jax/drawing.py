@@ -4,6 +4,7 @@ An image is a function of its parameters, text, guidance and seed: neither the b
 drawn in nor the number of devices changes it (beyond the order of floating-point sums).
 """
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.sharding import batch_sharding
+from diffusion_jax.sharding import batch_sharding, place, replicated
 from diffusion_jax.sheets import to_uint8
 from diffusion_jax.task import Task
 from diffusion_jax.train_state import Batch, Params
@@ -28,14 +29,14 @@ def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
     where = batch_sharding(mesh)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
     def sample(params, frozen, batch, seeds, guidance):
         return task.sample(params, frozen, batch, jax.vmap(jax.random.key)(seeds), guidance)
 
     def draw(params, batch, seeds, guidance):
         rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.
         inputs = {"batch": batch, "seeds": np.asarray(seeds, np.uint32), "guidance": guidance}
-        inputs = jax.tree.map(lambda x: jax.device_put(np.asarray(x)[rows], where), inputs)
+        inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
         images = sample(params, frozen, **inputs)
         return to_uint8(jax.device_get(images))[: len(seeds)]
 

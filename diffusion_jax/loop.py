@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import optax
 from absl import logging
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from diffusion_jax import drawing, hardware, optimizer, sheets, train_state
@@ -22,7 +23,7 @@ from diffusion_jax.checkpoint import Checkpointer
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.log import MetricWriter, progress_line, write_manifest
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.sharding import batch_sharding, replicated, shardings
+from diffusion_jax.sharding import batch_sharding, place, replicated, shardings
 from diffusion_jax.task import Task, noise_level_means
 from diffusion_jax.train_state import Batch, Metrics, Params, TrainState
 
@@ -53,11 +54,12 @@ def train(
     Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
     """
     tx = make_optimizer(settings, run.steps)
-    key = jax.device_put(jax.random.key(run.seed), replicated(mesh))
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
     layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
-    frozen = jax.device_put(task.frozen, shardings(task.frozen, mesh, task.rules))
+    frozen = jax.tree.map(place, task.frozen, shardings(task.frozen, mesh, task.rules))
     with contextlib.ExitStack() as stack:
+        stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         checkpoints = closing(
             Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
@@ -69,17 +71,16 @@ def train(
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        stopping = stack.enter_context(_sigterm())
         draw = _example_drawer(task, frozen, mesh, examples, workdir / "samples", run.seed)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
         step_fn, flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
-        progress = _Progress(run, writer, flops, batches)
+        progress = _Progress(run, writer, flops, mesh.size, batches)
 
         for step in range(first + 1, run.steps + 1):
             state, metrics = step_fn(state, frozen, batch, key)
             progress.add(metrics)
-            last = stopping() or step == run.steps
+            last = stopping(step) or step == run.steps
             if step % run.log_every == 0 or last:
                 progress.report(step)
             if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
@@ -121,7 +122,8 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
         clip=settings.clip,
         decay_at=train_state.warmup_decay if settings.ema_warmup else train_state.constant_decay,
     )
-    return jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+    # Metrics are whole everywhere, as the step is, so that each process can read them.
+    return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
 def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
@@ -170,12 +172,18 @@ def _example_drawer(task, frozen, mesh, examples, folder, seed):
 
 
 @contextlib.contextmanager
-def _sigterm() -> Iterator[Callable[[], bool]]:
-    """A function that says whether SIGTERM has come, which then no longer ends the process."""
+def _sigterm() -> Iterator[Callable[[int], bool]]:
+    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
+
+    Of several processes one may get it alone, and all must stop at the same step.
+    """
+    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
+        yield multihost_utils.reached_preemption_sync_point
+        return
     received = []
     before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
     try:
-        yield lambda: bool(received)
+        yield lambda step: bool(received)
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -183,8 +191,11 @@ def _sigterm() -> Iterator[Callable[[], bool]]:
 class _Progress:
     """Metrics since the last report, and the time that training, not drawing or saving, took."""
 
-    def __init__(self, run: Run, writer: MetricWriter, flops: float, batches: Batches) -> None:
-        self._run, self._writer, self._flops, self._batches = run, writer, flops, batches
+    def __init__(
+        self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
+    ) -> None:
+        self._run, self._writer, self._batches = run, writer, batches
+        self._flops, self._num_devices = flops, num_devices
         self._metrics: list[Metrics] = []
         self._since = time.time()
 
@@ -201,14 +212,14 @@ class _Progress:
         total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
         scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
         scalars["skipped"] = metrics[-1]["skipped"]
-        device = jax.devices()[0]
+        device = jax.local_devices()[0]
         line = {
             "images_per_second": self._run.batch_size / seconds,
             "loss": float(scalars["loss"]),
             "seconds_left": (self._run.steps - step) * seconds,
             "memory": hardware.memory(device),
             "utilization": hardware.utilization(
-                self._flops, seconds, device.device_kind, jax.device_count()
+                self._flops, seconds, device.device_kind, self._num_devices
             ),
         }
         logging.info("%s", progress_line(step, self._run.steps, **line))

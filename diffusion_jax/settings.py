@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 from ml_collections import ConfigDict
 
 from diffusion_jax import files
@@ -134,8 +135,9 @@ def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
                 f"{workdir} was made with another config ({'; '.join(differing)}): "
                 "choose another --workdir, or give the config that it was made with"
             )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_whole(path, json.dumps(now, indent=1))
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(now, indent=1))
 
 
 def load(workdir: str | os.PathLike[str]) -> ConfigDict:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -68,6 +69,12 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
 def replicated(mesh: Mesh) -> NamedSharding:
     """A whole copy on every device: keys, scalars, metrics."""
     return NamedSharding(mesh, P())
+
+
+def place(array: Any, sharding: NamedSharding) -> jax.Array:
+    """A host array, the same in every process, onto the devices of all of them."""
+    array = np.asarray(array)
+    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:
