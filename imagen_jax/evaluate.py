@@ -23,8 +23,12 @@ from imagen_jax.trained import Model, load_model
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _GUIDANCE = flags.DEFINE_list("guidance", ["1", "1.5", "2", "3", "4"], "Scales to score.")
-_SEEN = flags.DEFINE_integer("num_seen", 1, "Images of each prompt that training showed.")
-_HELDOUT = flags.DEFINE_integer("num_heldout", 16, "Images of each prompt that it did not.")
+_SEEN = flags.DEFINE_integer(
+    "num_seen", 1, "Images of each prompt that training showed.", lower_bound=1
+)
+_HELDOUT = flags.DEFINE_integer(
+    "num_heldout", 16, "Images of each prompt that it did not.", lower_bound=1
+)
 _STEPS = flags.DEFINE_integer(
     "steps", None, "Sampling steps; default: the config's.", lower_bound=1
 )

@@ -33,7 +33,7 @@ def load_model(
     if sampling_steps is not None:
         s = s._replace(sampler=s.sampler._replace(steps=sampling_steps))
     encoder = task.text_encoder(s.text)
-    mesh = sharding.make_mesh(*s.mesh)
+    mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
     imagen = task.make_task(s, encoder)
     abstract = jax.eval_shape(imagen.init, jax.random.key(0))
     places = sharding.shardings(abstract, mesh, imagen.rules)
