@@ -5,7 +5,7 @@ drawn in nor the number of devices changes it (beyond the order of floating-poin
 """
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,10 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.sharding import batch_sharding, place, replicated
 from diffusion_jax.sheets import to_uint8
 from diffusion_jax.task import Task
-from diffusion_jax.train_state import Batch, Params
+from diffusion_jax.train_state import Params
 
-Draw = Callable[[Params, Batch, Sequence[int], Float[np.ndarray, "B"] | None], np.ndarray]
+Texts = Mapping[str, np.ndarray]  # What an encoder's `tokenize` returns: a row an image.
+Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], np.ndarray]
 
 
 def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
@@ -46,7 +47,7 @@ def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
 def in_batches(
     draw: Draw,
     params: Params,
-    batch: Batch,
+    batch: Texts,
     seeds: Sequence[int],
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,

@@ -25,7 +25,7 @@ from diffusion_jax.log import MetricWriter, progress_line, write_manifest
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.sharding import batch_sharding, place, replicated, shardings
 from diffusion_jax.task import Task, noise_level_means
-from diffusion_jax.train_state import Batch, Metrics, Params, TrainState
+from diffusion_jax.train_state import Metrics, Params, TrainState
 
 CHECKPOINTS = "checkpoints"
 _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
@@ -34,7 +34,7 @@ _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 class Examples(NamedTuple):
     """What the pictures on the way are drawn of: texts as a batch, their captions, the guidance."""
 
-    batch: Batch
+    batch: drawing.Texts
     captions: tuple[str, ...]
     guidance: float
 

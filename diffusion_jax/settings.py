@@ -80,7 +80,7 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
     fields = kind._fields
     values = {key: value for key, value in group.items() if name or not isinstance(value, Mapping)}
     check_fields(values, fields, name)
-    return kind(**{key: _plain(value) for key, value in values.items()})
+    return kind(**{key: plain(value) for key, value in values.items()})
 
 
 def check_fields(values: Iterable[str], fields: Iterable[str], name: str) -> None:
@@ -116,6 +116,11 @@ def positive(**fields: float) -> None:
             raise ValueError(f"{field.replace('__', '.')} is {value}: it must be above 0")
 
 
+def plain(value: Any) -> Any:
+    """A list, which is what JSON makes of a tuple, as a tuple again."""
+    return tuple(value) if isinstance(value, list) else value
+
+
 def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
     """Writes the config into a new workdir; ValueError if another config made the workdir.
 
@@ -149,10 +154,6 @@ def load(workdir: str | os.PathLike[str]) -> ConfigDict:
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     return ConfigDict(json.loads(path.read_text())).lock()
-
-
-def _plain(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

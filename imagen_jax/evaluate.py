@@ -21,7 +21,7 @@ from diffusion_jax.log import MetricWriter, clock
 from diffusion_jax.metrics import digits as judges
 from imagen_jax.trained import Model, load_model
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.", required=True)
 _GUIDANCE = flags.DEFINE_list("guidance", ["1", "1.5", "2", "3", "4"], "Scales to score.")
 _SEEN = flags.DEFINE_integer(
     "num_seen", 1, "Images of each prompt that training showed.", lower_bound=1
@@ -89,7 +89,7 @@ def _draw_all(model: Model, prompts: list[str], scales: list[float]) -> list[np.
     guidance = np.repeat(np.array(scales, np.float32), len(prompts))
     start, images = time.time(), []
     for part in drawing.in_batches(
-        model.draw, model.params, batch, list(seeds), guidance, _BATCH.value
+        model.draw, model.params, batch, seeds.tolist(), guidance, _BATCH.value
     ):
         images.extend(part)
         if len(images) % (4 * _BATCH.value) == 0 or len(images) == len(seeds):
@@ -148,5 +148,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["workdir"])
     cli.run(main)

@@ -24,8 +24,8 @@ from diffusion_jax.log import clock
 from diffusion_jax.text import precomputed
 from imagen_jax.trained import Model, load_model
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
-_OUT = flags.DEFINE_string("out", None, "The folder to write to; made if need be.")
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.", required=True)
+_OUT = flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A file with one text a line.")
 _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
@@ -103,5 +103,4 @@ def _write(
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["workdir", "out"])
     cli.run(main)

@@ -143,7 +143,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         # Drawn flat: a 4-D draw of the same numbers compiles several times slower on CPUs.
         eps = jax.random.normal(key_eps, (len(x0), x0[0].size)).reshape(x0.shape)
 
-        def network(x, time):
+        def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
             return unet.apply(params, x, time, text, mask, train=True, rngs=rngs)
 
@@ -155,7 +155,10 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         if scale is not None:  # Rows 2i with the text, 2i + 1 with zeros and the same mask.
             text, mask = text.repeat(2, axis=0), mask.repeat(2, axis=0)
             text = text.at[1::2].set(0)
-        network = lambda x, time: unet.apply(params, x, time, text, mask)
+
+        def network(x, time) -> Any:
+            return unet.apply(params, x, time, text, mask)
+
         denoise = _guided(precond.denoiser(network, scalings), scale, s.sampler)
         sigmas = sampling_sigmas(s.diffusion, s.sampler)
         x = samplers.initial_noise(keys, shape, sigmas[0])
@@ -195,8 +198,9 @@ def _guided(denoise: Denoiser, scale: Any, sampler: Sampler) -> Denoiser:
 def _read_unet(group: Mapping[str, Any]) -> UNet:
     fields = [name for name in UNet.__dataclass_fields__ if name not in ("parent", "name")]
     settings.check_fields(group, fields, "unet")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in group.items()}
-    unet = UNet(**values | {"dtype": jnp.dtype(values["dtype"])})
+    values: dict[str, Any] = {k: settings.plain(v) for k, v in group.items()}
+    values["dtype"] = jnp.dtype(values["dtype"])
+    unet = UNet(**values)
     unet_module.check(unet)
     return unet
 

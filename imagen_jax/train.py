@@ -25,7 +25,9 @@ from imagen_jax import task
 from imagen_jax.task import Settings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run; made if need be.")
+_WORKDIR = flags.DEFINE_string(
+    "workdir", None, "The folder of this run; made if need be.", required=True
+)
 
 
 def main(argv: list[str]) -> None:
@@ -88,5 +90,5 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "workdir"])
+    flags.mark_flag_as_required("config")
     cli.run(main)
