@@ -1,15 +1,14 @@
 """Operations that several networks share: functions of arrays, never blocks with parameters."""
 
 import math
-from typing import Literal, get_args
+from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-AttentionImpl = Literal["xla", "cudnn"]
-ATTENTION = get_args(AttentionImpl)
+ATTENTION = ("xla", "cudnn")
 
 
 def group_norm(
@@ -56,7 +55,7 @@ def attend(
     v: Float[Array, "B S N K"],
     mask: Bool[Array, "B L"] | None = None,
     *,
-    implementation: AttentionImpl = "xla",
+    implementation: str = "xla",
 ) -> Float[Array, "B T N K"]:
     """Softmax attention, scaled by 1 / sqrt(K), with float32 logits and softmax.
 
@@ -65,7 +64,8 @@ def attend(
     the number of True counts: put the valid keys first, with `valid_first`.
     """
     if mask is None:
-        return jax.nn.dot_product_attention(q, k, v, implementation=implementation)
+        kind = cast(Literal["xla", "cudnn"], implementation)
+        return jax.nn.dot_product_attention(q, k, v, implementation=kind)
     always = k.shape[1] - mask.shape[1]
     if implementation == "cudnn":
         lengths = (always + mask.sum(1)).astype(jnp.int32)

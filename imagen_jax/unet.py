@@ -50,7 +50,7 @@ class UNet(nn.Module):
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
-    attention_impl: ops.AttentionImpl = "xla"
+    attention_impl: str = "xla"
     """See ops.attend."""
     dtype: DTypeLike = jnp.float32
 
@@ -307,7 +307,7 @@ class SelfAttention(nn.Module):
     """Pixels attend to pixels."""
 
     head_dim: int
-    implementation: ops.AttentionImpl = "xla"
+    implementation: str = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -324,7 +324,7 @@ class CrossAttention(nn.Module):
     """Pixels attend to text tokens."""
 
     head_dim: int
-    implementation: ops.AttentionImpl = "xla"
+    implementation: str = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -342,7 +342,7 @@ class FusedAttention(nn.Module):
     """Pixels attend to pixels and text tokens in one softmax."""
 
     head_dim: int
-    implementation: ops.AttentionImpl = "xla"
+    implementation: str = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -363,7 +363,7 @@ class StackedAttention(nn.Module):
     """Self-attention, cross-attention and a gated feed-forward layer: a transformer block."""
 
     head_dim: int
-    implementation: ops.AttentionImpl = "xla"
+    implementation: str = "xla"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact

@@ -315,8 +315,8 @@ def _nhwc(images: np.ndarray) -> jax.Array:
     return _float32(images).transpose(0, 2, 3, 1)
 
 
-def _error(ours: jax.Array, reference: np.ndarray | None) -> float | None:
-    if reference is None:
+def _error(ours: jax.Array | None, reference: np.ndarray | None) -> float | None:
+    if ours is None or reference is None:
         return None
     reference_nhwc = _nhwc(reference)
     if reference_nhwc.shape != ours.shape:

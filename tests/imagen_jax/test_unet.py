@@ -1,0 +1,347 @@
+"""The UNet's blocks against numpy, its initialisation, precision, dropout, and what it refuses."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from imagen_jax import unet as unet_module
+from imagen_jax.unet import FusedAttention, ResBlock, UNet, check, example_inputs
+from tests.imagen_jax import numpy_unet
+
+SMALL = dict(
+    image_size=4,
+    embed_dim=32,
+    channel_mult=(1,),
+    num_res_blocks=1,
+    attention_resolutions=(4,),
+    cond_dim=32,
+    head_dim=16,
+)
+
+
+def random_like(tree, seed=0):
+    """Random in every leaf: zero initialisation would hide bugs. Kernels keep the variance."""
+    rng = np.random.default_rng(seed)
+
+    def draw(leaf):
+        scale = 0.3 if leaf.ndim < 2 else np.prod(leaf.shape[:-1]) ** -0.5
+        return jnp.asarray(rng.normal(size=leaf.shape) * scale, jnp.float32)
+
+    return jax.tree.map(draw, tree)
+
+
+def inputs(batch=2, tokens=5):
+    rng = np.random.default_rng(3)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    return dict(
+        x=normal(batch, 4, 4, 3),
+        time=normal(batch),
+        text=normal(batch, tokens, 24),
+        text_mask=jnp.arange(tokens) < jnp.array([tokens, 2])[:, None],
+    )
+
+
+def fresh(unet):
+    """Parameters as at the start of training; the draws compile fastest unoptimised."""
+    init = lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24))
+    return jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+
+
+@functools.cache
+def params_of(**changes):
+    unet = UNet(**SMALL | changes)
+    shapes = jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24)))
+    return random_like(shapes)
+
+
+@functools.cache
+def apply(**changes):
+    """The jitted UNet of SMALL with changes; every test of it shares one compilation."""
+    return jax.jit(UNet(**SMALL | changes).apply, static_argnames="train")
+
+
+def nchw(x):
+    return np.moveaxis(np.asarray(x, np.float64), -1, 1)
+
+
+def group_norm(x, p, eps=1e-5):
+    groups = x.reshape(len(x), -1, 32, x.shape[-1] // 32)
+    groups = groups - groups.mean((1, 3), keepdims=True)
+    groups = groups / np.sqrt((groups**2).mean((1, 3), keepdims=True) + eps)
+    return groups.reshape(x.shape) * p["scale"] + p["bias"]
+
+
+def conv3x3(x, p):
+    padded = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
+    return np.einsum("bhwcij,ijcd->bhwd", windows, p["kernel"]) + p["bias"]
+
+
+def dense(x, p):
+    return x @ p["kernel"] + p["bias"]
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def double(tree):
+    return jax.tree.map(lambda a: np.asarray(a, np.float64), tree)
+
+
+@pytest.mark.parametrize("scale_shift", [True, False])
+@pytest.mark.parametrize("width_in", [32, 64])  # With and without the projected shortcut.
+def test_res_block_matches_numpy(width_in, scale_shift):
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 4, 6, width_in)), jnp.float32)
+    emb = jnp.asarray(rng.normal(size=(2, 16)), jnp.float32)
+    block = ResBlock(64, scale_shift=scale_shift)
+    params = random_like(jax.eval_shape(lambda: block.init(jax.random.key(0), x, emb)))
+    p, x64 = double(params["params"]), double(x)
+
+    h = conv3x3(silu(group_norm(x64, p["norm1"])), p["conv1"])
+    e = dense(silu(double(emb)), p["emb"])[:, None, None]
+    if scale_shift:
+        scale, shift = np.split(e, 2, axis=-1)
+        h = group_norm(h, p["norm2"]) * (1 + scale) + shift
+    else:
+        h = group_norm(h + e, p["norm2"])
+    h = conv3x3(silu(h), p["conv2"])
+    assert ("skip" in p) == (width_in != 64)
+    shortcut = dense(x64, p["skip"]) if "skip" in p else x64
+    np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
+
+
+def test_res_blocks_resize_before_their_first_convolution():
+    """Down: the mean of 2x2 pixels. Up: one transposed convolution for each of the two paths."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, 4, 6, 32)), jnp.float32)
+    emb = jnp.asarray(rng.normal(size=(1, 16)), jnp.float32)
+    pool = lambda a: a.reshape(1, 2, 2, 3, 2, 32).mean((2, 4))
+
+    def transpose(a, p):
+        weight = p["kernel"].transpose(2, 3, 0, 1)
+        out = numpy_unet.conv_transpose({"weight": weight, "bias": p["bias"]}, nchw(a))
+        return np.moveaxis(out, 1, -1)
+
+    for how in ("down", "up"):
+        block = ResBlock(32, how)
+        params = random_like(jax.eval_shape(lambda b=block: b.init(jax.random.key(0), x, emb)))
+        p = double(params["params"])
+        h, shortcut = silu(group_norm(double(x), p["norm1"])), double(x)
+        if how == "down":
+            h, shortcut = pool(h), pool(shortcut)
+        else:
+            h, shortcut = transpose(h, p["up_h"]), transpose(shortcut, p["up_x"])
+        scale, shift = np.split(dense(silu(double(emb)), p["emb"])[:, None, None], 2, axis=-1)
+        h = group_norm(conv3x3(h, p["conv1"]), p["norm2"]) * (1 + scale) + shift
+        expected = shortcut + conv3x3(silu(h), p["conv2"])
+        np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), expected, atol=1e-5)
+
+
+def test_fused_attention_matches_numpy():
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(3, 2, 3, 64)), jnp.float32)
+    context = jnp.asarray(rng.normal(size=(3, 5, 32)), jnp.float32)
+    mask = jnp.arange(5) < jnp.array([[5], [2], [0]])
+    block = FusedAttention(head_dim=16)
+    shapes = jax.eval_shape(lambda: block.init(jax.random.key(0), x, context, mask))
+    params = random_like(shapes)
+    p = double(params["params"])
+
+    pixels = double(x).reshape(3, 6, 64)
+    q = dense(group_norm(pixels, p["norm"]), p["q"]).reshape(3, 6, 4, 16)
+    own = dense(group_norm(pixels, p["norm_self"]), p["kv_self"])
+    text = dense(group_norm(double(context), p["norm_context"]), p["kv_context"])
+    k, v = np.split(np.concatenate([own, text], axis=1).reshape(3, 11, 8, 16), 2, axis=2)
+    logits = np.einsum("btnk,bsnk->bnts", q, k) / 4
+    weights = np.exp(logits) * np.pad(mask, ((0, 0), (6, 0)), constant_values=True)[:, None, None]
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("bnts,bsnk->btnk", weights, v).reshape(3, 6, 64)
+    expected = double(x) + dense(out, p["out"]).reshape(x.shape)
+    actual = jax.jit(block.apply)(params, x, context, mask)
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+def test_a_fresh_unet_is_zero_and_only_by_the_last_layer_of_each_block():
+    fields = SMALL | dict(image_size=8, channel_mult=(1, 2), resblock_updown=True)
+    unet = UNet(**fields, attention="stacked", learned_time_dim=8, null_token=True)
+    params = fresh(unet)["params"]
+    leaves = jax.tree.leaves_with_path(params)
+    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): np.asarray(a) for p, a in leaves}
+    assert 2 * np.std(flat["null_token"]) > 1 and np.std(flat["time_embed/frequencies"]) > 0.3
+    for path, array in flat.items():
+        layer = path.rpartition("/")[0]
+        if re.search(r"(_norm|/norm\w*)$", layer):
+            assert (array == path.endswith("scale")).all(), path
+        elif layer == "out_conv" or re.search(
+            r"_res\w*/conv2$|resample/conv2$|attn(/\w+)?/out$", layer
+        ):
+            assert (array == 0).all(), path
+        elif array.ndim > 1 and path != "null_token":  # U(-1, 1) / sqrt(fan in), torch's default.
+            taps = np.prod(array.shape[:-2])
+            limit = (taps * array.shape[-1 if "/up_" in path else -2]) ** -0.5
+            assert np.abs(array).max() <= limit, path
+            # The variance of a uniform draw is known to a few parts in sqrt(size).
+            assert np.std(array) * 3**0.5 / limit == pytest.approx(1, abs=2 / array.size**0.5), path
+    given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
+    np.testing.assert_array_equal(jax.jit(unet.apply)({"params": params}, **given), 0)
+
+
+def test_dropout_acts_in_training_only_and_by_its_key():
+    params, given = params_of(), inputs()
+    plain = apply()(params, **given)
+    np.testing.assert_array_equal(apply(dropout=0.5)(params, **given), plain)
+    draw = lambda seed: apply(dropout=0.5)(
+        params, **given, train=True, rngs={"dropout": jax.random.key(seed)}
+    )
+    np.testing.assert_array_equal(draw(0), draw(0))
+    assert np.abs(draw(0) - draw(1)).max() > 0.1 and np.abs(draw(0) - plain).max() > 0.1
+
+
+def test_remat_gives_the_same_gradient_from_less_memory():
+    params, given = params_of(), inputs()
+
+    def loss(x, remat):
+        return (UNet(**SMALL, remat=remat).apply(params, **given | {"x": x}) ** 2).sum()
+
+    kept, again = (jax.jit(jax.grad(loss), static_argnums=1)(given["x"], r) for r in (False, True))
+    assert np.abs(kept).max() > 0.1
+    # The same sums, perhaps in another order.
+    np.testing.assert_allclose(again, kept, atol=1e-5)
+    jaxprs = [str(jax.make_jaxpr(loss, static_argnums=1)(given["x"], r)) for r in (False, True)]
+    blocks = 5 + 4  # Residual: 1 down, 2 in the middle, 2 up. Attention: 1, 1 and 2.
+    # jax's name for it has changed between versions.
+    remats = [len(re.findall(r"\b(?:remat2?|checkpoint)\[", jaxpr)) for jaxpr in jaxprs]
+    assert remats == [0, blocks]
+
+
+def test_bfloat16_computes_near_float32_and_keeps_the_rest_float32():
+    unet = UNet(**SMALL, dtype=jnp.bfloat16)
+    made = jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24)))
+    assert {leaf.dtype for leaf in jax.tree.leaves(made)} == {jnp.dtype(jnp.float32)}
+    params, given = params_of(), inputs()
+    exact, low = apply()(params, **given), apply(dtype=jnp.bfloat16)(params, **given)
+    assert low.dtype == jnp.float32
+    # bfloat16 resolves 1/256; a dozen roundings in a row add to a few of these.
+    error = np.sqrt(np.mean((low - exact) ** 2) / np.mean(exact**2))
+    assert 1e-4 < error < 0.03, error
+
+
+@pytest.mark.parametrize("attention", ["fused", "self"])
+def test_the_text_mask_acts_through_attention_only(attention):
+    params, given = params_of(attention=attention), inputs()
+    y = apply(attention=attention)(params, **given)
+    other = apply(attention=attention)(params, **given | {"text_mask": ~given["text_mask"]})
+    pooled = apply(attention=attention)(
+        params, **given | {"text": jnp.roll(given["text"], 1, axis=2)}
+    )
+    assert (np.abs(y - other).max() > 1e-3) == (attention == "fused")
+    assert np.abs(y - pooled).max() > 1e-2  # The pooled text counts in either.
+
+
+def test_the_null_token_is_seen_by_texts_without_tokens_too():
+    params, given = params_of(null_token=True), inputs() | {"text_mask": jnp.zeros((2, 5), bool)}
+    y = apply(null_token=True)(params, **given)
+    changed = jax.tree.map(lambda leaf: leaf, params)
+    changed["params"]["null_token"] = -changed["params"]["null_token"]
+    assert np.abs(apply(null_token=True)(changed, **given) - y).max() > 1e-3
+
+
+def test_cudnn_attention_sees_the_valid_tokens_and_the_null_token(monkeypatch):
+    params, given = params_of(null_token=True), inputs()
+    given["text_mask"] = jnp.array([[False, True, False, True, False], [False] * 5])
+    expected = apply(null_token=True)(params, **given)
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(  # XLA computes what cuDNN would be given.
+        jax.nn,
+        "dot_product_attention",
+        lambda *qkv, implementation, key_value_seq_lengths: attention(
+            *qkv, key_value_seq_lengths=key_value_seq_lengths
+        ),
+    )
+    unet = UNet(**SMALL, null_token=True, attention_impl="cudnn")
+    np.testing.assert_allclose(jax.jit(unet.apply)(params, **given), expected, atol=1e-5)
+
+
+def test_patches_enter_and_leave_as_pixels():
+    unet = UNet(**SMALL | dict(image_size=8, attention_resolutions=(4,)), patch=2)
+    check(unet)
+    params = fresh(unet)["params"]
+    assert params["init_conv"]["kernel"].shape == (3, 3, 12, 32)
+    assert (params["down_0_0_attn"]["out"]["kernel"] == 0).all()
+    params["out_conv"]["bias"] = jnp.arange(12.0)  # All else is zero at first.
+    given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
+    y = jax.jit(unet.apply)({"params": params}, **given)
+    np.testing.assert_array_equal(y, np.tile(np.arange(12.0).reshape(2, 2, 3), (2, 4, 4, 1)))
+
+
+def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
+    unet, given = UNet(**SMALL, low_res=True, noise_aug=True), inputs()
+    init = functools.partial(jax.eval_shape, unet.init, jax.random.key(0), **given)
+    with pytest.raises(ValueError, match="a UNet with noise_aug=True must be given low_res_time"):
+        init()
+    with pytest.raises(ValueError, match=r"a UNet with low_res=True must be given low_res\n"):
+        init(low_res_time=given["time"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(attention="flash"), "unet.attention is 'flash': choose from fused, stacked, self"),
+        (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
+        (dict(attention_impl="triton"), "unet.attention_impl is 'triton': choose from xla, cudnn"),
+        (
+            dict(num_res_blocks=(1, 2)),
+            "unet.num_res_blocks (1, 2) has 2 entries and unet.channel_mult (1,) has 1: give one",
+        ),
+        (
+            dict(image_size=6, channel_mult=(1, 2, 3)),
+            "unet.image_size 6 does not divide into patches of 1 and 2 halvings: take a multiple "
+            "of 4",
+        ),
+        (
+            dict(image_size=9, patch=2),
+            "unet.image_size 9 does not divide into patches of 2 and 0 halvings: take a multiple "
+            "of 2",
+        ),
+        (
+            dict(image_size=16, channel_mult=(1, 2), attention_resolutions=(8, 4)),
+            "unet.attention_resolutions holds 4, which a UNet of image_size 16 and 2 levels never "
+            "reaches: choose from [16, 8]",
+        ),
+        (dict(embed_dim=48), "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
+        (dict(cond_dim=40), "unet.cond_dim is 40: group normalisation has 32 groups, so take a m"),
+        (dict(head_dim=64), "unet.head_dim 64 does not divide the width 32 of a level with atten"),
+        (
+            dict(image_size=8, channel_mult=(3, 4), attention_resolutions=(8,), head_dim=64),
+            "unet.head_dim 64 does not divide the width 96",
+        ),
+        (dict(learned_time_dim=5), "unet.learned_time_dim 5 must be even, or 0 for none"),
+        (dict(init_kernel=4), "unet.init_kernel 4 must be odd"),
+        (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
+        (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
+        (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "not for bfloat16 and 4"),
+    ],
+)
+def test_fields_that_do_not_go_together_say_why(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(UNet(**SMALL | changes))
+
+
+def test_fields_that_go_together_pass():
+    check(UNet(image_size=64))
+    check(UNet(image_size=64, attention_impl="cudnn", dtype="bfloat16"))
+    check(UNet(**SMALL | dict(embed_dim=16, channel_mult=(2,))))
+    check(UNet(**SMALL | dict(attention="self", cond_dim=40)))
+
+
+def test_resolutions_that_no_level_has_are_ignored_by_the_layers_as_nemo_does():
+    unet = UNet(image_size=16, attention_resolutions=(32, 10, 5, 4))
+    unet_module.check_layers(unet)
+    # 16 // 10 is 1 and 16 // 4 is 4, the scales of levels 0 and 2; 0 and 3 are no level's.
+    assert [unet_module.attends(unet, level) for level in range(4)] == [True, False, True, False]
