@@ -109,7 +109,7 @@ def one_of(field: str, value: str, known: Iterable[str]) -> None:
         raise ValueError(f"{field} is {value!r}: {hint}")
 
 
-def positive(**fields: float) -> None:
+def positive(**fields: int | float) -> None:
     """ValueError for the first field that is not above 0."""
     for field, value in fields.items():
         if value <= 0:

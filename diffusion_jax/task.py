@@ -39,7 +39,9 @@ def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
     """Sums and counts of a batch's losses within each of five ranges of sigma."""
     level = jnp.searchsorted(jnp.array(_LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(_LEVELS) + 1)[:, None]  # [levels, B]
-    return {"level_loss": (inside * loss).sum(1), "level_count": inside.sum(1).astype(loss.dtype)}
+    # Not inside * loss, in which a loss that is not finite would spoil every level.
+    level_loss = jnp.where(inside, loss, 0).sum(1)
+    return {"level_loss": level_loss, "level_count": inside.sum(1).astype(loss.dtype)}
 
 
 def noise_level_means(metrics: dict[str, np.ndarray]) -> dict[str, float]:
