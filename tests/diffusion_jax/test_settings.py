@@ -68,7 +68,7 @@ def test_stray_and_missing_fields_are_named(values, name, message):
 
 
 def test_a_group_that_nobody_reads_is_an_error():
-    with pytest.raises(ValueError, match="unknown config field optimiser: did you mean optimizer?"):
+    with pytest.raises(ValueError, match=r"field optimiser: did you mean optimizer\?"):
         settings.check_groups({"steps": 1, "optimiser": {}}, ["optimizer", "data"])
     with pytest.raises(ValueError, match="the config lacks data"):
         settings.check_groups({"optimizer": {}}, ["optimizer", "data"])
@@ -76,9 +76,9 @@ def test_a_group_that_nobody_reads_is_an_error():
 
 def test_a_name_out_of_a_list_is_checked():
     settings.one_of("sampler.name", "heun", ["heun", "ddim"])
-    with pytest.raises(ValueError, match="sampler.name is 'huen': did you mean 'heun'?"):
+    with pytest.raises(ValueError, match=r"sampler\.name is 'huen': did you mean 'heun'\?"):
         settings.one_of("sampler.name", "huen", ["heun", "ddim"])
-    with pytest.raises(ValueError, match="sampler.name is 'zzz': choose from heun, ddim"):
+    with pytest.raises(ValueError, match=r"sampler\.name is 'zzz': choose from heun, ddim"):
         settings.one_of("sampler.name", "zzz", iter(["heun", "ddim"]))
 
 

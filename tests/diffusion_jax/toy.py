@@ -1,0 +1,75 @@
+"""A whole system in miniature: what loop, drawing and commands are tested with in seconds.
+
+Two dense layers on 8x8 pixels, shifted by the mean of the text after a frozen projection; EDM.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from diffusion_jax import guidance, noise, precond, samplers, sharding
+from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.text import hashed
+
+SIZE, WIDTH, TOKENS, HIDDEN = 8, 32, 6, 384
+RULES = [(r"kernel$", sharding.FSDP), (r"bias$", sharding.P())]
+ENCODER = hashed.encoder(WIDTH, TOKENS)
+EDM = precond.edm()
+
+
+def task(encoder=ENCODER):
+    """The Task; its images are drawn with fresh noise in each of four steps."""
+    shape = (SIZE, SIZE, 3)
+    projection = jax.random.normal(jax.random.key(7), (encoder.width, encoder.width))
+    frozen = {"text": encoder.frozen, "projection": {"kernel": projection / encoder.width**0.5}}
+
+    def encode(frozen, batch):
+        text, mask = encoder.encode(frozen["text"], batch)
+        return (text * mask[..., None]).mean(1) @ frozen["projection"]["kernel"]
+
+    def loss(params, frozen, batch, key):
+        key_sigma, key_eps = jax.random.split(key)
+        x0 = batch["image"].astype(jnp.float32) / 127.5 - 1
+        sigma = noise.lognormal(-1.2, 1.2)(key_sigma, len(x0))
+        eps = jax.random.normal(key_eps, x0.shape)
+        each = precond.loss(network(params, encode(frozen, batch)), EDM, x0, eps, sigma)
+        return each.mean(), loss_by_noise_level(each, sigma)
+
+    def sample(params, frozen, batch, keys, scale):
+        text = encode(frozen, batch)
+        if scale is not None:
+            text = text.repeat(2, axis=0).at[1::2].set(0)
+        denoise = precond.denoiser(network(params, text), EDM)
+        if scale is not None:
+            denoise = guidance.classifier_free(denoise, scale)
+        sigmas = samplers.karras_sigmas(4, 0.1, 3.0)
+        x = samplers.initial_noise(keys, shape, sigmas[0])
+        return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
+
+    return Task(lambda key: init(key, encoder.width), loss, sample, frozen, RULES)
+
+
+def init(key, width=WIDTH):
+    """Random numbers everywhere, biases included."""
+    pixels = SIZE * SIZE * 3
+    shapes = {
+        "pixels": {"kernel": (pixels, HIDDEN), "bias": (HIDDEN,)},
+        "text": {"kernel": (width, HIDDEN)},
+        "time": {"bias": (HIDDEN,)},
+        "out": {"kernel": (HIDDEN, pixels), "bias": (pixels,)},
+    }
+    leaves, tree = jax.tree.flatten(shapes, is_leaf=lambda x: isinstance(x, tuple))
+    keys = jax.random.split(key, len(leaves))
+    draw = lambda key, shape: jax.random.normal(key, shape) / shape[0] ** 0.5
+    return tree.unflatten([draw(*pair) for pair in zip(keys, leaves, strict=True)])
+
+
+def network(params, text):
+    """F(x, time | text)."""
+
+    def apply(x, time):
+        h = x.reshape(len(x), -1) @ params["pixels"]["kernel"] + params["pixels"]["bias"]
+        h = h + text @ params["text"]["kernel"] + time[:, None] * params["time"]["bias"]
+        y = jax.nn.silu(h) @ params["out"]["kernel"] + params["out"]["bias"]
+        return y.reshape(x.shape)
+
+    return apply
