@@ -22,6 +22,9 @@ SMALL = dict(
     head_dim=16,
 )
 
+# Tiny programs compile longer than they run.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
 
 def random_like(tree, seed=0):
     """Random in every leaf: zero initialisation would hide bugs. Kernels keep the variance."""
@@ -46,9 +49,9 @@ def inputs(batch=2, tokens=5):
 
 
 def fresh(unet):
-    """Parameters as at the start of training; the draws compile fastest unoptimised."""
+    """Parameters as at the start of training."""
     init = lambda: unet.init(jax.random.key(0), **example_inputs(unet, 24))
-    return jax.jit(init, compiler_options={"xla_backend_optimization_level": 0})()
+    return jit(init)()
 
 
 @functools.cache
@@ -61,7 +64,7 @@ def params_of(**changes):
 @functools.cache
 def apply(**changes):
     """The jitted UNet of SMALL with changes; every test of it shares one compilation."""
-    return jax.jit(UNet(**SMALL | changes).apply, static_argnames="train")
+    return jit(UNet(**SMALL | changes).apply, static_argnames="train")
 
 
 def nchw(x):
@@ -113,7 +116,7 @@ def test_res_block_matches_numpy(width_in, scale_shift):
     h = conv3x3(silu(h), p["conv2"])
     assert ("skip" in p) == (width_in != 64)
     shortcut = dense(x64, p["skip"]) if "skip" in p else x64
-    np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
+    np.testing.assert_allclose(jit(block.apply)(params, x, emb), shortcut + h, atol=1e-5)
 
 
 def test_res_blocks_resize_before_their_first_convolution():
@@ -140,7 +143,7 @@ def test_res_blocks_resize_before_their_first_convolution():
         scale, shift = np.split(dense(silu(double(emb)), p["emb"])[:, None, None], 2, axis=-1)
         h = group_norm(conv3x3(h, p["conv1"]), p["norm2"]) * (1 + scale) + shift
         expected = shortcut + conv3x3(silu(h), p["conv2"])
-        np.testing.assert_allclose(jax.jit(block.apply)(params, x, emb), expected, atol=1e-5)
+        np.testing.assert_allclose(jit(block.apply)(params, x, emb), expected, atol=1e-5)
 
 
 def test_fused_attention_matches_numpy():
@@ -163,7 +166,7 @@ def test_fused_attention_matches_numpy():
     weights /= weights.sum(-1, keepdims=True)
     out = np.einsum("bnts,bsnk->btnk", weights, v).reshape(3, 6, 64)
     expected = double(x) + dense(out, p["out"]).reshape(x.shape)
-    actual = jax.jit(block.apply)(params, x, context, mask)
+    actual = jit(block.apply)(params, x, context, mask)
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
@@ -189,7 +192,7 @@ def test_a_fresh_unet_is_zero_and_only_by_the_last_layer_of_each_block():
             # The variance of a uniform draw is known to a few parts in sqrt(size).
             assert np.std(array) * 3**0.5 / limit == pytest.approx(1, abs=2 / array.size**0.5), path
     given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    np.testing.assert_array_equal(jax.jit(unet.apply)({"params": params}, **given), 0)
+    np.testing.assert_array_equal(jit(unet.apply)({"params": params}, **given), 0)
 
 
 def test_dropout_acts_in_training_only_and_by_its_key():
@@ -209,7 +212,7 @@ def test_remat_gives_the_same_gradient_from_less_memory():
     def loss(x, remat):
         return (UNet(**SMALL, remat=remat).apply(params, **given | {"x": x}) ** 2).sum()
 
-    kept, again = (jax.jit(jax.grad(loss), static_argnums=1)(given["x"], r) for r in (False, True))
+    kept, again = (jit(jax.grad(loss), static_argnums=1)(given["x"], r) for r in (False, True))
     assert np.abs(kept).max() > 0.1
     # The same sums, perhaps in another order.
     np.testing.assert_allclose(again, kept, atol=1e-5)
@@ -265,7 +268,7 @@ def test_cudnn_attention_sees_the_valid_tokens_and_the_null_token(monkeypatch):
         ),
     )
     unet = UNet(**SMALL, null_token=True, attention_impl="cudnn")
-    np.testing.assert_allclose(jax.jit(unet.apply)(params, **given), expected, atol=1e-5)
+    np.testing.assert_allclose(jit(unet.apply)(params, **given), expected, atol=1e-5)
 
 
 def test_patches_enter_and_leave_as_pixels():
@@ -276,7 +279,7 @@ def test_patches_enter_and_leave_as_pixels():
     assert (params["down_0_0_attn"]["out"]["kernel"] == 0).all()
     params["out_conv"]["bias"] = jnp.arange(12.0)  # All else is zero at first.
     given = inputs() | {"x": jnp.ones((2, 8, 8, 3))}
-    y = jax.jit(unet.apply)({"params": params}, **given)
+    y = jit(unet.apply)({"params": params}, **given)
     np.testing.assert_array_equal(y, np.tile(np.arange(12.0).reshape(2, 2, 3), (2, 4, 4, 1)))
 
 
