@@ -27,7 +27,7 @@ _SEEN = flags.DEFINE_integer(
     "num_seen", 1, "Images of each prompt that training showed.", lower_bound=1
 )
 _HELDOUT = flags.DEFINE_integer(
-    "num_heldout", 16, "Images of each prompt that it did not.", lower_bound=1
+    "num_heldout", 8, "Images of each prompt that it did not.", lower_bound=1
 )
 _STEPS = flags.DEFINE_integer(
     "steps", None, "Sampling steps; default: the config's.", lower_bound=1
