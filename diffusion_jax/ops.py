@@ -1,12 +1,11 @@
 """Operations that several networks share: functions of arrays, never blocks with parameters."""
 
 import math
-from typing import Literal, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 ATTENTION = ("xla", "cudnn")
 
@@ -63,19 +62,16 @@ def attend(
     key at all gives 0. "cudnn" (bf16 or fp16 on a GPU) needs no mask tensor, but of each mask only
     the number of True counts: put the valid keys first, with `valid_first`.
     """
-    if mask is None:
-        kind = cast(Literal["xla", "cudnn"], implementation)
-        return jax.nn.dot_product_attention(q, k, v, implementation=kind)
-    always = k.shape[1] - mask.shape[1]
+    always = k.shape[1] - (0 if mask is None else mask.shape[1])
     if implementation == "cudnn":
-        lengths = (always + mask.sum(1)).astype(jnp.int32)
-        out = jax.nn.dot_product_attention(
-            q, k, v, key_value_seq_lengths=jnp.maximum(lengths, 1), implementation="cudnn"
-        )
+        lengths = jnp.full(len(q), always) if mask is None else always + mask.sum(1)
+        out = _attend_cudnn(q, k, v, lengths)
     else:
-        keys = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)
-        out = jax.nn.dot_product_attention(q, k, v, mask=keys[:, None, None], implementation="xla")
-    if always:
+        keys = None
+        if mask is not None:
+            keys = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)[:, None, None]
+        out = jax.nn.dot_product_attention(q, k, v, mask=keys, implementation="xla")
+    if mask is None or always:
         return out
     return jnp.where(mask.any(1)[:, None, None, None], out, 0)
 
@@ -146,6 +142,26 @@ def bicubic_upsample(
     exact = jax.lax.Precision.HIGHEST
     out = jnp.einsum("hi,wj,bijc->bhwc", rows, columns, x.astype(jnp.float32), precision=exact)
     return out.astype(x.dtype)
+
+
+def _attend_cudnn(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    lengths: Int[Array, "B"],
+) -> Float[Array, "B T N K"]:
+    """Attention to the first `lengths` keys, at least one.
+
+    jax refuses gradients of odd lengths, so these are padded. The lengths are given even where
+    they are full: without them cuDNN's gradients can be NaN where S is no multiple of its tiles
+    (NVIDIA/cudnn-frontend issue 160).
+    """
+    even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
+    lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
+    out = jax.nn.dot_product_attention(
+        even(q), even(k), even(v), key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+    return out[:, : q.shape[1]]
 
 
 def _group_mean(x: Float[Array, "B C"], groups: int) -> Float[Array, "B C"]:

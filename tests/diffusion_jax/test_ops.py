@@ -80,28 +80,35 @@ def attend(q, k, v, mask):
 MASK = np.array([[True] * 5, [True, True, False, False, False], [False] * 5])
 
 
-@pytest.mark.parametrize("always", [0, 4])
-@pytest.mark.parametrize("implementation", ops.ATTENTION)
-def test_attention_is_numpys_also_for_a_text_without_tokens(always, implementation, monkeypatch):
-    if implementation == "cudnn":  # Without a GPU: what cuDNN would be given, computed by XLA.
-        attention = jax.nn.dot_product_attention
+@pytest.fixture(params=ops.ATTENTION)
+def implementation(request, monkeypatch):
+    """Each implementation; without a GPU, XLA computes what cuDNN would be given."""
+    attention = jax.nn.dot_product_attention
 
-        def stand_in(q, k, v, *, implementation, key_value_seq_lengths):
-            assert implementation == "cudnn" and key_value_seq_lengths.dtype == jnp.int32
-            assert key_value_seq_lengths.min() >= 1
-            return attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
+    def stand_in(q, k, v, *, implementation, key_value_seq_lengths):
+        assert implementation == "cudnn" and key_value_seq_lengths.dtype == jnp.int32
+        assert key_value_seq_lengths.min() >= 1  # As a softmax needs.
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # As jax asks of gradients.
+        return attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
 
+    if request.param == "cudnn":
         monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
-    q, k, v = normal(3, 6, 2, 8), normal(3, always + 5, 2, 8, seed=1), normal(3, always + 5, 2, 8)
+    return request.param
+
+
+@pytest.mark.parametrize(("always", "queries"), [(0, 6), (4, 7)])
+def test_attention_is_numpys_also_for_a_text_without_tokens(always, queries, implementation):
+    q, k = normal(3, queries, 2, 8), normal(3, always + 5, 2, 8, seed=1)
+    v = normal(3, always + 5, 2, 8, seed=2)
     everything = np.pad(MASK, ((0, 0), (always, 0)), constant_values=True)
     out = ops.attend(q, k, v, jnp.asarray(MASK), implementation=implementation)
     np.testing.assert_allclose(out, attend(q, k, v, everything), atol=1e-6)
     np.testing.assert_array_equal(np.asarray(out[2] == 0).all(), not always)
 
 
-def test_attention_without_a_mask_is_numpys():
+def test_attention_without_a_mask_is_numpys(implementation):
     q, k, v = normal(2, 6, 2, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
-    out = ops.attend(q, k, v)
+    out = ops.attend(q, k, v, implementation=implementation)
     np.testing.assert_allclose(out, attend(q, k, v, np.ones((2, 7), bool)), atol=1e-6)
 
 
