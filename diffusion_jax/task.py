@@ -1,11 +1,10 @@
 """Task: all that the loop, the sampler and the evaluation know of a system."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from diffusion_jax.precond import Images, Sigma
@@ -44,7 +43,7 @@ def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
     return {"level_loss": level_loss, "level_count": inside.sum(1).astype(loss.dtype)}
 
 
-def noise_level_means(metrics: dict[str, np.ndarray]) -> dict[str, float]:
+def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
     A range that no sample fell into is left out.
