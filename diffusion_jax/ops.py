@@ -26,17 +26,19 @@ def group_norm(
     """
     b, c = x.shape[0], x.shape[-1]
     flat = x.reshape(b, -1, c).astype(jnp.float32)
-    # Two passes and the mean taken off first: E[x^2] - E[x]^2 and x * a - mean * a both cancel
-    # where the mean is large, which guidance then multiplies.
-    centred = flat - _group_mean(flat.mean(1), groups)[:, None]
-    variance = _group_mean((centred**2).mean(1), groups)  # [B, C]
+    # One pass over x gives both moments. E[x^2] - E[x]^2 cancels where the mean is large, so they
+    # are taken about a point amid the values, the first pixel's; the result does not depend on it.
+    origin = jax.lax.stop_gradient(_group_mean(flat[:, 0], groups))
+    flat = flat - origin[:, None]
+    mean = _group_mean(flat.mean(1), groups)  # [B, C]
+    variance = jnp.maximum(_group_mean((flat**2).mean(1), groups) - mean**2, 0)
     factor, offset = weight * jax.lax.rsqrt(variance + eps), bias
     if scale is not None:
         factor, offset = factor * (1 + scale), offset * (1 + scale)
     if shift is not None:
         offset = offset + shift
-    offset = jnp.broadcast_to(offset, factor.shape)[:, None]
-    return (centred * factor[:, None] + offset).astype(x.dtype).reshape(x.shape)
+    out = flat * factor[:, None] + (offset - mean * factor)[:, None]
+    return out.astype(x.dtype).reshape(x.shape)
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
