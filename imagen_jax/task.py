@@ -179,7 +179,7 @@ def drop_text(key: jax.Array, text: Float[Array, "B L D"], prob: float) -> Float
     return text * keep
 
 
-def sampling_sigmas(diffusion: Diffusion, sampler: Sampler) -> Float[Array, "N+1"]:
+def sampling_sigmas(diffusion: Diffusion, sampler: Sampler) -> Float[Array, "{sampler.steps}+1"]:
     """Karras' levels for EDM noise; a schedule's own, at even times, for a DDPM model."""
     if diffusion.noise == "lognormal":
         low, high = sampler.sigma_min, sampler.sigma_max

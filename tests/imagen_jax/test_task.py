@@ -1,0 +1,341 @@
+"""What a config means: its loss and its samples by the papers' formulas, and what is refused."""
+
+import functools
+import importlib
+import pathlib
+import re
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base64_2b, base64_500m, quickstart
+from diffusion_jax import loop, samplers, sharding, train_state
+from imagen_jax import task, unet
+
+ROOT = pathlib.Path(__file__).parents[2]
+CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
+
+
+def settings(**changes):
+    """A tiny model of words; diffusion__noise="cosine" changes config.diffusion.noise."""
+    c = base64_500m.get_config()
+    c.unet.update(
+        image_size=8, patch=2, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
+        attention_resolutions=(4,), head_dim=32, cond_dim=32, dtype="float32",
+    )  # fmt: skip
+    c.text.update(encoder="hashed", width=32, max_tokens=6, drop_prob=0.5)
+    c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
+    c.data.update(source="digits", text="txt")
+    c.prompts = ("a red seven on gray paper",)
+    for name, value in changes.items():
+        group, _, field = name.rpartition("__")
+        (c[group] if group else c)[field] = value
+    return task.read_settings(c.to_dict())
+
+
+@pytest.fixture(scope="module")
+def network():
+    """(apply, params) of the tiny UNet, compiled once, with random numbers in every parameter."""
+    s = settings()
+    inputs = unet.example_inputs(s.unet, s.text.width)
+    shapes = jax.eval_shape(lambda key: s.unet.init(key, **inputs), jax.random.key(0))
+    rng = np.random.default_rng(0)
+    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
+    return jax.jit(s.unet.apply), jax.tree.map(draw, shapes)
+
+
+def with_network(s, apply):
+    """The settings with another function in the UNet's place."""
+    return s._replace(unet=types.SimpleNamespace(image_size=s.unet.image_size, apply=apply))
+
+
+def a_batch(encoder, size=8):
+    images = np.random.default_rng(1).integers(0, 256, (len(CAPTIONS), size, size, 3), np.uint8)
+    return {"image": jnp.asarray(images), **encoder.tokenize(CAPTIONS)}
+
+
+def log_snr(schedule, t):
+    """Nichol & Dhariwal's cosine, and the limit of linear betas, in float64."""
+    if schedule == "linear":
+        return -np.log(np.expm1(1e-4 + 10 * t**2))
+    return -np.log(np.maximum(np.cos((t + 0.008) / 1.008 * np.pi / 2) ** -2 - 1, 1e-5))
+
+
+def papers_loss(s, f, x0, eps, sigma):
+    """Per pixel, each in its own paper's form. f maps the network's input and time to F."""
+    s_data, column = s.diffusion.sigma_data, sigma[:, None, None, None]
+    if s.diffusion.precond == "edm":
+        x, total = x0 + column * eps, column**2 + s_data**2
+        out = f(x / np.sqrt(total), np.log(sigma) / 4)
+        denoised = s_data**2 / total * x + column * s_data / np.sqrt(total) * out
+        return total / (column * s_data) ** 2 * (denoised - x0) ** 2
+    alpha = 1 / np.sqrt(1 + column**2)  # Variance preserving: z = alpha x0 + (1 - alpha^2)^.5 eps
+    noise = np.sqrt(1 - alpha**2)
+    out = f(alpha * x0 + noise * eps, -2 * np.log(sigma))
+    target = {"eps": eps, "x0": x0, "v": alpha * eps - noise * x0}[s.diffusion.precond]
+    error = np.abs(out - target)
+    huber = np.where(error < 1, error**2 / 2, error - 1 / 2)
+    return {"l2": error**2, "l1": error, "huber": huber}[s.diffusion.distance]
+
+
+@pytest.mark.parametrize(
+    ("precond", "noise", "distance"),
+    [
+        ("edm", "lognormal", "l2"),
+        ("eps", "cosine", "l1"),
+        ("eps", "cosine", "l2"),
+        ("x0", "linear", "l2"),
+        ("v", "cosine", "huber"),
+    ],
+)
+def test_the_loss_is_the_papers(network, precond, noise, distance):
+    apply, params = network
+    s = settings(diffusion__precond=precond, diffusion__noise=noise, diffusion__distance=distance)
+    encoder = task.text_encoder(s.text)
+    batch, key = a_batch(encoder), jax.random.key(3)
+    calls = []
+
+    def record(params, x, time, text, mask, *, train, rngs):
+        calls.append((train, list(rngs)))
+        return apply(params, x, time, text, mask)
+
+    tiny = task.make_task(with_network(s, record), encoder)
+    actual, metrics = tiny.loss(params, (), batch, key)
+    assert calls == [(True, ["dropout"])]
+
+    key_sigma, key_eps, key_drop, _ = jax.random.split(key, 4)
+    if noise == "lognormal":
+        normal = np.float64(jax.random.normal(key_sigma, (4,)))
+        sigma = np.exp(s.diffusion.p_mean + s.diffusion.p_std * normal)
+    else:
+        sigma = np.exp(-log_snr(noise, np.float64(jax.random.uniform(key_sigma, (4,)))) / 2)
+    eps = np.float64(jax.random.normal(key_eps, (4, 8 * 8 * 3))).reshape(4, 8, 8, 3)
+    x0 = np.float64(batch["image"]) * 2 / 255 - 1
+    keep = np.asarray(jax.random.bernoulli(key_drop, 0.5, (4, 1, 1)))
+    assert 0 < keep.sum() < 4
+    text, mask = encoder.encode((), batch)
+
+    def f(x, time):
+        inputs = jnp.asarray(x, jnp.float32), jnp.asarray(time, jnp.float32)
+        return np.float64(apply(params, *inputs, text * keep, mask))
+
+    expected = papers_loss(s, f, x0, eps, sigma)
+    # Float32 against float64; EDM's own form subtracts D from x0, which loses a digit or two.
+    np.testing.assert_allclose(actual, expected.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["level_loss"].sum(), 4 * expected.mean(), rtol=1e-4)
+    assert metrics["level_count"].sum() == 4
+
+
+def test_dropped_texts_are_zeros_and_the_others_stay():
+    text = 1 + jax.random.uniform(jax.random.key(0), (1000, 3, 2))
+    dropped = np.asarray(task.drop_text(jax.random.key(1), text, 0.1))
+    gone = (dropped == 0).all((1, 2))
+    np.testing.assert_array_equal(dropped[~gone], np.asarray(text)[~gone])
+    assert abs(gone.mean() - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard deviations.
+    assert not (np.asarray(task.drop_text(jax.random.key(1), text, 0.0)) == 0).any()
+
+
+def test_the_mask_of_a_dropped_text_is_that_of_the_text():
+    s = settings(text__drop_prob=0.999999)
+    encoder = task.text_encoder(s.text)
+    batch, seen = a_batch(encoder), []
+
+    def record(params, x, time, text, mask, **_):
+        seen.append((text, mask))
+        return x
+
+    task.make_task(with_network(s, record), encoder).loss(None, (), batch, jax.random.key(0))
+    ((text, mask),) = seen
+    assert not text.any()
+    np.testing.assert_array_equal(mask, batch["text_mask"])
+
+
+SIGMA_OF_TIME = {"edm": lambda t: jnp.exp(4 * t)}  # The others: log-SNR.
+
+
+def knows_the_answer(s):
+    """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
+    scalings = task._PRECONDS[s.diffusion.precond](s.diffusion)
+    sigma_of = SIGMA_OF_TIME.get(s.diffusion.precond, lambda t: jnp.exp(-t / 2))
+
+    def apply(params, x, time, text, mask):
+        c_skip, c_out, c_in, _ = (c[:, None, None, None] for c in scalings(sigma_of(time)))
+        level = grey(text, mask)[:, None, None, None]
+        return (level - c_skip * (x / c_in)) / c_out
+
+    return apply
+
+
+def grey(text, mask):
+    """0.02 a word without the text, which zeroes it but not its mask; 0.3 with a text of signs."""
+    return 0.02 * mask.sum(1) + 0.3 * jnp.square(text).max((1, 2))
+
+
+def draw(s, scale):
+    encoder = task.text_encoder(s.text)
+    tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    return tiny.sample(None, (), encoder.tokenize(CAPTIONS), keys, scale)
+
+
+WORDS = np.array([6, 2, 1, 6])
+SCALES = np.array([1.0, 2.0, 0.0, 1.5])
+
+
+@pytest.mark.parametrize(
+    ("sampler", "precond", "noise"),
+    [
+        ("heun", "edm", "lognormal"),
+        ("ddpm", "eps", "cosine"),
+        ("ddim", "v", "linear"),
+        ("dpmpp_2m", "x0", "cosine"),
+    ],
+)
+def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
+    s = settings(
+        sampler__name=sampler, diffusion__precond=precond, diffusion__noise=noise,
+        sampler__threshold="static",
+    )  # fmt: skip
+    images = np.asarray(draw(s, jnp.asarray(SCALES, jnp.float32)))
+    assert images.shape == (4, 8, 8, 3)
+    expected = 0.02 * WORDS + SCALES * 0.3  # Uncond + scale * (cond - uncond).
+    # DDPM returns alpha(0) x0, alpha(0) = 0.99992, and the last posterior keeps of the noise
+    # sigma(0)^2 / sigma(1 / 16) = 1.4e-3: five standard deviations.
+    atol = 7e-3 if sampler == "ddpm" else 1e-5
+    np.testing.assert_allclose(images, np.broadcast_to(expected[:, None, None, None], images.shape),
+                               atol=atol)  # fmt: skip
+
+
+def test_no_guidance_is_the_conditional_answer_and_guidance_has_its_interval():
+    conditional = 0.02 * WORDS + 0.3
+    images = draw(settings(), None)
+    np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
+    images = draw(settings(sampler__guidance_high=0.01), jnp.full(4, 3.0))  # Below sigma_min.
+    np.testing.assert_allclose(images[:, 0, 0, 0], conditional, atol=1e-5)
+
+
+@pytest.mark.parametrize(("threshold", "factor"), [("none", 1), ("static", 0), ("dynamic", 0)])
+def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
+    guided = 0.02 * WORDS + 10 * 0.3  # 3 to 3.1: outside [-1, 1].
+    images = draw(settings(sampler__threshold=threshold), jnp.full(4, 10.0))
+    expected = guided if factor else np.ones(4)
+    np.testing.assert_allclose(images[:, 0, 0, 0], expected, rtol=1e-5)
+
+
+def test_levels_come_from_the_sampler_or_from_the_schedule():
+    levels = lambda s: np.asarray(task.sampling_sigmas(s.diffusion, s.sampler))
+    karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
+    np.testing.assert_array_equal(karras, samplers.karras_sigmas(5, 0.02, 40.0, 3.0))
+    ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
+    np.testing.assert_allclose(
+        ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5
+    )
+    others = levels(settings(diffusion__noise="linear", sampler__name="ddim", sampler__steps=4))
+    np.testing.assert_array_equal(others, [*ancestral[:-1], 0])
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
+        ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, which a UNet"),
+        ("unet__attention", "fuzed", "unet.attention is 'fuzed': choose from fused, stacked"),
+        ("unet__low_res", True, "unet.low_res is True: this task trains base models"),
+        ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
+        ("sampler__threshold", "x", "sampler.threshold is 'x': choose from dynamic, static, none"),
+        ("sampler__steps", 0, "sampler.steps is 0: it must be above 0"),
+        ("diffusion__precond", "edn", "diffusion.precond is 'edn': did you mean 'edm'?"),
+        ("diffusion__noise", "cosin", "diffusion.noise is 'cosin': did you mean 'cosine'?"),
+        ("diffusion__distance", "l3", "diffusion.distance is 'l3': choose from l2, l1, huber"),
+        ("text__encoder", "hash", "text.encoder is 'hash': did you mean 'hashed'?"),
+        ("text__width", 0, "text.width is 0: it must be above 0"),
+        ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
+        ("optimizer__accumulate", 0, "optimizer.accumulate is 0: it must be above 0"),
+        ("optimizer__ema_decays", (9999.0,), "EMA decay 9999.0 is not in [0, 1)"),
+        ("batch_size", -8, "batch_size is -8: it must be above 0"),
+        ("prompts", (), "prompts is empty: give texts to draw on the way, or set sample_every=0"),
+    ],
+)
+def test_a_config_that_cannot_be_is_refused(field, value, message):
+    with pytest.raises(ValueError) as error:
+        settings(**{field: value})
+    assert message in str(error.value)
+
+
+def test_a_schedule_that_is_shorter_than_its_warm_up_is_refused():
+    with pytest.raises(ValueError, match="a cosine schedule of 50 steps has no room after 10000"):
+        settings(optimizer__schedule="cosine", steps=50)
+
+
+def test_fields_and_groups_that_nobody_reads_are_refused():
+    c = quickstart.get_config().to_dict()
+    with pytest.raises(
+        ValueError, match=r"unknown config field unet\.dropuot: did you mean unet\."
+    ):
+        task.read_settings(c | {"unet": c["unet"] | {"dropuot": 0.1}})
+    with pytest.raises(ValueError, match=r"unknown config field sampelr: did you mean sampler\?"):
+        task.read_settings(c | {"sampelr": {}})
+    del c["optimizer"]["lr"]
+    with pytest.raises(ValueError, match=r"the config lacks optimizer\.lr"):
+        task.read_settings(c)
+
+
+@pytest.mark.parametrize(
+    ("encoder", "suffix", "message"),
+    [
+        ("hashed", "npy", "data.text is 'npy' and text.encoder is 'hashed', which cannot read it: "
+                          "set data.text to txt,"),
+        ("precomputed", "txt", "data.text is 'txt' and text.encoder is 'precomputed', which cannot "
+                               "read it: set data.text to the suffix of embeddings, such as npy,"),
+    ],
+)  # fmt: skip
+def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, message):
+    with pytest.raises(ValueError) as error:
+        settings(text__encoder=encoder, data__source="folder", data__text=suffix)
+    assert message in str(error.value)
+
+
+@functools.cache
+def parameters(unet_fields, width):
+    """Shapes alone: nothing is computed."""
+    model = unet.UNet(**dict(unet_fields))
+    inputs = unet.example_inputs(model, width)
+    return jax.eval_shape(lambda key: model.init(key, **inputs), jax.random.key(0))
+
+
+CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "__init__")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_config_reads_and_has_the_parameters_of_its_docstring(name):
+    module = importlib.import_module(f"configs.{name}")
+    s = task.read_settings(module.get_config().to_dict())
+    stated = re.search(r"([\d,]{6,}) parameters", module.__doc__ or "")
+    if stated:
+        fields = tuple((f, getattr(s.unet, f)) for f in unet.UNet.__dataclass_fields__
+                       if f not in ("parent", "name"))  # fmt: skip
+        leaves = jax.tree.leaves(parameters(fields, s.text.width))
+        assert sum(leaf.size for leaf in leaves) == int(stated[1].replace(",", ""))
+    assert bool(stated) == name.startswith("base64")
+
+
+def test_the_reference_sizes_are_exact():
+    docs = {c: c.__doc__ or "" for c in (base64_500m, base64_2b)}
+    assert "524,897,540" in docs[base64_500m] and "2,171,162,116" in docs[base64_2b]
+
+
+def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
+    s = task.read_settings(base64_2b.get_config().to_dict())
+    imagen = task.make_task(s, task.text_encoder(s.text))
+    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
+    state = jax.eval_shape(create, jax.random.key(0))
+    places = sharding.shardings(state, sharding.make_mesh(2, 4, 1), imagen.rules)
+    here = lambda leaf, place: int(np.prod(place.shard_shape(leaf.shape)))
+    total = sum(leaf.size for leaf in jax.tree.leaves(state))
+    on_one = sum(jax.tree.leaves(jax.tree.map(here, state, places)))
+    assert total > 4 * 2_171_162_116  # Parameters, one average, two moments.
+    assert total / 4 < on_one < 1.002 * total / 4  # Biases and scales alone are whole.
