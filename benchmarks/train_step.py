@@ -35,11 +35,11 @@ def main(argv: list[str]) -> None:
     """Compiles, warms up, measures, prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
-    config = _CONFIG.value
+    config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
     with cli.bad_input():
         s = task.read_settings(config.to_dict())
         mesh = sharding.make_mesh(*s.mesh)
-        sharding.check_batch(_BATCH.value, s.optimizer.accumulate, mesh)
+        sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
     encoder = task.text_encoder(s.text)
     imagen = task.make_task(s, encoder)
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
@@ -47,14 +47,14 @@ def main(argv: list[str]) -> None:
     key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
     layout = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules)
     state = jax.jit(create, out_shardings=layout)(key)
-    batch = jax.device_put(_batch(s), sharding.batch_sharding(mesh))
+    batch = jax.device_put(_batch(s, batch_size), sharding.batch_sharding(mesh))
 
     step = loop.make_step(imagen, s.optimizer, tx, layout)
     traced, trace_s = _timed(lambda: step.trace(state, imagen.frozen, batch, key))
     lowered, lower_s = _timed(traced.lower)
     compiled, compile_s = _timed(lowered.compile)
     flops = (lowered.cost_analysis() or {}).get("flops", 0.0)
-    seconds = []
+    seconds, metrics = [], {}
     for _ in range(_WARMUP.value + _STEPS.value):
         start = time.perf_counter()
         state, metrics = compiled(state, imagen.frozen, batch, key)
@@ -68,12 +68,12 @@ def main(argv: list[str]) -> None:
     result = {
         "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
         "parameters": parameters,
-        "batch": _BATCH.value,
-        "samples_per_second": _BATCH.value / median,
+        "batch": batch_size,
+        "samples_per_second": batch_size / median,
         "step_ms": 1e3 * median,
         "step_ms_min_max": [1e3 * min(seconds[_WARMUP.value :]), 1e3 * max(seconds)],
         "tflops": flops / median / 1e12,
-        "tflop_per_sample": flops / _BATCH.value / 1e12,
+        "tflop_per_sample": flops / batch_size / 1e12,
         "known_tflop_per_sample": _KNOWN_TFLOP.get(parameters),
         "mfu": hardware.utilization(flops, median, device.device_kind, mesh.size),
         "peak_memory_gib": memory and memory.peak / 2**30,
@@ -88,12 +88,12 @@ def main(argv: list[str]) -> None:
     print(json.dumps(result))
 
 
-def _batch(s: task.Settings) -> dict[str, jax.Array]:
+def _batch(s: task.Settings, size: int) -> dict[str, jax.Array]:
     """Random pictures and texts of full length."""
     rng = np.random.default_rng(0)
-    size, tokens = s.unet.image_size, s.text.max_tokens
-    images = rng.integers(0, 256, (_BATCH.value, size, size, 3), np.uint8)
-    mask = np.ones((_BATCH.value, tokens), bool)
+    side, tokens = s.unet.image_size, s.text.max_tokens
+    images = rng.integers(0, 256, (size, side, side, 3), np.uint8)
+    mask = np.ones((size, tokens), bool)
     if s.text.encoder == "hashed":
         text = {"text_ids": rng.integers(0, 2**32, mask.shape, np.uint32)}
     else:
