@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import re
 import sys
 from collections.abc import Callable, Iterator
 from logging import WARNING, LogRecord
@@ -15,8 +16,11 @@ def run(main: Callable[[list[str]], None]) -> None:
     """absl's app.run; a flag or config value that cannot be is one message and exit code 2."""
 
     def parse(argv):
-        with bad_input(AttributeError, KeyError, TypeError):  # What ml_collections raises.
-            return app.parse_flags_with_usage(argv)
+        with bad_input(TypeError):
+            try:
+                return app.parse_flags_with_usage(argv)
+            except (AttributeError, KeyError) as error:  # What ml_collections raises.
+                raise ValueError(_unknown_field(argv, str(error))) from error
 
     app.run(main, flags_parser=parse)
 
@@ -39,10 +43,20 @@ def bad_input(*more: type[Exception]) -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError, *more) as error:
-        # A KeyError's own text is the repr of its message.
-        text = error.args[0] if isinstance(error, KeyError) else error
-        print(f"error: {text}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def _unknown_field(argv: list[str], text: str) -> str:
+    """What --config.unet.embd_dim=3 means, of which ml_collections' text names the last part."""
+    field = re.search(r"\w+", text)
+    given = [re.match(rf"--?config\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
+    path = next((match[1] for match in given if match), None)
+    if field is None or path is None:
+        return text
+    meant = re.search(r'Did you mean "(\w+)"', text)
+    hint = f"did you mean {path.replace(field[0], meant[1])}?" if meant else "see the config's file"
+    return f"unknown config field {path}: {hint}"
 
 
 def _is_for_users(record: LogRecord) -> bool:
