@@ -1,5 +1,6 @@
 """NeMo's weights give NeMo's numbers: saved cases, a second derivation in numpy, name tables."""
 
+import functools
 import gzip
 import json
 import pathlib
@@ -92,6 +93,13 @@ OPTIONS = {
     ),
 }
 SIZES = {"fused": (8, 12), "cross": (16, 8)}
+
+
+@pytest.fixture(autouse=True)
+def compile_unoptimised(monkeypatch):
+    """Halves the time of this file: tiny programs compile longer than they run."""
+    options = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
 
 
 def random_weights(unet, text_width):
