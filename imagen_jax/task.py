@@ -23,6 +23,7 @@ from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder, hashed, precomputed
 from imagen_jax import unet as unet_module
+from imagen_jax.conditioning import example_inputs
 from imagen_jax.unet import UNet
 
 
@@ -132,7 +133,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     shape = (unet.image_size, unet.image_size, 3)
 
     def init(key):
-        return unet.init(key, **unet_module.example_inputs(unet, s.text.width))
+        return unet.init(key, **example_inputs(unet, s.text.width))
 
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_dropout = jax.random.split(key, 4)

@@ -21,7 +21,8 @@ from absl import app
 
 from diffusion_jax import torch_weights
 from diffusion_jax.torch_weights import Entry, StateDict, layer, norm
-from imagen_jax.unet import UNet, attends, blocks_per_level, check_layers, example_inputs
+from imagen_jax.conditioning import example_inputs
+from imagen_jax.unet import UNet, attends, blocks_per_level, check_layers
 
 TOLERANCE = {"max_abs_error": 3e-5, "cfg_max_abs_error": 3e-5, "grad_max_abs_error": 1e-4}
 

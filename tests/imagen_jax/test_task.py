@@ -13,7 +13,9 @@ import pytest
 
 from configs import base64_2b, base64_500m, quickstart
 from diffusion_jax import loop, samplers, sharding, train_state
-from imagen_jax import task, unet
+from imagen_jax import task
+from imagen_jax.conditioning import example_inputs
+from imagen_jax.unet import UNet
 
 ROOT = pathlib.Path(__file__).parents[2]
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
@@ -40,7 +42,7 @@ def settings(**changes):
 def network():
     """(apply, params) of the tiny UNet, compiled once, with random numbers in every parameter."""
     s = settings()
-    inputs = unet.example_inputs(s.unet, s.text.width)
+    inputs = example_inputs(s.unet, s.text.width)
     shapes = jax.eval_shape(lambda key: s.unet.init(key, **inputs), jax.random.key(0))
     rng = np.random.default_rng(0)
     draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
@@ -301,8 +303,8 @@ def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, messa
 @functools.cache
 def parameters(unet_fields, width):
     """Shapes alone: nothing is computed."""
-    model = unet.UNet(**dict(unet_fields))
-    inputs = unet.example_inputs(model, width)
+    model = UNet(**dict(unet_fields))
+    inputs = example_inputs(model, width)
     return jax.eval_shape(lambda key: model.init(key, **inputs), jax.random.key(0))
 
 

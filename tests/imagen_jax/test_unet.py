@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from imagen_jax import unet as unet_module
-from imagen_jax.unet import FusedAttention, ResBlock, UNet, check, example_inputs
+from imagen_jax.attention import FusedAttention
+from imagen_jax.conditioning import example_inputs
+from imagen_jax.layers import ResBlock
+from imagen_jax.unet import UNet, check
 from tests.imagen_jax import numpy_unet
 
 SMALL = dict(

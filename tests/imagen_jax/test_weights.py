@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import torch_weights
-from imagen_jax import unet as unet_module
-from imagen_jax import weights
+from imagen_jax import attention, conditioning, layers, weights
 from imagen_jax.unet import UNet
 from tests.imagen_jax import numpy_unet
 
@@ -195,14 +194,14 @@ def test_blocks_of_the_reference_give_their_numbers():
         return jax.jit(block.apply)({"params": params[name]}, *args)
 
     close = lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=1e-5)
-    time = unet_module.TimeEmbed(32, unet.learned_time_dim)
+    time = conditioning.TimeEmbed(32, unet.learned_time_dim)
     close(apply(time, "time_embed", jnp.asarray(case["in/time"])), act("time_embed"))
     pooled = act("text_to_cond").mean(1)
-    text = unet_module.TextEmbed(128)
+    text = conditioning.TextEmbed(128)
     close(apply(text, "text_embed", pooled), act("to_text_non_attn_cond"))
 
     emb = act("time_embed") + act("to_text_non_attn_cond")
-    res = lambda width, how="": unet_module.ResBlock(width, how, scale_shift=False)
+    res = lambda width, how="": layers.ResBlock(width, how, scale_shift=False)
     first = apply(res(32), "down_0_0_res", images("init_conv"), emb)
     close(first, images("input_blocks.1"))
     halved = apply(res(32, "down"), "down_0_resample", images("input_blocks.1"), emb)
@@ -211,7 +210,7 @@ def test_blocks_of_the_reference_give_their_numbers():
     context = jnp.concatenate([act("text_to_cond"), null], axis=1)
     mask = jnp.pad(jnp.asarray(case["in/text_mask"]) != 0, ((0, 0), (0, 1)), constant_values=True)
     h = apply(res(64), "down_1_0_res", images("input_blocks.2"), emb)
-    h = apply(unet_module.StackedAttention(16), "down_1_0_attn", h, context, mask)
+    h = apply(attention.StackedAttention(16), "down_1_0_attn", h, context, mask)
     close(h, images("input_blocks.3"))
 
 

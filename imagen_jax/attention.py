@@ -1,0 +1,129 @@
+"""Attention blocks of Imagen's UNets: pixels attend to pixels, to text, or to both.
+
+NHWC; B batch, L text tokens, D their width, C channels, N heads, K their width.
+"""
+
+from collections.abc import Iterable
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from diffusion_jax import ops
+from imagen_jax.layers import GroupNorm, check_one_of, dense
+
+
+class SelfAttention(nn.Module):
+    """Pixels attend to pixels."""
+
+    head_dim: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
+        """Ignores the text, which the other kinds take in its place."""
+        del context, text_mask
+        qkv = dense(GroupNorm(name="norm")(x), 3 * x.shape[-1], "qkv", dtype=self.dtype)
+        q, k, v = _heads(qkv, 3, self.head_dim)
+        out = ops.attend(q, k, v, implementation=self.implementation)
+        return x + dense(out.reshape(x.shape), x.shape[-1], "out", zero=True, dtype=self.dtype)
+
+
+class CrossAttention(nn.Module):
+    """Pixels attend to text tokens."""
+
+    head_dim: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
+        """A text without tokens adds nothing but the bias of the output."""
+        c = x.shape[-1]
+        (q,) = _heads(dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype), 1, self.head_dim)
+        text = GroupNorm(name="norm_context")(context)
+        k, v = _heads(dense(text, 2 * c, "kv", dtype=self.dtype), 2, self.head_dim)
+        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)
+        return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+
+
+class FusedAttention(nn.Module):
+    """Pixels attend to pixels and text tokens in one softmax."""
+
+    head_dim: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
+        """The pixels are keys through a norm of their own, "norm_self"."""
+        c = x.shape[-1]
+        (q,) = _heads(dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype), 1, self.head_dim)
+        pixels = dense(GroupNorm(name="norm_self")(x), 2 * c, "kv_self", dtype=self.dtype)
+        text = GroupNorm(name="norm_context")(context)
+        text = dense(text, 2 * c, "kv_context", dtype=self.dtype)
+        pairs = zip(_heads(pixels, 2, self.head_dim), _heads(text, 2, self.head_dim), strict=True)
+        k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
+        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)
+        return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+
+
+class StackedAttention(nn.Module):
+    """Self-attention, cross-attention and a gated feed-forward layer: a transformer block."""
+
+    head_dim: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
+        """Each of the three adds to its input, and the whole to x."""
+        c = x.shape[-1]
+        kind = (self.head_dim, self.implementation, self.dtype)
+        h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)
+        h = SelfAttention(*kind, name="self")(h)
+        h = CrossAttention(*kind, name="cross")(h, context, text_mask)
+        gated = dense(GroupNorm(name="ff_norm")(h), 8 * c, "ff_in", dtype=self.dtype)
+        value, gate = jnp.split(gated, 2, axis=-1)
+        gate = nn.gelu(gate, approximate=False)
+        h = h + dense(value * gate, c, "ff_out", dtype=self.dtype)
+        return x + dense(h, c, "out", zero=True, dtype=self.dtype)
+
+
+BLOCKS = {
+    "fused": FusedAttention,
+    "stacked": StackedAttention,
+    "self": SelfAttention,
+    "cross": CrossAttention,
+}
+
+
+def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
+    """ValueError for fields of which no attention can be made."""
+    check_one_of("attention", kind, tuple(BLOCKS))
+    check_one_of("attention_impl", implementation, ops.ATTENTION)
+    if implementation == "cudnn" and (
+        jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
+    ):
+        raise ValueError(
+            f"unet.attention_impl 'cudnn' is for 16-bit dtypes and head_dim in multiples of 8 up "
+            f"to 128, not for {jnp.dtype(dtype).name} and {head_dim}: change these, or take 'xla'"
+        )
+
+
+def check_heads(widths: Iterable[int], head_dim: int) -> None:
+    """ValueError unless heads of `head_dim` fill each of the widths that have attention."""
+    for width in widths:
+        if head_dim < 1 or width % head_dim:
+            raise ValueError(
+                f"unet.head_dim {head_dim} does not divide the width {width} of a level with "
+                "attention: choose a head_dim that does"
+            )
+
+
+def _heads(x: Array, parts: int, head_dim: int) -> list[Array]:
+    """[B, ..., parts * N * K] -> `parts` arrays [B, tokens, N, K]."""
+    x = x.reshape(x.shape[0], -1, parts, x.shape[-1] // (parts * head_dim), head_dim)
+    return [x[:, :, part] for part in range(parts)]

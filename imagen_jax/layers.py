@@ -1,0 +1,133 @@
+"""Layers that Imagen's UNets share: residual block, norms, convolutions, torch's initial values.
+
+NHWC; B batch, E time embedding, C channels.
+"""
+
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from diffusion_jax import ops
+
+
+class ResBlock(nn.Module):
+    """norm -> SiLU -> conv, twice; the embedding scales and shifts the second norm."""
+
+    width: int
+    resample: str = ""
+    """"up" and "down" change the resolution by 2 between the first SiLU and convolution."""
+    scale_shift: bool = True
+    dropout: float = 0.0
+    train: bool = False
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
+        """Returns [B, H, W, width]."""
+        h = nn.silu(GroupNorm(name="norm1")(x))
+        if self.resample == "down":
+            h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)
+        if self.resample == "up":
+            h, x = (ConvTranspose(self.dtype, name=f"up_{n}")(y) for n, y in (("h", h), ("x", x)))
+        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
+        if self.scale_shift:
+            emb = dense(nn.silu(emb), 2 * self.width, "emb", dtype=self.dtype)
+            scale, shift = jnp.split(emb.astype(jnp.float32), 2, axis=-1)
+            h = GroupNorm(name="norm2")(h, scale, shift)
+        else:
+            emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)
+            h = GroupNorm(name="norm2")(h + emb[:, None, None])
+        h = nn.Dropout(self.dropout, deterministic=not self.train)(nn.silu(h))
+        h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
+        if x.shape[-1] != self.width:
+            x = dense(x, self.width, "skip", dtype=self.dtype)
+        return x + h
+
+
+class GroupNorm(nn.Module):
+    """The parameters of ops.group_norm."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
+        """`scale` and `shift`, [B, C], modulate the normalised x."""
+        weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        return ops.group_norm(x, weight, bias, scale, shift)
+
+
+class ConvTranspose(nn.Module):
+    """Learned upsampling by 2, the width kept: the parameters of ops.conv_transpose_4x4."""
+
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"]):
+        """Returns [B, 2 H, 2 W, C]."""
+        c = x.shape[-1]
+        kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
+        bias = self.param("bias", uniform(16 * c), (c,))
+        return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias.astype(self.dtype))
+
+
+def uniform(fan_in: int) -> nn.initializers.Initializer:
+    """torch's default for kernels and biases: U(-1, 1) / sqrt(fan_in)."""
+    limit = fan_in**-0.5
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
+        key, shape, dtype, -limit, limit
+    )
+
+
+def layer_norm(x: Float[Array, "*B C"], *, dtype: DTypeLike) -> Float[Array, "*B C"]:
+    """With torch's epsilon, and a variance that does not cancel where the mean is large."""
+    norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name="norm")
+    return norm(x)
+
+
+def dense(
+    x: Float[Array, "*B C"], width: int, name: str, *, zero: bool = False, dtype: DTypeLike
+) -> Float[Array, "*B {width}"]:
+    """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
+    init = nn.initializers.zeros if zero else uniform(x.shape[-1])
+    return nn.Dense(width, kernel_init=init, bias_init=init, dtype=dtype, name=name)(x)
+
+
+def conv(
+    x: Float[Array, "B H W C"],
+    width: int,
+    name: str,
+    *,
+    kernel: int,
+    stride: int = 1,
+    zero: bool = False,
+    dtype: DTypeLike,
+) -> Float[Array, "B _ _ {width}"]:
+    """Padded by kernel // 2 on both sides; "SAME" pads strided convolutions unlike torch."""
+    init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
+    return nn.Conv(
+        width,
+        (kernel, kernel),
+        strides=stride,
+        padding=kernel // 2,
+        kernel_init=init,
+        bias_init=init,
+        dtype=dtype,
+        name=name,
+    )(x)
+
+
+def check_width(name: str, width: int) -> None:
+    """ValueError unless group normalisation divides `width`."""
+    if width < 32 or width % 32:
+        raise ValueError(
+            f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
+        )
+
+
+def check_one_of(field: str, value: str, known: Sequence[str]) -> None:
+    """ValueError unless `value` is among `known`."""
+    if value not in known:
+        raise ValueError(f"unet.{field} is {value!r}: choose from {', '.join(known)}")
