@@ -1,0 +1,92 @@
+"""One tiny run, trained in pieces and at once."""
+
+import json
+import pathlib
+import signal
+import time
+from typing import NamedTuple
+
+import pytest
+
+from diffusion_jax import checkpoint, log, loop
+from tests.imagen_jax import commands
+
+# The schedule is constant, so that the number of steps changes nothing of what a step does.
+TINY = (
+    "--config=configs/quickstart.py",
+    "--config.unet.embed_dim=32",
+    "--config.unet.head_dim=32",
+    "--config.unet.cond_dim=32",
+    "--config.text.width=32",
+    "--config.batch_size=8",
+    "--config.optimizer.schedule=constant",
+    "--config.optimizer.warmup=3",
+    "--config.sampler.steps=2",
+    "--config.sample_every=0",
+    "--config.log_every=1",
+)
+STDERR = "stderr.txt"
+
+
+class Interrupted(NamedTuple):
+    """A run in four processes: to step 4, until SIGTERM, until SIGKILL, to `steps`."""
+
+    workdir: pathlib.Path
+    steps: int
+    exit_codes: list[int | None]
+    last_whole: list[int]
+    """The last whole checkpoint after each process."""
+    last_line: list[int]
+    """The step of the last line in the metrics after each process."""
+
+
+@pytest.fixture(scope="session")
+def interrupted(tmp_path_factory):
+    workdir = tmp_path_factory.mktemp("interrupted")
+    codes, whole, lines = [], [], []
+
+    def record(process):
+        process.join()
+        codes.append(process.exitcode)
+        whole.append(checkpoint.steps(workdir / loop.CHECKPOINTS)[-1])
+        lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
+
+    record(_train(workdir, 4))
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = _train(workdir, 10**6)
+        _wait_for_step(workdir, lines[-1] + 5, process)
+        process.terminate() if number == signal.SIGTERM else process.kill()
+        record(process)
+    steps = lines[-1] + 3
+    record(_train(workdir, steps))
+    return Interrupted(workdir, steps, codes, whole, lines)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, interrupted):
+    """The workdir of the same run without interruption."""
+    workdir = tmp_path_factory.mktemp("trained")
+    process = _train(workdir, interrupted.steps, save_every=1000)
+    process.join()
+    assert process.exitcode == 0, (workdir / STDERR).read_text()
+    return workdir
+
+
+def _train(workdir, steps, save_every=2):
+    arguments = [*TINY, f"--workdir={workdir}"]
+    arguments += [f"--config.steps={steps}", f"--config.save_every={save_every}"]
+    outputs = (workdir / "stdout.txt", workdir / STDERR)
+    return commands.start("train", *arguments, devices=1, outputs=outputs)
+
+
+def _wait_for_step(workdir, step, process):
+    """Returns when the metrics hold this step; AssertionError if the process ends before."""
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        path = workdir / log.METRICS
+        lines = log.read_metrics(path) if path.exists() else []
+        if lines and lines[-1]["step"] >= step:
+            return
+        assert process.is_alive(), (workdir / STDERR).read_text()
+        time.sleep(0.01)
+    raise AssertionError(f"no step {step}: {json.dumps(lines[-1:])}")

@@ -1,0 +1,78 @@
+"""The evaluation command: its table, its pictures, and that they are the model's."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import digits
+from diffusion_jax.metrics import digits as judges
+from imagen_jax.trained import load_model
+from tests.imagen_jax import commands
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained):
+    arguments = (f"--workdir={trained}", "--guidance=1,3", "--num_heldout=1", "--batch_size=64")
+    ended = commands.run("evaluate", *arguments)
+    assert ended.code == 0, ended.err
+    (folder,) = (trained / "evaluation").iterdir()
+    with (folder / "sweep.csv").open() as file:
+        return folder, list(csv.DictReader(file)), ended.err
+
+
+def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
+    folder, rows, _ = evaluated
+    step = load_model(trained).step
+    assert folder.name == f"step_{step:08}"
+    assert [float(row["guidance"]) for row in rows] == [1, 3]
+    for row in rows:
+        assert (int(row["images_seen"]), int(row["images_heldout"])) == (272, 18)
+        assert (int(row["checkpoint"]), row["ema"], int(row["seed"])) == (step, "ema", 0)
+        assert float(row["judge_accuracy_on_real"]) > 0.98
+
+
+def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
+    """Drawn here again, in one batch of another size."""
+    _, rows, _ = evaluated
+    model = load_model(trained)
+    prompts = digits.seen_prompts() + digits.heldout_prompts()
+    scale = np.full(len(prompts), 3, np.float32)
+    seeds = range(len(prompts))
+    images = model.draw(model.params, model.encoder.tokenize(prompts), list(seeds), scale)
+    read = judges.fit_judge()(images)[:272]
+    score = judges.score(read, prompts[:272])
+    assert abs(float(rows[1]["seen_ink_accuracy"]) - score["ink_accuracy"]) < 2 / 272
+    assert abs(float(rows[1]["seen_paper_accuracy"]) - score["paper_accuracy"]) < 2 / 272
+    assert 0 < score["paper_accuracy"] < 1
+
+
+def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
+    folder, rows, err = evaluated
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["guidance"] for line in lines] == [1, 3]
+    heldout = [float(row["heldout_prompt_accuracy"]) for row in rows]
+    assert [line["evaluation/heldout_prompt_accuracy"] for line in lines] == heldout
+    assert f"guidance 3: {100 * float(rows[1]['seen_prompt_accuracy']):.1f} % of seen" in err
+    assert "the judge is right on 99." in err
+
+
+def test_curve_and_sheet_are_pictures(evaluated):
+    for name in ("curve.png", "sheet.png"):
+        picture = np.asarray(Image.open(evaluated[0] / name).convert("L"))
+        assert min(picture.shape) > 300
+        assert picture.std() > 5
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--guidance=1,two", "--guidance=1,two is no list of numbers"),
+        ("--checkpoint=1", "no checkpoint of step 1"),
+    ],
+)
+def test_a_mistake_is_one_line(trained, argument, message):
+    ended = commands.run("evaluate", f"--workdir={trained}", argument)
+    assert (ended.code, message in ended.err) == (2, True), ended.err

@@ -1,0 +1,97 @@
+"""The sampling command: what it writes, that a seed makes a picture, and its errors."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.imagen_jax import commands
+
+PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one on black paper")
+
+
+def draw(workdir, out, *arguments):
+    """Runs the command; returns its metadata and the pictures that it names."""
+    ended = commands.run("sample", f"--workdir={workdir}", f"--out={out}", *arguments)
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    return lines, [np.asarray(Image.open(out / line["file_name"])) for line in lines], ended.err
+
+
+@pytest.fixture(scope="module")
+def six(trained, tmp_path_factory):
+    """Two images of each of three prompts, one prompt a line of a file."""
+    folder = tmp_path_factory.mktemp("six")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n\n")
+    arguments = (f"--prompts={folder / 'prompts.txt'}", "--num_images=2", "--guidance=3")
+    return folder / "out", *draw(trained, folder / "out", *arguments)
+
+
+def test_each_image_has_a_line_with_what_draws_it_again(six, trained):
+    _, lines, _, _ = six
+    assert [line["text"] for line in lines] == [p for p in PROMPTS for _ in range(2)]
+    assert [line["seed"] for line in lines] == [0, 1, 2, 3, 4, 5]
+    assert {(line["guidance"], line["steps"], line["ema"]) for line in lines} == {(3.0, 2, "ema")}
+    assert {line["workdir"] for line in lines} == {str(trained)}
+
+
+def test_the_pictures_are_the_named_files_and_a_sheet(six):
+    out, lines, images, _ = six
+    names = {line["file_name"] for line in lines}
+    assert {path.name for path in out.iterdir()} == names | {"sheet.png", "metadata.jsonl"}
+    assert {image.shape for image in images} == {(16, 16, 3)}
+    assert len({image.tobytes() for image in images}) == 6
+
+
+def test_a_seed_draws_its_image_again_alone_in_another_batch(six, trained, tmp_path):
+    lines, images, _ = draw(
+        trained, tmp_path, f"--prompt={PROMPTS[2]}", "--seed=5", "--guidance=3", "--batch_size=1"
+    )
+    assert (len(images), lines[0]["seed"]) == (1, 5)
+    np.testing.assert_allclose(images[0].astype(int), six[2][5], atol=1)  # Rounding to uint8.
+
+
+def test_the_number_of_steps_is_recorded_and_changes_the_picture(six, trained, tmp_path):
+    arguments = (f"--prompt={PROMPTS[0]}", "--guidance=3", "--steps=3", "--ema=raw")
+    lines, images, _ = draw(trained, tmp_path, *arguments)
+    assert (lines[0]["steps"], lines[0]["ema"]) == (3, "raw")
+    assert np.abs(images[0].astype(int) - six[2][0]).max() > 1
+
+
+def test_the_progress_has_rate_and_time_left(six):
+    assert "6/6 images | " in six[3]
+    assert " images/s | 0:00:00 left" in six[3]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "the text encoder 'hashed' needs --prompt=TEXT or --prompts=FILE"),
+        (("--prompt=a", "--ema=0.5"), "0.5"),
+        (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
+        (("--prompts=nope.txt",), "nope.txt"),
+    ],
+)
+def test_a_mistake_is_one_line(trained, tmp_path, arguments, message):
+    ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", *arguments)
+    assert (ended.code, message in ended.err) == (2, True), ended.err
+    assert ended.err.startswith("error: ")
+    assert ended.err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_path):
+    ended = commands.run("sample", f"--workdir={tmp_path}", f"--out={tmp_path}", "--prompt=a")
+    assert ended.code == 2
+    assert f"{tmp_path} holds no config.json" in ended.err
+    assert f"python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}" in (
+        ended.err
+    )
+
+
+@pytest.mark.parametrize("flag", ["--num_images=0", "--steps=-3", "--seed=-1"])
+def test_a_number_out_of_range_is_refused_by_its_flag(trained, tmp_path, flag):
+    ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "--prompt=a", flag)
+    assert ended.code not in (0, None)
+    assert flag[2:].split("=")[0] in ended.err + ended.out

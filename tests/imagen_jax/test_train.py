@@ -1,0 +1,216 @@
+"""The training command: killed and continued bit for bit, every source, every mistake."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax import checkpoint, log, loop, sharding, train_state
+from diffusion_jax import settings as config_settings
+from diffusion_jax.data import digits
+from diffusion_jax.text import precomputed
+from imagen_jax import task, train
+from tests.diffusion_jax import toy
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import STDERR, TINY
+
+
+class Position:
+    """Where a checkpoint's data iterator stands."""
+
+    def get_state(self):
+        raise NotImplementedError
+
+    def set_state(self, state):
+        self.state = json.loads(state)
+
+
+def last_state(workdir):
+    """Everything that the last checkpoint holds."""
+    s = task.read_settings(config_settings.load(workdir).to_dict())
+    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    imagen = task.make_task(s, task.text_encoder(s.text))
+    create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
+    position = Position()
+    checkpoints = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=2)
+    state = checkpoints.restore(jax.eval_shape(create, jax.random.key(0)), position)
+    checkpoints.close()
+    return state, position.state
+
+
+def test_a_run_to_step_4_ends_there_with_a_checkpoint(interrupted):
+    assert interrupted.exit_codes[0] == 0
+    assert (interrupted.last_line[0], interrupted.last_whole[0]) == (4, 4)
+
+
+def test_sigterm_saves_the_step_it_came_at_and_exits_with_143(interrupted):
+    assert interrupted.exit_codes[1] == 143
+    assert interrupted.last_whole[1] == interrupted.last_line[1] >= 9
+
+
+def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
+    assert interrupted.exit_codes[2] == -9
+    assert interrupted.last_whole[1] <= interrupted.last_whole[2] <= interrupted.last_line[2]
+
+
+def test_each_process_continued_from_the_last_whole_checkpoint(interrupted):
+    manifest = json.loads((interrupted.workdir / log.MANIFEST).read_text())
+    firsts = [run["first_step"] for run in manifest["runs"]]
+    assert firsts == [0, *interrupted.last_whole[:3]]
+
+
+def test_four_processes_end_where_one_does_bit_for_bit(interrupted, trained):
+    actual, position = last_state(interrupted.workdir)
+    expected, expected_position = last_state(trained)
+    assert int(expected.step) == interrupted.steps
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+    assert position == expected_position
+    assert position["samples"] == 8 * interrupted.steps
+
+
+def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, trained):
+    """Each loss depends on the pictures, the noise and the parameters of its step."""
+    lines = [log.read_metrics(path / log.METRICS) for path in (interrupted.workdir, trained)]
+    losses = [[(line["step"], line["loss"], line["grad_norm"]) for line in run] for run in lines]
+    assert losses[0] == losses[1]
+    assert [step for step, *_ in losses[1]] == list(range(1, interrupted.steps + 1))
+
+
+def test_the_progress_says_how_far_how_fast_and_how_long(trained):
+    text = (trained / STDERR).read_text()
+    line = r"step 3/\d+ \| [\d,.]+ images/s \| loss \d\.\d{4} \| \d+:\d\d:\d\d left\n"
+    assert re.search(line, text)
+    assert "Traceback" not in text
+
+
+def a_folder(path, embeddings):
+    """Twelve digits with captions, or with embeddings of three to five tokens."""
+    digits.write_examples(path, 12, size=toy.SIZE)
+    rng = np.random.default_rng(0)
+    if embeddings:
+        for i, text in enumerate(sorted(path.glob("*.txt"))):
+            np.save(text.with_suffix(".npy"), rng.normal(size=(3 + i % 3, 32)).astype(np.float16))
+            text.unlink()
+    return {"source": "folder", "path": str(path), "text": "npy" if embeddings else "txt"}
+
+
+def a_tar(path):
+    tar = digits.write_examples(path, 12, size=toy.SIZE, format="webdataset")
+    return {"source": "webdataset", "path": str(tar), "text": "txt"}
+
+
+@pytest.mark.parametrize("kind", ["digits", "folder", "webdataset", "embeddings", "synthetic"])
+def test_every_source_trains_and_gives_samples(tmp_path, kind):
+    """Through the command's own data and examples, with a system that compiles in a second."""
+    data = {
+        "digits": lambda: {"source": "digits"},
+        "synthetic": lambda: {"source": "synthetic"},
+        "folder": lambda: a_folder(tmp_path / "data", embeddings=False),
+        "embeddings": lambda: a_folder(tmp_path / "data", embeddings=True),
+        "webdataset": lambda: a_tar(tmp_path / "data"),
+    }[kind]()
+    s = tiny(data, encoder="precomputed" if kind == "embeddings" else "hashed")
+    encoder = precomputed.encoder(32, 6) if kind == "embeddings" else toy.ENCODER
+    mesh = sharding.make_mesh(1, 1, 1)
+    (tmp_path / "run").mkdir()
+    with train.open_batches(s, encoder, mesh) as batches:
+        examples = train._examples(s, encoder, batches)
+        state = loop.train(
+            toy.task(encoder), s.run, s.optimizer, mesh, batches, examples, tmp_path / "run", {}
+        )
+    assert (int(state.step), int(state.skipped)) == (2, 0)
+    assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_00000002.png"]
+    if kind == "embeddings":
+        assert examples.captions == tuple(f"text of picture {i}" for i in range(8))
+        stored = [np.load(path) for path in sorted((tmp_path / "data").glob("*.npy"))[:8]]
+        for row, array in enumerate(stored):
+            np.testing.assert_array_equal(examples.batch["text"][row, : len(array)], array)
+        np.testing.assert_array_equal(examples.batch["text_mask"].sum(1), [3, 4, 5, 3, 4, 5, 3, 4])
+    else:
+        assert examples.captions == s.run.prompts
+
+
+def tiny(data, encoder):
+    """Settings of two steps on 8x8 pixels."""
+    from configs import quickstart
+
+    c = quickstart.get_config()
+    c.unet.update(image_size=toy.SIZE, patch=2, embed_dim=32, head_dim=32)
+    c.unet.attention_resolutions = ()
+    c.text.update(encoder=encoder, width=32, max_tokens=6)
+    c.optimizer.update(schedule="constant")
+    c.data.update(data)
+    c.update(steps=2, batch_size=8, sample_every=2, save_every=2, log_every=1)
+    return task.read_settings(c.to_dict())
+
+
+@pytest.fixture
+def refused(tmp_path):
+    """Runs the training command on what it must refuse before it trains; returns its message."""
+
+    def run(*arguments, workdir=tmp_path / "run"):
+        ended = commands.run("train", *TINY, f"--workdir={workdir}", *arguments)
+        assert ended.code == 2, ended.err
+        return ended.err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--config.unet.embd_dim=32", "unknown config field unet.embd_dim: did you mean "
+                                      "unet.embed_dim?"),
+        ("--config.optimiser.lr=1", "unknown config field optimiser: did you mean optimizer?"),
+        ("--config.nope=1", "unknown config field nope: see the config's file"),
+        ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
+        ("--config.batch_size=12", "batch_size 12 does not divide over accumulate 1 x replica 1 x "
+                                   "fsdp 8 = 8: the nearest batch sizes that do are 8 or 16"),
+        ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),
+        ("--config.unet.embed_dim=48", "unet.embed_dim * 1 is 48: group normalisation has 32 "
+                                       "groups, so take a multiple of 32"),
+        ("--config.unet.attention_resolutions=(3,)", "unet.attention_resolutions holds 3, which a "
+                                                     "UNet of image_size 16 and 1 levels never"),
+        ("--config.data.source=digts", "there is no data source 'digts'"),
+    ],
+)  # fmt: skip
+def test_a_mistake_in_the_config_is_one_line(refused, argument, message, tmp_path):
+    assert message in refused(argument)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("source", ["folder", "webdataset"])
+def test_a_missing_data_path_prints_the_line_that_makes_an_example_set(refused, source, tmp_path):
+    path = tmp_path / "missing"
+    message = refused(f"--config.data.source={source}", f"--config.data.path={path}")
+    assert message == (
+        f"error: no data at {path}: check the path, or make a tiny example set with\n"
+        f"  python -m diffusion_jax.data.digits --format={source} --num=100 --out={path}\n"
+    )
+
+
+def test_images_without_captions_are_named(refused, tmp_path):
+    path = digits.write_examples(tmp_path / "data", 3, size=8)
+    (path / "00001.txt").unlink()
+    message = refused("--config.data.source=folder", f"--config.data.path={path}")
+    assert message.startswith("error: 1 of 3 images have no .txt beside them: 00001.png. Write a")
+    assert "data.uncaptioned=drop" in message
+
+
+def test_captions_for_precomputed_embeddings_are_refused(refused):
+    message = refused("--config.text.encoder=precomputed")
+    assert "the text encoder 'precomputed' got the caption 'a " in message
+
+
+def test_a_workdir_of_another_config_is_refused(refused, trained):
+    message = refused("--config.optimizer.lr=0.5", workdir=trained)
+    assert message.startswith(f"error: {trained} was made with another config (optimizer.lr: ")
+    assert "0.5 now): choose another --workdir" in message
+
+
+def test_the_help_teaches():
+    text = commands.run("train", "--help").out
+    assert "python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/" in text
+    assert "--config.optimizer.lr=2e-4" in text
