@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     c.batch_size = 4096
 
     c.unet = dict(
+        kind="unet",
         image_size=64,
         patch=1,
         embed_dim=256,

@@ -22,8 +22,10 @@ from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder, hashed, precomputed
+from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
+from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
 
 
@@ -67,7 +69,7 @@ class Settings(NamedTuple):
     """A whole config, checked."""
 
     run: Run
-    unet: UNet
+    unet: UNet | EfficientUNet
     text: Text
     diffusion: Diffusion
     sampler: Sampler
@@ -83,6 +85,11 @@ RULES: sharding.Rules = [
 
 TEXT_ENCODERS = {"hashed": hashed.encoder, "precomputed": precomputed.encoder}
 
+# The network, and the check of its fields next to the width of the text.
+_UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
+    "unet": (UNet, lambda unet, text_width: unet_module.check(unet)),
+    "efficient": (EfficientUNet, efficient_unet.check),
+}
 _SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
 _PRECONDS: Mapping[str, Callable[[Diffusion], Precond]] = {
     "edm": lambda d: precond.edm(d.sigma_data),
@@ -116,7 +123,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     settings.check_groups(config, ("unet", *kinds))
     groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
     run = settings.read(Run, config, "")
-    all_settings = Settings(run=run, unet=_read_unet(config["unet"]), **groups)
+    unet = _read_unet(config["unet"], groups["text"].width)
+    all_settings = Settings(run=run, unet=unet, **groups)
     _check(all_settings)
     return all_settings
 
@@ -196,13 +204,17 @@ def _guided(denoise: Denoiser, scale: Any, sampler: Sampler) -> Denoiser:
     return _THRESHOLDS[sampler.threshold](denoise)
 
 
-def _read_unet(group: Mapping[str, Any]) -> UNet:
-    fields = [name for name in UNet.__dataclass_fields__ if name not in ("parent", "name")]
-    settings.check_fields(group, fields, "unet")
+def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNet:
     values: dict[str, Any] = {k: settings.plain(v) for k, v in group.items()}
+    if "kind" not in values:
+        raise ValueError(f"the config lacks unet.kind: choose from {', '.join(_UNETS)}")
+    settings.one_of("unet.kind", kind := values.pop("kind"), _UNETS)
+    network, check = _UNETS[kind]
+    fields = [name for name in network.__dataclass_fields__ if name not in ("parent", "name")]
+    settings.check_fields(values, fields, "unet")
     values["dtype"] = jnp.dtype(values["dtype"])
-    unet = UNet(**values)
-    unet_module.check(unet)
+    unet = network(**values)
+    check(unet, text_width)
     return unet
 
 
