@@ -21,7 +21,7 @@ from diffusion_jax import (
 from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
-from diffusion_jax.text import TextEncoder, hashed, precomputed
+from diffusion_jax.text import TextEncoder, clip, hashed, precomputed, t5
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
@@ -30,11 +30,18 @@ from imagen_jax.unet import UNet
 
 
 class Text(NamedTuple):
-    """The text encoder, and how often training drops the text."""
+    """The text encoder, and how often training drops the text.
+
+    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
+    `max_tokens` are kept) and `dtype` are for pretrained encoders alone.
+    """
 
     encoder: str
+    weights: str
     width: int
     max_tokens: int
+    read_tokens: int
+    dtype: str
     drop_prob: float
 
 
@@ -79,11 +86,27 @@ class Settings(NamedTuple):
 
 
 RULES: sharding.Rules = [
-    (r"(kernel|null_token)$", sharding.FSDP),
+    (r"(kernel|null_token|embedding)$", sharding.FSDP),
     (r"(bias|scale|frequencies)$", sharding.P()),
 ]
 
-TEXT_ENCODERS = {"hashed": hashed.encoder, "precomputed": precomputed.encoder}
+TEXT_ENCODERS: Mapping[str, Callable[[Text], TextEncoder]] = {
+    "hashed": lambda t: hashed.encoder(t.width, t.max_tokens),
+    "precomputed": lambda t: precomputed.encoder(t.width, t.max_tokens),
+    "t5": lambda t: t5.encoder(
+        t.weights,
+        width=t.width,
+        max_tokens=t.max_tokens,
+        read_tokens=t.read_tokens,
+        dtype=t.dtype,
+    ),
+    "clip": lambda t: clip.encoder(
+        t.weights, width=t.width, max_tokens=t.max_tokens, layer="last", dtype=t.dtype
+    ),
+    "clip_penultimate": lambda t: clip.encoder(
+        t.weights, width=t.width, max_tokens=t.max_tokens, layer="penultimate", dtype=t.dtype
+    ),
+}
 
 # The network, and the check of its fields next to the width of the text.
 _UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
@@ -130,8 +153,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def text_encoder(text: Text) -> TextEncoder:
-    """The encoder of a config's `text` group."""
-    return TEXT_ENCODERS[text.encoder](text.width, text.max_tokens)
+    """The encoder of a config's `text` group; its weights are opened and checked, not read."""
+    return TEXT_ENCODERS[text.encoder](text)
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
@@ -221,6 +244,7 @@ def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNe
 def _check(s: Settings) -> None:
     choices = [
         ("text.encoder", s.text.encoder, TEXT_ENCODERS),
+        ("text.dtype", s.text.dtype, ("bfloat16", "float32")),
         ("diffusion.precond", s.diffusion.precond, _PRECONDS),
         ("diffusion.noise", s.diffusion.noise, _NOISES),
         ("diffusion.distance", s.diffusion.distance, _DISTANCES),
