@@ -16,6 +16,7 @@ def get_config() -> ConfigDict:
     c.batch_size = 4096
 
     c.unet = dict(
+        kind="unet",
         image_size=64,
         patch=1,
         embed_dim=256,
@@ -39,7 +40,15 @@ def get_config() -> ConfigDict:
         attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
         dtype="bfloat16",
     )
-    c.text = dict(encoder="precomputed", width=1024, max_tokens=128, drop_prob=0.1)
+    c.text = dict(
+        encoder="precomputed",
+        weights="",  # A folder or a Hugging Face name, for encoders that run in training.
+        width=1024,
+        max_tokens=128,
+        read_tokens=512,
+        dtype="bfloat16",
+        drop_prob=0.1,
+    )
 
     c.diffusion = dict(
         precond="edm", sigma_data=0.5, noise="lognormal", p_mean=-1.2, p_std=1.2, distance="l2"

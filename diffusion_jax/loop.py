@@ -23,7 +23,7 @@ from diffusion_jax.checkpoint import Checkpointer
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.log import MetricWriter, progress_line, write_manifest
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.sharding import batch_sharding, place, replicated, shardings
+from diffusion_jax.sharding import batch_sharding, place_all, replicated, shardings
 from diffusion_jax.task import Task, noise_level_means
 from diffusion_jax.train_state import Metrics, Params, TrainState
 
@@ -57,7 +57,7 @@ def train(
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
     layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
-    frozen = jax.tree.map(place, task.frozen, shardings(task.frozen, mesh, task.rules))
+    frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))

@@ -89,6 +89,23 @@ def valid_first(
     )
 
 
+def conv_4x4_halving(
+    x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
+) -> Float[Array, "B H/2 W/2 D"]:
+    """A convolution of kernel 4, stride 2 and padding 1, as a dense one of 2x2 patches.
+
+    Padded, each 4x4 window is 2x2 whole patches of 2x2 pixels: the same products, whose gradients
+    are dense convolutions too.
+    """
+    c, d = kernel.shape[2:]
+    x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
+    patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return (
+        jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=numbers) + bias
+    )
+
+
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:

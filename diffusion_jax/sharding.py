@@ -10,6 +10,8 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from diffusion_jax.pretrained import Stored
+
 AXES = ("replica", "fsdp", "tensor")
 FSDP = "fsdp"  # A rule's spec may be this word: shard the largest divisible axis over "fsdp".
 Rules = Sequence[tuple[str, P | str]]
@@ -72,9 +74,17 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """A host array, the same in every process, onto the devices of all of them."""
-    array = np.asarray(array)
+    """A host array, the same in every process, onto the devices of all of them.
+
+    Of a `Stored` array each process reads its devices' parts alone.
+    """
+    array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+
+def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
+    """Every array of `tree` where the rules put it; one after the other, so that none is held."""
+    return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
 def check_batch(batch_size: int, accumulate: int, mesh: Mesh) -> None:

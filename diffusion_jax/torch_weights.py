@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Float
+
+from diffusion_jax.pretrained import Stored
 
 StateDict = Mapping[str, np.ndarray]
 
@@ -67,12 +70,15 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 
     ValueError that names the strays: keys the table lacks, keys the state dict lacks, wrong shapes.
     """
-    shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
-    _check_table(table, shapes)
-    _check_keys(state, table)
-    _check_shapes(state, table, shapes)
-    arrays = {e.path: np.asarray(e.layout.to_jax(state[e.torch]), np.float32) for e in table}
-    return jax.tree.map_with_path(lambda path, _: arrays[_path(path)], abstract_params)
+    arrange = lambda array: np.asarray(array, np.float32)
+    return _arranged(state, table, abstract_params, arrange)
+
+
+def to_stored(
+    state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
+) -> Any:
+    """As `to_params`, of arrays mapped from a file, which stay there: leaves are `Stored`."""
+    return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
 
 def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.ndarray, "..."]]:
@@ -102,6 +108,21 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return safetensors.numpy.load_file(path)
     except Exception as error:  # Damaged files fail in many ways of their own.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def _arranged(
+    state: StateDict,
+    table: Sequence[Entry],
+    abstract_params: Any,
+    convert: Callable[[np.ndarray], Any],
+) -> Any:
+    """Checks everything, then turns and converts each array into its place."""
+    shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
+    _check_table(table, shapes)
+    _check_keys(state, table)
+    _check_shapes(state, table, shapes)
+    arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
+    return jax.tree.map_with_path(lambda path, _: arrays[_path(path)], abstract_params)
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:

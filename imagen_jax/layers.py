@@ -21,6 +21,9 @@ class ResBlock(nn.Module):
     resample: str = ""
     """"up" and "down" change the resolution by 2 between the first SiLU and convolution."""
     scale_shift: bool = True
+    always_project: bool = False
+    """The shortcut is a 1x1 convolution even where the width stays."""
+    skip_scale: float = 1.0
     dropout: float = 0.0
     train: bool = False
     dtype: DTypeLike = jnp.float32
@@ -43,9 +46,9 @@ class ResBlock(nn.Module):
             h = GroupNorm(name="norm2")(h + emb[:, None, None])
         h = nn.Dropout(self.dropout, deterministic=not self.train)(nn.silu(h))
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
-        if x.shape[-1] != self.width:
+        if self.always_project or x.shape[-1] != self.width:
             x = dense(x, self.width, "skip", dtype=self.dtype)
-        return x + h
+        return self.skip_scale * x + h
 
 
 class GroupNorm(nn.Module):
@@ -57,6 +60,20 @@ class GroupNorm(nn.Module):
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         return ops.group_norm(x, weight, bias, scale, shift)
+
+
+class HalvingConv(nn.Module):
+    """Learned downsampling by 2, the width kept: the parameters of ops.conv_4x4_halving."""
+
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"]):
+        """Returns [B, H / 2, W / 2, C]."""
+        c = x.shape[-1]
+        kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
+        bias = self.param("bias", uniform(16 * c), (c,))
+        return ops.conv_4x4_halving(x, kernel.astype(self.dtype), bias.astype(self.dtype))
 
 
 class ConvTranspose(nn.Module):

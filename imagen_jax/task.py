@@ -21,18 +21,27 @@ from diffusion_jax import (
 from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
-from diffusion_jax.text import TextEncoder, hashed, precomputed
+from diffusion_jax.text import TextEncoder, clip, hashed, precomputed, t5
+from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
+from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
 
 
 class Text(NamedTuple):
-    """The text encoder, and how often training drops the text."""
+    """The text encoder, and how often training drops the text.
+
+    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
+    `max_tokens` are kept) and `dtype` are for pretrained encoders alone.
+    """
 
     encoder: str
+    weights: str
     width: int
     max_tokens: int
+    read_tokens: int
+    dtype: str
     drop_prob: float
 
 
@@ -67,7 +76,7 @@ class Settings(NamedTuple):
     """A whole config, checked."""
 
     run: Run
-    unet: UNet
+    unet: UNet | EfficientUNet
     text: Text
     diffusion: Diffusion
     sampler: Sampler
@@ -77,12 +86,33 @@ class Settings(NamedTuple):
 
 
 RULES: sharding.Rules = [
-    (r"(kernel|null_token)$", sharding.FSDP),
+    (r"(kernel|null_token|embedding)$", sharding.FSDP),
     (r"(bias|scale|frequencies)$", sharding.P()),
 ]
 
-TEXT_ENCODERS = {"hashed": hashed.encoder, "precomputed": precomputed.encoder}
+TEXT_ENCODERS: Mapping[str, Callable[[Text], TextEncoder]] = {
+    "hashed": lambda t: hashed.encoder(t.width, t.max_tokens),
+    "precomputed": lambda t: precomputed.encoder(t.width, t.max_tokens),
+    "t5": lambda t: t5.encoder(
+        t.weights,
+        width=t.width,
+        max_tokens=t.max_tokens,
+        read_tokens=t.read_tokens,
+        dtype=t.dtype,
+    ),
+    "clip": lambda t: clip.encoder(
+        t.weights, width=t.width, max_tokens=t.max_tokens, layer="last", dtype=t.dtype
+    ),
+    "clip_penultimate": lambda t: clip.encoder(
+        t.weights, width=t.width, max_tokens=t.max_tokens, layer="penultimate", dtype=t.dtype
+    ),
+}
 
+# The network, and the check of its fields next to the width of the text.
+_UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
+    "unet": (UNet, lambda unet, text_width: unet_module.check(unet)),
+    "efficient": (EfficientUNet, efficient_unet.check),
+}
 _SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
 _PRECONDS: Mapping[str, Callable[[Diffusion], Precond]] = {
     "edm": lambda d: precond.edm(d.sigma_data),
@@ -116,14 +146,15 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     settings.check_groups(config, ("unet", *kinds))
     groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
     run = settings.read(Run, config, "")
-    all_settings = Settings(run=run, unet=_read_unet(config["unet"]), **groups)
+    unet = _read_unet(config["unet"], groups["text"].width)
+    all_settings = Settings(run=run, unet=unet, **groups)
     _check(all_settings)
     return all_settings
 
 
 def text_encoder(text: Text) -> TextEncoder:
-    """The encoder of a config's `text` group."""
-    return TEXT_ENCODERS[text.encoder](text.width, text.max_tokens)
+    """The encoder of a config's `text` group; its weights are opened and checked, not read."""
+    return TEXT_ENCODERS[text.encoder](text)
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
@@ -196,19 +227,24 @@ def _guided(denoise: Denoiser, scale: Any, sampler: Sampler) -> Denoiser:
     return _THRESHOLDS[sampler.threshold](denoise)
 
 
-def _read_unet(group: Mapping[str, Any]) -> UNet:
-    fields = [name for name in UNet.__dataclass_fields__ if name not in ("parent", "name")]
-    settings.check_fields(group, fields, "unet")
+def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNet:
     values: dict[str, Any] = {k: settings.plain(v) for k, v in group.items()}
+    if "kind" not in values:
+        raise ValueError(f"the config lacks unet.kind: choose from {', '.join(_UNETS)}")
+    settings.one_of("unet.kind", kind := values.pop("kind"), _UNETS)
+    network, check = _UNETS[kind]
+    fields = [name for name in network.__dataclass_fields__ if name not in ("parent", "name")]
+    settings.check_fields(values, fields, "unet")
     values["dtype"] = jnp.dtype(values["dtype"])
-    unet = UNet(**values)
-    unet_module.check(unet)
+    unet = network(**values)
+    check(unet, text_width)
     return unet
 
 
 def _check(s: Settings) -> None:
     choices = [
         ("text.encoder", s.text.encoder, TEXT_ENCODERS),
+        ("text.dtype", s.text.dtype, ("bfloat16", "float32")),
         ("diffusion.precond", s.diffusion.precond, _PRECONDS),
         ("diffusion.noise", s.diffusion.noise, _NOISES),
         ("diffusion.distance", s.diffusion.distance, _DISTANCES),

@@ -45,4 +45,5 @@ def load_model(
     folder = pathlib.Path(workdir) / loop.CHECKPOINTS
     params = checkpoint.load_params(folder, placed, ema, step)
     step = max(checkpoint.steps(folder)) if step is None else step
-    return Model(s, encoder, drawing.make_draw(imagen, imagen.frozen, mesh), params, step)
+    frozen = sharding.place_all(imagen.frozen, mesh, imagen.rules)
+    return Model(s, encoder, drawing.make_draw(imagen, frozen, mesh), params, step)

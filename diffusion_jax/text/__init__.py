@@ -1,4 +1,4 @@
-"""Text encoders: hashed words, which need no download, and precomputed embeddings."""
+"""Text encoders: T5, CLIP, precomputed embeddings, and hashed words, which need no download."""
 
 from diffusion_jax.text.encoder import TextEncoder, embed
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
@@ -25,7 +26,7 @@ class TextEncoder(NamedTuple):
     tokenize: Callable[[Sequence[Any]], dict[str, np.ndarray]]
     """Host: texts (as the encoder's data hold them) to arrays for a batch."""
     frozen: Any
-    """A pytree of weights, () where there are none."""
+    """A pytree of weights, () where there are none; `Stored` ones are read when they are placed."""
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
     """Device: (frozen, batch) to embeddings, 0 at padded positions, and which are not padded."""
 
@@ -34,4 +35,5 @@ def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
     """Both halves at once, as sampling needs them."""
-    return jax.jit(encoder.encode)(encoder.frozen, encoder.tokenize(texts))
+    frozen = jax.tree.map(jnp.asarray, encoder.frozen)
+    return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))

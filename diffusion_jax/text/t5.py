@@ -1,0 +1,306 @@
+"""T5's encoder (Raffel et al. 2020): v1.0 with ReLU, v1.1 with a gated GELU.
+
+Pre-norm blocks without biases; RMS norms; attention that is not scaled and adds a bias learned for
+each head and bucket of distances, the same in all layers. Letters: B batch, L tokens, D width,
+N heads, K head width.
+"""
+
+import functools
+import math
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from diffusion_jax import pretrained, torch_weights
+from diffusion_jax.text import tokenize
+from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
+from diffusion_jax.torch_weights import LINEAR, VECTOR, Entry, StateDict
+
+
+class T5Encoder(nn.Module):
+    """Token ids to embeddings; parameters are float32 or bf16, as they were loaded."""
+
+    vocab_size: int
+    width: int
+    mlp_width: int
+    head_dim: int
+    num_heads: int
+    num_layers: int
+    num_buckets: int = 32
+    max_distance: int = 128
+    activation: str = "relu"
+    gated: bool = False
+    eps: float = 1e-6
+    dtype: DTypeLike = jnp.float32
+
+    def __call__(self, ids: Int[Array, "B L"], mask: Array) -> Float[Array, "B L D"]:
+        """The last layer, normalised, in float32. `mask` [B, L] is not 0 where tokens are valid.
+
+        What stands at other positions changes no valid one.
+        """
+        return self.hidden_states(ids, mask)[-1]
+
+    @nn.compact
+    def hidden_states(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
+        """The embeddings, then the output of each layer, of which the last is normalised."""
+        length = ids.shape[1]
+        init = nn.initializers.normal(1.0)
+        table = self.param("token_embedding", init, (self.vocab_size, self.width))
+        relative = self.param("relative_bias", init, (self.num_buckets, self.num_heads))
+        buckets = distance_buckets(length, self.num_buckets, self.max_distance)
+        offsets = jnp.arange(length)[None] - jnp.arange(length)[:, None] + length - 1  # [L, L]
+        by_offset = relative.astype(jnp.float32)[buckets]  # [2 L - 1, N]
+        bias = (
+            by_offset[offsets].transpose(2, 0, 1)[None] + mask_bias(mask)[:, None, None]
+        )  # [B, N, L, L]
+
+        norm = functools.partial(RMSNorm, self.eps)
+        h = table[ids].astype(jnp.float32)
+        states = [h]
+        for i in range(self.num_layers):
+            attention = _Attention(
+                self.num_heads, self.head_dim, self.dtype, name=f"block_{i}_attention"
+            )
+            h = h + attention(norm(name=f"block_{i}_attention_norm")(h), bias)
+            mlp = _Mlp(
+                self.mlp_width, self.activation, self.gated, self.dtype, name=f"block_{i}_mlp"
+            )
+            h = h + mlp(norm(name=f"block_{i}_mlp_norm")(h))
+            states.append(h)
+        return [*states[:-1], norm(name="final_norm")(states[-1])]
+
+
+def encoder(
+    weights: str | os.PathLike[str],
+    *,
+    width: int,
+    max_tokens: int,
+    read_tokens: int = 512,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> TextEncoder:
+    """T5 as NeMo's Imagen uses it, from a folder or a Hub name.
+
+    A text is cut or padded to `read_tokens` and encoded; then the first `max_tokens` are kept, and
+    those that are padding are 0. So a text longer than `max_tokens` loses its end, but what is left
+    has read it. ValueError or FileNotFoundError, before anything is compiled, if the folder lacks
+    something, its tokenizer and weights differ, or `width` is not theirs.
+    """
+    folder = pretrained.locate(weights)
+    state = pretrained.open_weights(folder)
+    model, table = from_state(state, pretrained.read_json(folder / "config.json"), dtype)
+    tokenizer = tokenize.t5(folder)
+    _check(folder, model, tokenizer, width, max_tokens, read_tokens)
+    frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
+
+    def encode(frozen: Any, batch: Batch):
+        ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
+        kept = mask[:, :max_tokens]
+        apply: Any = functools.partial(model.apply, frozen)
+        whole = lambda: apply(ids, mask)[:, :max_tokens]
+        # Padding changes nothing of what stands before it, and most captions are short.
+        short = lambda: apply(ids[:, :max_tokens], kept)
+        text = jax.lax.cond(mask[:, max_tokens:].any(), whole, short)
+        return jnp.where(kept[..., None], text, 0), kept
+
+    to_ids = functools.partial(tokenizer, length=read_tokens)
+    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode)
+
+
+def from_state(
+    state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
+) -> tuple[T5Encoder, list[Entry]]:
+    """The encoder that a Hugging Face state dict holds, and the names of its parameters.
+
+    Sizes are the arrays'; the config adds what arrays do not show: the activation, the distances,
+    epsilon. ValueError where the two disagree, or this is no T5.
+    """
+    state = used(state)
+    relative, q, wi = _REQUIRED
+    gated = _mlp_in(0, "wi_0") in state
+    missing = [n for n in (_EMBEDDING, relative, q, _mlp_in(0, "wi_0") if gated else wi)
+               if n not in state]  # fmt: skip
+    if missing:
+        raise ValueError(
+            f"the weights are no T5 encoder: they lack {', '.join(missing)} among {len(state)}"
+        )
+    num_buckets, num_heads = state[relative].shape
+    activation, config_gated = _activation(config)
+    if gated != config_gated:
+        raise ValueError(
+            f"config.json asks for {'a gated' if config_gated else 'a plain'} feed-forward layer, "
+            f"and the weights have {'a gated' if gated else 'a plain'} one: which is theirs?"
+        )
+    model = T5Encoder(
+        vocab_size=state[_EMBEDDING].shape[0],
+        width=state[_EMBEDDING].shape[1],
+        mlp_width=state[_mlp_in(0, "wi_0" if gated else "wi")].shape[0],
+        head_dim=state[q].shape[0] // num_heads,
+        num_heads=num_heads,
+        num_layers=1 + max(int(n.split(".")[2]) for n in state if n.startswith("encoder.block.")),
+        num_buckets=num_buckets,
+        max_distance=config.get("relative_attention_max_distance", 128),
+        activation=activation,
+        gated=gated,
+        eps=config.get("layer_norm_epsilon", 1e-6),
+        dtype=dtype,
+    )
+    pretrained.check_config(config, {
+        "vocab_size": model.vocab_size, "d_model": model.width, "d_ff": model.mlp_width,
+        "d_kv": model.head_dim, "num_heads": model.num_heads, "num_layers": model.num_layers,
+        "relative_attention_num_buckets": model.num_buckets,
+    })  # fmt: skip
+    return model, t5_table(model)
+
+
+def t5_table(model: T5Encoder) -> list[Entry]:
+    """Hugging Face's name of every parameter."""
+    entries = [
+        Entry(_EMBEDDING, "token_embedding", VECTOR),
+        Entry(_REQUIRED[0], "relative_bias", VECTOR),
+        Entry("encoder.final_layer_norm.weight", "final_norm/scale", VECTOR),
+    ]
+    for i in range(model.num_layers):
+        torch = f"encoder.block.{i}.layer"
+        entries += [
+            Entry(f"{torch}.0.SelfAttention.{n}.weight", f"block_{i}_attention/{n}/kernel", LINEAR)
+            for n in "qkvo"
+        ]
+        entries += [
+            Entry(_mlp_in(i, n), f"block_{i}_mlp/{n}/kernel", LINEAR)
+            for n in (("wi_0", "wi_1", "wo") if model.gated else ("wi", "wo"))
+        ]
+        for n, name in enumerate(("attention", "mlp")):
+            torch_norm = f"{torch}.{n}.layer_norm.weight"
+            entries.append(Entry(torch_norm, f"block_{i}_{name}_norm/scale", VECTOR))
+    return [e._replace(path=f"params/{e.path}") for e in entries]
+
+
+def used(state: StateDict) -> dict[str, np.ndarray]:
+    """The encoder's arrays of a whole T5, each once: the embedding has two names."""
+    used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
+    for name in (_ALIAS, _EMBEDDING):
+        if name in state:
+            used[_EMBEDDING] = state[name]
+    return used
+
+
+def abstract_params(model: T5Encoder) -> Any:
+    """Shapes of the parameters, without making them."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
+
+
+def distance_buckets(length: int, num_buckets: int, max_distance: int) -> Int[np.ndarray, "_"]:
+    """The bucket of each distance key - query from -(length - 1) to length - 1.
+
+    Half of the buckets are for keys behind the query. Of each half, the first half holds one
+    distance each, the rest grow evenly in log distance up to `max_distance`.
+    """
+    half = num_buckets // 2
+    exact = half // 2
+    offset = np.arange(-(length - 1), length)
+    distance = np.abs(offset)
+    # In float32 and in this order, since at powers of two the reference rounds at a bucket's edge.
+    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
+    grown = ratio / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)
+    bucket = np.where(distance < exact, distance, np.minimum(exact + grown.astype(int), half - 1))
+    return bucket + half * (offset > 0)
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale in float32, without a mean or a bias."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
+        """`eps` keeps a row of zeros zero."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).astype(jnp.float32)
+        return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.eps) * scale
+
+
+class _Attention(nn.Module):
+    num_heads: int
+    head_dim: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, bias):
+        split = lambda y: y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
+        inner = self.num_heads * self.head_dim
+        q, k, v = (split(Linear(inner, False, self.dtype, name=name)(x)) for name in "qkv")
+        out = attend(q, k, v, bias, scale=1.0, dtype=self.dtype)
+        return Linear(x.shape[-1], False, self.dtype, name="o")(out)
+
+
+class _Mlp(nn.Module):
+    width: int
+    activation: str
+    gated: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        linear = lambda name, width=self.width: Linear(width, False, self.dtype, name=name)
+        act = ACTIVATIONS[self.activation]
+        h = act(linear("wi_0")(x)) * linear("wi_1")(x) if self.gated else act(linear("wi")(x))
+        return linear("wo", x.shape[-1])(h)
+
+
+_EMBEDDING = "shared.weight"
+_ALIAS = "encoder.embed_tokens.weight"
+_REQUIRED = (
+    "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+    "encoder.block.0.layer.0.SelfAttention.q.weight",
+    "encoder.block.0.layer.1.DenseReluDense.wi.weight",
+)
+
+
+def _mlp_in(i: int, name: str) -> str:
+    return f"encoder.block.{i}.layer.1.DenseReluDense.{name}.weight"
+
+
+def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
+    """Its name and whether it is gated; "gated-gelu" has always meant the tanh approximation."""
+    name = config.get("feed_forward_proj", "relu")
+    gated, act = name.startswith("gated-"), name.removeprefix("gated-")
+    act = "gelu_new" if name == "gated-gelu" else act
+    if act not in ACTIVATIONS:
+        raise ValueError(
+            f"feed_forward_proj is {name!r} in config.json: known are {', '.join(ACTIVATIONS)}, "
+            "each also as gated-..."
+        )
+    return act, gated
+
+
+def _check(
+    folder: os.PathLike[str],
+    model: T5Encoder,
+    tokenizer: tokenize.Tokenize,
+    width: int,
+    max_tokens: int,
+    read_tokens: int,
+) -> None:
+    if width != model.width:
+        raise ValueError(
+            f"text.width is {width}, and the T5 in {folder} is {model.width} wide: "
+            f"set text.width={model.width}, or take other weights"
+        )
+    if read_tokens < max_tokens:
+        raise ValueError(
+            f"text.read_tokens is {read_tokens}, fewer than the {max_tokens} of text.max_tokens: "
+            "T5 must read at least what is kept (NeMo: 512 and 128)"
+        )
+    if tokenizer.vocab_size > model.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} knows {tokenizer.vocab_size} tokens, and its weights only "
+            f"{model.vocab_size}: they are of different models; take both from one"
+        )

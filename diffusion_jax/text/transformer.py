@@ -1,0 +1,72 @@
+"""What the text encoders' networks share: a linear layer and attention, for frozen weights.
+
+The residual stream, norms and softmax are float32 whatever the compute type is, and matrix
+products of bf16 add up in float32: T5's residual stream reaches tens of thousands, where bf16
+keeps steps of 256 and float16 ends.
+"""
+
+from collections.abc import Callable, Mapping
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_new": lambda x: jax.nn.gelu(x, approximate=True),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),  # OpenAI's CLIP.
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+}
+
+
+class Linear(nn.Module):
+    """x @ kernel (+ bias), computed in `dtype` with float32 sums; returns float32."""
+
+    features: int
+    bias: bool
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B {self.features}"]:
+        """Cast here, so that float32 parameters can be computed with in bf16."""
+        kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
+        y = jnp.einsum(
+            "...i,io->...o",
+            x.astype(self.dtype),
+            kernel.astype(self.dtype),
+            preferred_element_type=jnp.float32,
+        )
+        if self.bias:
+            y = y + self.param("bias", nn.initializers.zeros, (self.features,)).astype(jnp.float32)
+        return y
+
+
+def attend(
+    q: Float[Array, "B T N K"],
+    k: Float[Array, "B S N K"],
+    v: Float[Array, "B S N K"],
+    bias: Float[Array, "#B #N #T #S"] | None,
+    *,
+    scale: float,
+    dtype: DTypeLike,
+) -> Float[Array, "B T N*K"]:
+    """softmax(scale q k + bias) v; `bias` is added before, as T5 does and torch's masks do."""
+    b, t, n, head = q.shape
+    q, k, v = (x.astype(dtype) for x in (q, k, v))
+    logits = jnp.einsum("btnk,bsnk->bnts", q, k, preferred_element_type=jnp.float32) * scale
+    weights = jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)
+    out = jnp.einsum("bnts,bsnk->btnk", weights.astype(dtype), v)
+    return out.reshape(b, t, n * head)
+
+
+def mask_bias(mask: Array) -> Float[Array, "..."]:
+    """0 where a key takes part (the mask is not 0), and elsewhere the least float32.
+
+    Not -inf: a row without any key is a mean over all of them then, as in torch, and not NaN.
+    """
+    return jnp.where(mask != 0, 0.0, jnp.finfo(jnp.float32).min)

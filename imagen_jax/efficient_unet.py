@@ -1,0 +1,183 @@
+"""The UNet of Imagen's super-resolution models: most blocks, and all attention, at low resolutions.
+
+Each level halves the resolution before its residual blocks and doubles it after them (Saharia et
+al. 2022, appendix B.1). It follows NVIDIA NeMo's EfficientUNetModel number for number. NHWC; B
+batch, L text tokens, D their width, C channels.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from imagen_jax.attention import BLOCKS, check_attention, check_heads
+from imagen_jax.conditioning import check_conditioning, condition, with_low_res
+from imagen_jax.layers import (
+    ConvTranspose,
+    HalvingConv,
+    ResBlock,
+    check_width,
+    conv,
+    dense,
+)
+
+
+class EfficientUNet(nn.Module):
+    """F(x, time | text, low-res image); the fields are the `unet` group of a config.
+
+    The attention's context is as wide as the text. The deepest level keeps its resolution.
+    """
+
+    image_size: int
+    embed_dim: int = 128
+    channel_mult: Sequence[int] = (1, 2, 4, 8, 8)
+    num_res_blocks: Sequence[int] = (2, 4, 8, 8, 8)
+    """One number a level; level 0 works at half of the full resolution."""
+    attention_levels: Sequence[int] = (3, 4)
+    """The levels whose blocks are followed by attention, both on the way down and up."""
+    attention: str = "fused"
+    head_dim: int = 64
+    num_heads: int = 0
+    """0: as many as `head_dim` makes; otherwise their number, and `head_dim` says nothing."""
+    text_pooling: str = "attention"
+    learned_time_dim: int = 0
+    """0: fixed sinusoids; otherwise the (even) number of learned ones."""
+    null_token: bool = False
+    """Adds one learned token to every text."""
+    init_kernel: int = 3
+    scale_shift: bool = True
+    scale_skips: bool = True
+    """The shortcuts of residual blocks are scaled by 1 / sqrt(2)."""
+    noise_aug: bool = False
+    """The low-res image is noisy, and a second time says how much."""
+    remat: bool = False
+    attention_impl: str = "xla"
+    """See ops.attend."""
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B H W 3"],
+        time: Float[Array, "B"],
+        text: Float[Array, "B L D"],
+        text_mask: Bool[Array, "B L"],
+        low_res: Float[Array, "B _ _ 3"] | None = None,
+        low_res_time: Float[Array, "B"] | None = None,
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B H W 3"]:
+        """`time` is the preconditioner's c_noise. Nothing here depends on `train`."""
+        del train
+        cond_dim = text.shape[-1]
+        check_text_width(self, cond_dim)
+        emb, context, text_mask = condition(self, time, text, text_mask, low_res_time, cond_dim)
+        res = functools.partial(
+            nn.remat(ResBlock) if self.remat else ResBlock,
+            scale_shift=self.scale_shift,
+            always_project=True,
+            skip_scale=0.5**0.5 if self.scale_skips else 1.0,
+            dtype=self.dtype,
+        )
+
+        def blocks(h, level, width, name):
+            for i in range(self.num_res_blocks[level]):
+                h = res(width, name=f"{name}_{level}_{i}_res")(h, emb)
+            if level in self.attention_levels:
+                h = self._attention(width, f"{name}_{level}_attn")(h, context, text_mask)
+            return h
+
+        x = with_low_res(x.astype(self.dtype), low_res)
+        widths = [self.embed_dim * m for m in self.channel_mult]
+        deepest = len(widths) - 1
+        h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
+        skips = []
+        for level, width in enumerate(widths):
+            if level < deepest:
+                h = HalvingConv(self.dtype, name=f"down_{level}_resample")(h)
+            h = blocks(h, level, width, "down")
+            skips.append(h)
+
+        h = blocks(skips.pop(), deepest, widths[max(deepest - 1, 0)], "up")
+        for level in reversed(range(deepest)):
+            h = blocks(h + skips.pop(), level, widths[max(level - 1, 0)], "up")
+            h = ConvTranspose(self.dtype, name=f"up_{level}_resample")(h)
+        return dense(h, 3, "out_conv", dtype=self.dtype).astype(jnp.float32)
+
+    @property
+    def low_res(self) -> bool:
+        """Always: this network is for super-resolution alone."""
+        return True
+
+    def _attention(self, width, name):
+        block = nn.remat(BLOCKS[self.attention]) if self.remat else BLOCKS[self.attention]
+        head_dim = width // self.num_heads if self.num_heads else self.head_dim
+        return block(head_dim, self.attention_impl, self.dtype, name=name)
+
+
+def attention_widths(unet: EfficientUNet) -> list[int]:
+    """The widths at which there is attention; on the way up a level has that of the one above."""
+    widths = [unet.embed_dim * m for m in unet.channel_mult]
+    return [widths[at] for level in unet.attention_levels for at in (level, max(level - 1, 0))]
+
+
+def check(unet: EfficientUNet, text_width: int) -> None:
+    """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
+    check_layers(unet)
+    check_text_width(unet, text_width)
+    unit = 2 ** (len(unet.channel_mult) - 1)
+    if unet.image_size % unit:
+        raise ValueError(
+            f"unet.image_size {unet.image_size} cannot be halved {len(unet.channel_mult) - 1} "
+            f"times: take a multiple of {unit}, or fewer levels"
+        )
+
+
+def check_layers(unet: EfficientUNet) -> None:
+    """ValueError for fields of which no layers can be made."""
+    check_conditioning(unet)
+    levels = len(unet.channel_mult)
+    if len(unet.num_res_blocks) != levels or min(unet.num_res_blocks, default=0) < 1:
+        raise ValueError(
+            f"unet.num_res_blocks {tuple(unet.num_res_blocks)} must hold a number above 0 for each "
+            f"of the {levels} levels of unet.channel_mult {tuple(unet.channel_mult)}"
+        )
+    if not set(unet.attention_levels) <= set(range(levels)):
+        raise ValueError(
+            f"unet.attention_levels {tuple(unet.attention_levels)} must be among the levels, "
+            f"0 to {levels - 1}"
+        )
+    for mult in unet.channel_mult:
+        check_width(f"embed_dim * {mult}", unet.embed_dim * mult)
+    if unet.init_kernel % 2 == 0:
+        raise ValueError(f"unet.init_kernel {unet.init_kernel} must be odd")
+    widths = attention_widths(unet)
+    if unet.num_heads:
+        _check_num_heads(widths, unet.num_heads)
+        head_dims = {width // unet.num_heads for width in widths}
+    else:
+        check_heads(widths, unet.head_dim)
+        head_dims = {unet.head_dim}
+    for head_dim in head_dims:
+        check_attention(unet.attention, unet.attention_impl, unet.dtype, head_dim)
+
+
+def check_text_width(unet: EfficientUNet, text_width: int) -> None:
+    """ValueError unless attention can take a text of this width."""
+    if unet.attention != "self" and unet.attention_levels and (text_width < 1 or text_width % 32):
+        raise ValueError(
+            f"the text is {text_width} wide, and an EfficientUNet with {unet.attention} attention "
+            "normalises it in 32 groups: take a multiple of 32, or attention='self'"
+        )
+
+
+def _check_num_heads(widths: Sequence[int], num_heads: int) -> None:
+    for width in widths:
+        if num_heads < 0 or width % num_heads:
+            raise ValueError(
+                f"unet.num_heads {num_heads} does not divide the width {width} of a level with "
+                "attention: choose a number that does, or 0 and a head_dim"
+            )
