@@ -9,16 +9,17 @@ from collections.abc import Callable, Iterator
 from logging import WARNING, LogRecord
 
 import jax
-from absl import app, logging
+from absl import app, flags, logging
 
 
 def run(main: Callable[[list[str]], None]) -> None:
     """absl's app.run; a flag or config value that cannot be is one message and exit code 2."""
 
     def parse(argv):
-        with bad_input(TypeError):
+        flags.FLAGS.set_gnu_getopt()  # Flags may follow the words of a command.
+        with bad_input(TypeError, flags.Error):
             try:
-                return app.parse_flags_with_usage(argv)
+                return flags.FLAGS(argv)
             except (AttributeError, KeyError) as error:  # What ml_collections raises.
                 raise ValueError(_unknown_field(argv, str(error))) from error
 

@@ -66,10 +66,13 @@ class Batches:
         return json.dumps({"samples": samples, **self._identity}).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position; ValueError if it is of other data, another seed or batch size."""
+        """Goes to a position; ValueError if it is of other data, another seed or batch size.
+
+        The start, {"samples": 0} alone, is that of any data.
+        """
         saved = json.loads(state)
         samples = saved.pop("samples")
-        if saved != self._identity:
+        if saved != self._identity and (samples or saved):
             raise ValueError(
                 f"the saved position is of {saved} and the data now are {self._identity}: the "
                 "order cannot be continued. Restore the data and the seed, or start another run"
