@@ -53,6 +53,7 @@ def get_config() -> ConfigDict:
     c.diffusion = dict(
         precond="edm", sigma_data=0.5, noise="lognormal", p_mean=-1.2, p_std=1.2, distance="l2"
     )
+    c.super_resolution = dict(factor=1, aug_sigma=0.002)
     c.sampler = dict(
         name="heun",
         steps=30,
@@ -87,6 +88,8 @@ def get_config() -> ConfigDict:
         text="npy",
         uncaptioned="error",
         min_size=0,
+        resize=0,  # Of the smaller side; 0 stands for unet.image_size, to which pictures are cut.
+        crop="center",
         flip=False,
         threads=16,
     )

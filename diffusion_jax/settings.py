@@ -68,6 +68,8 @@ class Data(NamedTuple):
     text: str
     uncaptioned: str
     min_size: int
+    resize: int
+    crop: str
     flip: bool
     threads: int
 

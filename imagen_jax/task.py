@@ -1,4 +1,4 @@
-"""Imagen's base model as a Task: what its config means."""
+"""A model of Imagen, base or super-resolution, as a Task: what its config means."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -18,11 +18,12 @@ from diffusion_jax import (
     sharding,
     train_state,
 )
+from diffusion_jax.data import pipeline
 from diffusion_jax.precond import Denoiser, Precond
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder, clip, hashed, precomputed, t5
-from imagen_jax import efficient_unet
+from imagen_jax import efficient_unet, super_resolution
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
@@ -56,6 +57,16 @@ class Diffusion(NamedTuple):
     distance: str
 
 
+class SuperResolution(NamedTuple):
+    """`factor` large pixels a small one, 1 for base models; the small image's noise in sampling.
+
+    Models without unet.noise_aug see the small image as it is.
+    """
+
+    factor: int
+    aug_sigma: float
+
+
 class Sampler(NamedTuple):
     """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
 
@@ -79,10 +90,21 @@ class Settings(NamedTuple):
     unet: UNet | EfficientUNet
     text: Text
     diffusion: Diffusion
+    super_resolution: SuperResolution
     sampler: Sampler
     optimizer: Optimizer
     mesh: MeshShape
     data: Data
+
+    @property
+    def output_size(self) -> int:
+        """The side of what the model draws: 1024 also where it is trained on crops of 256."""
+        return self.data.resize or self.unet.image_size
+
+    @property
+    def input_size(self) -> int:
+        """The side of the small image that a super-resolution model enlarges."""
+        return self.output_size // self.super_resolution.factor
 
 
 RULES: sharding.Rules = [
@@ -141,8 +163,9 @@ _SAMPLERS: Mapping[str, Callable[[Sampler], samplers.Sampler]] = {
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
-    kinds = {"text": Text, "diffusion": Diffusion, "sampler": Sampler, "optimizer": Optimizer,
-             "mesh": MeshShape, "data": Data}  # fmt: skip
+    kinds = {"text": Text, "diffusion": Diffusion, "super_resolution": SuperResolution,
+             "sampler": Sampler, "optimizer": Optimizer, "mesh": MeshShape,
+             "data": Data}  # fmt: skip
     settings.check_groups(config, ("unet", *kinds))
     groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
     run = settings.read(Run, config, "")
@@ -158,38 +181,59 @@ def text_encoder(text: Text) -> TextEncoder:
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
-    """Init, loss and sampler of a base model, with `encoder`'s weights as its frozen ones."""
+    """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
+
+    A super-resolution model makes its small images from the large ones in training. Its sampler
+    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
+    """
     unet, scalings = s.unet, _PRECONDS[s.diffusion.precond](s.diffusion)
     draw_sigma, distance = _NOISES[s.diffusion.noise](s.diffusion), _DISTANCES[s.diffusion.distance]
-    shape = (unet.image_size, unet.image_size, 3)
+    factor, aug_sigma = s.super_resolution
+    aug_sigma = aug_sigma if unet.noise_aug else None
 
     def init(key):
         return unet.init(key, **example_inputs(unet, s.text.width))
 
     def loss(params, frozen, batch, key):
-        key_sigma, key_eps, key_drop, key_dropout = jax.random.split(key, 4)
+        key_sigma, key_eps, key_drop, key_dropout, key_low = jax.random.split(key, 5)
         x0 = to_unit_range(batch["image"])
         text, mask = encoder.encode(frozen, batch)
         text = drop_text(key_drop, text, s.text.drop_prob)
         sigma = draw_sigma(key_sigma, len(x0))
         # Drawn flat: a 4-D draw of the same numbers compiles several times slower on CPUs.
         eps = jax.random.normal(key_eps, (len(x0), x0[0].size)).reshape(x0.shape)
+        low_res = training_low_res(key_low, x0) if factor > 1 else {}
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
-            return unet.apply(params, x, time, text, mask, train=True, rngs=rngs)
+            return unet.apply(params, x, time, text, mask, **low_res, train=True, rngs=rngs)
 
         per_image = precond.loss(network, scalings, x0, eps, sigma, distance)
         return per_image.mean(), loss_by_noise_level(per_image, sigma)
+
+    def training_low_res(key, x0):
+        small = super_resolution.shrink(x0, factor)
+        if not unet.noise_aug:
+            return {"low_res": small}
+        key_sigma, key_eps = jax.random.split(key)
+        eps = jax.random.normal(key_eps, (len(small), small[0].size)).reshape(small.shape)
+        return super_resolution.with_noise(small, draw_sigma(key_sigma, len(x0)), eps, scalings)
 
     def sample(params, frozen, batch, keys, scale):
         text, mask = encoder.encode(frozen, batch)
         if scale is not None:  # Rows 2i with the text, 2i + 1 with zeros and the same mask.
             text, mask = text.repeat(2, axis=0), mask.repeat(2, axis=0)
             text = text.at[1::2].set(0)
+        shape, low_res = (unet.image_size, unet.image_size, 3), {}
+        if factor > 1:
+            small = batch["low_res"]
+            shape = (factor * small.shape[1], factor * small.shape[2], 3)
+            keys, low_keys = super_resolution.own_keys(keys, shape[0])
+            low_res = super_resolution.sampling_inputs(small, aug_sigma, low_keys, scalings)
+            low_res = jax.tree.map(lambda row: row.repeat(len(text) // len(row), axis=0), low_res)
 
         def network(x, time) -> Any:
-            return unet.apply(params, x, time, text, mask)
+            return unet.apply(params, x, time, text, mask, **low_res)
 
         denoise = _guided(precond.denoiser(network, scalings), scale, s.sampler)
         sigmas = sampling_sigmas(s.diffusion, s.sampler)
@@ -251,6 +295,7 @@ def _check(s: Settings) -> None:
         ("sampler.name", s.sampler.name, _SAMPLERS),
         ("sampler.threshold", s.sampler.threshold, _THRESHOLDS),
         ("optimizer.schedule", s.optimizer.schedule, loop.SCHEDULES),
+        ("data.crop", s.data.crop, pipeline.CROPS),
     ]
     for field, value, known in choices:
         settings.one_of(field, value, known)
@@ -259,12 +304,32 @@ def _check(s: Settings) -> None:
         save_every=s.run.save_every, keep_last=s.run.keep_last, sampler__steps=s.sampler.steps,
         optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
         text__width=s.text.width, text__max_tokens=s.text.max_tokens,
+        super_resolution__aug_sigma=s.super_resolution.aug_sigma,
     )  # fmt: skip
     loop.make_optimizer(s.optimizer, s.run.steps)  # A schedule may not fit the number of steps.
     train_state.check_decays(s.optimizer.ema_decays)
-    if s.unet.low_res:
-        raise ValueError("unet.low_res is True: this task trains base models, which see no image")
+    _check_sizes(s)
     _check_texts(s)
+
+
+def _check_sizes(s: Settings) -> None:
+    """ValueError unless the sizes of the large image, the small one and the data fit together."""
+    factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
+    if factor < 1 or size % factor:
+        raise ValueError(
+            f"super_resolution.factor is {factor}: it must divide unet.image_size {size}"
+        )
+    if s.unet.low_res != (factor > 1):
+        raise ValueError(
+            f"super_resolution.factor is {factor} and unet.low_res {s.unet.low_res}: a model with "
+            "a factor above 1 sees a small image (unet.low_res=True, or unet.kind='efficient'), "
+            "and one with factor 1 sees none"
+        )
+    if resize and (resize < size or resize % factor):
+        raise ValueError(
+            f"data.resize is {resize}: take 0, or a multiple of {factor} from unet.image_size "
+            f"{size} on, which is cut out of it"
+        )
 
 
 def _check_texts(s: Settings) -> None:

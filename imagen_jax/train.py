@@ -63,6 +63,7 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
         text=s.data.text,
         uncaptioned=s.data.uncaptioned,
         min_size=s.data.min_size,
+        resize=s.data.resize,
         embeddings=(s.text.max_tokens, s.text.width) if s.text.encoder == "precomputed" else None,
     )
     process, processes = local_rows(sharding.batch_sharding(mesh), s.run.batch_size)
@@ -74,6 +75,7 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
         process_index=process,
         process_count=processes,
         num_threads=s.data.threads,
+        crop=s.data.crop,
         flip=s.data.flip,
     )
 

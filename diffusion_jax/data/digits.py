@@ -143,8 +143,10 @@ class Digits:
         """How many different pictures there are, about 34,000."""
         return len(self._glyph_of)
 
-    def read(self, indices: Int[np.ndarray, "B"]) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
-        """The pictures of these indices and their captions."""
+    def read(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
+        """The pictures of these indices and their captions; nothing is cut, wherever it were."""
         prompts = self._prompt_of[indices]
         mix = self._mix[self._glyph_of[indices]]
         images = colour(mix, self._inks[prompts], self._papers[prompts])

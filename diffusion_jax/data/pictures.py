@@ -1,13 +1,14 @@
 """Pictures: what the pipeline batches. Decoded from records, or made on the spot."""
 
 import collections
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int, UInt8
+from jaxtyping import Float, Int, UInt8
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.digits import Digits
@@ -27,9 +28,12 @@ class Pictures(Protocol):
         ...
 
     def read(
-        self, indices: Int[np.ndarray, "B"]
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
-        """The pictures of these indices and their texts, a function of nothing but the indices."""
+        """The pictures of these indices and their texts, a function of the arguments alone.
+
+        `places` in [0, 1] says where pictures larger than needed are cut; None means the centre.
+        """
         ...
 
     def skipped(self) -> dict[str, int]:
@@ -45,11 +49,13 @@ def open_pictures(
     text: str = "txt",
     uncaptioned: str = "error",
     min_size: int = 0,
+    resize: int = 0,
     embeddings: tuple[int, int] | None = None,
 ) -> Pictures:
     """The source that a config names: "digits", "folder", "webdataset" or "synthetic".
 
-    `path`, `text`, `uncaptioned` and `min_size` (see Folder and transforms.square) are for files;
+    `path`, `text`, `uncaptioned`, `min_size` and `resize` (see Folder and transforms.square) are
+    for files;
     `embeddings` (tokens, width) is for synthetic pictures whose texts are precomputed.
     """
     if kind == "digits":
@@ -62,7 +68,7 @@ def open_pictures(
         raise ValueError(f"there is no data source {kind!r}: the sources are {known}")
     if not path:  # It would mean the current folder.
         raise ValueError(f"the data source {kind!r} needs data.path: what is it to read?")
-    return Decoded(readers[kind](path, text, uncaptioned), size, min_size)
+    return Decoded(readers[kind](path, text, uncaptioned), size, min_size, resize)
 
 
 class Decoded:
@@ -72,9 +78,12 @@ class Decoded:
     of the data is the same for any number of processes, and after a restart.
     """
 
-    def __init__(self, records: Records, size: int, min_size: int = 0):
-        """`size` is the side of the pictures; see transforms.square for `min_size`."""
-        self._records, self._size, self._min_size = records, size, min_size
+    def __init__(self, records: Records, size: int, min_size: int = 0, resize: int = 0):
+        """`size` is the side of the pictures; see transforms.square for the others."""
+        self._records, self._min_size = records, min_size
+        self._square = functools.partial(
+            transforms.square, size=size, resize=resize, min_size=min_size
+        )
         self._unusable: dict[int, str] = {}
         self._lock = threading.Lock()
 
@@ -83,10 +92,12 @@ class Decoded:
         return len(self._records)
 
     def read(
-        self, indices: Int[np.ndarray, "B"]
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
         """Decodes; ValueError if the substitutes of a record are all unusable too."""
-        images, texts = zip(*(self._usable(int(i)) for i in indices), strict=True)
+        rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
+        usable = [self._usable(int(i), at) for i, at in zip(indices, rows, strict=True)]
+        images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
 
     def skipped(self) -> dict[str, int]:
@@ -95,13 +106,13 @@ class Decoded:
             found = collections.Counter(self._unusable.values())
         return {**found, **self._records.left_out()}
 
-    def _usable(self, index: int) -> tuple[np.ndarray, Any]:
+    def _usable(self, index: int, place: tuple[float, float]) -> tuple[np.ndarray, Any]:
         draw = np.random.default_rng(index)
         for _ in range(_MAX_SUBSTITUTES):
             if index not in self._unusable:
                 record = self._records[index]
                 try:
-                    image = transforms.square(record.image, self._size, self._min_size)
+                    image = self._square(record.image, place=place)
                     return image, record.text
                 except transforms.Unusable as error:
                     self._count(index, record.name, error)
@@ -135,9 +146,9 @@ class Synthetic:
         return 2**31 - 1
 
     def read(
-        self, indices: Int[np.ndarray, "B"]
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
-        """The same pictures for any indices."""
+        """The same pictures for any indices and places."""
         images = self._images
         if len(images) != len(indices):
             shape = (len(indices), *images.shape[1:])

@@ -16,6 +16,7 @@ from jaxtyping import Array, Int
 
 from diffusion_jax.data.pictures import Pictures
 
+CROPS = ("center", "random")
 Batch = dict[str, np.ndarray]
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
@@ -102,15 +103,18 @@ def make_batches(
     process_index: int = 0,
     process_count: int = 1,
     num_threads: int = 1,
+    crop: str = "center",
     flip: bool = False,
 ) -> Batches:
     """Batches {"image": uint8 [B, H, W, 3], and what `tokenize` makes of the texts}.
 
     `batch_size` counts the rows of all processes together; process p gets rows p*b to (p+1)*b of
     each batch, where b = batch_size / process_count (local_rows gives the two numbers for a
-    sharding). Each thread makes whole batches; 0 threads read only when asked. `flip` mirrors
-    every second picture or so.
+    sharding). Each thread makes whole batches; 0 threads read only when asked. `crop` "random"
+    cuts larger pictures anywhere, "center" in the middle; `flip` mirrors every second or so.
     """
+    if crop not in CROPS:
+        raise ValueError(f"crop is {crop!r}: choose from {', '.join(CROPS)}")
     if batch_size < 1 or batch_size % process_count:
         raise ValueError(
             f"batch_size {batch_size} does not divide over {process_count} processes: "
@@ -119,10 +123,12 @@ def make_batches(
     rows = batch_size // process_count
 
     def load(step: int, indices: Int[np.ndarray, "B"]) -> Batch:
-        images, texts = pictures.read(indices)
+        first = step * batch_size + process_index * rows
+        samples = range(first, first + rows)
+        places = _places(seed, samples) if crop == "random" else None
+        images, texts = pictures.read(indices, places)
         if flip:
-            first = step * batch_size + process_index * rows
-            images = _flip(images, seed, range(first, first + rows))
+            images = _flip(images, seed, samples)
         return {"image": images, **tokenize(texts)}
 
     # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
@@ -163,6 +169,11 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
             "they must be one equal part of it, so let the mesh keep a process's devices together"
         )
     return first // size, batch_size // size
+
+
+def _places(seed: int, samples: range) -> np.ndarray:
+    """Where each sample is cut, in [0, 1)."""
+    return np.stack([np.random.default_rng((seed, n, 1)).random(2) for n in samples])
 
 
 def _flip(images: np.ndarray, seed: int, samples: range) -> np.ndarray:

@@ -8,6 +8,7 @@ from PIL import Image, ImageOps
 
 # Others (16 bit, float) would be clipped by Pillow's conversion, mostly to plain white.
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
+CENTRE = (0.5, 0.5)
 
 
 class Unusable(ValueError):
@@ -19,18 +20,26 @@ class Unusable(ValueError):
         self.reason = reason
 
 
-def square(data: bytes, size: int, min_size: int = 0) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes, shrinks or enlarges the smaller side to `size`, and cuts out the centre.
+def square(
+    data: bytes,
+    size: int,
+    *,
+    resize: int = 0,
+    min_size: int = 0,
+    place: tuple[float, float] = CENTRE,
+) -> UInt8[np.ndarray, "H W 3"]:
+    """Decodes, shrinks or enlarges the smaller side to `resize`, and cuts out `size` x `size`.
 
-    Bicubic with antialiasing, as NeMo's Imagen resizes. Transparent pixels become white, cameras'
-    orientation tags are obeyed. Unusable("broken_image") for what is no whole image, and
-    Unusable("too_small") if a side has less than `min_size` pixels.
+    `resize` 0 stands for `size`. `place` in [0, 1] says where the cut lies, left to right and top
+    to bottom. Bicubic with antialiasing, as NeMo's Imagen resizes. Transparent pixels become
+    white, cameras' orientation tags are obeyed. Unusable("broken_image") for what is no whole
+    image, and Unusable("too_small") if a side has less than `min_size` pixels.
     """
-    image = _open(data)
+    image, resize = _open(data), resize or size
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, min_size is {min_size}")
-    image = _resize(_decode(image, size), size)
-    left, top = (image.width - size) // 2, (image.height - size) // 2
+    image = _resize(_decode(image, resize), resize)
+    left, top = (int(at * (side - size)) for at, side in zip(place, image.size, strict=True))
     return np.asarray(image.crop((left, top, left + size, top + size)))
 
 
