@@ -11,19 +11,20 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Float, UInt8
+from jaxtyping import Float
 
 from diffusion_jax.sharding import batch_sharding, place, replicated
-from diffusion_jax.sheets import to_uint8
 from diffusion_jax.task import Task
 from diffusion_jax.train_state import Params
 
-Texts = Mapping[str, np.ndarray]  # What an encoder's `tokenize` returns: a row an image.
-Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], np.ndarray]
+# What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
+Texts = Mapping[str, np.ndarray]
+Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
+Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 
 
 def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
-    """Returns draw(params, batch of texts, seeds [B], guidance [B]) -> uint8 [B, H, W, 3].
+    """Returns draw(params, batch of texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
     `guidance` None draws without guidance, at half the cost. Compiles once for each B.
     """
@@ -39,7 +40,7 @@ def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
         inputs = {"batch": batch, "seeds": np.asarray(seeds, np.uint32), "guidance": guidance}
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
         images = sample(params, frozen, **inputs)
-        return to_uint8(jax.device_get(images))[: len(seeds)]
+        return jax.device_get(images)[: len(seeds)]
 
     return draw
 
@@ -51,7 +52,7 @@ def in_batches(
     seeds: Sequence[int],
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,
-) -> Iterator[UInt8[np.ndarray, "B H W 3"]]:
+) -> Iterator[Images]:
     """Draws any number of images, `batch_size` at a time, the last few filled up and cut off."""
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):

@@ -32,7 +32,7 @@ _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 
 
 class Examples(NamedTuple):
-    """What the pictures on the way are drawn of: texts as a batch, their captions, the guidance."""
+    """What the pictures on the way are drawn of: a batch of texts, their captions, the guidance."""
 
     batch: drawing.Texts
     captions: tuple[str, ...]
@@ -161,7 +161,7 @@ def _example_drawer(task, frozen, mesh, examples, folder, seed):
     guidance = np.full(len(seeds), examples.guidance, np.float32)
 
     def draw_examples(step, params):
-        images = draw(params, examples.batch, seeds, guidance)
+        images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))
         sheet = sheets.contact_sheet(images, examples.captions)
         if jax.process_index() == 0:
             folder.mkdir(exist_ok=True)

@@ -19,7 +19,7 @@ from diffusion_jax import cli, drawing, sheets, sweep
 from diffusion_jax.data import digits
 from diffusion_jax.log import MetricWriter, clock
 from diffusion_jax.metrics import digits as judges
-from imagen_jax.trained import Model, load_model
+from imagen_jax.trained import Choice, Model, load_model
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.", required=True)
 _GUIDANCE = flags.DEFINE_list("guidance", ["1", "1.5", "2", "3", "4"], "Scales to score.")
@@ -45,12 +45,15 @@ def main(argv: list[str]) -> None:
     cli.start()
     with cli.bad_input():
         scales = _scales(_GUIDANCE.value)
-        model = load_model(_WORKDIR.value, _EMA.value, _STEP.value, _STEPS.value)
+        choice = Choice(ema=_EMA.value, checkpoint=_STEP.value, steps=_STEPS.value)
+        model = load_model(_WORKDIR.value, choice)
         source = model.settings.data.source
         if source != "digits":
             raise ValueError(
                 f"the run's data.source is {source!r}: only 'digits' has a judge of its pictures"
             )
+        if model.settings.super_resolution.factor > 1:
+            raise ValueError(f"{_WORKDIR.value} is a super-resolution model: evaluate a base model")
         out = pathlib.Path(_WORKDIR.value) / "evaluation" / f"step_{model.step:08}"
         out.mkdir(parents=True, exist_ok=True)
     judge = judges.fit_judge()
@@ -91,7 +94,7 @@ def _draw_all(model: Model, prompts: list[str], scales: list[float]) -> list[np.
     for part in drawing.in_batches(
         model.draw, model.params, batch, seeds.tolist(), guidance, _BATCH.value
     ):
-        images.extend(part)
+        images.extend(sheets.to_uint8(part))
         if len(images) % (4 * _BATCH.value) == 0 or len(images) == len(seeds):
             rate = len(images) / (time.time() - start)
             left = clock((len(seeds) - len(images)) / rate)

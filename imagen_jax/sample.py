@@ -1,10 +1,17 @@
-"""Draws images with a trained Imagen model.
+"""Draws images with a trained Imagen model, or with several in a row.
 
     python -m imagen_jax.sample --workdir=runs/quickstart --prompt="a red seven on gray paper" \\
         --num_images=8 --out=pictures
 
+A cascade names its models in the order in which they draw, each with its own settings or all with
+one; what is left out is the config's:
+
+    python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
+        --steps=30,20 --prompts=captions.txt --out=pictures
+
 Give --prompt several times, or a file with one prompt a line as --prompts. A model that was trained
-on precomputed embeddings takes --embeddings=FILE (.npy, .npz or .safetensors, one text each).
+on precomputed embeddings takes --embeddings=FILE (.npy, .npz or .safetensors, one text each). A
+super-resolution model named first enlarges the pictures of --low_res, one for each text.
 
 --out gets a PNG for each image, sheet.png with all of them and their captions, and metadata.jsonl
 with what is needed to draw an image again. Image n of the command has seed --seed + n, and depends
@@ -14,92 +21,177 @@ on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of -
 import json
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
+from PIL import Image
 
-from diffusion_jax import cli, drawing, files, sheets
+from diffusion_jax import cli, files, sheets
+from diffusion_jax.drawing import Texts
 from diffusion_jax.log import clock
 from diffusion_jax.text import precomputed
-from imagen_jax.trained import Model, load_model
+from imagen_jax import cascade
+from imagen_jax.trained import Choice, Model
 
-_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.", required=True)
+_WORKDIR = flags.DEFINE_multi_string(
+    "workdir", None, "The folder of a training run; repeated for a cascade.", required=True
+)
 _OUT = flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
 _PROMPT = flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "A file with one text a line.")
 _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
+_LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 1, "Images for each text.", lower_bound=1)
-_GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance scale; default: the config's.")
-_STEPS = flags.DEFINE_integer(
-    "steps", None, "Sampling steps; default: the config's.", lower_bound=1
-)
 _SEED = flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0)
-_EMA = flags.DEFINE_string("ema", "ema", 'A decay such as 0.9999, "ema" for the largest, or "raw".')
-_STEP = flags.DEFINE_integer("checkpoint", None, "A step that was saved; default: the last.")
-_BATCH = flags.DEFINE_integer("batch_size", 64, "Images drawn at once.", lower_bound=1)
+_ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier stages drew.")
+_GUIDANCE = flags.DEFINE_list("guidance", [], "Guidance scale, of all stages or of each.")
+_STEPS = flags.DEFINE_list("steps", [], "Sampling steps, of all stages or of each.")
+_SAMPLER = flags.DEFINE_list("sampler", [], "heun, ddim, ddpm or dpmpp_2m, likewise.")
+_THRESHOLD = flags.DEFINE_list("threshold", [], "dynamic, static or none, likewise.")
+_AUG_SIGMA = flags.DEFINE_list("aug_sigma", [], "Noise put on the small images, likewise.")
+_EMA = flags.DEFINE_list(
+    "ema", ["ema"], 'A decay such as 0.9999, "ema" for the largest, or "raw", likewise.'
+)
+_STEP = flags.DEFINE_list("checkpoint", [], "A step that was saved, likewise; default: the last.")
+_BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once, likewise.")
 
 
 def main(argv: list[str]) -> None:
-    """Reads the texts, loads the model, draws."""
+    """Reads the texts, loads the models, draws."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}")
     cli.start()
     with cli.bad_input():
-        model = load_model(_WORKDIR.value, _EMA.value, _STEP.value, _STEPS.value)
-        captions, texts = _texts(model)
+        sizes = _per_stage("batch_size", _BATCH.value, int)
+        stages = cascade.load(_WORKDIR.value, _choices())
+        captions, texts = _texts(stages)
+        low_res = _low_res(stages[0], len(captions))
         out = pathlib.Path(_OUT.value)
         out.mkdir(parents=True, exist_ok=True)
-    scale = model.settings.sampler.guidance if _GUIDANCE.value is None else _GUIDANCE.value
     rows = [i for i in range(len(captions)) for _ in range(_NUM_IMAGES.value)]
     seeds = [_SEED.value + n for n in range(len(rows))]
-    batch = {name: array[rows] for name, array in texts.items()}
-    guidance = None if scale == 1 else np.full(len(rows), scale, np.float32)
-    size = min(_BATCH.value, len(rows))
-    start, images = time.time(), []
-    for part in drawing.in_batches(model.draw, model.params, batch, seeds, guidance, size):
-        images.extend(part)
-        rate = len(images) / (time.time() - start)
-        left = clock((len(rows) - len(images)) / rate)
-        logging.info("%d/%d images | %.1f images/s | %s left", len(images), len(rows), rate, left)
-    _write(out, images, [captions[i] for i in rows], seeds, scale, model)
+    texts = [{name: array[rows] for name, array in stage.items()} for stage in texts]
+    low_res = None if low_res is None else low_res[rows]
+    default = cascade.batch_sizes(stages, len(rows))
+    sizes = [min(given or n, len(rows)) for given, n in zip(sizes, default, strict=True)]
+    captions = [captions[i] for i in rows]
+    _draw(out, stages, texts, seeds, sizes, low_res, captions)
 
 
-def _texts(model: Model) -> tuple[list[str], dict[str, np.ndarray]]:
-    """Captions and their tokens or embeddings."""
+def _per_stage(name: str, values: Sequence[str], kind: Callable[[str], Any]) -> list[Any]:
+    """One value a stage of a flag that was given once, for each, or not at all (None)."""
+    stages = len(_WORKDIR.value)
+    if len(values) not in (0, 1, stages):
+        raise ValueError(
+            f"--{name}={','.join(values)} has {len(values)} values for {stages} stages: "
+            "give one for all, or one for each"
+        )
+    try:
+        read = [kind(value) for value in values] or [None]
+    except ValueError as error:
+        raise ValueError(f"--{name}={','.join(values)} is no list of numbers") from error
+    if kind is int and any(value is not None and value < 1 for value in read):
+        raise ValueError(f"--{name}={','.join(values)}: give numbers from 1 on")
+    return read * stages if len(read) == 1 else read
+
+
+def _choices() -> list[Choice]:
+    """What the flags say of each stage."""
+    columns = {
+        "ema": _per_stage("ema", _EMA.value, str),
+        "checkpoint": _per_stage("checkpoint", _STEP.value, int),
+        "guidance": _per_stage("guidance", _GUIDANCE.value, float),
+        "sampler": _per_stage("sampler", _SAMPLER.value, str),
+        "steps": _per_stage("steps", _STEPS.value, int),
+        "threshold": _per_stage("threshold", _THRESHOLD.value, str),
+        "aug_sigma": _per_stage("aug_sigma", _AUG_SIGMA.value, float),
+    }
+    rows = zip(*columns.values(), strict=True)
+    return [Choice(**dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def _texts(stages: Sequence[Model]) -> tuple[list[str], list[Texts]]:
+    """Captions, and what each stage reads of them: tokens or embeddings."""
     prompts = list(_PROMPT.value)
     if _PROMPTS.value:
         prompts += [p for p in pathlib.Path(_PROMPTS.value).read_text().splitlines() if p.strip()]
-    needs_embeddings = model.encoder.name == "precomputed"
+    names = {stage.encoder.name for stage in stages}
+    needs_embeddings = "precomputed" in names
+    if needs_embeddings and len(names) > 1:
+        raise ValueError(f"the stages read texts in unlike ways: {', '.join(sorted(names))}")
     given = _EMBEDDINGS.value if needs_embeddings else prompts
     if not given or (prompts and needs_embeddings):
         flag = "--embeddings=FILE" if needs_embeddings else "--prompt=TEXT or --prompts=FILE"
-        raise ValueError(f"the text encoder {model.encoder.name!r} needs {flag}")
+        raise ValueError(f"the text encoder {stages[0].encoder.name!r} needs {flag}")
     if not needs_embeddings:
-        return prompts, model.encoder.tokenize(prompts)
+        return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
     arrays = [precomputed.read(pathlib.Path(f).read_bytes(), f) for f in given]
-    return [pathlib.Path(f).stem for f in given], model.encoder.tokenize(arrays)
+    return [pathlib.Path(f).stem for f in given], [s.encoder.tokenize(arrays) for s in stages]
 
 
-def _write(
-    out: pathlib.Path,
-    images: Sequence[np.ndarray],
-    captions: Sequence[str],
-    seeds: Sequence[int],
-    guidance: float,
-    model: Model,
-) -> None:
-    lines = []
-    for image, caption, seed in zip(images, captions, seeds, strict=True):
-        name = f"seed_{seed:06}.png"
-        sheets.write_png(out / name, image)
-        line = {"file_name": name, "text": caption, "seed": seed, "guidance": guidance}
-        line |= {"steps": model.settings.sampler.steps, "sampler": model.settings.sampler.name}
-        line |= {"checkpoint": model.step, "ema": _EMA.value, "workdir": _WORKDIR.value}
-        lines.append(json.dumps(line) + "\n")
-    files.write_whole(out / "metadata.jsonl", "".join(lines))
+def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
+    """The pictures to start from, one for each text, in [-1, 1]."""
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in _LOW_RES.value]
+    if not pictures:
+        cascade.check_low_res(first, None)
+        return None
+    for picture in pictures:
+        cascade.check_low_res(first, picture.shape[:2])
+    if len(pictures) != num_texts:
+        raise ValueError(f"{len(pictures)} pictures and {num_texts} texts: give one for each text")
+    return np.stack(pictures).astype(np.float32) / 127.5 - 1
+
+
+def _draw(out, stages, texts, seeds, sizes, low_res, captions) -> None:
+    """Draws, and writes each batch as soon as it is there."""
+    lines, images = [], []
+    batches = cascade.draw_batches(stages, texts, seeds, sizes, low_res)
+    for by_stage in _with_progress(batches, len(seeds)):
+        pixels = [sheets.to_uint8(drawn) for drawn in by_stage]
+        for drawn in zip(*pixels, strict=True):
+            n = len(lines)
+            lines.append(_write_image(out, drawn, captions[n], seeds[n], stages))
+            images.append(drawn[-1])
+    files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     sheets.write_png(out / "sheet.png", sheets.contact_sheet(np.stack(images), captions))
     logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
+
+
+def _with_progress(batches: Iterator[Any], total: int) -> Iterator[Any]:
+    start, done = time.time(), 0
+    for by_stage in batches:
+        done += len(by_stage[0])
+        rate = done / (time.time() - start)
+        left = clock((total - done) / rate)
+        logging.info("%d/%d images | %.2f images/s | %s left", done, total, rate, left)
+        yield by_stage
+
+
+def _write_image(out, drawn, caption, seed, stages) -> dict[str, Any]:
+    """Writes the PNGs of one image; returns its line of the metadata."""
+    name = f"seed_{seed:06}.png"
+    sheets.write_png(out / name, drawn[-1])
+    line = {"file_name": name, "text": caption, "seed": seed}
+    if _ALL_SIZES.value:
+        smaller = [f"seed_{seed:06}_{image.shape[0]}.png" for image in drawn[:-1]]
+        for small, image in zip(smaller, drawn, strict=False):
+            sheets.write_png(out / small, image)
+        line["smaller"] = smaller
+    line["guidance"] = stages[0].settings.sampler.guidance
+    return line | {"stages": [_stage_card(stage) for stage in stages]}
+
+
+def _stage_card(stage: Model) -> dict[str, Any]:
+    """What a stage drew with."""
+    s = stage.settings
+    card = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
+    card |= {"size": s.output_size, "sampler": s.sampler.name, "steps": s.sampler.steps}
+    card |= {"guidance": s.sampler.guidance, "threshold": s.sampler.threshold}
+    if s.super_resolution.factor > 1:
+        card |= {"low_res": s.input_size, "aug_sigma": s.super_resolution.aug_sigma}
+    return card
 
 
 if __name__ == "__main__":

@@ -171,7 +171,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     run = settings.read(Run, config, "")
     unet = _read_unet(config["unet"], groups["text"].width)
     all_settings = Settings(run=run, unet=unet, **groups)
-    _check(all_settings)
+    check(all_settings)
     return all_settings
 
 
@@ -285,7 +285,8 @@ def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNe
     return unet
 
 
-def _check(s: Settings) -> None:
+def check(s: Settings) -> None:
+    """ValueError for values that cannot be or do not go together."""
     choices = [
         ("text.encoder", s.text.encoder, TEXT_ENCODERS),
         ("text.dtype", s.text.dtype, ("bfloat16", "float32")),

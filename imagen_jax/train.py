@@ -21,7 +21,7 @@ from diffusion_jax import cli, loop, settings, sharding
 from diffusion_jax.data.pictures import open_pictures
 from diffusion_jax.data.pipeline import Batches, local_rows, make_batches
 from diffusion_jax.text import TextEncoder
-from imagen_jax import task
+from imagen_jax import super_resolution, task
 from imagen_jax.task import Settings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
@@ -81,14 +81,18 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
-    """The config's prompts, or, where texts come as embeddings, those of the first pictures."""
-    if s.text.encoder != "precomputed":
+    """The config's prompts; of the first pictures, where those are needed to draw."""
+    if s.text.encoder != "precomputed" and s.super_resolution.factor == 1:
         texts, captions = encoder.tokenize(s.run.prompts), s.run.prompts
-    else:
-        first = np.arange(min(8, len(batches.pictures)))
-        texts = encoder.tokenize(batches.pictures.read(first)[1])
-        captions = tuple(f"text of picture {i}" for i in first)
-    return loop.Examples(texts, captions, s.sampler.guidance)
+        return loop.Examples(texts, captions, s.sampler.guidance)
+    first = np.arange(min(8, len(batches.pictures)))
+    images, texts = batches.pictures.read(first)
+    batch = encoder.tokenize(texts)
+    if s.super_resolution.factor > 1:
+        large = task.to_unit_range(images)
+        batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
+    captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
+    return loop.Examples(batch, tuple(captions), s.sampler.guidance)
 
 
 if __name__ == "__main__":

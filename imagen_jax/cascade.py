@@ -1,0 +1,124 @@
+"""Several models in a row: a base model draws small, super-resolution models enlarge.
+
+    from imagen_jax import cascade
+
+    stages = cascade.load(["runs/base64", "runs/sr256"])
+    images = cascade.draw(stages, ["a red seven on gray paper"], seeds=[0])[-1]
+
+Each stage has its own checkpoint, sampler and guidance. What a stage draws reaches the next one as
+it is, neither clipped nor rounded.
+"""
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from jaxtyping import UInt8
+
+from diffusion_jax import drawing, sheets
+from diffusion_jax.drawing import Images, Texts
+from imagen_jax.task import Settings
+from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
+
+_PIXELS = 2**22  # Of all images that a stage draws at once, unless said otherwise.
+
+
+def load(
+    workdirs: Sequence[str | os.PathLike[str]], choices: Sequence[Choice] = ()
+) -> tuple[Model, ...]:
+    """The models of these runs, in the order in which they draw, as `choices` say.
+
+    ValueError if one of them does not draw what the next enlarges.
+    """
+    named = list(zip(workdirs, choices or [Choice()] * len(workdirs), strict=True))
+    check_chain([(str(workdir), read_run(workdir, choice)) for workdir, choice in named])
+    encoders: Encoders = {}
+    return tuple(load_model(workdir, choice, encoders) for workdir, choice in named)
+
+
+def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
+    """ValueError unless each stage, given as workdir and settings, enlarges what the last draws."""
+    for (before, a), (after, b) in itertools.pairwise(stages):
+        if b.super_resolution.factor == 1:
+            raise ValueError(
+                f"{after} is a base model, which enlarges nothing: it can only be the first stage"
+            )
+        if b.input_size != a.output_size:
+            raise ValueError(
+                f"{before} draws {a.output_size} pixels and {after} enlarges {b.input_size} to "
+                f"{b.output_size}: name a stage in between, or one that fits"
+            )
+
+
+def draw(
+    stages: Sequence[Model],
+    prompts: Sequence[str],
+    seeds: Sequence[int],
+    low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
+) -> list[UInt8[np.ndarray, "N H W 3"]]:
+    """One image for each prompt and seed (as many of both), as every stage drew it.
+
+    `low_res` is what the first stage enlarges if it is a super-resolution model. Image n depends
+    on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do not fit.
+    """
+    if len(prompts) != len(seeds):
+        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
+    texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
+    check_low_res(stages[0], None if low_res is None else low_res.shape[1:3])
+    small = None if low_res is None else low_res.astype(np.float32) / 127.5 - 1
+    batches = draw_batches(stages, texts, seeds, batch_sizes(stages, len(seeds)), small)
+    return [sheets.to_uint8(np.concatenate(images)) for images in zip(*batches, strict=True)]
+
+
+def draw_batches(
+    stages: Sequence[Model],
+    texts: Sequence[Texts],
+    seeds: Sequence[int],
+    sizes: Sequence[int],
+    low_res: Images | None = None,
+) -> Iterator[list[Images]]:
+    """Yields the images of a few rows at a time, as every stage drew them, in the rows' order.
+
+    `texts` holds each stage's tokens, `sizes` how many images each stage draws at once; `low_res`
+    is what the first stage enlarges.
+    """
+    stage, batch = stages[0], dict(texts[0])
+    if low_res is not None:
+        batch["low_res"] = low_res
+    scale = stage.settings.sampler.guidance
+    guidance = None if scale == 1 else np.full(len(seeds), scale, np.float32)
+    first = 0
+    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, guidance, sizes[0]):
+        rows = slice(first, first + len(images))
+        first = rows.stop
+        if len(stages) == 1:
+            yield [images]
+            continue
+        later = [{name: array[rows] for name, array in t.items()} for t in texts[1:]]
+        done = 0
+        for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images):
+            yield [images[done : done + len(larger[0])], *larger]
+            done += len(larger[0])
+
+
+def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
+    """How many images each stage draws at once by default: fewer where they are larger."""
+    at_once = [_PIXELS // stage.settings.output_size**2 for stage in stages]
+    return [min(64, num_images, max(1, n)) for n in at_once]
+
+
+def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
+    """ValueError unless images of this (height, width) are what the first stage starts from."""
+    s, workdir = first.settings, first.workdir
+    if s.super_resolution.factor == 1:
+        if size is not None:
+            raise ValueError(f"{workdir} is a base model, which starts from no image: give none")
+        return
+    wanted = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
+    if size is None:
+        raise ValueError(
+            f"{wanted}: name a model that draws such before it, or give images to start from"
+        )
+    if size != (s.input_size, s.input_size):
+        raise ValueError(f"{wanted} and got {size[0]}x{size[1]}: resize it first")
