@@ -4,6 +4,8 @@ Noise on the small image (noise conditioning augmentation, Ho et al. 2021, "Casc
 Models", section 4.2) lets a model forgive what the stage before it got wrong.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
@@ -19,14 +21,21 @@ def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w 
     return jax.image.resize(images, small, "cubic", precision=jax.lax.Precision.HIGHEST)
 
 
-def with_noise(low_res: Images, sigma: Sigma, eps: Images, scalings: Precond) -> dict[str, Array]:
-    """The UNet's inputs `low_res` and `low_res_time` for a small image of noise level sigma.
+class LowRes(NamedTuple):
+    """A UNet's arguments `low_res` and `low_res_time`; both None for a base model."""
 
-    They are scaled as the large image and its time are: c_in * (low_res + sigma * eps), c_noise.
+    image: Images | None = None
+    time: Sigma | None = None
+
+
+def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
+    """A small image of noise level sigma.
+
+    It is scaled as the large image and its time are: c_in * (image + sigma * eps), c_noise.
     """
     c = scalings(sigma)
-    noisy = low_res + sigma[:, None, None, None] * eps
-    return {"low_res": c.c_in[:, None, None, None] * noisy, "low_res_time": c.c_noise}
+    noisy = image + sigma[:, None, None, None] * eps
+    return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
@@ -40,10 +49,11 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
 
 
 def sampling_inputs(
-    low_res: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
-) -> dict[str, Array]:
+    image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
+) -> LowRes:
     """`with_noise` at one level, the noise drawn once from the keys; as it is if sigma is None."""
     if sigma is None:
-        return {"low_res": low_res}
-    eps = samplers.initial_noise(keys, low_res.shape[1:], jnp.ones(()))
-    return with_noise(low_res, jnp.full(len(low_res), sigma), eps, scalings)
+        return LowRes(image)
+    batch, height, width, channels = image.shape
+    eps = samplers.initial_noise(keys, (height, width, channels), jnp.ones(()))
+    return with_noise(image, jnp.full(batch, sigma), eps, scalings)

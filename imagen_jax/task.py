@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, UInt8
+from jaxtyping import Array, ArrayLike, Float, UInt8
 
 from diffusion_jax import (
     guidance,
@@ -27,6 +27,7 @@ from imagen_jax import efficient_unet, super_resolution
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
+from imagen_jax.super_resolution import LowRes
 from imagen_jax.unet import UNet
 
 
@@ -202,11 +203,11 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         sigma = draw_sigma(key_sigma, len(x0))
         # Drawn flat: a 4-D draw of the same numbers compiles several times slower on CPUs.
         eps = jax.random.normal(key_eps, (len(x0), x0[0].size)).reshape(x0.shape)
-        low_res = training_low_res(key_low, x0) if factor > 1 else {}
+        low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
-            return unet.apply(params, x, time, text, mask, **low_res, train=True, rngs=rngs)
+            return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
 
         per_image = precond.loss(network, scalings, x0, eps, sigma, distance)
         return per_image.mean(), loss_by_noise_level(per_image, sigma)
@@ -214,7 +215,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     def training_low_res(key, x0):
         small = super_resolution.shrink(x0, factor)
         if not unet.noise_aug:
-            return {"low_res": small}
+            return LowRes(small)
         key_sigma, key_eps = jax.random.split(key)
         eps = jax.random.normal(key_eps, (len(small), small[0].size)).reshape(small.shape)
         return super_resolution.with_noise(small, draw_sigma(key_sigma, len(x0)), eps, scalings)
@@ -224,7 +225,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         if scale is not None:  # Rows 2i with the text, 2i + 1 with zeros and the same mask.
             text, mask = text.repeat(2, axis=0), mask.repeat(2, axis=0)
             text = text.at[1::2].set(0)
-        shape, low_res = (unet.image_size, unet.image_size, 3), {}
+        shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
         if factor > 1:
             small = batch["low_res"]
             shape = (factor * small.shape[1], factor * small.shape[2], 3)
@@ -233,7 +234,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
             low_res = jax.tree.map(lambda row: row.repeat(len(text) // len(row), axis=0), low_res)
 
         def network(x, time) -> Any:
-            return unet.apply(params, x, time, text, mask, **low_res)
+            return unet.apply(params, x, time, text, mask, *low_res)
 
         denoise = _guided(precond.denoiser(network, scalings), scale, s.sampler)
         sigmas = sampling_sigmas(s.diffusion, s.sampler)
@@ -244,9 +245,9 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     return Task(init, loss, sample, encoder.frozen, RULES)
 
 
-def to_unit_range(images: UInt8[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+def to_unit_range(images: UInt8[ArrayLike, "B H W C"]) -> Float[Array, "B H W C"]:
     """0 ... 255 to [-1, 1]."""
-    return images.astype(jnp.float32) / 127.5 - 1
+    return jnp.asarray(images, jnp.float32) / 127.5 - 1
 
 
 def drop_text(key: jax.Array, text: Float[Array, "B L D"], prob: float) -> Float[Array, "B L D"]:

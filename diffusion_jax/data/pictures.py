@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import itertools
 import threading
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -95,8 +96,10 @@ class Decoded:
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
         """Decodes; ValueError if the substitutes of a record are all unusable too."""
-        rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
-        usable = [self._usable(int(i), at) for i, at in zip(indices, rows, strict=True)]
+        rows = (
+            itertools.repeat(transforms.CENTRE) if places is None else map(tuple, places.tolist())
+        )
+        usable = [self._usable(int(i), at) for i, at in zip(indices, rows, strict=False)]
         images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
 

@@ -37,17 +37,15 @@ def pick(rows):
 
 
 def assert_same(actual, expected):
-    """Within one grey level: a batch of another size sums in another order."""
-    assert actual.shape == expected.shape
-    difference = np.abs(actual.astype(int) - expected.astype(int))
-    assert difference.max() <= 1 and (difference > 0).mean() < 0.01
+    """A batch of another size sums in another order."""
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
 def test_the_images_differ_and_use_the_range(images):
-    assert images.shape == (5, 8, 8, 3) and images.dtype == np.uint8
-    assert ((images > 0) & (images < 255)).mean() > 0.5  # Clipped ones would agree by chance.
-    apart = np.abs(images[:, None].astype(int) - images[None]).mean((2, 3, 4))
-    assert apart[~np.eye(5, dtype=bool)].min() > 5
+    assert images.shape == (5, 8, 8, 3) and images.dtype == np.float32
+    assert (np.abs(images) < 1).mean() > 0.5  # Clipped ones would agree by chance.
+    apart = np.abs(images[:, None] - images[None]).mean((2, 3, 4))
+    assert apart[~np.eye(5, dtype=bool)].min() > 0.04
 
 
 @pytest.mark.parametrize("rows", [[2], [4, 2, 0], [3, 1, 2]])
@@ -61,9 +59,9 @@ def test_an_image_depends_on_its_seed_and_its_text_and_its_guidance(draw, params
     seeds[1] = 5
     texts["text_ids"][2, 1] ^= 2**30
     scales = np.array([1, 1, 1, 2, 1], np.float32)
-    drawn = draw(params, texts, seeds, scales).astype(int)
+    drawn = draw(params, texts, seeds, scales)
     assert_same(drawn[:1], images[:1])
-    assert (np.abs(drawn - drawn[:1]).mean((1, 2, 3)) > 1).tolist() == [0, 1, 1, 1, 0]
+    assert (np.abs(drawn - drawn[:1]).mean((1, 2, 3)) > 0.01).tolist() == [0, 1, 1, 1, 0]
 
 
 def test_eight_devices_draw_the_images_of_one(params, images):

@@ -204,7 +204,9 @@ def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
     draw = drawing.make_draw(TASK, TASK.frozen, sharding.make_mesh(1, 1, 1))
     images = draw(state.ema["0.9"], EXAMPLES.batch, [5, 6, 7], np.full(3, 2, np.float32))
     with Image.open(tmp_path / "samples" / names[1]) as sheet:
-        np.testing.assert_array_equal(sheet, sheets.contact_sheet(images, CAPTIONS))
+        np.testing.assert_array_equal(
+            sheet, sheets.contact_sheet(sheets.to_uint8(images), CAPTIONS)
+        )
 
 
 def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):

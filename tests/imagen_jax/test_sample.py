@@ -32,8 +32,10 @@ def test_each_image_has_a_line_with_what_draws_it_again(six, trained):
     _, lines, _, _ = six
     assert [line["text"] for line in lines] == [p for p in PROMPTS for _ in range(2)]
     assert [line["seed"] for line in lines] == [0, 1, 2, 3, 4, 5]
-    assert {(line["guidance"], line["steps"], line["ema"]) for line in lines} == {(3.0, 2, "ema")}
-    assert {line["workdir"] for line in lines} == {str(trained)}
+    assert {line["guidance"] for line in lines} == {3.0}
+    (stage,) = lines[0]["stages"]
+    assert (stage["workdir"], stage["ema"], stage["steps"]) == (str(trained), "ema", 2)
+    assert (stage["size"], stage["sampler"], stage["guidance"]) == (16, "ddim", 3.0)
 
 
 def test_the_pictures_are_the_named_files_and_a_sheet(six):
@@ -55,7 +57,8 @@ def test_a_seed_draws_its_image_again_alone_in_another_batch(six, trained, tmp_p
 def test_the_number_of_steps_is_recorded_and_changes_the_picture(six, trained, tmp_path):
     arguments = (f"--prompt={PROMPTS[0]}", "--guidance=3", "--steps=3", "--ema=raw")
     lines, images, _ = draw(trained, tmp_path, *arguments)
-    assert (lines[0]["steps"], lines[0]["ema"]) == (3, "raw")
+    stage = lines[0]["stages"][0]
+    assert (stage["steps"], stage["ema"]) == (3, "raw")
     assert np.abs(images[0].astype(int) - six[2][0]).max() > 1
 
 
@@ -71,6 +74,10 @@ def test_the_progress_has_rate_and_time_left(six):
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),
+        (("--prompt=a", "--steps=0"), "--steps=0: give numbers from 1 on"),
+        (("--prompt=a", "--guidance=two"), "--guidance=two is no list of numbers"),
+        (("--prompt=a", "--guidance=1,2"), "--guidance=1,2 has 2 values for 1 stages"),
+        (("--prompt=a", "--sampler=huen"), "sampler.name is 'huen': did you mean 'heun'?"),
     ],
 )
 def test_a_mistake_is_one_line(trained, tmp_path, arguments, message):
@@ -90,7 +97,7 @@ def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_pat
     )
 
 
-@pytest.mark.parametrize("flag", ["--num_images=0", "--steps=-3", "--seed=-1"])
+@pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1"])
 def test_a_number_out_of_range_is_refused_by_its_flag(trained, tmp_path, flag):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "--prompt=a", flag)
     assert ended.code not in (0, None)

@@ -51,7 +51,9 @@ def network():
 
 def with_network(s, apply):
     """The settings with another function in the UNet's place."""
-    return s._replace(unet=types.SimpleNamespace(image_size=s.unet.image_size, apply=apply))
+    return s._replace(
+        unet=types.SimpleNamespace(image_size=s.unet.image_size, noise_aug=False, apply=apply)
+    )
 
 
 def a_batch(encoder, size=8):
@@ -100,7 +102,7 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
     batch, key = a_batch(encoder), jax.random.key(3)
     calls = []
 
-    def record(params, x, time, text, mask, *, train, rngs):
+    def record(params, x, time, text, mask, *low_res, train, rngs):
         calls.append((train, list(rngs)))
         return apply(params, x, time, text, mask)
 
@@ -145,7 +147,7 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     encoder = task.text_encoder(s.text)
     batch, seen = a_batch(encoder), []
 
-    def record(params, x, time, text, mask, **_):
+    def record(params, x, time, text, mask, *low_res, **_):
         seen.append((text, mask))
         return x
 
@@ -163,7 +165,7 @@ def knows_the_answer(s):
     scalings = task._PRECONDS[s.diffusion.precond](s.diffusion)
     sigma_of = SIGMA_OF_TIME.get(s.diffusion.precond, lambda t: jnp.exp(-t / 2))
 
-    def apply(params, x, time, text, mask):
+    def apply(params, x, time, text, mask, *low_res):
         c_skip, c_out, c_in, _ = (c[:, None, None, None] for c in scalings(sigma_of(time)))
         level = grey(text, mask)[:, None, None, None]
         return (level - c_skip * (x / c_in)) / c_out
@@ -245,7 +247,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
         ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, which a UNet"),
         ("unet__attention", "fuzed", "unet.attention is 'fuzed': choose from fused, stacked"),
-        ("unet__low_res", True, "unet.low_res is True: this task trains base models"),
+        ("unet__low_res", True, "factor is 1 and unet.low_res True: a model with a factor above 1"),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
         ("sampler__threshold", "x", "sampler.threshold is 'x': choose from dynamic, static, none"),
         ("sampler__steps", 0, "sampler.steps is 0: it must be above 0"),

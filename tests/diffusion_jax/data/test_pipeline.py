@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from diffusion_jax import sheets
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.data.pictures import open_pictures
 from diffusion_jax.text import hashed
@@ -28,7 +29,7 @@ class Numbers:
     def __len__(self):
         return self.length
 
-    def read(self, indices):
+    def read(self, indices, places=None):
         pixels = np.stack([indices % 256, indices // 256, indices * 0], -1).astype(np.uint8)
         return np.stack([pixels, pixels * 0], 1)[:, None], [str(i) for i in indices]
 
@@ -218,3 +219,25 @@ def test_the_share_of_a_process_follows_from_the_rows_of_its_devices():
     assert pipeline.share([(6, 8), (4, 6), (4, 6), (6, 8)], 16) == (1, 4)  # Held twice.
     with pytest.raises(ValueError, match=r"hold rows \[\(0, 2\), \(6, 8\)\] of a batch of 8"):
         pipeline.share([(6, 8), (0, 2)], 8)
+
+
+def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the_middle(tmp_path):
+    """Each picture's pixels say where they are: red grows to the right, green downwards."""
+    ramp = np.arange(64, dtype=np.uint8)
+    picture = np.stack([*np.meshgrid(ramp, ramp), np.zeros((64, 64), np.uint8)], -1)
+    for i in range(8):
+        sheets.write_png(tmp_path / f"{i}.png", picture)
+        (tmp_path / f"{i}.txt").write_text("a ramp")
+    pictures = open_pictures("folder", path=str(tmp_path), size=16, resize=64)
+
+    def corners(crop, batch_size):
+        made = pipeline.make_batches(pictures, TOKENIZE, batch_size=batch_size, seed=3, crop=crop)
+        with made:
+            steps = [next(made)["image"] for _ in range(32 // batch_size)]
+        return np.concatenate(steps)[:, 0, 0, :2]
+
+    assert corners("center", 8).tolist() == [[24, 24]] * 32
+    random = corners("random", 8)
+    assert random.min() < 8 and random.max() > 40
+    assert abs(np.corrcoef(random.T)[0, 1]) < 0.5
+    np.testing.assert_array_equal(random, corners("random", 16))

@@ -1,0 +1,124 @@
+"""Two models in a row, by the command and by the function, and what does not fit together."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from imagen_jax import cascade
+from imagen_jax.trained import Choice
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one on black paper")
+SR = ("--config=configs/quickstart_sr.py", *TINY[1:], "--config.steps=2")
+
+
+@pytest.fixture(scope="module")
+def enlarger(tmp_path_factory):
+    """A super-resolution model after two steps, which enlarges 16 to 64."""
+    workdir = tmp_path_factory.mktemp("enlarger")
+    arguments = (*SR, f"--workdir={workdir}", "--config.sample_every=2")
+    ended = commands.run("train", *arguments, devices=1)
+    assert ended.code == 0, ended.err
+    return workdir
+
+
+def draw(out, *arguments, devices=1):
+    ended = commands.run("sample", f"--out={out}", *arguments, devices=devices)
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    return lines, [picture(out / line["file_name"]) for line in lines]
+
+
+def picture(path):
+    return np.asarray(Image.open(path)).astype(int)
+
+
+@pytest.fixture(scope="module")
+def drawn(trained, enlarger, tmp_path_factory):
+    """One image of each of three prompts, two at a time in the second stage."""
+    out = tmp_path_factory.mktemp("drawn")
+    stages = (f"--workdir={trained}", f"--workdir={enlarger}")
+    prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
+    settings = ("--guidance=3,1.5", "--steps=2,3", "--all_sizes", "--batch_size=3,2")
+    return out, *draw(out, *stages, *prompts, *settings)
+
+
+def test_training_draws_enlarged_pictures_of_the_data_on_the_way(enlarger):
+    (sheet,) = (enlarger / "samples").iterdir()
+    assert picture(sheet).std() > 20
+
+
+def test_the_last_stage_makes_the_picture_and_each_stage_has_its_settings(drawn, trained, enlarger):
+    _, lines, images = drawn
+    assert [image.shape for image in images] == [(64, 64, 3)] * 3
+    base, larger = lines[2]["stages"]
+    assert (base["workdir"], base["size"], base["guidance"]) == (str(trained), 16, 3.0)
+    assert (larger["workdir"], larger["size"], larger["guidance"]) == (str(enlarger), 64, 1.5)
+    assert (base["steps"], larger["steps"], larger["low_res"]) == (2, 3, 16)
+    assert larger["aug_sigma"] == 0.2
+
+
+def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
+    out, lines, _ = drawn
+    assert [line["smaller"] for line in lines] == [[f"seed_00000{i}_16.png"] for i in range(3)]
+    prompts = [f"--prompt={prompt}" for prompt in PROMPTS]
+    _, alone = draw(tmp_path, f"--workdir={trained}", *prompts, "--guidance=3", "--steps=2")
+    for line, expected in zip(lines, alone, strict=True):
+        np.testing.assert_allclose(picture(out / line["smaller"][0]), expected, atol=1)
+
+
+def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, trained, enlarger):
+    _, _, images = drawn
+    choices = [Choice(guidance=3.0, steps=2), Choice(guidance=1.5, steps=3)]
+    stages = cascade.load([trained, enlarger], choices)
+    small, large = cascade.draw(stages, PROMPTS[1:], seeds=[1, 2])
+    assert small.shape == (2, 16, 16, 3) and large.dtype == np.uint8
+    np.testing.assert_allclose(large.astype(int), images[1:], atol=2)
+
+
+def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
+    """Which are rounded to whole grey levels, so the result is close but not the same."""
+    out, lines, images = drawn
+    first = out / lines[0]["smaller"][0]
+    arguments = (f"--low_res={first}", f"--prompt={PROMPTS[0]}", "--guidance=1.5", "--steps=3")
+    again, (larger,) = draw(tmp_path, f"--workdir={enlarger}", *arguments)
+    assert len(again[0]["stages"]) == 1
+    assert np.abs(larger - images[0]).mean() < 3
+    assert np.abs(larger - images[1]).mean() > 6
+
+
+@pytest.mark.parametrize(
+    ("stages", "arguments", "message"),
+    [
+        ("base base", (), "{base} is a base model, which enlarges nothing"),
+        ("larger larger", (), "{larger} draws 64 pixels and {larger} enlarges 16 to 64: name a"),
+        ("larger", (), "{larger} enlarges images of 16x16: name a model that draws such before it"),
+        ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16 and got 64x64"),
+        ("larger", ("--low_res={small}", "--low_res={small}"), "2 pictures and 1 texts"),
+        ("base", ("--low_res={small}",), "{base} is a base model, which starts from no image"),
+        ("base larger", ("--steps=1,2,3",), "--steps=1,2,3 has 3 values for 2 stages"),
+        ("base larger", ("--threshold=dynamc",), "did you mean 'dynamic'?"),
+        ("base other", (), "{other}"),
+    ],
+)
+def test_what_does_not_fit_is_one_line(
+    trained, enlarger, drawn, tmp_path, stages, arguments, message
+):
+    names = {"base": trained, "larger": enlarger, "other": tmp_path / "other"}
+    names |= {"large": drawn[0] / "seed_000000.png", "small": drawn[0] / "seed_000000_16.png"}
+    if "other" in stages:  # The checkpoint of another architecture.
+        shutil.copytree(enlarger, names["other"])
+        config = json.loads((enlarger / "config.json").read_text())
+        config["unet"]["embed_dim"] = 64
+        (names["other"] / "config.json").write_text(json.dumps(config))
+    given = [f"--workdir={names[name]}" for name in stages.split()]
+    out = tmp_path / "out"
+    arguments = [argument.format(**names) for argument in arguments]
+    ended = commands.run("sample", f"--out={out}", *given, "--prompt=a red one", *arguments)
+    assert ended.code == 2, ended.err
+    assert message.format(**names) in ended.err
+    assert "Traceback" not in ended.err and not out.exists()
