@@ -57,11 +57,14 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
 
     FileNotFoundError that says what to do if it is neither.
     """
+    if not str(name):
+        raise ValueError(
+            "text.weights is empty: this encoder needs a folder with safetensors, or the name of a "
+            "model on the Hugging Face Hub such as google-t5/t5-small"
+        )
     folder = pathlib.Path(name).expanduser()
     if folder.is_dir():
         return folder
-    if not str(name):
-        raise ValueError("no weights are named: give a folder with safetensors, or a Hub name")
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) or str(name).startswith("."):
         raise FileNotFoundError(
             f"no folder {name}: give a folder that holds config.json and safetensors, or a name on "

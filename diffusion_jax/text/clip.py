@@ -69,7 +69,7 @@ class TextTower(nn.Module):
         init = nn.initializers.normal(0.02)
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
         positions = self.param("position_embedding", init, (self.max_tokens, self.width))
-        bias = mask_bias(jnp.tril(jnp.ones((length, length))))  # [L, L]
+        bias = mask_bias(jnp.tril(jnp.ones((1, 1, length, length))))
         if mask is not None:
             bias = jnp.minimum(bias, mask_bias(mask)[:, None, None])
         h = table[ids].astype(jnp.float32) + positions[:length].astype(jnp.float32)

@@ -188,7 +188,9 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
         name = re.sub(r"^(cond_stage_model\.transformer|model|clip)\.(?=\w)", "", name)
         if name.endswith(("position_ids", "logit_scale", "logit_bias")):
             continue
-        if re.match(r"(embeddings|encoder|final_layer_norm|pre_layrnorm|post_layernorm)\.", name):
+        if re.match(
+            r"(embeddings|encoder\.layers|final_layer_norm|pre_layrnorm|post_layernorm)\.", name
+        ):
             visual = "embeddings.class_embedding" in " ".join(state)
             name = f"{VISION if visual else TEXT}.{name}"
         arrays[name] = array

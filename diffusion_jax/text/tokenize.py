@@ -48,8 +48,8 @@ class Tokenize:
         ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
-    def __call__(self, texts: Sequence[str], length: int) -> dict[str, np.ndarray]:
-        """The mask is True for the text, and for what begins and ends it."""
+    def __call__(self, texts: Sequence[Any], length: int) -> dict[str, np.ndarray]:
+        """The mask is True for the text, and for what begins and ends it. ValueError if no text."""
         ids = np.full((len(texts), length), self.pad, np.int32)
         mask = np.zeros((len(texts), length), bool)
         first = [] if self.begin is None else [self.begin]
@@ -206,7 +206,7 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
     256 bytes, the same at the end of a word, a token for each merge, and two that begin and end.
     """
     lines = gzip.decompress(path.read_bytes()).decode().split("\n")
-    merges = [(a, b) for a, b in (line.split() for line in lines[1 : 49152 - 256 - 2 + 1])]
+    merges = [(a, b) for a, b in (line.split() for line in lines[1:48895] if line)]
     letters = _byte_letters()
     tokens = [*letters, *(letter + "</w>" for letter in letters)]
     tokens += [a + b for a, b in merges] + ["<|startoftext|>", "<|endoftext|>"]
@@ -224,7 +224,7 @@ def _resolve_entities(text: str) -> str:
     return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
 
 
-def _checked(text: str) -> str:
+def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"a text encoder that reads captions got {type(text).__name__} of shape "

@@ -1,0 +1,146 @@
+"""CLIP: the reference's numbers for both towers, folders of both origins, bad ones."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import pretrained
+from diffusion_jax.text import clip, clip_weights, embed, verify
+from tests.diffusion_jax.text import tiny_weights
+
+TEXT = {"penultimate", "text_features"}
+IMAGES = {"image_features", "clip_score"}
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "parameters"),
+    [
+        ("clip", {*TEXT, *IMAGES, "hidden_2", "pooled", "last_hidden_state"}, 33104),
+        ("open_clip", {*TEXT, *IMAGES, "last"}, 48832),
+    ],
+)
+def test_the_references_numbers(name, outputs, parameters):
+    errors = verify.verify(tiny_weights.case(name))
+    assert outputs <= errors.keys()
+    assert errors["max_relative_error"] < verify.TOLERANCE
+    assert errors["parameters"] == parameters
+
+
+def case_ids(case, tokenize):
+    """Texts of single letters whose ids are known."""
+    ids = tokenize(["a c", "b " * 40])["text_ids"]
+    assert ids[0, :4].tolist() == [38, 0, 2, 39]
+    assert ids[1].tolist() == [38, *[1] * 14, 39]
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "pad"),
+    [("clip", "last", 39), ("open_clip", "penultimate", 0), ("open_clip", "last", 0)],
+)
+def test_an_encoder_is_the_layer_that_it_is_told(tmp_path, name, layer, pad):
+    folder = tiny_weights.clip_folder(tmp_path / name, name)
+    encoder = clip.encoder(folder, width=24, max_tokens=16, layer=layer, dtype="float32")
+    ids = case_ids(tiny_weights.case(name), encoder.tokenize)
+    assert ids[0, 4:].tolist() == [pad] * 12
+    text, mask = embed(encoder, ["a c", "b " * 40])
+    opened = clip_weights.open_clip(folder)
+    tower, table = clip.text_tower(opened)
+    state = clip_weights.tower_state(opened, table)
+    params = verify.torch_weights.to_params(state, table, clip.abstract_params(tower))
+    np.testing.assert_allclose(text, getattr(jax.jit(tower.apply)(params, ids), layer), atol=1e-5)
+    assert mask.all()
+
+
+def test_the_last_layer_is_not_even_opened_for_the_penultimate(tmp_path):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
+    names = {
+        layer: clip.encoder(folder, width=24, max_tokens=16, layer=layer).frozen["params"].keys()
+        for layer in ("last", "penultimate")
+    }
+    assert {name.partition("_")[0] for name in names["last"] - names["penultimate"]} == {
+        "layer", "projection"
+    }  # fmt: skip
+    assert not any(name.startswith("layer_1") for name in names["penultimate"])
+
+
+def test_cosine_of_known_vectors():
+    images, texts = jnp.array([[3.0, 4.0], [0.0, -2.0]]), jnp.array([[1.0, 0.0], [0.0, 5.0]])
+    np.testing.assert_allclose(clip.cosine(images, texts), [[0.6, 0.8], [0, -1]], atol=1e-7)
+
+
+def test_bfloat16_is_near_float32(tmp_path):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
+    make = lambda dtype: clip.encoder(folder, width=24, max_tokens=16, dtype=dtype)
+    exact, _ = embed(make("float32"), ["a c"])
+    rounded, _ = embed(make("bfloat16"), ["a c"])
+    assert rounded.dtype == jnp.float32
+    difference = float(jnp.linalg.norm(exact - rounded) / jnp.linalg.norm(exact))
+    assert 1e-4 < difference < 0.03
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 768}, "text.width is 768, and the CLIP in .* is 24 wide: set text.width=24"),
+        ({"max_tokens": 77}, "text.max_tokens is 77, and the CLIP in .* has only 16 positions"),
+        ({"layer": "first"}, "layer is 'first': choose 'last' or 'penultimate'"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(tmp_path, fields, message):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
+    with pytest.raises(ValueError, match=message):
+        clip.encoder(folder, **({"width": 24, "max_tokens": 16} | fields))
+
+
+def test_other_weights_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="the weights are no CLIP: among 13 arrays"):
+        clip.encoder(tiny_weights.t5_folder(tmp_path / "t5"), width=16, max_tokens=8)
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
+    (folder / "merges.txt").unlink()
+    with pytest.raises(FileNotFoundError, match="holds no CLIP tokenizer"):
+        clip.encoder(folder, width=24, max_tokens=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 12}, "the config says num_hidden_layers 12, and the weights have 2"),
+        ({"num_attention_heads": 5}, "5 attention heads do not divide the width 24"),
+        ({"hidden_act": "tanh"}, "the activation 'tanh' of this CLIP is not known"),
+    ],
+)
+def test_a_config_of_another_model_is_refused(change, message):
+    case = tiny_weights.case("clip")
+    config = tiny_weights.config(case)
+    config["text_config"] |= change
+    with pytest.raises(ValueError, match=message):
+        clip.text_tower(clip_weights.from_state(tiny_weights.state(case), config))
+
+
+def test_a_tower_that_is_not_there_is_named():
+    case = tiny_weights.case("clip")
+    state = {n: a for n, a in tiny_weights.state(case).items() if not n.startswith("vis")}
+    opened = clip_weights.from_state(state, tiny_weights.config(case))
+    with pytest.raises(ValueError, match="hold no vision_model: only text_model"):
+        clip.image_tower(opened)
+
+
+def test_an_array_too_many_is_named():
+    case = tiny_weights.case("clip")
+    state = tiny_weights.state(case) | {"text_model.adapter.weight": np.zeros(2)}
+    opened = clip_weights.from_state(state, tiny_weights.config(case))
+    tower, table = clip.text_tower(opened)
+    with pytest.raises(ValueError, match=r"1 keys are left over: text_model\.adapter\.weight"):
+        verify.torch_weights.to_params(
+            clip_weights.tower_state(opened, table), table, clip.abstract_params(tower)
+        )
+
+
+def test_open_clip_without_its_own_config_needs_one(tmp_path):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
+    (folder / "open_clip_config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"no file .*config.json"):
+        clip_weights.open_clip(folder)
+    assert clip_weights.is_open_clip(pretrained.open_weights(folder))

@@ -1,0 +1,204 @@
+"""T5: the reference's numbers, NeMo's way of encoding, bf16 that does not overflow, bad folders."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import pretrained, sharding, torch_weights
+from diffusion_jax.text import embed, t5, verify
+from tests.diffusion_jax.text import tiny_weights
+
+RULES = [(r"(kernel|embedding)$", sharding.FSDP), (r"(bias|scale)$", sharding.P())]
+LONG = "A photo of a corgi riding a bike in Times Square. " * 2
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("t5_relu", 6640), ("t5_gated", 7304)])
+def test_the_references_numbers(name, parameters):
+    """Layers, masks with holes, a text of 200 tokens; t5_gated has other buckets than usual."""
+    errors = verify.verify(tiny_weights.case(name))
+    assert errors["parameters"] == parameters
+    assert {"hidden_0", "hidden_1", "last_hidden_state", "long"} <= errors.keys()
+    assert errors["max_relative_error"] < verify.TOLERANCE
+
+
+def test_distances_and_their_buckets_of_the_paper():
+    """32 buckets: eight distances one by one, then eight ranges, the last from 128 * 2^-0.5."""
+    buckets = t5.distance_buckets(601, 32, 128)
+    expected = {0: 0, -1: 1, -7: 7, -8: 8, -11: 8, -12: 9, -16: 10, -23: 11, -32: 12, -90: 14,
+                -91: 15, -600: 15, 1: 17, 7: 23, 16: 26, 600: 31}  # fmt: skip
+    assert {d: buckets[600 + d] for d in expected} == expected
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_weights.t5_folder(tmp_path_factory.mktemp("weights") / "t5")
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return t5.encoder(folder, width=16, max_tokens=8, read_tokens=40, dtype="float32")
+
+
+def by_hand(folder, text, length, kept):
+    """Pads to `length`, encodes all of it, and cuts only then."""
+    state = pretrained.open_weights(folder)
+    model, table = t5.from_state(state, tiny_weights.read_config(folder))
+    params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
+    tokens = t5.tokenize.t5(folder)([text], length)
+    states = jax.jit(model.apply)(params, tokens["text_ids"], tokens["text_mask"])
+    mask = tokens["text_mask"][:, :kept]
+    return states[:, :kept] * mask[..., None], mask
+
+
+@pytest.mark.parametrize("text", ["", "a red seven", LONG])
+def test_a_text_is_padded_encoded_and_then_cut(folder, encoder, text):
+    actual, mask = embed(encoder, [text])
+    expected, expected_mask = by_hand(folder, text, 40, 8)
+    np.testing.assert_array_equal(mask, expected_mask)
+    # Only the order of sums may differ: a text that fits is encoded without its padding.
+    np.testing.assert_allclose(actual, expected, atol=2e-6 * float(jnp.abs(expected).max()))
+    assert not np.asarray(actual)[~np.asarray(mask)].any()
+
+
+def test_what_is_cut_has_been_read(encoder):
+    (one, other), mask = embed(encoder, [LONG, LONG.replace("Square", "photo")])
+    assert mask.all()
+    assert float(jnp.abs(one - other).max()) > 1e-3
+
+
+def test_one_long_text_changes_no_other_of_its_batch(encoder):
+    alone, _ = embed(encoder, ["a red seven", ""])
+    together, _ = embed(encoder, ["a red seven", LONG])
+    np.testing.assert_allclose(alone[0], together[0], atol=1e-6 * float(jnp.abs(alone).max()))
+
+
+def test_512_tokens_are_read_unless_told_otherwise(folder):
+    tokens = t5.encoder(folder, width=16, max_tokens=128).tokenize(["x " * 600])
+    assert tokens["text_ids"].shape == (1, 512)
+    assert tokens["text_ids"][0, -1] == 1
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Embeddings of about 1e6, to which a layer adds about 3e3."""
+    path = tmp_path_factory.mktemp("weights") / "large"
+    return tiny_weights.t5_folder(path, stream=4e6, update=3e3)
+
+
+def what_the_layer_adds(folder, dtype):
+    """To the normalised output; with the largest value of the residual stream."""
+    state = pretrained.open_weights(folder)
+    model, table = t5.from_state(state, tiny_weights.read_config(folder), dtype)
+    params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
+    params = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), params)
+    tokens = t5.tokenize.t5(folder)(["a photo of a bike"], 6)
+    embeddings, out = jax.jit(
+        lambda p, i, m: model.apply(p, i, m, method="hidden_states")
+    )(params, tokens["text_ids"], tokens["text_mask"])  # fmt: skip
+    rms = jnp.sqrt((embeddings**2).mean(-1, keepdims=True))
+    scale = params["params"]["final_norm"]["scale"].astype(jnp.float32)
+    return out - embeddings / rms * scale, float(jnp.abs(embeddings).max())
+
+
+def test_bfloat16_keeps_what_a_layer_adds_to_a_large_stream(large):
+    """float16 ends at 65,504; steps of bf16 are 8,192 at 1e6, so that such a sum loses 3e3."""
+    exact, largest = what_the_layer_adds(large, jnp.float32)
+    rounded, _ = what_the_layer_adds(large, jnp.bfloat16)
+    assert largest > 1e6
+    assert float(jnp.abs(exact).max()) > 1e-3
+    error = float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
+    assert error < 0.05
+
+
+def test_bfloat16_is_near_float32_at_a_stream_of_1e15(tmp_path):
+    folder = tiny_weights.t5_folder(tmp_path / "t5", stream=1e15, update=1e15)
+    make = lambda dtype: t5.encoder(folder, width=16, max_tokens=6, read_tokens=6, dtype=dtype)
+    exact, _ = embed(make("float32"), ["a photo of a bike"])
+    rounded, _ = embed(make("bfloat16"), ["a photo of a bike"])
+    assert bool(jnp.isfinite(rounded).all())
+    assert rounded.dtype == jnp.float32
+    error = float(jnp.linalg.norm(rounded - exact) / jnp.linalg.norm(exact))
+    assert 1e-4 < error < 0.02
+
+
+def test_sharded_over_eight_devices_it_is_the_same(folder, encoder):
+    mesh = sharding.make_mesh(1, 8, 1)
+    frozen = sharding.place_all(encoder.frozen, mesh, RULES)
+    table = frozen["params"]["token_embedding"]
+    assert table.addressable_shards[0].data.size == table.size // 8
+    assert table.dtype == jnp.float32
+    tokens = encoder.tokenize([LONG, "a red seven"] * 4)
+    tokens = jax.device_put(tokens, sharding.batch_sharding(mesh))
+    actual, mask = jax.jit(encoder.encode)(frozen, tokens)
+    expected, _ = embed(encoder, [LONG, "a red seven"] * 4)
+    np.testing.assert_allclose(actual, expected, atol=2e-6 * float(jnp.abs(expected).max()))
+    assert int(mask.sum()) == 4 * (8 + 5)
+
+
+def test_weights_are_opened_and_not_read(encoder):
+    leaves = jax.tree.leaves(encoder.frozen)
+    assert all(isinstance(leaf, pretrained.Stored) for leaf in leaves)
+    assert len(leaves) == 11  # Neither the decoder nor the second name of the embedding.
+
+
+def spoilt(path, **config):
+    """A folder whose config.json says otherwise."""
+    folder = tiny_weights.t5_folder(path)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 1024}, "text.width is 1024, and the T5 in .* is 16 wide: set text.width=16"),
+        ({"read_tokens": 4}, "text.read_tokens is 4, fewer than the 8 of text.max_tokens"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(folder, fields, message):
+    with pytest.raises(ValueError, match=message):
+        t5.encoder(folder, **({"width": 16, "max_tokens": 8} | fields))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_layers": 24}, "the config says num_layers 24, and the weights have 1"),
+        ({"feed_forward_proj": "gated-gelu"}, "asks for a gated feed-forward layer, and the"),
+        (
+            {"feed_forward_proj": "rleu"},
+            "feed_forward_proj is 'rleu' in config.json: known are relu",
+        ),
+    ],
+)
+def test_a_config_of_another_model_is_refused(tmp_path, config, message):
+    with pytest.raises(ValueError, match=message):
+        t5.encoder(spoilt(tmp_path / "t5", **config), width=16, max_tokens=8)
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    folder = tiny_weights.t5_folder(tmp_path / "t5", vocab_size=7000)
+    message = "the tokenizer in .* knows 7500 tokens, and its weights only 7000"
+    with pytest.raises(ValueError, match=message):
+        t5.encoder(folder, width=16, max_tokens=8)
+
+
+def test_other_weights_and_missing_files_are_refused(tmp_path):
+    folder = tiny_weights.t5_folder(tmp_path / "t5")
+    (folder / "spiece.model").unlink()
+    with pytest.raises(FileNotFoundError, match=r"neither spiece\.model nor tokenizer\.json"):
+        t5.encoder(folder, width=16, max_tokens=8)
+    (folder / "config.json").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"no file .*config.json: it comes with the weights"
+    ):
+        t5.encoder(folder, width=16, max_tokens=8)
+    clip = tiny_weights.clip_folder(tmp_path / "clip", "clip")
+    with pytest.raises(
+        ValueError, match=r"the weights are no T5 encoder: they lack shared\.weight"
+    ):
+        t5.encoder(clip, width=16, max_tokens=8)

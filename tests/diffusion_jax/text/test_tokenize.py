@@ -1,0 +1,146 @@
+"""Tokens: the ids that sentencepiece, open_clip and transformers give."""
+
+import gzip
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from diffusion_jax.text import tokenize
+from tests.diffusion_jax.text.tiny_weights import FIXTURES, ROOT, spiece
+
+SHARED = ROOT.parent / "shared" / "tokenizers"
+CORGI = "A photo of a corgi riding a bike in Times Square."
+CORGI_IDS = [71, 1202, 13, 3, 9, 4301, 122, 23, 7494, 3, 9, 3724, 16, 5324, 7120, 5, 1]
+
+
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("t5")
+    (folder / "spiece.model").write_bytes(spiece())
+    return tokenize.t5(folder)
+
+
+@pytest.fixture(scope="module")
+def clip_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("clip")
+    merges = (FIXTURES / "clip_merges_2000.txt.gz").read_bytes()
+    (folder / "bpe_simple_vocab_16e6.txt.gz").write_bytes(merges)
+    return folder
+
+
+def ids(tokenizer, text, length=64):
+    tokens = tokenizer([text], length)
+    return tokens["text_ids"][0][tokens["text_mask"][0]].tolist()
+
+
+def test_t5s_reference_caption(t5):
+    assert ids(t5, CORGI) == CORGI_IDS
+    assert t5.vocab_size == 7500
+
+
+def test_t5_pads_with_0_and_masks(t5):
+    tokens = t5([CORGI, ""], 20)
+    np.testing.assert_array_equal(tokens["text_ids"], [CORGI_IDS + [0] * 3, [1] + [0] * 19])
+    np.testing.assert_array_equal(tokens["text_mask"].sum(1), [17, 1])
+    assert (tokens["text_ids"].dtype, tokens["text_mask"].dtype) == (np.int32, bool)
+
+
+def test_a_long_text_keeps_its_beginning_and_an_end(t5):
+    assert ids(t5, CORGI, length=6) == [*CORGI_IDS[:5], 1]
+
+
+def test_t5_normalises_characters_and_spaces(t5):
+    """By the model's own map: circled and full-width letters, ligatures, runs of white space."""
+    assert ids(t5, "  two   spaces ①\n new") == ids(t5, "two spaces 1 new")
+    assert ids(t5, "\uff34imes \ufb01ne") == ids(t5, "Times fine")
+
+
+def test_control_tokens_in_a_caption_are_its_letters(t5):
+    assert not {0, 1} & set(ids(t5, "<pad> x </s> y")[:-1])
+
+
+def test_clips_reference_caption(clip_folder):
+    """With 2,000 of 48,894 merges a text begins with 2512 and ends with 2513."""
+    caption = [320, 1125, 539, 320, 2368]
+    assert ids(tokenize.clip(clip_folder), "a photo of a cat") == [2512, *caption, 2513]
+    assert ids(tokenize.clip(clip_folder), " A  Photo OF\na cat ") == [2512, *caption, 2513]
+
+
+def test_open_clip_pads_with_0_and_others_with_the_end(clip_folder):
+    for open_clip, pad in ((True, 0), (False, 2513)):
+        tokens = tokenize.clip(clip_folder, open_clip=open_clip)(["a cat"], 6)
+        assert tokens["text_ids"].tolist() == [[2512, 320, 2368, 2513, pad, pad]]
+
+
+def test_open_clip_resolves_entities(clip_folder):
+    as_open_clip = tokenize.clip(clip_folder, open_clip=True)
+    assert ids(as_open_clip, "a &amp;amp; b") == ids(as_open_clip, "a & b")
+    assert ids(tokenize.clip(clip_folder), "a &amp; b") != ids(tokenize.clip(clip_folder), "a & b")
+
+
+def test_vocab_and_merges_are_the_same_tokenizer(clip_folder, tmp_path):
+    lines = (clip_folder / "bpe_simple_vocab_16e6.txt.gz").read_bytes()
+    merges = gzip.decompress(lines).decode().split("\n")[1:]
+    vocab = tokenize.clip(clip_folder)._tokenizer.get_vocab()
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("\n".join(["#version: 0.2", *merges]))
+    text = "an astronaut's 12 photos, très jolies!"
+    assert ids(tokenize.clip(tmp_path), text) == ids(tokenize.clip(clip_folder), text)
+
+
+def test_tokenizer_json_is_the_same_tokenizer(t5, clip_folder, tmp_path):
+    clip = tokenize.clip(clip_folder)
+    clip._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert ids(tokenize.clip(tmp_path), "a photo") == ids(clip, "a photo")
+
+
+def test_threads_do_not_disturb_each_other(t5):
+    results = []
+
+    def work(length):
+        for _ in range(50):
+            results.append(t5([CORGI], length)["text_mask"].sum() == min(length, 17))
+
+    threads = [threading.Thread(target=work, args=[length]) for length in (4, 9, 17, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert results == [True] * 200
+
+
+@pytest.mark.parametrize("make", [tokenize.t5, tokenize.clip])
+def test_a_folder_without_a_tokenizer_is_named(make, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds n.*copy.*beside"):
+        make(tmp_path)
+
+
+def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
+    (tmp_path / "spiece.model").write_bytes(b"\x0a\xff\xff")
+    with pytest.raises(ValueError, match=r"spiece\.model is no sentencepiece model, or damaged"):
+        tokenize.t5(tmp_path)
+    (tmp_path / "spiece.model").unlink()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot read the tokenizer"):
+        tokenize.t5(tmp_path)
+    tokenize.clip(clip_folder)._tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="has no </s> or no <pad>: it is not T5's"):
+        tokenize.t5(tmp_path)
+
+
+def test_embeddings_in_place_of_captions_are_refused(t5):
+    message = r"got ndarray of shape \(3, 8\): set data.text=txt, or take the encoder 'precomputed'"
+    with pytest.raises(ValueError, match=message):
+        t5([np.zeros((3, 8))], 8)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="needs the whole tokenizer files")
+def test_the_whole_files_give_the_references_ids():
+    assert ids(tokenize.t5(SHARED), CORGI) == CORGI_IDS
+    clip = tokenize.clip(SHARED, open_clip=True)
+    text = "Tom &amp;amp; Jerry's   café №5 — 日本 😀"
+    body = [2435, 261, 9164, 568, 15304, 8604, 500, 276, 2005, 39121, 19277, 361, 7334]
+    assert ids(clip, text) == [49406, *body, 49407]
+    assert clip(["x " * 100], 77)["text_ids"][0].tolist() == [49406, *[343] * 75, 49407]

@@ -1,0 +1,123 @@
+"""Training with a T5 that encodes captions on the way: frozen, sharded, in no checkpoint."""
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base64_500m_online, quickstart
+from diffusion_jax import checkpoint, loop, pretrained, sharding
+from imagen_jax import task
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.text import tiny_weights
+
+
+def settings(**text):
+    c = quickstart.get_config()
+    c.unet.update(image_size=toy.SIZE, patch=2, embed_dim=32, head_dim=32)
+    c.text.update({"encoder": "t5", "width": 16, "max_tokens": 6, "read_tokens": 6} | text)
+    c.optimizer.update(schedule="constant")
+    c.update(steps=2, batch_size=8, sample_every=0, save_every=2, log_every=1)
+    return task.read_settings(c.to_dict())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_weights.t5_folder(tmp_path_factory.mktemp("weights") / "t5")
+
+
+def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypatch):
+    """With the config, the data, the rules and the loop of Imagen, and a network in miniature."""
+    from diffusion_jax.data import pictures, pipeline
+
+    s = settings(weights=str(folder), dtype="float32")
+    encoder = task.text_encoder(s.text)
+    tiny = toy.task(encoder)._replace(rules=task.RULES)
+    mesh = sharding.make_mesh(1, 8, 1)
+    placed = []
+
+    def place_all(*arguments):
+        placed.append(sharding.place_all(*arguments))
+        return placed[-1]
+
+    monkeypatch.setattr(loop, "place_all", place_all)
+    digits = pictures.open_pictures("digits", size=toy.SIZE)
+    batches = pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0)
+    examples = loop.Examples(encoder.tokenize(s.run.prompts), s.run.prompts, 2.0)
+    with batches:
+        state = loop.train(tiny, s.run, s.optimizer, mesh, batches, examples, tmp_path, {})
+    assert (int(state.step), int(state.skipped)) == (2, 0)
+
+    (frozen,) = placed
+    table = frozen["text"]["params"]["token_embedding"]
+    assert [shard.data.size for shard in table.addressable_shards] == [table.size // 8] * 8
+    for name, array in pretrained.open_weights(folder).items():
+        if name == "shared.weight":
+            np.testing.assert_array_equal(table, array)
+    stored = jax.tree.map(np.asarray, encoder.frozen)
+    jax.tree.map(np.testing.assert_array_equal, frozen["text"], stored)
+
+    names = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)}
+    assert not any("token_embedding" in name or "block_0" in name for name in names)
+    saved = tmp_path / loop.CHECKPOINTS / "2"
+    on_disk = " ".join(path.read_text(errors="ignore") for path in saved.rglob("*_METADATA"))
+    assert "pixels" in on_disk
+    assert "token_embedding" not in on_disk
+    assert "relative_bias" not in on_disk
+    restored = checkpoint.load_params(tmp_path / loop.CHECKPOINTS, jax.eval_shape(
+        tiny.init, jax.random.key(0)), "raw", None)  # fmt: skip
+    assert restored.keys() == {"pixels", "text", "time", "out"}
+
+
+def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
+    """Traced, not run: the weights are inputs of the program, and no constants of it."""
+    s = settings(weights=str(folder))
+    encoder = task.text_encoder(s.text)
+    imagen = task.make_task(s, encoder)
+    assert imagen.frozen is encoder.frozen
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    frozen = jax.tree.map(shape, imagen.frozen)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(frozen)} == {"bfloat16"}
+    batch = encoder.tokenize(["a red seven"] * 8) | {"image": np.zeros((8, 8, 8, 3), np.uint8)}
+    params = jax.eval_shape(imagen.init, jax.random.key(0))
+    key = jax.random.key(1)
+    program, (loss, _) = jax.make_jaxpr(imagen.loss, return_shape=True)(params, frozen, batch, key)
+    largest = max(np.size(constant) for constant in program.consts)
+    assert largest < 1000 < encoder.frozen["params"]["token_embedding"].size
+    assert (loss.shape, loss.dtype) == ((), np.float32)
+
+
+def test_the_shipped_config_is_nemos():
+    c = base64_500m_online.get_config()
+    s = task.read_settings(c.to_dict())
+    assert s.text == task.Text(
+        encoder="t5",
+        weights="weights/t5-11b-encoder",
+        width=1024,
+        max_tokens=128,
+        read_tokens=512,
+        dtype="bfloat16",
+        drop_prob=0.1,
+    )
+    assert len(s.run.prompts) == 4
+    with pytest.raises(FileNotFoundError, match="weights/t5-11b-encoder"):
+        task.text_encoder(s.text)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ({"encoder": "t6"}, "text.encoder is 't6': choose from hashed, precomputed, t5, clip,"),
+        ({"dtype": "float16"}, "text.dtype is 'float16': did you mean 'bfloat16'"),
+    ],
+)
+def test_mistakes_in_the_config_are_named(text, message):
+    with pytest.raises(ValueError, match=message):
+        settings(**text)
+
+
+@pytest.mark.parametrize(("encoder", "layer"), [("clip", 1), ("clip_penultimate", 0)])
+def test_clip_is_chosen_by_name(tmp_path, encoder, layer):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
+    text = settings(encoder=encoder, weights=str(folder), width=24, max_tokens=16).text
+    names = task.text_encoder(text).frozen["params"].keys()
+    assert max(int(n.split("_")[1]) for n in names if n.startswith("layer_")) == layer
