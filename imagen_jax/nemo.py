@@ -56,8 +56,10 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
 
 def abstract_params(unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Shapes of a UNet's parameters, without making them; ValueError if its fields do not fit."""
-    module = unet_module if isinstance(unet, UNet) else efficient_unet
-    module.check_layers(unet)
+    if isinstance(unet, UNet):
+        unet_module.check_layers(unet)
+    else:
+        efficient_unet.check_layers(unet)
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 

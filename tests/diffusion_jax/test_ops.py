@@ -136,6 +136,15 @@ def test_valid_tokens_come_first_in_their_order():
     np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
 
 
+def test_halving_convolution_sees_4x4_windows_two_pixels_apart():
+    x, kernel, bias = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1), normal(5)
+    padded = np.pad(np.float64(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (4, 4), axis=(1, 2))[:, ::2, ::2]
+    expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel)) + np.float64(bias)
+    assert expected.shape == (2, 3, 2, 5)
+    np.testing.assert_allclose(ops.conv_4x4_halving(x, kernel, bias), expected, atol=1e-5)
+
+
 def test_transposed_convolution_spreads_each_pixel_over_4x4():
     x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
     out = np.zeros((2, 2 * 3 + 2, 2 * 5 + 2, 6))

@@ -1,4 +1,4 @@
-"""Imagen's regular UNet once more, in numpy and in NeMo's names and layouts (NCHW, OIHW).
+"""Imagen's UNets once more, in numpy and in NeMo's names and layouts (NCHW, OIHW).
 
 A second derivation to hold the first against: slow, plain, in the precision of its weights. It
 reads the NeMo config as NeMo does, so it also knows the options' defaults.
@@ -26,10 +26,27 @@ DEFAULTS = dict(
 )
 
 
-def forward(config, weights, x, time, text_embed, text_mask, x_low_res=None, time_low_res=None):
-    """The output, [B, 3, H, W]."""
-    o = DEFAULTS | config["unet"]
+EFFICIENT_DEFAULTS = DEFAULTS | dict(
+    channel_mult=[1, 1, 2, 4, 8],
+    num_resblocks=[1, 2, 4, 8, 8],
+    atnn_enabled_at=[0, 0, 0, 0, 1],
+    num_attn_heads=8,
+    skip_connection_scaling=False,
+)
+
+
+def forward(config, weights, **inputs):
+    """The output, [B, 3, H, W], of the network that a NeMo config describes."""
     net = _Weights(weights)
+    regular = config.get("unet_type", "base") != "sr"
+    o = (DEFAULTS if regular else EFFICIENT_DEFAULTS) | config["unet"]
+    y = (_regular if regular else _efficient)(net, o, *_conditions(net, o, **inputs))
+    assert net.unread() == set()
+    return y
+
+
+def _conditions(net, o, x, time, text_embed, text_mask, x_low_res=None, time_low_res=None):
+    """(the image and its low-res one, the embedding, the context, its mask)."""
     text_mask = text_mask.astype(bool)
     e = time_embed(net / "time_embed", o, time)
     if time_low_res is not None:
@@ -42,7 +59,38 @@ def forward(config, weights, x, time, text_embed, text_mask, x_low_res=None, tim
         text_mask = np.pad(text_mask, ((0, 0), (0, 1)), constant_values=True)
     if x_low_res is not None:
         x = np.concatenate([x, bicubic(x_low_res, *x.shape[2:]).astype(x.dtype)], axis=1)
+    return x, e, context, text_mask
 
+
+def _efficient(net, o, x, e, context, text_mask):
+    deepest = len(o["channel_mult"]) - 1
+    scale = 0.5**0.5 if o["skip_connection_scaling"] else 1
+
+    def blocks(p, level, h):
+        for i in range(max(o["num_resblocks"][level], 1)):
+            block = p / f"blocks.{i}"
+            branch = res_branch(block, o, h, e, last=2)
+            h = branch + conv1x1(block / "shortcut", h) * scale
+        if o["atnn_enabled_at"][level]:
+            width = o["per_head_channels"]
+            width = h.shape[1] // o["num_attn_heads"] if width == -1 else width
+            attention = ATTENTION[o["attention_type"]]
+            h = attention(p / "attention_layer", h, context, text_mask, width)
+        return h
+
+    h, skips = conv(net / "init_conv", x), []
+    for level in range(deepest + 1):
+        p = net / f"DBlocks.{level}"
+        h = blocks(p, level, h if level == deepest else conv(p / "conv", h, stride=2))
+        skips.append(h)
+    for level in reversed(range(deepest + 1)):
+        p = net / f"UBlocks.{level}"
+        h = blocks(p, level, skips[level] + (0 if level == deepest else h))
+        h = h if level == deepest else conv_transpose(p / "conv", h)
+    return conv1x1(net / "out", h)
+
+
+def _regular(net, o, x, e, context, text_mask):
     def attend(block, h):
         return ATTENTION[o["attention_type"]](block, h, context, text_mask, o["per_head_channels"])
 
@@ -76,9 +124,8 @@ def forward(config, weights, x, time, text_embed, text_mask, x_low_res=None, tim
                 h = up(block / str(last), o, h, e)
                 factor //= 2
             n += 1
-    y = conv(net / "out.2", silu(group_norm(net / "out.0", h)))
-    assert not skips and net.unread() == set()
-    return y
+    assert not skips
+    return conv(net / "out.2", silu(group_norm(net / "out.0", h)))
 
 
 class _Weights:
@@ -113,7 +160,8 @@ def conv1x1(p, x):
 def conv(p, x, stride=1):
     w = p["weight"]
     k = w.shape[-1]
-    x = np.pad(x, ((0, 0), (0, 0), (k // 2, k // 2), (k // 2, k // 2)))
+    pad = (k - 1) // 2  # 1 for kernels of 3 and of 4.
+    x = np.pad(x, ((0, 0), (0, 0), (pad, pad), (pad, pad)))
     windows = np.lib.stride_tricks.sliding_window_view(x, (k, k), axis=(2, 3))
     y = np.tensordot(windows[:, :, ::stride, ::stride], w, ((1, 4, 5), (1, 2, 3)))
     return np.moveaxis(y + p["bias"], -1, 1)
@@ -178,17 +226,21 @@ def text_vector(net, o, text, context):
     return linear(p / "3", silu(linear(p / "1", layer_norm(p / "0", pooled))))
 
 
-def res_block(p, o, x, e, resize=lambda name, x: x):
-    h = resize("h_upd", silu(group_norm(p / "in_layers.0", x)))
-    x = resize("x_upd", x)
-    h = conv(p / "in_layers.2", h)
+def res_branch(p, o, x, e, resize=lambda name, x: x, *, last):
+    """All of a residual block but its shortcut; `last` is the number of its second convolution."""
+    h = conv(p / "in_layers.2", resize("h_upd", silu(group_norm(p / "in_layers.0", x))))
     e = linear(p / "emb_layers.1", silu(e))[:, :, None, None]
     if o["scale_shift_norm"]:
         scale, shift = np.split(e, 2, axis=1)
         h = group_norm(p / "out_layers.0", h) * (1 + scale) + shift
     else:
         h = group_norm(p / "out_layers.0", h + e)
-    h = conv(p / "out_layers.3", silu(h))
+    return conv(p / f"out_layers.{last}", silu(h))
+
+
+def res_block(p, o, x, e, resize=lambda name, x: x):
+    h = res_branch(p, o, x, e, resize, last=3)
+    x = resize("x_upd", x)
     if "weight" in p / "skip_connection":
         x = conv1x1(p / "skip_connection", x)
     return x + h
