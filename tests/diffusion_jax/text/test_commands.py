@@ -38,12 +38,18 @@ def test_a_case_within_tolerance_exits_with_0(run, tmp_path):
     assert errors["parameters"] == 6640
 
 
+def short_case():
+    """Without the text of 200 tokens, which is a program of its own."""
+    return {n: a for n, a in tiny_weights.case("t5_relu").items() if "long" not in n}
+
+
 @pytest.mark.parametrize("by", [3e-5, np.nan])
 def test_a_case_beyond_it_exits_with_1(run, tmp_path, by):
-    case = tiny_weights.case("t5_relu")
-    long = case["out/long"].copy()
-    long[0, 150, 3] += by * np.abs(long).max()
-    code, out, _ = run("verify", saved(tmp_path / "case.npz", case, **{"out/long": long}))
+    case = short_case()
+    last = case["out/last_hidden_state"].copy()
+    last[0, 5, 3] += by * np.abs(last).max()
+    case["out/last_hidden_state"] = last
+    code, out, _ = run("verify", saved(tmp_path / "case.npz", case))
     assert code == 1
     assert not json.loads(out)["max_relative_error"] < 2e-5
 
@@ -51,15 +57,15 @@ def test_a_case_beyond_it_exits_with_1(run, tmp_path, by):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"out/long": np.zeros((1, 3, 16))}, "the case's long is (1, 3, 16), and ours is (1, 200"),
+        ({"out/hidden_1": np.zeros((3, 16))}, "the case's hidden_1 is (3, 16), and ours is (3, 9,"),
         ({"__meta__": None}, "the case lacks its config"),
         ({"w/shared.weight": None}, "the weights are no T5 encoder: they lack shared.weight"),
         ({"w/encoder.block.1.layer.0.layer_norm.weight": None}, "1 keys are missing"),
-        ({"in/ids": None, "in/long_ids": None}, "the case lacks inputs: it needs ids"),
+        ({"in/ids": None}, "the case lacks inputs: it needs ids"),
     ],
 )
 def test_a_case_that_cannot_be_read_exits_with_2(run, tmp_path, change, message):
-    case = tiny_weights.case("t5_relu") | change
+    case = short_case() | change
     case = {name: array for name, array in case.items() if array is not None}
     if "w/shared.weight" in change:
         del case["w/encoder.embed_tokens.weight"]
