@@ -7,8 +7,8 @@ a pickle; convert it once, with torch installed, to 19.5 GB:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 
-The encoder has 4,864,791,552 weights: 9.7 GB in bf16, which are spread over mesh.fsdp and are in no checkpoint. NeMo gives
-online encoding as 3 to 4 times slower than precomputed embeddings.
+The encoder has 4,864,791,552 weights: 9.7 GB in bf16, which are spread over mesh.fsdp and are in
+no checkpoint. NeMo gives online encoding as 3 to 4 times slower than precomputed embeddings.
 """
 
 from ml_collections import ConfigDict
