@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, UInt8
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.digits import Digits
-from diffusion_jax.data.sources import Folder, Records
+from diffusion_jax.data.sources import Folder, Records, TextRecords
 from diffusion_jax.data.webdataset import WebDataset
 
 _MAX_SUBSTITUTES = 100
@@ -40,6 +40,22 @@ class Pictures(Protocol):
     def skipped(self) -> dict[str, int]:
         """How many things could not be used so far, by reason."""
         ...
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """Pictures whose texts can be had without making the pictures."""
+
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """The texts of these indices, also of pictures that turn out unusable."""
+        ...
+
+
+def read_texts(pictures: Pictures, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+    """The texts of pictures, without making the pictures where the source can."""
+    if isinstance(pictures, Texts):
+        return pictures.texts(indices)
+    return pictures.read(indices)[1]
 
 
 def open_pictures(
@@ -102,6 +118,13 @@ class Decoded:
         usable = [self._usable(int(i), at) for i, at in zip(indices, rows, strict=False)]
         images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
+
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """The records' texts; their images are not read where the source can do without."""
+        records = self._records
+        if isinstance(records, TextRecords):
+            return [records.text(i) for i in indices.tolist()]
+        return [records[i].text for i in indices.tolist()]
 
     def skipped(self) -> dict[str, int]:
         """How many different records were met that are unusable, and what the source left out."""

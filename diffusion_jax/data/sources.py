@@ -38,6 +38,15 @@ class Records(Protocol):
         ...
 
 
+@runtime_checkable
+class TextRecords(Protocol):
+    """Records whose texts can be read without their images."""
+
+    def text(self, index: int) -> Any:
+        """`records[index].text`."""
+        ...
+
+
 class Folder:
     """The images under a folder, in the order of their names, each with a text of the same stem.
 
@@ -68,6 +77,11 @@ class Folder:
         image, text = self._pairs[index]
         contents = (self._root / text).read_bytes()
         return Record((self._root / image).read_bytes(), read_text(contents, text), image)
+
+    def text(self, index: int) -> Any:
+        """Reads the text alone; OSError if its file has gone."""
+        name = self._pairs[index][1]
+        return read_text((self._root / name).read_bytes(), name)
 
     def left_out(self) -> dict[str, int]:
         """Images without a text, as {"no_caption": n}."""

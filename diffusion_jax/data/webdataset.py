@@ -16,7 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -77,6 +77,12 @@ class WebDataset:
             image, text = (_read(tar, *span) for span in self._spans[index].tolist())
         text_name = f"{name.rpartition('.')[0]}.{self._text}"
         return Record(image, sources.read_text(text, text_name), name)
+
+    def text(self, index: int) -> Any:
+        """Reads the text alone; OSError if the tar has gone."""
+        with self._tars[self._tar_of[index]].open("rb") as tar:
+            contents = _read(tar, *self._spans[index, 1].tolist())
+        return sources.read_text(contents, f"{tar.name}.{self._text}")
 
     def left_out(self) -> dict[str, int]:
         """Counts of "no_caption" and of "truncated_tar", whose whole members are still used."""
