@@ -1,8 +1,9 @@
 """Arrays from the files of torch and NeMo: read without torch, and without running what they hold.
 
-A torch checkpoint is a zip of a pickle and of raw arrays, or, before torch 1.6, some pickles with the
-raw arrays after them. A pickle can name any function to be called when it is opened. Here it is given none: names stand for arrays and dictionaries, or for
-nothing at all, so that settings and optimizers that lie beside the weights cannot hurt.
+A torch checkpoint is a zip of a pickle and of raw arrays, or, before torch 1.6, some pickles before
+the raw arrays. A pickle can name any function to be called when it is opened. Here it is given
+none: names stand for arrays and dictionaries, or for nothing at all, so that settings and
+optimizers that lie beside the weights cannot hurt.
 """
 
 import collections
@@ -155,7 +156,7 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def _read_old(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """Before 1.6: magic, version, machine, content, keys of storages, then each count and values."""
+    """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
     try:
         magic = _Unpickler(file).load()
     except Exception:

@@ -149,7 +149,7 @@ def _abstract() -> dict[str, dict[str, dict[str, jax.ShapeDtypeStruct]]]:
 
 
 def _fold(conv: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "..."]]:
-    """y * scale + offset of the batch norm, moved into kernel and bias, in float64 until the end."""
+    """The batch norm's factor and offset moved into kernel and bias; rounded at the end alone."""
     scale = conv["scale"] / np.sqrt(conv["variance"].astype(np.float64) + _EPS)
     bias = conv["bias"] - conv["mean"] * scale
     return {
