@@ -28,7 +28,16 @@ _STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 _WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
-_KNOWN_TFLOP = {524_897_540: 1.003, 2_171_162_116: 3.947}
+_KNOWN_TFLOP = {
+    524_897_540: 1.003,  # base64_500m
+    2_171_162_116: 3.947,  # base64_2b
+    408_350_468: 4.287,  # sr256_400m
+    429_350_660: 4.300,  # sr256_400m_t5xxl
+    568_675_844: 4.925,  # sr256_450m
+    646_023_428: 1.490,  # sr256_600m
+    700_610_308: 1.574,  # sr256_600m_stacked
+    639_193_348: 1.477,  # sr1024_600m, on crops of 256
+}
 
 
 def main(argv: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""base64_500m with T5-11b's encoder (4,864,791,552 parameters, frozen) run in training on captions.
+"""base64_500m, 524,897,540 parameters, on captions: T5-11b's encoder, frozen, runs in training.
 
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
@@ -7,8 +7,8 @@ a pickle; convert it once, with torch installed, to 19.5 GB:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 
-The encoder's bf16 weights, 9.7 GB, are spread over mesh.fsdp and are in no checkpoint. NeMo gives
-online encoding as 3 to 4 times slower than precomputed embeddings.
+The encoder has 4,864,791,552 weights: 9.7 GB in bf16, which are spread over mesh.fsdp and are in
+no checkpoint. NeMo gives online encoding as 3 to 4 times slower than precomputed embeddings.
 """
 
 from ml_collections import ConfigDict

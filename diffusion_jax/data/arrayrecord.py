@@ -10,7 +10,7 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
-from array_record.python import array_record_module
+from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
 from diffusion_jax.data import examples, sources, storage, webdataset
 from diffusion_jax.data.sources import Record

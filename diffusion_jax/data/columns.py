@@ -40,7 +40,7 @@ class Arrow:
         images = [f.name for f in table.schema if _is_image(f.type)]
         if not images or text not in table.column_names or not len(table):
             raise ValueError(
-                f"{path} has {len(table)} rows of {', '.join(table.column_names)}, the images are in "
+                f"{path} has {len(table)} rows of {', '.join(table.column_names)}, images are in "
                 f"{images or 'none of them'}: name the column of captions with data.text"
             )
         self._images, self._texts = table[images[0]], table[text]

@@ -3,7 +3,7 @@
 import collections
 import functools
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, UInt8
 from diffusion_jax.data import columns, transforms
 from diffusion_jax.data.arrayrecord import ArrayRecords
 from diffusion_jax.data.digits import Digits
-from diffusion_jax.data.sources import Folder, Record, Records
+from diffusion_jax.data.sources import Folder, Record, Records, TextRecords
 from diffusion_jax.data.webdataset import WebDataset
 
 _MAX_SUBSTITUTES = 1000
@@ -55,7 +55,23 @@ class Filters(NamedTuple):
     min_chars: int = 0
     """Characters of a caption."""
     max_broken: float = 1.0
-    """The share of damaged records that is borne; those above are passed over, not damaged."""
+    """The share of damaged records that does not end the run; the filters above do not count."""
+
+
+@runtime_checkable
+class Texts(Protocol):
+    """Pictures whose texts can be had without making the pictures."""
+
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """The texts of these indices, also of unusable pictures; "" for damaged texts."""
+        ...
+
+
+def read_texts(pictures: Pictures, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+    """The texts of pictures, without making the pictures where the source can."""
+    if isinstance(pictures, Texts):
+        return pictures.texts(indices)
+    return pictures.read(indices)[1]
 
 
 def open_pictures(
@@ -172,6 +188,15 @@ class Decoded:
         images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
 
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """The records' texts, "" for damaged ones; without the images where the source can."""
+        records = self._records
+        if isinstance(records, TextRecords):
+            texts = records.texts(indices.tolist())
+        else:
+            texts = [record.text for record in records.read(indices.tolist())]
+        return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
+
     def skipped(self) -> dict[str, int]:
         """How many different records were met that are unusable, and what the source left out."""
         with self._lock:
@@ -243,11 +268,8 @@ class Mixture:
         """The pictures of the parts that hold these indices."""
         images: Any = None
         texts: list[Any] = [None] * len(indices)
-        which = np.searchsorted(self._firsts, indices, side="right") - 1
-        for part in set(which.tolist()):
-            rows = np.flatnonzero(which == part)
-            at = None if places is None else places[rows]
-            read, captions = self._parts[part].read(indices[rows] - self._firsts[part], at)
+        for part, rows, inside in self._split(indices):
+            read, captions = part.read(inside, None if places is None else places[rows])
             images = (
                 np.empty((len(indices), *read.shape[1:]), np.uint8) if images is None else images
             )
@@ -256,12 +278,27 @@ class Mixture:
                 texts[row] = text
         return images, texts
 
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """Their texts; see read_texts."""
+        texts: list[Any] = [None] * len(indices)
+        for part, rows, inside in self._split(indices):
+            for row, text in zip(rows.tolist(), read_texts(part, inside), strict=True):
+                texts[row] = text
+        return texts
+
     def skipped(self) -> dict[str, int]:
         """The sums of the parts."""
-        counts = sum(
-            (collections.Counter(part.skipped()) for part in self._parts), collections.Counter()
-        )
-        return dict(counts)
+        total = collections.Counter()
+        for part in self._parts:
+            total.update(part.skipped())
+        return dict(total)
+
+    def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
+        """Each part that holds some of them: (part, which rows, the part's own indices)."""
+        which = np.searchsorted(self._firsts, indices, side="right") - 1
+        for part in sorted(set(which.tolist())):
+            rows = np.flatnonzero(which == part)
+            yield self._parts[part], rows, indices[rows] - self._firsts[part]
 
 
 class Synthetic:

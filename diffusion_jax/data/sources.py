@@ -26,7 +26,7 @@ class Record(NamedTuple):
 
 @runtime_checkable
 class Records(Protocol):
-    """A fixed list of records, read at random and by several threads: a record depends on its index."""
+    """A fixed list of records, read at random and by several threads."""
 
     def __len__(self) -> int:
         """How many there are."""
@@ -38,6 +38,15 @@ class Records(Protocol):
 
     def left_out(self) -> dict[str, int]:
         """How many things were found but are not in the list, by reason."""
+        ...
+
+
+@runtime_checkable
+class TextRecords(Protocol):
+    """Records whose texts can be read without their images."""
+
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        """The texts of `read(indices)`."""
         ...
 
 
@@ -77,16 +86,22 @@ class Folder:
         """Reads the files; OSError if they have gone."""
         return [self._read(self._images[index]) for index in indices]
 
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Reads the texts alone; OSError if their files have gone."""
+        return [self._read_text(self._images[index]) for index in indices]
+
     def left_out(self) -> dict[str, int]:
         """Images without a text, as {"no_caption": n}."""
         return self._left_out
 
     def _read(self, name: str) -> Record:
-        image = (self._root / name).read_bytes()
+        return Record((self._root / name).read_bytes(), self._read_text(name), name)
+
+    def _read_text(self, name: str) -> Any:
         if self._captions:
-            return Record(image, self._captions[name], name)
+            return self._captions[name]
         beside = self._root / _text_name(name, self._text.partition(":")[0])
-        return Record(image, read_text(beside.read_bytes(), self._text), name)
+        return read_text(beside.read_bytes(), self._text)
 
 
 def read_text(contents: bytes, text: str) -> Any:

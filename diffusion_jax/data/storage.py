@@ -6,7 +6,6 @@ s3fs for s3://, aiohttp for https://.
 
 import functools
 import hashlib
-
 import os
 import pathlib
 import time

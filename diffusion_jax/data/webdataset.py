@@ -87,6 +87,14 @@ class WebDataset:
         contents = iter(storage.read_ranges(tars, *zip(*parts, strict=True)))
         return [self._record(index, contents) for index in indices]
 
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Reads the texts alone; OSError if a tar has gone."""
+        tars = [self._tars[self._tar_of[index]] for index in indices]
+        offsets, sizes = self._spans[list(indices), 1].T.tolist()
+        lasts = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        contents = storage.read_ranges(tars, offsets, lasts)
+        return [sources.read_text(text, self._text) for text in contents]
+
     def left_out(self) -> dict[str, int]:
         """Counts of "no_caption", "broken_tar", and "truncated_tar", of which the rest is used."""
         return {reason: n for reason, n in self._left_out.items() if n}
@@ -179,7 +187,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def find(path: str) -> list[str]:
-    """The tars of a path, a folder, a pattern or a wdinfo.pkl; FileNotFoundError if some are not."""
+    """The tars of a path, a folder, pattern or wdinfo.pkl; FileNotFoundError if one is not."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
     with ThreadPoolExecutor(32) as threads:  # An object store answers slowly.
         there = list(threads.map(storage.exists, tars))

@@ -101,4 +101,6 @@ def test_the_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
 def test_the_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
     records = webdataset.WebDataset(tmp_path / "00000.tar")
-    assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(np.arange(5) * 617)[1]
+    assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
+        np.arange(5) * 617
+    )[1]

@@ -88,3 +88,21 @@ def test_an_unknown_source_is_answered_with_the_known_ones():
         pictures.open_pictures("imagenet", size=64)
     with pytest.raises(ValueError, match=r"'folder' needs data\.path"):
         pictures.open_pictures("folder", size=64)
+
+
+@pytest.mark.parametrize("kind", ["digits", "folder", "webdataset"])
+def test_texts_are_read_without_images(tmp_path, kind):
+    if kind == "folder":
+        path = digits.write_examples(tmp_path, 5, size=16)
+        for image in path.glob("*.png"):
+            image.write_bytes(b"")
+    else:
+        path = digits.write_examples(tmp_path / "a.tar", 5, size=16, format="webdataset")
+    opened = pictures.open_pictures(kind, path=str(path), size=16)
+    expected = digits.Digits(16).texts(np.array([3, 1]) * (1 if kind == "digits" else 617))
+    assert list(pictures.read_texts(opened, np.array([3, 1]))) == expected
+
+
+def test_texts_of_any_source_can_be_read():
+    synthetic = pictures.open_pictures("synthetic", size=8)
+    assert pictures.read_texts(synthetic, np.arange(2)) == ["a picture of random noise"] * 2

@@ -73,7 +73,9 @@ def test_unknown_choices_are_refused(folder):
         Folder(folder, uncaptioned="ignore")
     with pytest.raises(ValueError, match=r"texts of suffix 'pickle' are pickles.*docs/data\.md"):
         Folder(folder, text="pickle")
-    with pytest.raises(ValueError, match="data.text is 'json': say which field, such as json:capt"):
+    with pytest.raises(
+        ValueError, match=r"data\.text is 'json': say which field, such as json:capt"
+    ):
         Folder(folder, text="json")
     with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet have fields"):
         Folder(folder, text="txt:caption")

@@ -1,0 +1,40 @@
+"""Imagen's 64 -> 256 super-resolution model, an EfficientUNet of 646,023,428 parameters.
+
+python -m imagen_jax.train --config=configs/sr256_600m.py --workdir=runs/sr256_600m
+
+NeMo (sr256-600m): global batch 4096, 1.25 million steps, 5.12 billion samples, 64 GPUs; its
+documentation says 1.23 billion samples (300,000 steps).
+"""
+
+from ml_collections import ConfigDict
+
+from configs import sr256_400m
+
+
+def get_config() -> ConfigDict:
+    c = sr256_400m.get_config()
+    c.batch_size = 4096
+    c.unet = ConfigDict(
+        dict(
+            kind="efficient",
+            image_size=256,
+            embed_dim=128,
+            channel_mult=(1, 2, 4, 8, 8),
+            num_res_blocks=(2, 4, 8, 8, 8),
+            attention_levels=(3, 4),
+            attention="fused",
+            head_dim=64,
+            num_heads=0,
+            text_pooling="attention",
+            learned_time_dim=0,
+            null_token=False,
+            init_kernel=3,
+            scale_shift=True,
+            scale_skips=True,
+            noise_aug=True,
+            remat=False,
+            attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
+            dtype="bfloat16",
+        )
+    )
+    return c
