@@ -83,7 +83,7 @@ def open_pictures(
     uncaptioned: str = "error",
     resize: int = 0,
     filters: Filters = Filters(),  # noqa: B008 (it cannot be changed)
-    mixture: Sequence[tuple[float, str, str, str]] = (),
+    mixture: Sequence[Any] = (),
     embeddings: tuple[int, int] | None = None,
 ) -> Pictures:
     """The source that a config names: one of SOURCES, "digits", "synthetic" or "mixture".
@@ -127,7 +127,7 @@ SOURCES: Mapping[str, Callable[[str, str, str, Filters], Records]] = {
 }
 
 
-def check_mixture(mixture: Sequence[tuple[float, str, str, str]]) -> None:
+def check_mixture(mixture: Sequence[Any]) -> None:
     """ValueError unless it is parts (weight, kind, path, text) with weights above 0."""
     for part in mixture:
         whole = isinstance(part, tuple | list) and len(part) == 4
@@ -252,10 +252,13 @@ class Decoded:
 class Mixture:
     """Several sources in one list, one after another; `weights` say how often each is drawn."""
 
-    def __init__(self, parts: Sequence[Pictures], weights: Sequence[float]):
+    def __init__(self, parts: Sequence[Pictures], weights: Sequence[float | int]):
         """The weights need not add up to 1."""
         self._parts = parts
-        self.lengths, self.weights = [len(part) for part in parts], list(weights)
+        self.lengths, self.weights = (
+            [len(part) for part in parts],
+            [float(weight) for weight in weights],
+        )
         self._firsts = np.cumsum([0, *self.lengths])
 
     def __len__(self) -> int:

@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Sequence
-from typing import IO, cast
+from typing import Any
 
 import fsspec
 
@@ -54,18 +54,16 @@ def stamp(path: str) -> tuple[int, int]:
     return int(system.info(path)["size"]), int.from_bytes(digest[:7], "big")
 
 
-def open_file(path: str) -> IO[bytes]:
-    """For reading from the beginning to the end, with seeks forward."""
+def open_file(path: str) -> Any:
+    """A binary file, for reading from the beginning to the end, with seeks forward."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
-    opened = _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
-    return cast(IO[bytes], opened)
+    return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
 
 
 def read(path: str) -> bytes:
     """The whole contents."""
-    with open_file(path) as file:
-        return file.read()
+    return _system(path).cat_file(path) if is_url(path) else pathlib.Path(path).read_bytes()
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
