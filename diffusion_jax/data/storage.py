@@ -63,7 +63,8 @@ def open_file(path: str) -> Any:
 
 def read(path: str) -> bytes:
     """The whole contents."""
-    return _system(path).cat_file(path) if is_url(path) else pathlib.Path(path).read_bytes()
+    with open_file(path) as file:
+        return file.read()
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
@@ -96,8 +97,8 @@ def write_whole(path: str, content: bytes) -> None:
         return files.write_whole(path, content)
     try:
         return _system(path).pipe_file(path, content)
-    except NotImplementedError as error:  # Such as a web server.
-        raise OSError(f"{path} cannot be written") from error
+    except Exception as error:  # Each store has its own; a web server takes nothing.
+        raise OSError(f"{path} cannot be written: {error}") from error
 
 
 @functools.cache
