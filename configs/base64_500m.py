@@ -98,6 +98,16 @@ def get_config() -> ConfigDict:
         threads=16,
     )
 
+    c.evaluation = dict(
+        every=0,  # Images; 0 for never.
+        guidance=(7.5,),
+        prompts="",
+        num_prompts=1_000,
+        reference="",  # Statistics of real images, weights of Inception and CLIP: see evaluate.
+        inception="",
+        clip="",
+    )
+
     c.log_every, c.sample_every = 100, 10_000
     c.save_every, c.keep_last, c.keep_every = 1_000, 5, 100_000
     c.prompts = ()  # A precomputed encoder draws the texts of the first pictures instead.

@@ -19,7 +19,8 @@ from diffusion_jax import files
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "data.threads", "data.path", "data.max_broken")  # fmt: skip
+         "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
+         "data.max_broken")  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -58,6 +59,21 @@ class MeshShape(NamedTuple):
     replica: int
     fsdp: int
     tensor: int
+
+
+class Evaluation(NamedTuple):
+    """Scores on the way: every so many images, of prompts from a file or of the data's own.
+
+    0 images: never. `prompts` "" stands for those of the coloured digits.
+    """
+
+    every: int
+    guidance: tuple[float, ...]
+    prompts: str
+    num_prompts: int
+    reference: str
+    inception: str
+    clip: str
 
 
 class Data(NamedTuple):

@@ -20,7 +20,7 @@ from diffusion_jax import (
 )
 from diffusion_jax.data import pipeline
 from diffusion_jax.precond import Denoiser, Precond
-from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
+from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder, clip, hashed, precomputed, t5
 from imagen_jax import efficient_unet, super_resolution
@@ -95,6 +95,7 @@ class Settings(NamedTuple):
     sampler: Sampler
     optimizer: Optimizer
     mesh: MeshShape
+    evaluation: Evaluation
     data: Data
 
     @property
@@ -166,7 +167,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
     kinds = {"text": Text, "diffusion": Diffusion, "super_resolution": SuperResolution,
              "sampler": Sampler, "optimizer": Optimizer, "mesh": MeshShape,
-             "data": Data}  # fmt: skip
+             "evaluation": Evaluation, "data": Data}  # fmt: skip
     settings.check_groups(config, ("unet", *kinds))
     groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
     run = settings.read(Run, config, "")
@@ -326,6 +327,11 @@ def _check_sizes(s: Settings) -> None:
             f"super_resolution.factor is {factor} and unet.low_res {s.unet.low_res}: a model with "
             "a factor above 1 sees a small image (unet.low_res=True, or unet.kind='efficient'), "
             "and one with factor 1 sees none"
+        )
+    if factor > 1 and s.evaluation.every:
+        raise ValueError(
+            "evaluation.every is set, and a super-resolution model draws no prompt alone: set it "
+            "to 0, and evaluate the cascade"
         )
     if resize and (resize < size or resize % factor):
         raise ValueError(

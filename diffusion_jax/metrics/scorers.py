@@ -1,6 +1,6 @@
 """What a sweep scores pictures with: prompts, features of pictures, scores of features."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,10 +38,41 @@ class Scorer(Protocol):
         ...
 
 
+def make(
+    source: str, size: int, prompts: Sequence[str], reference: str, inception: str, clip: str
+) -> Scorer:
+    """FID and CLIP score of these prompts; without any, the judge of the digits.
+
+    ValueError for a data `source` that has no prompts of its own.
+    """
+    if prompts:
+        return FidClip(prompts, reference, inception, clip)
+    if source != "digits":
+        raise ValueError(
+            f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
+            "own, so give a file of prompts, and a reference with Inception's weights or CLIP's"
+        )
+    return Digits(size)
+
+
+def score_now(
+    scorer: Scorer,
+    draw: Callable[[Sequence[str], Sequence[int], float], UInt8[np.ndarray, "B H W 3"]],
+    guidance: Sequence[float],
+) -> dict[str, float]:
+    """{"evaluation/guidance_2/fid": ...}: all prompts at once, nothing kept on disk."""
+    scores = {}
+    for scale in guidance:
+        images = draw(scorer.prompts, range(len(scorer.prompts)), scale)
+        row = scorer.score(scorer.features(images, scorer.prompts))
+        scores |= {f"evaluation/guidance_{scale:g}/{name}": value for name, value in row.items()}
+    return scores
+
+
 class Digits:
     """The coloured digits: a judge of prompts seen and never shown, and its features' distance."""
 
-    def __init__(self, size: int, num_seen: int, num_heldout: int):
+    def __init__(self, size: int, num_seen: int = 1, num_heldout: int = 8):
         """`size` is the pictures' side; the others, how many pictures a prompt gets."""
         self._judge = judges.fit_judge()
         seen = digits.seen_prompts() * num_seen
