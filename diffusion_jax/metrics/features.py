@@ -92,7 +92,7 @@ class Stream:
 
 def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
     """Which rows are finite throughout."""
-    return np.isfinite(rows).all(1)
+    return np.asarray(np.isfinite(rows).all(1))
 
 
 def gaussian(features: Rows) -> Gaussian:

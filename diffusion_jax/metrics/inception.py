@@ -6,15 +6,15 @@ classes, and no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1] (se
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-Conv = Mapping[str, Array]
-"""{"kernel": [h, w, C, D], "bias": [D]}"""
+Conv = Mapping[str, Any]
+"""{"kernel": [h, w, C, D], "bias": [D]}, arrays of numpy or jax."""
 Params = Mapping[str, Mapping[str, Conv]]
 """Block -> branch -> convolution, by the names of the public weights; "stem" holds the first five,
 and "fc" the classifier, a 1x1 convolution too."""
@@ -55,9 +55,9 @@ def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
     x = _block_7a(params["Mixed_7a"], x)  # [B, 8, 8, 1280]
     x = _block_7(params["Mixed_7b"], x, max_pool=False)
     x = _block_7(params["Mixed_7c"], x, max_pool=True)  # [B, 8, 8, 2048]
-    means = [level.mean((1, 2)) for level in (first, second, before_7a, x)]
-    (logits,) = _side_by_side([params["fc"]["fc"]], means[-1])
-    return Outputs(*means, logits)
+    mean = lambda level: level.mean((1, 2))
+    (logits,) = _side_by_side([params["fc"]["fc"]], mean(x))
+    return Outputs(mean(first), mean(second), mean(before_7a), mean(x), logits)
 
 
 def level(outputs: Outputs, name: str) -> Float[Array, "B D"]:

@@ -36,7 +36,7 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}
     raw = torch_weights.to_params(state, _table(), _abstract())
-    folded = {
+    folded: dict[str, Any] = {
         block: {name: _fold(conv) for name, conv in convs.items()}
         for block, convs in raw.items()
         if block != "fc"
