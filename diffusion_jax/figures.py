@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480")
-_STYLE = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
+_STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
 

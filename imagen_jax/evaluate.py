@@ -49,9 +49,9 @@ _NAME = flags.DEFINE_string("name", None, "The folder under evaluation; default:
 _SAVE = flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG.")
 _PROMPTS = flags.DEFINE_string("prompts", None, "Prompts: .txt (one a line), .tsv, COCO's .json.")
 _NUM_PROMPTS = flags.DEFINE_integer("num_prompts", None, "How many of them, drawn at random.")
-_REFERENCE = flags.DEFINE_string("reference", None, "Real images: statistics (.npz) or a folder.")
-_INCEPTION = flags.DEFINE_string("inception", None, "Weights of Inception, for FID.")
-_CLIP = flags.DEFINE_string("clip", None, "Weights of CLIP, for the CLIP score.")
+_REFERENCE = flags.DEFINE_string("reference", "", "Statistics of real images, .npz.")
+_INCEPTION = flags.DEFINE_string("inception", "", "Weights of Inception, for FID.")
+_CLIP = flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score.")
 _SEEN = flags.DEFINE_integer("num_seen", 1, "Digits: images of each prompt seen.", lower_bound=1)
 _HELDOUT = flags.DEFINE_integer("num_heldout", 8, "Of each never shown.", lower_bound=1)
 
@@ -93,15 +93,11 @@ def main(argv: list[str]) -> None:
 
 def _scorer(stages: Sequence[Model]) -> scorers.Scorer:
     source = stages[-1].settings.data.source
-    if _PROMPTS.value is None:
-        if source != "digits":
-            raise ValueError(
-                f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of "
-                "its own, so give --prompts=FILE, --reference and --inception or --clip"
-            )
-        return scorers.Digits(stages[-1].settings.output_size, _SEEN.value, _HELDOUT.value)
-    prompts = prompt_files.read(_PROMPTS.value, _NUM_PROMPTS.value)
-    return scorers.FidClip(prompts, _REFERENCE.value, _INCEPTION.value, _CLIP.value)
+    size = stages[-1].settings.output_size
+    if source == "digits" and not _PROMPTS.value:
+        return scorers.Digits(size, _SEEN.value, _HELDOUT.value)
+    prompts = prompt_files.read(_PROMPTS.value, _NUM_PROMPTS.value) if _PROMPTS.value else []
+    return scorers.make(source, size, prompts, _REFERENCE.value, _INCEPTION.value, _CLIP.value)
 
 
 def _score(
@@ -118,12 +114,14 @@ def _score(
         part = [{name: array[rows] for name, array in t.items()} for t in texts]
         seeds = (rows + _SEED.value).tolist()
         batches = cascade.draw_batches(stages, part, seeds, [size] * len(stages), None, scale)
-        images = sheets.to_uint8(np.concatenate([drawn[-1] for drawn in batches]))
-        drawn = time.time()
+        drawn = np.concatenate([by_stage[-1] for by_stage in batches])
+        _check_finite(drawn, rows, scale)
+        images = sheets.to_uint8(drawn)
+        half = time.time()
         if _SAVE.value and jax.process_index() == 0:
             _save(out / f"images_guidance_{scale:g}", rows, images)
         features = scorer.features(images, [prompts[i] for i in rows])
-        seconds = np.array([[drawn - start, time.time() - drawn]])
+        seconds = np.array([[half - start, time.time() - half]])
         return {**features, "images": images[shown[rows]], "seconds": seconds}
 
     base = stages[0]
@@ -142,6 +140,15 @@ def _batch_size(stages: Sequence[Model], total: int) -> int:
     """Batches of the same size, so that none is filled up in vain."""
     most = _BATCH.value or min(2 * n for n in cascade.batch_sizes(stages, total))
     return -(-total // -(-total // most))
+
+
+def _check_finite(images: np.ndarray, rows: np.ndarray, scale: float) -> None:
+    bad = np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))
+    if bad.size:
+        raise ValueError(
+            f"{bad.size} of {len(images)} images at guidance {scale:g} are not finite, first of "
+            f"prompt {rows[bad[0]]}: the model or its sampler diverges, and no score is written"
+        )
 
 
 def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:

@@ -3,11 +3,20 @@
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from diffusion_jax import sharding
 from diffusion_jax.data import digits
-from diffusion_jax.metrics import bootstrap, frechet
+from diffusion_jax.metrics import (
+    bootstrap,
+    clip_score,
+    extractors,
+    frechet,
+    stats_files,
+    weights,
+)
 from diffusion_jax.metrics import digits as judges
 
 Features = dict[str, Float[np.ndarray, "N D"]]
@@ -69,6 +78,67 @@ def score_now(
     return scores
 
 
+class FidClip:
+    """FID against real images, and the CLIP score of each picture with its prompt.
+
+    Without the public weights a distance is named after its extractor, never FID (see cards).
+    """
+
+    def __init__(self, prompts: Sequence[str], reference: str, inception: str, clip: str):
+        """`reference` is a file of statistics; ValueError or FileNotFoundError if it cannot be."""
+        if bool(reference) != bool(inception) or not (inception or clip):
+            raise ValueError(
+                "FID needs both the reference's statistics and Inception's weights, and the CLIP "
+                "score a CLIP: give the two, or the third, or all"
+            )
+        self.prompts = list(prompts)
+        self.shown = list(range(min(_SHOWN, len(self.prompts))))
+        self.card: dict[str, Any] = {}
+        self._extract: dict[str, Callable[..., np.ndarray]] = {}
+        self._scores: dict[str, Callable[[np.ndarray], dict[str, float]]] = {}
+        if inception:
+            self._add_inception(extractors.inception_extractor(weights.load(inception)), reference)
+        if clip:
+            self._add_clip(clip_score.load(clip))
+
+    def caption(self, i: int) -> str:
+        """The prompt."""
+        return self.prompts[i]
+
+    def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
+        """Inception's features, and the cosine of each picture with its prompt."""
+        return {name: extract(images, prompts) for name, extract in self._extract.items()}
+
+    def score(self, features: Features) -> dict[str, float]:
+        """The Fréchet distance and the mean CLIP score, each with its interval."""
+        row: dict[str, float] = {}
+        for name, score in self._scores.items():
+            row |= score(features[name])
+        return row
+
+    def _add_inception(self, extractor: extractors.Extractor, reference: str) -> None:
+        stats = stats_files.read(reference)
+        stats_files.check(reference, stats, extractor)
+        if len(self.prompts) < 2:
+            raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
+        real = frechet.reference(stats.gaussian if stats.features is None else stats.features)
+        name = "fid" if extractor.official else f"fd_{extractor.name}"
+        run = _runner(extractor)
+        self._extract["inception"] = lambda images, prompts: run(images)
+        self._scores["inception"] = lambda rows: _distance(name, rows, real)
+        self.card |= _described("inception", extractor) | {"reference": reference}
+
+    def _add_clip(self, clip: clip_score.Clip) -> None:
+        image, text = _runner(clip.image), _runner(clip.text)
+
+        def extract(images, prompts):
+            rows = clip_score.cosines(image(images), text(clip.tokenize(list(prompts))))
+            return rows[:, None]
+
+        self._extract["clip"], self._scores["clip"] = extract, _mean_clip
+        self.card |= _described("clip", clip.image)
+
+
 class Digits:
     """The coloured digits: a judge of prompts seen and never shown, and its features' distance."""
 
@@ -113,8 +183,8 @@ class Digits:
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
     names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = dict(zip(names, right.mean(0).tolist(), strict=True))
-    shares["prompt_accuracy"] = float(right.all(axis=1).mean())
+    shares = {"prompt_accuracy": float(right.all(axis=1).mean())}
+    shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
     return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
 
 
@@ -125,3 +195,30 @@ def _distance(
     score = lambda rows: frechet.distance(rows, real)
     ends = bootstrap.interval(score, features)
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
+
+
+def _mean_clip(cosines: Float[np.ndarray, "N 1"]) -> dict[str, float]:
+    mean = lambda rows: float(rows.mean())
+    ends = bootstrap.interval(mean, cosines, replicates=1000)
+    return {"clip_score": mean(cosines), "clip_score_low": ends.low, "clip_score_high": ends.high}
+
+
+def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarray]:
+    """run(rows [B, ...]) -> features [B, D]: one program for each B, on all devices."""
+    mesh = sharding.make_mesh()
+    everywhere, where = sharding.replicated(mesh), sharding.batch_sharding(mesh)
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    params = jax.tree.map(lambda leaf: sharding.place(leaf, everywhere), extractor.params)
+    apply = lambda params, rows: extractor.apply(params, extractor.prepare(rows))
+    apply = jax.jit(apply, out_shardings=everywhere)
+
+    def run(rows: np.ndarray) -> np.ndarray:
+        filled = rows[np.arange(-(-len(rows) // ways) * ways) % len(rows)]
+        return np.asarray(apply(params, sharding.place(filled, where)))[: len(rows)]
+
+    return run
+
+
+def _described(name: str, extractor: extractors.Extractor) -> dict[str, Any]:
+    fields = ("name", "weights", "preprocessing", "official")
+    return {f"{name}_{field}": getattr(extractor, field) for field in fields}
