@@ -23,6 +23,7 @@ _TRAINED = {"test_train.py", "test_sample.py", "test_cascade.py", "test_evaluate
 
 
 def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _TRAINED)  # The longest group first.
     for item in items:
         group = "trained" if item.path.name in _TRAINED else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
