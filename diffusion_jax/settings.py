@@ -19,7 +19,8 @@ from diffusion_jax import files
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "data.threads", "data.path")  # fmt: skip
+         "mesh.", "sampler.", "data.threads", "data.path", "text.weights",
+         "text.store")  # fmt: skip
 
 
 class Run(NamedTuple):

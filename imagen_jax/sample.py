@@ -51,6 +51,9 @@ _STEPS = flags.DEFINE_list("steps", [], "Sampling steps, of all stages or of eac
 _SAMPLER = flags.DEFINE_list("sampler", [], "heun, ddim, ddpm or dpmpp_2m, likewise.")
 _THRESHOLD = flags.DEFINE_list("threshold", [], "dynamic, static or none, likewise.")
 _AUG_SIGMA = flags.DEFINE_list("aug_sigma", [], "Noise put on the small images, likewise.")
+_TEXT_WEIGHTS = flags.DEFINE_list(
+    "text_weights", [], "Folder of the text encoder's weights, likewise; default: the config's."
+)
 _EMA = flags.DEFINE_list(
     "ema", ["ema"], 'A decay such as 0.9999, "ema" for the largest, or "raw", likewise.'
 )
@@ -107,6 +110,7 @@ def _choices() -> list[Choice]:
         "steps": _per_stage("steps", _STEPS.value, int),
         "threshold": _per_stage("threshold", _THRESHOLD.value, str),
         "aug_sigma": _per_stage("aug_sigma", _AUG_SIGMA.value, float),
+        "text_weights": _per_stage("text_weights", _TEXT_WEIGHTS.value, str),
     }
     rows = zip(*columns.values(), strict=True)
     return [Choice(**dict(zip(columns, row, strict=True))) for row in rows]
