@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax import sheets
 from diffusion_jax.data import digits
 from diffusion_jax.metrics import digits as judges
 from imagen_jax.trained import load_model
@@ -42,7 +43,7 @@ def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
     scale = np.full(len(prompts), 3, np.float32)
     seeds = range(len(prompts))
     images = model.draw(model.params, model.encoder.tokenize(prompts), list(seeds), scale)
-    read = judges.fit_judge()(images)[:272]
+    read = judges.fit_judge()(sheets.to_uint8(images))[:272]
     score = judges.score(read, prompts[:272])
     assert abs(float(rows[1]["seen_ink_accuracy"]) - score["ink_accuracy"]) < 2 / 272
     assert abs(float(rows[1]["seen_paper_accuracy"]) - score["paper_accuracy"]) < 2 / 272
