@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax import precache
 from diffusion_jax.data import digits
-from diffusion_jax.text import embed, registry, store
+from diffusion_jax.text import embed, fill, registry, store
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
 TEXT = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
-WORK = precache.Work(shard_captions=8, batch_tokens=128)
+WORK = fill.Work(shard_captions=8, batch_tokens=128)
 EVERY = {*digits.seen_prompts(), *quickstart.get_config().prompts}
 
 
@@ -56,7 +55,7 @@ def contents(path):
 def whole(tmp_path_factory, weights):
     """A store that nothing interrupted."""
     path = tmp_path_factory.mktemp("whole") / "store"
-    precache.run(precache.open_job(config(path, weights)), WORK)
+    fill.run(fill.open_job(config(path, weights)), WORK)
     return path
 
 
@@ -111,7 +110,7 @@ def test_a_second_run_encodes_only_what_is_new(tmp_path, weights, whole):
     path = copy(whole, tmp_path / "store")
     before = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
     changed = config(path, weights, prompts=("a new prompt", *digits.seen_prompts()[:3]))
-    manifest = precache.run(precache.open_job(changed), WORK)
+    manifest = fill.run(fill.open_job(changed), WORK)
     assert manifest["captions"] == len(EVERY) + 1
     after = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
     assert len(after) == len(before) + 1 and before.items() <= after.items()
@@ -126,11 +125,11 @@ def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
     contents_ = bytearray(changed.read_bytes())
     contents_[-1] ^= 1
     changed.write_bytes(contents_)
-    job = precache.open_job(config(path, weights))
-    precache.run(job, WORK)
+    job = fill.open_job(config(path, weights))
+    fill.run(job, WORK)
     assert contents(path).keys() == contents(whole).keys()
     assert changed.read_bytes() == contents_
-    precache.run(job, WORK._replace(verify=True))
+    fill.run(job, WORK._replace(verify=True))
     assert contents(path).keys() == contents(whole).keys()
     store.Store(path).read(sorted(EVERY))  # Every checksum is right.
 
@@ -144,10 +143,10 @@ def copy(source, target):
 
 def test_captions_may_come_from_a_file(tmp_path, weights):
     (tmp_path / "captions.txt").write_text("one\n\n two \none\n")
-    job = precache.open_job(
+    job = fill.open_job(
         config(tmp_path / "store", weights, prompts=()), str(tmp_path / "captions.txt")
     )
-    assert precache.run(job, WORK)["captions"] == 2
+    assert fill.run(job, WORK)["captions"] == 2
     store.Store(tmp_path / "store").read(["two", "one"])
 
 
@@ -166,17 +165,17 @@ def test_what_cannot_be_is_said_before_anything_is_encoded(
     tmp_path, weights, changes, kind, message
 ):
     with pytest.raises(kind, match=message):
-        precache.open_job(config(tmp_path / "store", weights, **changes))
+        fill.open_job(config(tmp_path / "store", weights, **changes))
     assert not (tmp_path / "store").exists()
 
 
 def test_a_store_of_another_encoder_is_refused(whole, weights, tmp_path):
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
     with pytest.raises(ValueError, match=r"made in another way \(weights '\w+' there, '\w+' want"):
-        precache.run(precache.open_job(config(whole, other)), WORK)
+        fill.run(fill.open_job(config(whole, other)), WORK)
     longer = config(whole, weights, text__max_tokens=8)
     with pytest.raises(ValueError, match=r"\(max_tokens 16 there, 8 wanted\): set the text group"):
-        precache.run(precache.open_job(longer), WORK)
+        fill.run(fill.open_job(longer), WORK)
 
 
 def test_a_dry_run_prints_the_table_and_writes_nothing(tmp_path, weights):
@@ -191,9 +190,9 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(tmp_path, weights):
 
 
 def test_workers_are_counted_from_0():
-    precache.check(WORK._replace(worker=1, workers=2))
+    fill.check(WORK._replace(worker=1, workers=2))
     with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: they are counted from 0"):
-        precache.check(WORK._replace(worker=2, workers=2))
+        fill.check(WORK._replace(worker=2, workers=2))
 
 
 def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):
@@ -201,8 +200,8 @@ def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):
     changes = {"text__dtype": "bfloat16", "text__read_tokens": 512}
     (tmp_path / "captions.txt").write_text("a red seven on gray paper\n")
     changed = config(tmp_path / "store", weights, prompts=(), **changes)
-    job = precache.open_job(changed, str(tmp_path / "captions.txt"))
-    manifest = precache.run(job, WORK._replace(shard_captions=100))
+    job = fill.open_job(changed, str(tmp_path / "captions.txt"))
+    manifest = fill.run(job, WORK._replace(shard_captions=100))
     assert 0.002 < manifest["largest_relative_error"] < 0.01
     assert manifest["least_cosine"] > 0.9999
     assert json.loads((tmp_path / "store" / "manifest.json").read_text()) == manifest
