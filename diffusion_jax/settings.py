@@ -19,7 +19,7 @@ from diffusion_jax import files
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "data.threads", "data.path", "text.weights",
+         "mesh.", "sampler.", "data.threads", "data.path", "data.max_broken", "text.weights",
          "text.store")  # fmt: skip
 
 
@@ -68,7 +68,11 @@ class Data(NamedTuple):
     path: str
     text: str
     uncaptioned: str
+    mixture: tuple[tuple[float, str, str, str], ...]
     min_size: int
+    max_aspect: float
+    min_chars: int
+    max_broken: float
     resize: int
     crop: str
     flip: bool
@@ -120,8 +124,8 @@ def positive(**fields: int | float) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A list, which is what JSON makes of a tuple, as a tuple again."""
-    return tuple(value) if isinstance(value, list) else value
+    """A list, which is what JSON makes of a tuple, as a tuple again, at any depth."""
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:

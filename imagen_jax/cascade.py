@@ -77,19 +77,22 @@ def draw_batches(
     seeds: Sequence[int],
     sizes: Sequence[int],
     low_res: Images | None = None,
+    guidance: float | None = None,
 ) -> Iterator[list[Images]]:
     """Yields the images of a few rows at a time, as every stage drew them, in the rows' order.
 
     `texts` holds each stage's tokens, `sizes` how many images each stage draws at once; `low_res`
-    is what the first stage enlarges.
+    is what the first stage enlarges. `guidance` is one scale for all stages, by the same program
+    for any value; without it each stage takes its own, and skips the work where that is 1.
     """
     stage, batch = stages[0], dict(texts[0])
     if low_res is not None:
         batch["low_res"] = low_res
-    scale = stage.settings.sampler.guidance
-    guidance = None if scale == 1 else np.full(len(seeds), scale, np.float32)
+    scale = stage.settings.sampler.guidance if guidance is None else guidance
+    unguided = guidance is None and scale == 1
+    scales = None if unguided else np.full(len(seeds), scale, np.float32)
     first = 0
-    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, guidance, sizes[0]):
+    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
         rows = slice(first, first + len(images))
         first = rows.stop
         if len(stages) == 1:
@@ -97,7 +100,7 @@ def draw_batches(
             continue
         later = [{name: array[rows] for name, array in t.items()} for t in texts[1:]]
         done = 0
-        for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images):
+        for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images, guidance):
             yield [images[done : done + len(larger[0])], *larger]
             done += len(larger[0])
 

@@ -65,11 +65,22 @@ def load_model(
         abstract,
         places,
     )
-    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
-    params = checkpoint.load_params(folder, placed, choice.ema, choice.checkpoint)
-    step = max(checkpoint.steps(folder)) if choice.checkpoint is None else choice.checkpoint
     draw = drawing.make_draw(imagen, frozen, mesh)
-    return Model(str(workdir), s, encoder, draw, params, choice.ema, step)
+    model = Model(str(workdir), s, encoder, draw, placed, choice.ema, 0)
+    return with_weights(model, choice.ema, choice.checkpoint)
+
+
+def with_weights(model: Model, ema: str, step: int | None) -> Model:
+    """The same model, already compiled, with the weights of another average or checkpoint."""
+    folder = pathlib.Path(model.workdir) / loop.CHECKPOINTS
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        model.params,
+    )
+    params = checkpoint.load_params(folder, shapes, ema, step)
+    return model._replace(
+        params=params, ema=ema, step=max(checkpoint.steps(folder)) if step is None else step
+    )
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:

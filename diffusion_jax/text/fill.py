@@ -151,7 +151,13 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
             raise ValueError(f"{file} holds no captions: write one a line")
         return plan.Captions(given, None, 0, 1), {"given": given}
     opened = pictures.open_pictures(
-        data.source, size=16, path=data.path, text=data.text, uncaptioned=data.uncaptioned
+        data.source,
+        size=16,  # No picture is made.
+        path=data.path,
+        text=data.text,
+        uncaptioned=data.uncaptioned,
+        filters=pictures.Filters(max_broken=data.max_broken),
+        mixture=data.mixture,
     )
     # The synthetic source has one caption, for as many pictures as anyone likes.
     count = 1 if data.source == "synthetic" else len(opened)
