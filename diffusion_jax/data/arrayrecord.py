@@ -17,7 +17,7 @@ from diffusion_jax.data.sources import Record
 from diffusion_jax.data.transforms import Unusable
 
 SUFFIX = ".array_record"
-KEY = "__key__"
+_KEY = webdataset.KEY
 _IMAGES = (*sources.IMAGE_SUFFIXES, "image")
 
 
@@ -72,7 +72,7 @@ class ArrayRecords:
             features = {}
         if not features:
             return Record(b"", Unusable("broken_record", "no tf.train.Example"), place)
-        name = f"{place} ({features[KEY].decode(errors='replace')})" if KEY in features else place
+        name = f"{place} ({features[_KEY].decode(errors='replace')})" if _KEY in features else place
         image = next((features[kind] for kind in _IMAGES if kind in features), b"")
         return Record(image, read_feature(features, self._text), name)
 

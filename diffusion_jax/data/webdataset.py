@@ -16,7 +16,7 @@ import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -27,6 +27,7 @@ from jaxtyping import Int
 from diffusion_jax.data import sources, storage
 from diffusion_jax.data.sources import Record
 
+KEY = "__key__"
 _INDEX_VERSION = 2
 _BLOCK = 512  # Tars are made of blocks, a member's header in the one before its contents.
 _NAME = 100  # Bytes of a name at the start of a header.
@@ -127,6 +128,25 @@ class WebDataset:
     def _full_name(self, index: int, header: bytes) -> str:
         name = header.partition(bytes(1))[0].decode(errors="replace")
         return f"{self._tars[self._tar_of[index]]}/{name}"
+
+
+def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
+    """A tar of records, whole or absent; its folder must exist.
+
+    A record holds its files by their suffixes, and its name under KEY.
+    """
+    target = pathlib.Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
+            for record in records:
+                for suffix in sorted(record.keys() - {KEY}):
+                    member = tarfile.TarInfo(f"{record[KEY].decode()}.{suffix}")
+                    member.size = len(record[suffix])
+                    tar.addfile(member, io.BytesIO(record[suffix]))
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def load_index(tar: str) -> Index:
