@@ -86,7 +86,7 @@ def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
     first = out / lines[0]["smaller"][0]
     arguments = (f"--low_res={first}", f"--prompt={PROMPTS[0]}", "--guidance=1.5", "--steps=3")
     again, (larger,) = draw(tmp_path, f"--workdir={enlarger}", *arguments)
-    assert len(again[0]["stages"]) == 1
+    assert (again[0]["low_res"], len(again[0]["stages"])) == (str(first), 1)
     assert np.abs(larger - images[0]).mean() < 3
     assert np.abs(larger - images[1]).mean() > 6
 
