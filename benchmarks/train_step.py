@@ -43,7 +43,7 @@ _KNOWN_TFLOP = {
 def main(argv: list[str]) -> None:
     """Compiles, warms up, measures, prints."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
     with cli.bad_input():
         s = task.read_settings(config.to_dict())

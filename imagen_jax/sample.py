@@ -63,7 +63,7 @@ _BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once, likewise.")
 def main(argv: list[str]) -> None:
     """Reads the texts, loads the models, draws."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
     cli.start()
     with cli.bad_input():
         sizes = _per_stage("batch_size", _BATCH.value, int)
@@ -124,7 +124,8 @@ def _texts(stages: Sequence[Model]) -> tuple[list[str], list[Texts]]:
     if needs_embeddings and len(names) > 1:
         raise ValueError(f"the stages read texts in unlike ways: {', '.join(sorted(names))}")
     given = _EMBEDDINGS.value if needs_embeddings else prompts
-    if not given or (prompts and needs_embeddings):
+    unread = prompts if needs_embeddings else _EMBEDDINGS.value
+    if not given or unread:
         flag = "--embeddings=FILE" if needs_embeddings else "--prompt=TEXT or --prompts=FILE"
         raise ValueError(f"the text encoder {stages[0].encoder.name!r} needs {flag}")
     if not needs_embeddings:

@@ -73,6 +73,7 @@ def test_the_progress_has_rate_and_time_left(six):
     ("arguments", "message"),
     [
         ((), "the text encoder 'hashed' needs --prompt=TEXT or --prompts=FILE"),
+        (("--prompt=a", "--embeddings=a.npy"), "the text encoder 'hashed' needs --prompt=TEXT"),
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),
@@ -97,6 +98,12 @@ def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_pat
     assert f"python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}" in (
         ended.err
     )
+
+
+def test_a_word_that_is_no_flag_is_refused(trained, tmp_path):
+    ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "a red one")
+    assert ended.code == 2
+    assert "unknown arguments ['a red one']: write --prompt='a red one'" in ended.err + ended.out
 
 
 @pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1", "--seed=2147483648"])
