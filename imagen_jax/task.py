@@ -274,7 +274,20 @@ def check(s: Settings) -> None:
         optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
         text__width=s.text.width, text__max_tokens=s.text.max_tokens,
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
+        diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
+        sampler__sigma_min=s.sampler.sigma_min, sampler__rho=s.sampler.rho,
+        optimizer__clip=s.optimizer.clip,
     )  # fmt: skip
+    settings.within(
+        0, 1, text__drop_prob=s.text.drop_prob, sampler__eta=s.sampler.eta,
+        optimizer__b1=s.optimizer.b1, optimizer__b2=s.optimizer.b2,
+    )  # fmt: skip
+    settings.within(0, 1000, sampler__guidance=s.sampler.guidance, sampler__churn=s.sampler.churn)
+    if not s.sampler.sigma_max > s.sampler.sigma_min:
+        raise ValueError(
+            f"sampler.sigma_max is {s.sampler.sigma_max}: it must be above sampler.sigma_min, "
+            f"{s.sampler.sigma_min}"
+        )
     loop.make_optimizer(s.optimizer, s.run.steps)  # A schedule may not fit the number of steps.
     train_state.check_decays(s.optimizer.ema_decays)
     _check_sizes(s)
