@@ -12,7 +12,7 @@ from configs import quickstart
 
 def get_config() -> ConfigDict:
     c = quickstart.get_config()
-    c.steps = 400
+    c.steps = 300
     c.batch_size = 32
 
     c.unet.update(image_size=64, patch=8, embed_dim=96, low_res=True, noise_aug=True, cond_dim=32)
@@ -20,5 +20,5 @@ def get_config() -> ConfigDict:
     # The small pictures are noisy themselves: told so, the model smooths them.
     c.super_resolution.update(factor=4, aug_sigma=0.2)
     c.sampler.update(steps=8, sigma_min=0.05, sigma_max=40.0, guidance=1.0)
-    c.sample_every, c.save_every = 200, 200
+    c.sample_every, c.save_every = 150, 150
     return c

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffusion_jax import cli, loop, settings, sharding
-from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.data.pictures import Filters, open_pictures
 from diffusion_jax.data.pipeline import Batches, local_rows, make_batches
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution, task
@@ -33,7 +33,7 @@ _WORKDIR = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
     """Checks everything, then trains."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():
@@ -56,14 +56,16 @@ def main(argv: list[str]) -> None:
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
     """The training data of a config, this process's rows of it."""
+    filters = Filters(s.data.min_size, s.data.max_aspect, s.data.min_chars, s.data.max_broken)
     pictures = open_pictures(
         s.data.source,
         size=s.unet.image_size,
         path=s.data.path,
         text=s.data.text,
         uncaptioned=s.data.uncaptioned,
-        min_size=s.data.min_size,
         resize=s.data.resize,
+        filters=filters,
+        mixture=s.data.mixture,
         embeddings=(s.text.max_tokens, s.text.width) if s.text.encoder == "precomputed" else None,
     )
     process, processes = local_rows(sharding.batch_sharding(mesh), s.run.batch_size)

@@ -152,6 +152,10 @@ class Digits:
         images = colour(mix, self._inks[prompts], self._papers[prompts])
         return images, [self._captions[p] for p in prompts]
 
+    def texts(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """The captions alone."""
+        return [self._captions[p] for p in self._prompt_of[indices]]
+
     def skipped(self) -> dict[str, int]:
         """Nothing: every picture can be used."""
         return {}

@@ -26,6 +26,7 @@ def square(
     *,
     resize: int = 0,
     min_size: int = 0,
+    max_aspect: float = 0.0,
     place: tuple[float, float] = CENTRE,
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Decodes, shrinks or enlarges the smaller side to `resize`, and cuts out `size` x `size`.
@@ -33,14 +34,23 @@ def square(
     `resize` 0 stands for `size`. `place` in [0, 1] says where the cut lies, left to right and top
     to bottom. Bicubic with antialiasing, as NeMo's Imagen resizes. Transparent pixels become
     white, cameras' orientation tags are obeyed. Unusable("broken_image") for what is no whole
-    image, and Unusable("too_small") if a side has less than `min_size` pixels.
+    image, Unusable("too_small") if a side has less than `min_size` pixels, and
+    Unusable("too_elongated") if one is more than `max_aspect` (0: any) times the other.
     """
     image, resize = _open(data), resize or size
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, min_size is {min_size}")
+    if max_aspect and max(image.size) > max_aspect * min(image.size):
+        raise Unusable("too_elongated", f"{image.width}x{image.height}, not within {max_aspect}:1")
     image = _resize(_decode(image, resize), resize)
     left, top = (int(at * (side - size)) for at, side in zip(place, image.size, strict=True))
     return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def check_caption(text: str, min_chars: int) -> None:
+    """Unusable("short_caption") if the text has less than `min_chars` characters."""
+    if len(text) < min_chars:
+        raise Unusable("short_caption", f"{text!r} has {len(text)} characters, of {min_chars}")
 
 
 def _open(data: bytes) -> Image.Image:
