@@ -7,7 +7,7 @@ and the number of devices and processes change its features by float32's roundin
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,7 @@ class Extractor(NamedTuple):
     """The network; one program whatever the images' size. Float32 throughout."""
 
 
+@runtime_checkable
 class Source(Protocol):
     """Images of one size, or rows of token ids, read on the host."""
 

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 _BLOCK = 1024
-Rows = Float[np.ndarray, "N D"]
+Rows = Float[np.ndarray, "_N _D"]
 
 
 class Gaussian(NamedTuple):

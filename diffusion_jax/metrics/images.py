@@ -5,7 +5,7 @@ import os
 import pathlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import UInt8
@@ -19,6 +19,7 @@ FITS = ("exact", "squash", "crop")
 _BROKEN, _UNLIKE = 1, 2
 
 
+@runtime_checkable
 class Files(Protocol):
     """A list of encoded images, each read when it is wanted."""
 

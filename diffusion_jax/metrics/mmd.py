@@ -39,7 +39,7 @@ def kid_of_all(x: Rows, y: Rows) -> float:
     return float(within - 2 * _total(_cubic, x, y) / (n * m))
 
 
-def cmmd(x: Rows, y: Rows, *, sigma: float = 10, scale: float = 1000) -> float:
+def cmmd(x: Rows, y: Rows, *, sigma: float = 10.0, scale: float = 1000.0) -> float:
     """CMMD (Jayasumana et al. 2024): the biased squared MMD with a Gaussian kernel, times `scale`.
 
     The paper's features are CLIP's image embeddings of norm 1; none is normalised here.

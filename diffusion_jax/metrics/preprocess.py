@@ -33,7 +33,7 @@ def tf(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """clean-fid 0.1.35: Pillow's bicubic with antialias on floats, clipped, not rounded; then as `tf`.
+    """clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded; as `tf`.
 
     Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in GAN evaluation".
     """
@@ -51,7 +51,7 @@ INCEPTION: dict[str, Prepare] = {"pytorch": pytorch, "tf": tf, "clean": clean, "
 def open_clip(size: int) -> Prepare:
     """OpenCLIP's: the shorter side to `size` as Pillow resizes 8-bit images, the centre cut out."""
 
-    def prepare(images: Images) -> Float[Array, "B {size} {size} 3"]:
+    def prepare(images: Images) -> Float[Array, "B S S 3"]:
         sides = images.shape[1:3]
         rows, columns = (int(size * side / min(sides)) for side in sides)
         x = _pillow_8_bits(images, rows, columns)
@@ -65,7 +65,7 @@ def open_clip(size: int) -> Prepare:
 def squash(size: int) -> Prepare:
     """CMMD's reference: bicubic with antialias to a square, whatever the aspect; not rounded."""
 
-    def prepare(images: Images) -> Float[Array, "B {size} {size} 3"]:
+    def prepare(images: Images) -> Float[Array, "B S S 3"]:
         rows, columns = (_pillow_bicubic(side, size) for side in images.shape[1:3])
         return _normalise_clip(_resample(images, rows, columns))
 
@@ -91,11 +91,26 @@ def _resample(
 
 def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O P 3"]:
     """Pillow resizes along the rows first, and rounds and clips after each of the two passes."""
-    quantise = lambda x: jnp.clip(jnp.floor(x + 0.5), 0, 255)
     h, w = images.shape[1:3]
-    x = quantise(images.astype(jnp.float32))
-    x = quantise(_resample(x, np.eye(h), _pillow_bicubic(w, columns)))
-    return quantise(_resample(x, _pillow_bicubic(h, rows), np.eye(columns)))
+    along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)
+    along_columns = lambda x, matrix: _resample(x, matrix, np.eye(columns))
+    x = _pillow_pass(along_rows, images.astype(jnp.float32), _pillow_bicubic(w, columns))
+    return _pillow_pass(along_columns, x, _pillow_bicubic(h, rows))
+
+
+def _pillow_pass(
+    resample: Callable[[Array, np.ndarray], Array], x: Array, weights: Float[np.ndarray, "O I"]
+) -> Array:
+    """Pillow's weights are multiples of 2^-22, and ties are common: so the sum must be exact.
+
+    Float32 holds 24 bits, the sum needs 30. Coarse and fine parts of the weights are summed apart,
+    each exactly, and the fine sum only decides which whole number the rest belongs to.
+    """
+    fixed = np.trunc(weights * 2**22 + np.copysign(0.5, weights)) / 2**22
+    coarse = np.round(fixed * 2**11) / 2**11
+    total = resample(x, coarse) + 0.5
+    whole = jnp.floor(total)
+    return jnp.clip(whole + jnp.floor(total - whole + resample(x, fixed - coarse)), 0, 255)
 
 
 def _normalise_clip(x: Float[Array, "B S S 3"]) -> Float[Array, "B S S 3"]:
