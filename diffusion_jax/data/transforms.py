@@ -68,7 +68,7 @@ def _decode(image: Image.Image, size: int) -> Image.Image:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8: several times faster, and as at least twice the
         # size is kept, the antialiasing below still decides what the pixels become.
         image.draft(None, (2 * size, 2 * size))
-        image = ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)  # Otherwise every image would be copied.
         if image.mode == "RGB":
             return image
         if not image.has_transparency_data:
