@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
     c.text = dict(
         encoder="precomputed",
         weights="",  # A folder or a Hugging Face name, for encoders that run in training.
+        store="",  # A store of this encoder's embeddings, to be looked up instead.
         width=1024,
         max_tokens=128,
         read_tokens=512,

@@ -19,7 +19,8 @@ from diffusion_jax import files
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "data.threads", "data.path", "data.max_broken")  # fmt: skip
+         "mesh.", "sampler.", "data.threads", "data.path", "data.max_broken", "text.weights",
+         "text.store")  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -116,10 +117,18 @@ def one_of(field: str, value: str, known: Iterable[str]) -> None:
 
 
 def positive(**fields: int | float) -> None:
-    """ValueError for the first field that is not above 0."""
+    """ValueError for the first field that is not above 0; NaN is not."""
     for field, value in fields.items():
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{field.replace('__', '.')} is {value}: it must be above 0")
+
+
+def within(low: int, high: int, **fields: int | float) -> None:
+    """ValueError for the first field that is not from `low` to `high`; NaN is not."""
+    for field, value in fields.items():
+        if not low <= value <= high:
+            name = field.replace("__", ".")
+            raise ValueError(f"{name} is {value}: it must be from {low} to {high}")
 
 
 def plain(value: Any) -> Any:

@@ -13,15 +13,16 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
 from diffusion_jax import drawing, sheets
 from diffusion_jax.drawing import Images, Texts
 from imagen_jax.task import Settings
 from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
 
-_PIXELS = 2**22  # Of all images that a stage draws at once, unless said otherwise.
+_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def load(
@@ -53,14 +54,16 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
 
 def draw(
     stages: Sequence[Model],
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[Float[np.ndarray, "_ _"]],
     seeds: Sequence[int],
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
     """One image for each prompt and seed (as many of both), as every stage drew it.
 
-    `low_res` is what the first stage enlarges if it is a super-resolution model. Image n depends
-    on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do not fit.
+    Models that were trained on precomputed embeddings take these, [tokens, width] each, as
+    `prompts`. `low_res` is what the first stage enlarges if it is a super-resolution model. Image
+    n depends on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do
+    not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
@@ -107,8 +110,8 @@ def draw_batches(
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
     """How many images each stage draws at once by default: fewer where they are larger."""
-    at_once = [_PIXELS // stage.settings.output_size**2 for stage in stages]
-    return [min(64, num_images, max(1, n)) for n in at_once]
+    a_device = [_PIXELS // stage.settings.output_size**2 for stage in stages]
+    return [min(jax.device_count() * min(64, max(1, n)), num_images) for n in a_device]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:

@@ -33,7 +33,7 @@ _WORKDIR = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
     """Checks everything, then trains."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():

@@ -1,4 +1,4 @@
-"""The commands of imagen_jax, each run in a process of its own that starts in milliseconds.
+"""The commands, each run in a process of its own that starts in milliseconds.
 
 They are forked from a server that has imported what takes long, but no command: so that flags,
 signals and exit codes are those of `python -m imagen_jax.NAME`.
@@ -33,7 +33,7 @@ class Ended(NamedTuple):
 
 
 def run(name: str, *arguments: str, devices: int = 8) -> Ended:
-    """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end."""
+    """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end; or `python -m NAME`, with a dot."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
         process = start(name, *arguments, devices=devices, outputs=outputs)
@@ -104,4 +104,5 @@ def _command(name, arguments, devices, outputs, samples):
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     sys.argv = [name, *arguments]
-    runpy.run_module(f"imagen_jax.{name}", run_name="__main__", alter_sys=True)
+    module = name if "." in name else f"imagen_jax.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
