@@ -38,7 +38,7 @@ from diffusion_jax.data.sources import Folder
 
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that each is measured.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", os.cpu_count(), "Threads of a host.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads of a host.", lower_bound=1)
 _SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Pixels of a side.")
 
 _BATCH = 32
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
             read = functools.partial(_ours, source, path, text, size)
             plain = functools.partial(_plain, tar, size)
             rounds = [(_cpu_rate(read, 0), _cpu_rate(plain)) for _ in range(_ROUNDS.value)]
-            host = statistics.median(_rate(read, _THREADS.value) for _ in rounds)
+            host = statistics.median(_rate(read, int(_THREADS.value)) for _ in rounds)
             print(json.dumps(_result(source, size, rounds, host)), flush=True)
 
 
