@@ -324,7 +324,10 @@ def _check_texts(s: Settings) -> None:
     """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
     embedded = s.text.encoder == "precomputed"
     if not embedded and s.run.sample_every and not s.run.prompts:
-        raise ValueError("prompts is empty: give texts to draw on the way, or set sample_every=0")
+        raise ValueError(
+            "prompts is empty: give texts to draw on the way, such as "
+            "--config.prompts=\"('a red dog',)\", or set sample_every=0"
+        )
     if s.data.source in ("folder", "webdataset") and embedded == s.data.text.endswith("txt"):
         way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
         raise ValueError(

@@ -75,7 +75,7 @@ class RecordFiles:
 
     def read(self, index: int) -> tuple[bytes, str]:
         """The record's image."""
-        record = self._records[index]
+        (record,) = self._records.read([index])
         return record.image, record.name
 
     def left_out(self) -> dict[str, int]:

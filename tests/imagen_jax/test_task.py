@@ -264,7 +264,11 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("optimizer__accumulate", 0, "optimizer.accumulate is 0: it must be above 0"),
         ("optimizer__ema_decays", (9999.0,), "EMA decay 9999.0 is not in [0, 1)"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
-        ("prompts", (), "prompts is empty: give texts to draw on the way, or set sample_every=0"),
+        (
+            "prompts",
+            (),
+            'prompts is empty: give texts to draw on the way, such as --config.prompts="(',
+        ),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(field, value, message):

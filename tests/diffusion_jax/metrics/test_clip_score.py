@@ -30,15 +30,16 @@ def test_the_references_score(folder):
 
 
 def test_images_and_texts_through_the_extractors(folder):
-    model, mesh = clip_score.load(folder, preprocessing="squash"), make_mesh()
+    model, mesh = (
+        clip_score.load(folder, preprocessing="squash"),
+        make_mesh(devices=jax.devices()[:1]),
+    )
     assert (model.image.name, model.image.width, model.text.width) == ("clip_tiny", 20, 20)
     assert model.image.weights == model.text.weights and len(model.image.weights) == 64
     assert (model.image.preprocessing, model.image.official) == ("squash", False)
-    pictures = np.stack([standin.picture(30, 20)] * 2)
+    pictures = np.stack([standin.picture(30, 20), standin.picture(30, 20)[::-1]])
     run = lambda tower, rows: extractors.extract(tower, InMemory(rows), mesh).stream.features()
     images, texts = run(model.image, pictures), run(model.text, model.tokenize(["a b", "c"]))
-    tower = jax.jit(lambda p, x: model.image.apply(p, model.image.prepare(x)))
-    np.testing.assert_allclose(images, tower(model.image.params, pictures), atol=1e-5)
     scores = clip_score.cosines(images, texts)
     assert clip_score.clip_score(images, texts) == scores.mean()
     np.testing.assert_allclose(np.linalg.norm(clip_score.normalised(images), axis=1), 1, rtol=1e-6)

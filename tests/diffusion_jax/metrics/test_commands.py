@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 from absl import flags
+from absl.testing import flagsaver
 from PIL import Image
 
 from diffusion_jax import cli
@@ -21,16 +22,18 @@ def run(capsys, monkeypatch):
     monkeypatch.setattr(cli, "start", lambda: None)
 
     def run(*arguments):
-        flags.FLAGS.unparse_flags()
-        words = flags.FLAGS(["metrics", *map(str, arguments)])
-        try:
-            commands.main(words)
-            code = 0
-        except SystemExit as ended:
-            code = ended.code
-        finally:
-            for name in flags.FLAGS.flags_by_module_dict()[commands.__name__]:
-                name.unparse()
+        # Other commands' flags, some of them required, may be in the same process.
+        own = flags.FlagValues()
+        for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__):
+            own[flag.name] = flag
+        with flagsaver.flagsaver():
+            words = own(["metrics", *map(str, arguments)])
+            flags.FLAGS.mark_as_parsed()
+            try:
+                commands.main(words)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
         return code, *capsys.readouterr()
 
     return run
