@@ -259,7 +259,7 @@ def test_spaced_times_are_ldms_where_they_divide_its_thousand():
 
 
 def test_every_number_of_steps_has_as_many_falling_times():
-    for n in range(1, 1001):
+    for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
         times = np.asarray(samplers.spaced_times(n))
         assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
         assert np.all(np.diff(times) < 0), n
