@@ -20,6 +20,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, hardware, loop, sharding, train_state
+from diffusion_jax.text import TextEncoder
 from imagen_jax import task
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
@@ -28,36 +29,46 @@ _STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 _WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
-_KNOWN_TFLOP = {524_897_540: 1.003, 2_171_162_116: 3.947}
+_KNOWN_TFLOP = {
+    524_897_540: 1.003,  # base64_500m
+    2_171_162_116: 3.947,  # base64_2b
+    408_350_468: 4.287,  # sr256_400m
+    429_350_660: 4.300,  # sr256_400m_t5xxl
+    568_675_844: 4.925,  # sr256_450m
+    646_023_428: 1.490,  # sr256_600m
+    700_610_308: 1.574,  # sr256_600m_stacked
+    639_193_348: 1.477,  # sr1024_600m, on crops of 256
+}
 
 
 def main(argv: list[str]) -> None:
     """Compiles, warms up, measures, prints."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
     with cli.bad_input():
         s = task.read_settings(config.to_dict())
         mesh = sharding.make_mesh(*s.mesh)
         sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
-    encoder = task.text_encoder(s.text)
+        encoder = task.text_encoder(s.text)
     imagen = task.make_task(s, encoder)
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
     layout = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules)
     state = jax.jit(create, out_shardings=layout)(key)
-    batch = jax.device_put(_batch(s, batch_size), sharding.batch_sharding(mesh))
+    frozen = sharding.place_all(imagen.frozen, mesh, imagen.rules)
+    batch = jax.device_put(_batch(s, encoder, batch_size), sharding.batch_sharding(mesh))
 
     step = loop.make_step(imagen, s.optimizer, tx, layout)
-    traced, trace_s = _timed(lambda: step.trace(state, imagen.frozen, batch, key))
+    traced, trace_s = _timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = _timed(traced.lower)
     compiled, compile_s = _timed(lowered.compile)
     flops = (lowered.cost_analysis() or {}).get("flops", 0.0)
     seconds, metrics = [], {}
     for _ in range(_WARMUP.value + _STEPS.value):
         start = time.perf_counter()
-        state, metrics = compiled(state, imagen.frozen, batch, key)
+        state, metrics = compiled(state, frozen, batch, key)
         jax.block_until_ready(metrics)
         seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds[_WARMUP.value :])
@@ -88,17 +99,16 @@ def main(argv: list[str]) -> None:
     print(json.dumps(result))
 
 
-def _batch(s: task.Settings, size: int) -> dict[str, jax.Array]:
-    """Random pictures and texts of full length."""
+def _batch(s: task.Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
+    """Random pictures, and texts as long as the encoder keeps them."""
     rng = np.random.default_rng(0)
     side, tokens = s.unet.image_size, s.text.max_tokens
     images = rng.integers(0, 256, (size, side, side, 3), np.uint8)
-    mask = np.ones((size, tokens), bool)
-    if s.text.encoder == "hashed":
-        text = {"text_ids": rng.integers(0, 2**32, mask.shape, np.uint32)}
+    if s.text.encoder == "precomputed":
+        texts = list(rng.standard_normal((size, tokens, s.text.width), np.float32))
     else:
-        text = {"text": rng.standard_normal((*mask.shape, s.text.width), np.float32)}
-    return jax.tree.map(jnp.asarray, {"image": images, "text_mask": mask, **text})
+        texts = [" ".join(["cat"] * (tokens - 1))] * size  # One more token ends the text.
+    return jax.tree.map(jnp.asarray, {"image": images, **encoder.tokenize(texts)})
 
 
 def _timed(work):

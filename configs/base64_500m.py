@@ -43,6 +43,7 @@ def get_config() -> ConfigDict:
     c.text = dict(
         encoder="precomputed",
         weights="",  # A folder or a Hugging Face name, for encoders that run in training.
+        store="",  # A store of this encoder's embeddings, to be looked up instead.
         width=1024,
         max_tokens=128,
         read_tokens=512,
@@ -87,11 +88,25 @@ def get_config() -> ConfigDict:
         path="data/laion64",
         text="npy",
         uncaptioned="error",
-        min_size=0,
+        mixture=(),  # Parts (weight, source, path, text), for the source "mixture".
+        min_size=0,  # Filters: pixels of the smaller side,
+        max_aspect=0.0,  # larger side by smaller (0: any),
+        min_chars=0,  # characters of a caption.
+        max_broken=0.1,  # The share of damaged records that does not end the run.
         resize=0,  # Of the smaller side; 0 stands for unet.image_size, to which pictures are cut.
         crop="center",
         flip=False,
         threads=16,
+    )
+
+    c.evaluation = dict(
+        every=0,  # Images; 0 for never.
+        guidance=(7.5,),
+        prompts="",
+        num_prompts=1_000,
+        reference="",  # Statistics of real images, weights of Inception and CLIP: see evaluate.
+        inception="",
+        clip="",
     )
 
     c.log_every, c.sample_every = 100, 10_000

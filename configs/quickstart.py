@@ -35,6 +35,7 @@ def get_config() -> ConfigDict:
     )
     c.data.update(source="digits", path="", text="txt", threads=1)
 
+    c.evaluation.guidance = (2.0,)
     c.log_every, c.sample_every = 50, 600
     c.save_every, c.keep_last, c.keep_every = 600, 2, 0
     c.prompts = (

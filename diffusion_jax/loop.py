@@ -39,6 +39,17 @@ class Examples(NamedTuple):
     guidance: float
 
 
+class Evaluation(NamedTuple):
+    """Scores on the way: after each `every` images, and at the end."""
+
+    every: int
+    score: Callable[[drawing.Draw, Params], Mapping[str, float]]
+
+    def is_due(self, step: int, batch_size: int) -> bool:
+        """Whether this step passed a multiple of `every`."""
+        return step * batch_size // self.every > (step - 1) * batch_size // self.every
+
+
 def train(
     task: Task,
     run: Run,
@@ -48,6 +59,7 @@ def train(
     examples: Examples,
     workdir: pathlib.Path,
     config: Mapping[str, Any],
+    evaluation: Evaluation | None = None,
 ) -> TrainState:
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
@@ -71,7 +83,8 @@ def train(
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        draw = _example_drawer(task, frozen, mesh, examples, workdir / "samples", run.seed)
+        draw = drawing.make_draw(task, frozen, mesh)
+        draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
         step_fn, flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
@@ -85,7 +98,10 @@ def train(
                 progress.report(step)
             if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
                 with progress.paused():
-                    writer.write_images(step, {"samples": draw(step, _averaged(state))})
+                    writer.write_images(step, {"samples": draw_examples(step, _averaged(state))})
+            if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
+                with progress.paused():
+                    writer.write_scalars(step, evaluation.score(draw, _averaged(state)))
             if step % run.save_every == 0 or last:
                 with progress.paused():
                     checkpoints.save(step, state, batches, config)
@@ -154,9 +170,8 @@ def _averaged(state: TrainState) -> Params:
     return state.ema[max(state.ema, key=float)] if state.ema else state.params
 
 
-def _example_drawer(task, frozen, mesh, examples, folder, seed):
+def _example_drawer(draw, examples, folder, seed):
     """draw(step, params): the examples, always from the same seeds, also as a PNG in `folder`."""
-    draw = drawing.make_draw(task, frozen, mesh)
     seeds = [seed + i for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
 

@@ -33,7 +33,7 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     if steps <= warmup:
         raise ValueError(
             f"a cosine schedule of {steps} steps has no room after {warmup} steps of warm-up: "
-            "raise the number of steps or lower the warm-up"
+            "raise steps or lower optimizer.warmup"
         )
     warm = warmup_constant(lr, warmup)
 

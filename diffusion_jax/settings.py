@@ -19,7 +19,8 @@ from diffusion_jax import files
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "data.threads", "data.path")  # fmt: skip
+         "mesh.", "sampler.", "evaluation.", "data.threads", "data.path", "data.max_broken",
+         "text.store")  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -60,6 +61,21 @@ class MeshShape(NamedTuple):
     tensor: int
 
 
+class Evaluation(NamedTuple):
+    """Scores on the way: every so many images, of prompts from a file or of the data's own.
+
+    0 images: never. `prompts` "" stands for those of the coloured digits.
+    """
+
+    every: int
+    guidance: tuple[float, ...]
+    prompts: str
+    num_prompts: int
+    reference: str
+    inception: str
+    clip: str
+
+
 class Data(NamedTuple):
     """Where pictures come from."""
 
@@ -67,7 +83,11 @@ class Data(NamedTuple):
     path: str
     text: str
     uncaptioned: str
+    mixture: tuple[tuple[float, str, str, str], ...]
     min_size: int
+    max_aspect: float
+    min_chars: int
+    max_broken: float
     resize: int
     crop: str
     flip: bool
@@ -112,15 +132,23 @@ def one_of(field: str, value: str, known: Iterable[str]) -> None:
 
 
 def positive(**fields: int | float) -> None:
-    """ValueError for the first field that is not above 0."""
+    """ValueError for the first field that is not above 0; NaN is not."""
     for field, value in fields.items():
-        if value <= 0:
+        if not value > 0:
             raise ValueError(f"{field.replace('__', '.')} is {value}: it must be above 0")
 
 
+def within(low: int, high: int, **fields: int | float) -> None:
+    """ValueError for the first field that is not from `low` to `high`; NaN is not."""
+    for field, value in fields.items():
+        if not low <= value <= high:
+            name = field.replace("__", ".")
+            raise ValueError(f"{name} is {value}: it must be from {low} to {high}")
+
+
 def plain(value: Any) -> Any:
-    """A list, which is what JSON makes of a tuple, as a tuple again."""
-    return tuple(value) if isinstance(value, list) else value
+    """A list, which is what JSON makes of a tuple, as a tuple again, at any depth."""
+    return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
 
 
 def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:

@@ -1,8 +1,9 @@
 """Arrays from the files of torch and NeMo: read without torch, and without running what they hold.
 
-A torch checkpoint is a zip of a pickle and of raw arrays. A pickle can name any function to be
-called when it is opened. Here it is given none: names stand for arrays and dictionaries, or for
-nothing at all, so that settings and optimizers that lie beside the weights cannot hurt.
+A torch checkpoint is a zip of a pickle and of raw arrays, or, before torch 1.6, some pickles before
+the raw arrays. A pickle can name any function to be called when it is opened. Here it is given
+none: names stand for arrays and dictionaries, or for nothing at all, so that settings and
+optimizers that lie beside the weights cannot hurt.
 """
 
 import collections
@@ -31,7 +32,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint of torch or Lightning, a .nemo, a .safetensors or an .npz file.
 
     Of a checkpoint's contents those under "state_dict" are read, if it has these.
-    FileNotFoundError, or ValueError for another, older or damaged format.
+    FileNotFoundError, or ValueError for another or damaged format.
     """
     path = pathlib.Path(path)
     if path.suffix not in SUFFIXES:
@@ -104,6 +105,7 @@ def _rebuild_tensor(storage, offset, shape, strides, *_) -> _Tensor:
 _KNOWN: Mapping[tuple[str, str], Callable] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
     ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
 }
 _STORAGES = {
@@ -117,6 +119,10 @@ _STORAGES = {
 class _Unpickler(pickle.Unpickler):
     """Makes arrays, dictionaries and what pickles make of themselves; calls nothing of the file."""
 
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.storages: dict[str, _Storage] = {}
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return np.dtype(_STORAGES[name])
@@ -126,13 +132,13 @@ class _Unpickler(pickle.Unpickler):
         _, dtype, name, *_ = pid
         if not isinstance(dtype, np.dtype):
             raise ValueError(f"storage {name} is of a type that is not known here")
-        return _Storage(str(name), dtype)
+        return self.storages.setdefault(str(name), _Storage(str(name), dtype))
 
 
 def _read_torch(file: IO[bytes]) -> dict[str, np.ndarray]:
     if not zipfile.is_zipfile(file):
-        raise ValueError("it is no zip: torch before 1.6 wrote it, or it is damaged. Load and save "
-                         "it again with a newer torch")  # fmt: skip
+        file.seek(0)
+        return _read_old(file)
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -143,12 +149,45 @@ def _read_torch(file: IO[bytes]) -> dict[str, np.ndarray]:
             raise ValueError("it is from a big-endian machine, which is not read here")
         with archive.open(pickles[0]) as pickled:
             content = _Unpickler(pickled).load()
-        tensors = _state_dict(content)
-        storages: dict[str, bytes] = {}  # Arrays may share one.
-        return {
-            name: _array(archive, f"{root}data/", tensor, storages)
-            for name, tensor in tensors.items()
-        }
+        return _arrays(content, lambda storage: archive.read(f"{root}data/{storage.name}"))
+
+
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def _read_old(file: IO[bytes]) -> dict[str, np.ndarray]:
+    """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
+    try:
+        magic = _Unpickler(file).load()
+    except Exception:
+        magic = None
+    if magic != _OLD_MAGIC:
+        raise ValueError("it is neither a zip nor an older file of torch's, or it is damaged")
+    _, machine = _Unpickler(file).load(), _Unpickler(file).load()
+    if not machine.get("little_endian"):
+        raise ValueError("it is from a big-endian machine, which is not read here")
+    pickled = _Unpickler(file)
+    content, keys = pickled.load(), _Unpickler(file).load()
+    where, at, storages = {}, file.tell(), pickled.storages
+    for key in keys:
+        (count,) = np.frombuffer(file.read(8), np.int64)
+        where[key] = (at + 8, int(count) * storages[key].dtype.itemsize)
+        at = file.seek(sum(where[key]))
+
+    def read(storage: _Storage) -> bytes:
+        start, size = where[storage.name]
+        file.seek(start)
+        content = file.read(size)
+        if len(content) < size:
+            raise ValueError("it ends amid its arrays: download it again")
+        return content
+
+    return _arrays(content, read)
+
+
+def _arrays(content: Any, read: Callable[[_Storage], bytes]) -> dict[str, np.ndarray]:
+    storages: dict[str, bytes] = {}  # Arrays may share one.
+    return {name: _array(tensor, read, storages) for name, tensor in _state_dict(content).items()}
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
@@ -164,13 +203,13 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
 
 
 def _array(
-    archive: zipfile.ZipFile, root: str, tensor: _Tensor, storages: dict[str, bytes]
+    tensor: _Tensor, read: Callable[[_Storage], bytes], storages: dict[str, bytes]
 ) -> np.ndarray:
     """A copy of what the tensor sees of its storage; ValueError if it would see more."""
     storage, offset, shape, strides = tensor
     if storage.name not in storages:
         storages.clear()  # Those that share one mostly follow each other; one at a time is held.
-        storages[storage.name] = archive.read(root + storage.name)
+        storages[storage.name] = read(storage)
     flat = np.frombuffer(storages[storage.name], storage.dtype)
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= len(flat)):

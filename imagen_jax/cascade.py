@@ -13,15 +13,16 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Float, UInt8
 
 from diffusion_jax import drawing, sheets
 from diffusion_jax.drawing import Images, Texts
 from imagen_jax.task import Settings
 from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
 
-_PIXELS = 2**22  # Of all images that a stage draws at once, unless said otherwise.
+_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def load(
@@ -53,14 +54,16 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
 
 def draw(
     stages: Sequence[Model],
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[Float[np.ndarray, "_ _"]],
     seeds: Sequence[int],
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
     """One image for each prompt and seed (as many of both), as every stage drew it.
 
-    `low_res` is what the first stage enlarges if it is a super-resolution model. Image n depends
-    on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do not fit.
+    Models that were trained on precomputed embeddings take these, [tokens, width] each, as
+    `prompts`. `low_res` is what the first stage enlarges if it is a super-resolution model. Image
+    n depends on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do
+    not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
@@ -77,19 +80,22 @@ def draw_batches(
     seeds: Sequence[int],
     sizes: Sequence[int],
     low_res: Images | None = None,
+    guidance: float | None = None,
 ) -> Iterator[list[Images]]:
     """Yields the images of a few rows at a time, as every stage drew them, in the rows' order.
 
     `texts` holds each stage's tokens, `sizes` how many images each stage draws at once; `low_res`
-    is what the first stage enlarges.
+    is what the first stage enlarges. `guidance` is one scale for all stages, by the same program
+    for any value; without it each stage takes its own, and skips the work where that is 1.
     """
     stage, batch = stages[0], dict(texts[0])
     if low_res is not None:
         batch["low_res"] = low_res
-    scale = stage.settings.sampler.guidance
-    guidance = None if scale == 1 else np.full(len(seeds), scale, np.float32)
+    scale = stage.settings.sampler.guidance if guidance is None else guidance
+    unguided = guidance is None and scale == 1
+    scales = None if unguided else np.full(len(seeds), scale, np.float32)
     first = 0
-    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, guidance, sizes[0]):
+    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
         rows = slice(first, first + len(images))
         first = rows.stop
         if len(stages) == 1:
@@ -97,15 +103,15 @@ def draw_batches(
             continue
         later = [{name: array[rows] for name, array in t.items()} for t in texts[1:]]
         done = 0
-        for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images):
+        for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images, guidance):
             yield [images[done : done + len(larger[0])], *larger]
             done += len(larger[0])
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
     """How many images each stage draws at once by default: fewer where they are larger."""
-    at_once = [_PIXELS // stage.settings.output_size**2 for stage in stages]
-    return [min(64, num_images, max(1, n)) for n in at_once]
+    a_device = [_PIXELS // stage.settings.output_size**2 for stage in stages]
+    return [min(jax.device_count() * min(64, max(1, n)), num_images) for n in a_device]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:

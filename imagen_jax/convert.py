@@ -110,7 +110,7 @@ def _read(path: pathlib.Path, s: Settings) -> Any:
     return jax.tree.map(jax.numpy.asarray, params)
 
 
-def _write(path: pathlib.Path, state: dict[str, np.ndarray]) -> None:
+def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
         import safetensors.numpy  # Only where such a file is written.

@@ -44,13 +44,18 @@ _PROMPTS = flags.DEFINE_string("prompts", None, "A file with one text a line.")
 _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
 _NUM_IMAGES = flags.DEFINE_integer("num_images", 1, "Images for each text.", lower_bound=1)
-_SEED = flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1
+)
 _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier stages drew.")
 _GUIDANCE = flags.DEFINE_list("guidance", [], "Guidance scale, of all stages or of each.")
 _STEPS = flags.DEFINE_list("steps", [], "Sampling steps, of all stages or of each.")
 _SAMPLER = flags.DEFINE_list("sampler", [], "heun, ddim, ddpm or dpmpp_2m, likewise.")
 _THRESHOLD = flags.DEFINE_list("threshold", [], "dynamic, static or none, likewise.")
 _AUG_SIGMA = flags.DEFINE_list("aug_sigma", [], "Noise put on the small images, likewise.")
+_TEXT_WEIGHTS = flags.DEFINE_list(
+    "text_weights", [], "Folder of the text encoder's weights, likewise; default: the config's."
+)
 _EMA = flags.DEFINE_list(
     "ema", ["ema"], 'A decay such as 0.9999, "ema" for the largest, or "raw", likewise.'
 )
@@ -61,7 +66,7 @@ _BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once, likewise.")
 def main(argv: list[str]) -> None:
     """Reads the texts, loads the models, draws."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
     cli.start()
     with cli.bad_input():
         sizes = _per_stage("batch_size", _BATCH.value, int)
@@ -76,8 +81,8 @@ def main(argv: list[str]) -> None:
     low_res = None if low_res is None else low_res[rows]
     default = cascade.batch_sizes(stages, len(rows))
     sizes = [min(given or n, len(rows)) for given, n in zip(sizes, default, strict=True)]
-    captions = [captions[i] for i in rows]
-    _draw(out, stages, texts, seeds, sizes, low_res, captions)
+    origins = [_origin(i, captions) for i in rows]
+    _draw(out, stages, texts, seeds, sizes, low_res, origins)
 
 
 def _per_stage(name: str, values: Sequence[str], kind: Callable[[str], Any]) -> list[Any]:
@@ -107,6 +112,7 @@ def _choices() -> list[Choice]:
         "steps": _per_stage("steps", _STEPS.value, int),
         "threshold": _per_stage("threshold", _THRESHOLD.value, str),
         "aug_sigma": _per_stage("aug_sigma", _AUG_SIGMA.value, float),
+        "text_weights": _per_stage("text_weights", _TEXT_WEIGHTS.value, str),
     }
     rows = zip(*columns.values(), strict=True)
     return [Choice(**dict(zip(columns, row, strict=True))) for row in rows]
@@ -122,7 +128,8 @@ def _texts(stages: Sequence[Model]) -> tuple[list[str], list[Texts]]:
     if needs_embeddings and len(names) > 1:
         raise ValueError(f"the stages read texts in unlike ways: {', '.join(sorted(names))}")
     given = _EMBEDDINGS.value if needs_embeddings else prompts
-    if not given or (prompts and needs_embeddings):
+    unread = prompts if needs_embeddings else _EMBEDDINGS.value
+    if not given or unread:
         flag = "--embeddings=FILE" if needs_embeddings else "--prompt=TEXT or --prompts=FILE"
         raise ValueError(f"the text encoder {stages[0].encoder.name!r} needs {flag}")
     if not needs_embeddings:
@@ -144,7 +151,13 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     return np.stack(pictures).astype(np.float32) / 127.5 - 1
 
 
-def _draw(out, stages, texts, seeds, sizes, low_res, captions) -> None:
+def _origin(text: int, captions: Sequence[str]) -> dict[str, Any]:
+    """What an image is drawn from: a text, and the files of its embeddings and its small image."""
+    files_of = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
+    return {"text": captions[text]} | {name: f[text] for name, f in files_of.items() if f}
+
+
+def _draw(out, stages, texts, seeds, sizes, low_res, origins) -> None:
     """Draws, and writes each batch as soon as it is there."""
     lines, images = [], []
     batches = cascade.draw_batches(stages, texts, seeds, sizes, low_res)
@@ -152,9 +165,10 @@ def _draw(out, stages, texts, seeds, sizes, low_res, captions) -> None:
         pixels = [sheets.to_uint8(drawn) for drawn in by_stage]
         for drawn in zip(*pixels, strict=True):
             n = len(lines)
-            lines.append(_write_image(out, drawn, captions[n], seeds[n], stages))
+            lines.append(_write_image(out, drawn, origins[n], seeds[n], stages))
             images.append(drawn[-1])
     files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    captions = [origin["text"] for origin in origins]
     sheets.write_png(out / "sheet.png", sheets.contact_sheet(np.stack(images), captions))
     logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
 
@@ -169,11 +183,11 @@ def _with_progress(batches: Iterator[Any], total: int) -> Iterator[Any]:
         yield by_stage
 
 
-def _write_image(out, drawn, caption, seed, stages) -> dict[str, Any]:
+def _write_image(out, drawn, origin, seed, stages) -> dict[str, Any]:
     """Writes the PNGs of one image; returns its line of the metadata."""
     name = f"seed_{seed:06}.png"
     sheets.write_png(out / name, drawn[-1])
-    line = {"file_name": name, "text": caption, "seed": seed}
+    line = {"file_name": name, **origin, "seed": seed}
     if _ALL_SIZES.value:
         smaller = [f"seed_{seed:06}_{image.shape[0]}.png" for image in drawn[:-1]]
         for small, image in zip(smaller, drawn, strict=False):
@@ -184,11 +198,11 @@ def _write_image(out, drawn, caption, seed, stages) -> dict[str, Any]:
 
 
 def _stage_card(stage: Model) -> dict[str, Any]:
-    """What a stage drew with."""
+    """What a stage drew with; a bound that is infinite is left out, since JSON has none."""
     s = stage.settings
     card = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
-    card |= {"size": s.output_size, "sampler": s.sampler.name, "steps": s.sampler.steps}
-    card |= {"guidance": s.sampler.guidance, "threshold": s.sampler.threshold}
+    sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
+    card |= {"size": s.output_size, "sampler": sampler.pop("name"), **sampler}
     if s.super_resolution.factor > 1:
         card |= {"low_res": s.input_size, "aug_sigma": s.super_resolution.aug_sigma}
     return card

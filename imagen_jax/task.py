@@ -20,31 +20,16 @@ from diffusion_jax import (
 )
 from diffusion_jax.data import pipeline
 from diffusion_jax.precond import Denoiser, Precond
-from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
+from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, loss_by_noise_level
-from diffusion_jax.text import TextEncoder, clip, hashed, precomputed, t5
+from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text.registry import Text
 from imagen_jax import efficient_unet, super_resolution
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.super_resolution import LowRes
 from imagen_jax.unet import UNet
-
-
-class Text(NamedTuple):
-    """The text encoder, and how often training drops the text.
-
-    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
-    `max_tokens` are kept) and `dtype` are for pretrained encoders alone.
-    """
-
-    encoder: str
-    weights: str
-    width: int
-    max_tokens: int
-    read_tokens: int
-    dtype: str
-    drop_prob: float
 
 
 class Diffusion(NamedTuple):
@@ -95,6 +80,7 @@ class Settings(NamedTuple):
     sampler: Sampler
     optimizer: Optimizer
     mesh: MeshShape
+    evaluation: Evaluation
     data: Data
 
     @property
@@ -112,24 +98,6 @@ RULES: sharding.Rules = [
     (r"(kernel|null_token|embedding)$", sharding.FSDP),
     (r"(bias|scale|frequencies)$", sharding.P()),
 ]
-
-TEXT_ENCODERS: Mapping[str, Callable[[Text], TextEncoder]] = {
-    "hashed": lambda t: hashed.encoder(t.width, t.max_tokens),
-    "precomputed": lambda t: precomputed.encoder(t.width, t.max_tokens),
-    "t5": lambda t: t5.encoder(
-        t.weights,
-        width=t.width,
-        max_tokens=t.max_tokens,
-        read_tokens=t.read_tokens,
-        dtype=t.dtype,
-    ),
-    "clip": lambda t: clip.encoder(
-        t.weights, width=t.width, max_tokens=t.max_tokens, layer="last", dtype=t.dtype
-    ),
-    "clip_penultimate": lambda t: clip.encoder(
-        t.weights, width=t.width, max_tokens=t.max_tokens, layer="penultimate", dtype=t.dtype
-    ),
-}
 
 # The network, and the check of its fields next to the width of the text.
 _UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
@@ -166,7 +134,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
     kinds = {"text": Text, "diffusion": Diffusion, "super_resolution": SuperResolution,
              "sampler": Sampler, "optimizer": Optimizer, "mesh": MeshShape,
-             "data": Data}  # fmt: skip
+             "evaluation": Evaluation, "data": Data}  # fmt: skip
     settings.check_groups(config, ("unet", *kinds))
     groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
     run = settings.read(Run, config, "")
@@ -177,8 +145,8 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def text_encoder(text: Text) -> TextEncoder:
-    """The encoder of a config's `text` group; its weights are opened and checked, not read."""
-    return TEXT_ENCODERS[text.encoder](text)
+    """What a config's `text` group trains with; weights are opened and checked, not read."""
+    return registry.open_encoder(text)
 
 
 def make_task(s: Settings, encoder: TextEncoder) -> Task:
@@ -289,7 +257,7 @@ def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNe
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
     choices = [
-        ("text.encoder", s.text.encoder, TEXT_ENCODERS),
+        ("text.encoder", s.text.encoder, registry.ENCODERS),
         ("text.dtype", s.text.dtype, ("bfloat16", "float32")),
         ("diffusion.precond", s.diffusion.precond, _PRECONDS),
         ("diffusion.noise", s.diffusion.noise, _NOISES),
@@ -307,7 +275,20 @@ def check(s: Settings) -> None:
         optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
         text__width=s.text.width, text__max_tokens=s.text.max_tokens,
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
+        diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
+        sampler__sigma_min=s.sampler.sigma_min, sampler__rho=s.sampler.rho,
+        optimizer__clip=s.optimizer.clip,
     )  # fmt: skip
+    settings.within(
+        0, 1, text__drop_prob=s.text.drop_prob, sampler__eta=s.sampler.eta,
+        optimizer__b1=s.optimizer.b1, optimizer__b2=s.optimizer.b2,
+    )  # fmt: skip
+    settings.within(0, 1000, sampler__guidance=s.sampler.guidance, sampler__churn=s.sampler.churn)
+    if not s.sampler.sigma_max > s.sampler.sigma_min:
+        raise ValueError(
+            f"sampler.sigma_max is {s.sampler.sigma_max}: it must be above sampler.sigma_min, "
+            f"{s.sampler.sigma_min}"
+        )
     loop.make_optimizer(s.optimizer, s.run.steps)  # A schedule may not fit the number of steps.
     train_state.check_decays(s.optimizer.ema_decays)
     _check_sizes(s)
@@ -327,6 +308,11 @@ def _check_sizes(s: Settings) -> None:
             "a factor above 1 sees a small image (unet.low_res=True, or unet.kind='efficient'), "
             "and one with factor 1 sees none"
         )
+    if factor > 1 and s.evaluation.every:
+        raise ValueError(
+            "evaluation.every is set, and a super-resolution model draws no prompt alone: set it "
+            "to 0, and evaluate the cascade"
+        )
     if resize and (resize < size or resize % factor):
         raise ValueError(
             f"data.resize is {resize}: take 0, or a multiple of {factor} from unet.image_size "
@@ -338,7 +324,10 @@ def _check_texts(s: Settings) -> None:
     """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
     embedded = s.text.encoder == "precomputed"
     if not embedded and s.run.sample_every and not s.run.prompts:
-        raise ValueError("prompts is empty: give texts to draw on the way, or set sample_every=0")
+        raise ValueError(
+            "prompts is empty: give texts to draw on the way, such as "
+            "--config.prompts=\"('a red dog',)\", or set sample_every=0"
+        )
     if s.data.source in ("folder", "webdataset") and embedded == s.data.text.endswith("txt"):
         way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
         raise ValueError(

@@ -17,9 +17,11 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffusion_jax import cli, loop, settings, sharding
-from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax import cli, drawing, loop, settings, sharding, sheets
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.data.pictures import Filters, open_pictures
 from diffusion_jax.data.pipeline import Batches, local_rows, make_batches
+from diffusion_jax.metrics import scorers
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution, task
 from imagen_jax.task import Settings
@@ -33,7 +35,7 @@ _WORKDIR = flags.DEFINE_string(
 def main(argv: list[str]) -> None:
     """Checks everything, then trains."""
     if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}")
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input():
@@ -43,11 +45,14 @@ def main(argv: list[str]) -> None:
         encoder = task.text_encoder(s.text)
         batches = open_batches(s, encoder, mesh)
         examples = _examples(s, encoder, batches)
+        evaluation = _evaluation(s, encoder)
         settings.claim(workdir, _CONFIG.value)
     imagen = task.make_task(s, encoder)
     config = _CONFIG.value.to_dict()
     with batches:
-        state = loop.train(imagen, s.run, s.optimizer, mesh, batches, examples, workdir, config)
+        state = loop.train(
+            imagen, s.run, s.optimizer, mesh, batches, examples, workdir, config, evaluation
+        )
     if int(state.step) < s.run.steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(143)
@@ -56,14 +61,16 @@ def main(argv: list[str]) -> None:
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
     """The training data of a config, this process's rows of it."""
+    filters = Filters(s.data.min_size, s.data.max_aspect, s.data.min_chars, s.data.max_broken)
     pictures = open_pictures(
         s.data.source,
         size=s.unet.image_size,
         path=s.data.path,
         text=s.data.text,
         uncaptioned=s.data.uncaptioned,
-        min_size=s.data.min_size,
         resize=s.data.resize,
+        filters=filters,
+        mixture=s.data.mixture,
         embeddings=(s.text.max_tokens, s.text.width) if s.text.encoder == "precomputed" else None,
     )
     process, processes = local_rows(sharding.batch_sharding(mesh), s.run.batch_size)
@@ -93,6 +100,28 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
         batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
     return loop.Examples(batch, tuple(captions), s.sampler.guidance)
+
+
+def _evaluation(s: Settings, encoder: TextEncoder) -> loop.Evaluation | None:
+    """What config.evaluation asks for: what imagen_jax.evaluate scores, on the way."""
+    asked = s.evaluation
+    if not asked.every:
+        return None
+    prompts = prompt_files.read(asked.prompts, asked.num_prompts) if asked.prompts else []
+    scorer = scorers.make(
+        s.data.source, s.output_size, prompts, asked.reference, asked.inception, asked.clip
+    )
+
+    def score(draw, params):
+        def images(prompts, seeds, scale):
+            scales = np.full(len(seeds), scale, np.float32)
+            batch = encoder.tokenize(list(prompts))
+            parts = drawing.in_batches(draw, params, batch, list(seeds), scales, 64)
+            return sheets.to_uint8(np.concatenate(list(parts)))
+
+        return scorers.score_now(scorer, images, asked.guidance)
+
+    return loop.Evaluation(asked.every, score)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import jax
 
 from diffusion_jax import checkpoint, drawing, loop, settings, sharding
-from diffusion_jax.text import TextEncoder
+from diffusion_jax.text import TextEncoder, registry
 from imagen_jax import task
 from imagen_jax.task import Settings
 
@@ -27,6 +27,8 @@ class Choice(NamedTuple):
     steps: int | None = None
     threshold: str | None = None
     aug_sigma: float | None = None
+    text_weights: str | None = None
+    """Where the text encoder's weights are: a folder or a Hugging Face name."""
 
 
 class Model(NamedTuple):
@@ -63,11 +65,22 @@ def load_model(
         abstract,
         places,
     )
-    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
-    params = checkpoint.load_params(folder, placed, choice.ema, choice.checkpoint)
-    step = max(checkpoint.steps(folder)) if choice.checkpoint is None else choice.checkpoint
     draw = drawing.make_draw(imagen, frozen, mesh)
-    return Model(str(workdir), s, encoder, draw, params, choice.ema, step)
+    model = Model(str(workdir), s, encoder, draw, placed, choice.ema, 0)
+    return with_weights(model, choice.ema, choice.checkpoint)
+
+
+def with_weights(model: Model, ema: str, step: int | None) -> Model:
+    """The same model, already compiled, with the weights of another average or checkpoint."""
+    folder = pathlib.Path(model.workdir) / loop.CHECKPOINTS
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
+        model.params,
+    )
+    params = checkpoint.load_params(folder, shapes, ema, step)
+    return model._replace(
+        params=params, ema=ema, step=max(checkpoint.steps(folder)) if step is None else step
+    )
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
@@ -86,7 +99,8 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     sr = s.super_resolution
     if choice.aug_sigma is not None:
         sr = sr._replace(aug_sigma=choice.aug_sigma)
-    s = s._replace(sampler=sampler, super_resolution=sr)
+    text = s.text if choice.text_weights is None else s.text._replace(weights=choice.text_weights)
+    s = s._replace(sampler=sampler, super_resolution=sr, text=text)
     task.check(s)
     return s
 
@@ -94,6 +108,6 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 def _encoder(text: task.Text, mesh: sharding.Mesh, encoders: Encoders) -> tuple[TextEncoder, Any]:
     key = text._replace(drop_prob=0.0)  # All else says what is read.
     if key not in encoders:
-        encoder = task.text_encoder(text)
+        encoder = registry.open_online(text)
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, task.RULES)
     return encoders[key]

@@ -1,9 +1,13 @@
-"""Every test sees eight CPU devices; compiled programs are kept between runs."""
+"""Every test sees eight CPU devices; compiled programs are kept between runs.
+
+Several processes (pytest -n) share the tests by file, so that each program is compiled once.
+"""
 
 import os
 import pathlib
 
 import jax
+import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -13,3 +17,13 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+# These share the runs that tests/imagen_jax/conftest.py trains.
+_TRAINED = {"test_train.py", "test_sample.py", "test_cascade.py", "test_evaluate.py"}
+
+
+def pytest_collection_modifyitems(items):
+    items.sort(key=lambda item: item.path.name not in _TRAINED)  # The longest group first.
+    for item in items:
+        group = "trained" if item.path.name in _TRAINED else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))

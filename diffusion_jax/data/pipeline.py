@@ -4,6 +4,7 @@ Sample n of a run (n = step * batch + row) is a function of (seed, n): every epo
 of its own, and neither the number of processes nor a restart changes which picture is where.
 """
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import numpy as np
 from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
-from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.pictures import Mixture, Pictures
 
 CROPS = ("center", "random")
 Batch = dict[str, np.ndarray]
@@ -39,7 +40,9 @@ class Batches:
         """`batches[step]` is the local batch of a step; `batch_size` the global number of rows."""
         self.pictures = pictures
         self._batch_size = batch_size
-        self._identity = {"seed": seed, "pictures": len(pictures)}
+        self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
+        if isinstance(pictures, Mixture):
+            self._identity |= {"parts": pictures.lengths, "weights": pictures.weights}
         # One batch more than there are threads, so that one is ready while all are at work.
         ahead = num_threads + 1 if num_threads else 0
         options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
@@ -133,10 +136,24 @@ def make_batches(
 
     # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
     # whole batch can be computed together.
-    order = grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
-    local = order.batch(rows, batch_fn=np.asarray)[process_index::process_count]
+    local = _order(pictures, seed).batch(rows, batch_fn=np.asarray)[process_index::process_count]
     batches = local.map_with_index(load)
     return Batches(batches, pictures, batch_size=batch_size, seed=seed, num_threads=num_threads)
+
+
+def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
+    """Which picture is sample n: each epoch is a permutation; of a mixture, each epoch of a part.
+
+    Sample n's part is a function of n alone, and the parts' shares of any stretch are the weights.
+    """
+    if not isinstance(pictures, Mixture):
+        return grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
+    firsts = np.cumsum([0, *pictures.lengths]).tolist()
+    parts = [
+        grain.MapDataset.range(first, last).seed(seed + part).shuffle().repeat()
+        for part, (first, last) in enumerate(itertools.pairwise(firsts))
+    ]
+    return grain.MapDataset.mix(parts, pictures.weights)
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:

@@ -26,6 +26,7 @@ def square(
     *,
     resize: int = 0,
     min_size: int = 0,
+    max_aspect: float = 0.0,
     place: tuple[float, float] = CENTRE,
 ) -> UInt8[np.ndarray, "H W 3"]:
     """Decodes, shrinks or enlarges the smaller side to `resize`, and cuts out `size` x `size`.
@@ -33,14 +34,21 @@ def square(
     `resize` 0 stands for `size`. `place` in [0, 1] says where the cut lies, left to right and top
     to bottom. Bicubic with antialiasing, as NeMo's Imagen resizes. Transparent pixels become
     white, cameras' orientation tags are obeyed. Unusable("broken_image") for what is no whole
-    image, and Unusable("too_small") if a side has less than `min_size` pixels.
+    image, Unusable("too_small") if a side has less than `min_size` pixels, and
+    Unusable("too_elongated") if one is more than `max_aspect` (0: any) times the other.
     """
     image, resize = _open(data), resize or size
     if min(image.size) < min_size:
         raise Unusable("too_small", f"{image.width}x{image.height}, min_size is {min_size}")
-    image = _resize(_decode(image, resize), resize)
-    left, top = (int(at * (side - size)) for at, side in zip(place, image.size, strict=True))
-    return np.asarray(image.crop((left, top, left + size, top + size)))
+    if max_aspect and max(image.size) > max_aspect * min(image.size):
+        raise Unusable("too_elongated", f"{image.width}x{image.height}, not within {max_aspect}:1")
+    return np.asarray(_resize(_decode(image, resize), resize, size, place))
+
+
+def check_caption(text: str, min_chars: int) -> None:
+    """Unusable("short_caption") if the text has less than `min_chars` characters."""
+    if len(text) < min_chars:
+        raise Unusable("short_caption", f"{text!r} has {len(text)} characters, of {min_chars}")
 
 
 def _open(data: bytes) -> Image.Image:
@@ -58,7 +66,7 @@ def _decode(image: Image.Image, size: int) -> Image.Image:
         # A JPEG can be decoded at 1/2, 1/4 or 1/8: several times faster, and as at least twice the
         # size is kept, the antialiasing below still decides what the pixels become.
         image.draft(None, (2 * size, 2 * size))
-        image = ImageOps.exif_transpose(image)
+        ImageOps.exif_transpose(image, in_place=True)  # Otherwise every image would be copied.
         if image.mode == "RGB":
             return image
         if not image.has_transparency_data:
@@ -69,7 +77,14 @@ def _decode(image: Image.Image, size: int) -> Image.Image:
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
-def _resize(image: Image.Image, size: int) -> Image.Image:
-    scale = size / min(image.size)
-    width, height = (max(size, round(side * scale)) for side in image.size)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+def _resize(image: Image.Image, resize: int, size: int, place: tuple[float, float]) -> Image.Image:
+    """The cut of the resized image, without computing the rest of it."""
+    scale = resize / min(image.size)
+    sides = [max(resize, round(side * scale)) for side in image.size]
+    firsts = [int(at * (side - size)) for at, side in zip(place, sides, strict=True)]
+    # Of the image as it is; the filter reaches beyond the box, as it would in the whole.
+    steps = [before / after for before, after in zip(image.size, sides, strict=True)]
+    left, top = (first * step for first, step in zip(firsts, steps, strict=True))
+    right, bottom = ((first + size) * step for first, step in zip(firsts, steps, strict=True))
+    box = (left, top, min(right, image.width), min(bottom, image.height))
+    return image.resize((size, size), Image.Resampling.BICUBIC, box=box)

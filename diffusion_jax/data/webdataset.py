@@ -2,7 +2,8 @@
 
 Members `a/0001.jpg` and `a/0001.txt` of one tar are a record: their names agree up to the first dot
 of the last part. Each tar's index is kept beside it (`shard.tar.index.npz`), or in the user's cache
-where that folder cannot be written, and made anew when the tar's size or time changes.
+where that folder cannot be written, and made anew when the tar's size or time changes. Tars lie on
+a disk or in an object store (see storage).
 """
 
 import functools
@@ -10,11 +11,12 @@ import hashlib
 import io
 import os
 import pathlib
+import pickle
 import re
 import tarfile
 import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -22,13 +24,15 @@ import numpy as np
 from absl import logging
 from jaxtyping import Int
 
-from diffusion_jax import files
-from diffusion_jax.data import sources
+from diffusion_jax.data import sources, storage
 from diffusion_jax.data.sources import Record
-from diffusion_jax.text import precomputed
 
-_INDEX_VERSION = 1
+KEY = "__key__"
+_INDEX_VERSION = 2
 _BLOCK = 512  # Tars are made of blocks, a member's header in the one before its contents.
+_NAME = 100  # Bytes of a name at the start of a header.
+_GAP = 64 * 2**10  # To read this much more costs less than a second request.
+_WDINFO = ".pkl"
 
 
 class Index(NamedTuple):
@@ -47,21 +51,28 @@ class Index(NamedTuple):
 class WebDataset:
     """The images of one or many tars, in the order of the tars' names and of their members.
 
-    `path` is a tar, a folder (searched recursively) or a pattern such as "shard-{0000..0099}.tar".
-    `text` and `uncaptioned` are those of sources.Folder.
+    `path` is a tar, a folder (searched recursively), a list of tars that NeMo wrote (wdinfo.pkl),
+    or a pattern of these such as "shard-{0000..0099}.tar"; each may be a URL. `text` is that of
+    sources.Folder without its tables; `uncaptioned` likewise. Tars that cannot be read at all are
+    left out as long as they are no more than the share `max_broken`.
     """
 
-    def __init__(self, path: str | os.PathLike[str], text: str = "txt", uncaptioned: str = "error"):
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        text: str = "txt",
+        uncaptioned: str = "error",
+        max_broken: float = 0.0,
+    ):
         """Reads the tars' headers, or the index; FileNotFoundError or ValueError as Folder."""
         self._text = text
-        precomputed.check_suffix(text)
-        self._tars = _find(os.fspath(path))
-        with ThreadPoolExecutor(8) as threads:  # Reading headers mostly waits for the disk.
-            indices = list(threads.map(load_index, self._tars))
-        spans = [_spans(index, text) for index in indices]
+        suffix, _ = sources.check_text(text)
+        self._tars, indices, num_broken = _open_all(find(os.fspath(path)), max_broken)
+        spans = [_spans(index, suffix) for index in indices]
         self._tar_of = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
         self._spans = np.concatenate(spans)  # [N, (image, text), (offset, size)], -1 for no text
-        self._left_out = Counter(truncated_tar=sum(int(index.truncated) for index in indices))
+        num_truncated = sum(int(index.truncated) for index in indices)
+        self._left_out = Counter(truncated_tar=num_truncated, broken_tar=num_broken)
         suffixes = [str(suffix) for index in indices for suffix in np.unique(index.suffix)]
         sources.check_any(len(self._spans), os.fspath(path), suffixes)
         self._drop_bare(uncaptioned, suffixes)
@@ -70,23 +81,32 @@ class WebDataset:
         """How many images have a text."""
         return len(self._spans)
 
-    def __getitem__(self, index: int) -> Record:
-        """Reads both members; OSError if the tar has gone."""
-        with self._tars[self._tar_of[index]].open("rb") as tar:
-            name = _image_name(tar, self._spans[index])
-            image, text = (_read(tar, *span) for span in self._spans[index].tolist())
-        text_name = f"{name.rpartition('.')[0]}.{self._text}"
-        return Record(image, sources.read_text(text, text_name), name)
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        """Reads both members of each, in one request where they are neighbours."""
+        parts = [part for index in indices for part in _parts(self._spans[index])]
+        tars = [self._tars[self._tar_of[i]] for i in indices for _ in _parts(self._spans[i])]
+        contents = iter(storage.read_ranges(tars, *zip(*parts, strict=True)))
+        return [self._record(index, contents) for index in indices]
 
-    def text(self, index: int) -> Any:
-        """Reads the text alone; OSError if the tar has gone."""
-        with self._tars[self._tar_of[index]].open("rb") as tar:
-            contents = _read(tar, *self._spans[index, 1].tolist())
-        return sources.read_text(contents, f"{tar.name}.{self._text}")
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Reads the texts alone; OSError if a tar has gone."""
+        tars = [self._tars[self._tar_of[index]] for index in indices]
+        offsets, sizes = self._spans[list(indices), 1].T.tolist()
+        lasts = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
+        contents = storage.read_ranges(tars, offsets, lasts)
+        return [sources.read_text(text, self._text) for text in contents]
 
     def left_out(self) -> dict[str, int]:
-        """Counts of "no_caption" and of "truncated_tar", whose whole members are still used."""
+        """Counts of "no_caption", "broken_tar", and "truncated_tar", of which the rest is used."""
         return {reason: n for reason, n in self._left_out.items() if n}
+
+    def _record(self, index: int, contents: Iterator[bytes]) -> Record:
+        spans = self._spans[index]
+        read = [(first, next(contents)) for first, _ in _parts(spans)]
+        image, text = (_cut(read, int(offset), int(size)) for offset, size in spans)
+        header = _cut(read, int(spans[0, 0]) - _BLOCK, _NAME)
+        name = self._full_name(index, header)
+        return Record(image, sources.read_text(text, self._text), name)
 
     def _drop_bare(self, uncaptioned: str, suffixes: Sequence[str]) -> None:
         """Takes the records without a text out, or raises ValueError."""
@@ -100,14 +120,39 @@ class WebDataset:
         self._spans = np.delete(self._spans, bare, axis=0)
 
     def _name(self, index: int) -> str:
-        with self._tars[self._tar_of[index]].open("rb") as tar:
-            return _image_name(tar, self._spans[index])
+        """Read from the tar when it is wanted: names of millions would fill memory."""
+        first = int(self._spans[index, 0, 0]) - _BLOCK
+        tar = self._tars[self._tar_of[index]]
+        return self._full_name(index, *storage.read_ranges([tar], [first], [first + _NAME]))
+
+    def _full_name(self, index: int, header: bytes) -> str:
+        name = header.partition(bytes(1))[0].decode(errors="replace")
+        return f"{self._tars[self._tar_of[index]]}/{name}"
 
 
-def load_index(tar: pathlib.Path) -> Index:
+def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
+    """A tar of records, whole or absent; its folder must exist.
+
+    A record holds its files by their suffixes, and its name under KEY.
+    """
+    target = pathlib.Path(path)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
+            for record in records:
+                for suffix in sorted(record.keys() - {KEY}):
+                    member = tarfile.TarInfo(f"{record[KEY].decode()}.{suffix}")
+                    member.size = len(record[suffix])
+                    tar.addfile(member, io.BytesIO(record[suffix]))
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def load_index(tar: str) -> Index:
     """The saved index if it is of this very file, else a new one, which is saved."""
-    stamp = np.array([_INDEX_VERSION, tar.stat().st_size, tar.stat().st_mtime_ns])
-    places = [tar.with_name(f"{tar.name}.index.npz"), _cache_folder() / f"{_digest(tar)}.npz"]
+    stamp = np.array([_INDEX_VERSION, *storage.stamp(tar)])
+    places = [f"{tar}.index.npz", str(_cache_folder() / f"{_digest(tar)}.npz")]
     for place in places:
         if (index := _load(place, stamp)) is not None:
             return index
@@ -116,13 +161,13 @@ def load_index(tar: pathlib.Path) -> Index:
     return index
 
 
-def scan(path: pathlib.Path) -> Index:
+def scan(path: str) -> Index:
     """Reads the headers of a tar; ValueError if it is compressed or no tar."""
     records: dict[str, int] = {}
     rows = []
-    size, truncated = path.stat().st_size, False
+    size, truncated = storage.stamp(path)[0], False
     try:
-        with tarfile.open(path, "r:") as tar:
+        with storage.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
                 key, suffix = _split(member.name)
                 if member.isfile() and member.offset_data + member.size <= size and key:
@@ -161,15 +206,69 @@ def expand(pattern: str) -> list[str]:
     ]
 
 
-def _find(path: str) -> list[pathlib.Path]:
-    tars = [pathlib.Path(name) for name in expand(path)]
-    sources.check_exists(tars, "webdataset")
-    if len(tars) == 1 and tars[0].is_dir():
-        root = tars[0]
-        tars = sorted(root.rglob("*.tar"))
-        if not tars:
-            raise ValueError(f"no .tar in {root}: image files are read by the source 'folder'")
+def find(path: str) -> list[str]:
+    """The tars of a path, a folder, pattern or wdinfo.pkl; FileNotFoundError if one is not."""
+    tars = [tar for name in expand(path) for tar in _listed(name)]
+    with ThreadPoolExecutor(32) as threads:  # An object store answers slowly.
+        there = list(threads.map(storage.exists, tars))
+    sources.check_exists([tar for tar, ok in zip(tars, there, strict=True) if not ok], "webdataset")
     return tars
+
+
+def _listed(name: str) -> list[str]:
+    if name.endswith(".tar"):
+        return [name]
+    sources.check_exists([name], "webdataset")
+    if name.endswith(_WDINFO):
+        return _wdinfo(name)
+    if not storage.is_folder(name):
+        return [name]
+    found = storage.find(name, ".tar")
+    if not found:
+        raise ValueError(f"no .tar in {name}: image files are read by the source 'folder'")
+    return found
+
+
+def _wdinfo(path: str) -> list[str]:
+    """The tars of NeMo's list, relative to the folder that it lies in."""
+    try:
+        info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
+        names = [str(name) for name in info["tar_files"]]
+    except Exception as error:  # A damaged pickle can raise anything.
+        raise ValueError(f"cannot read {path} as NeMo's wdinfo: {error}") from error
+    if not names:
+        raise ValueError(f"{path} lists no tar files")
+    folder = path.rpartition("/")[0]
+    absolute = lambda name: name.startswith("/") or storage.is_url(name)
+    return [name if absolute(name) or not folder else f"{folder}/{name}" for name in names]
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes lists, dictionaries, numbers and strings; refuses whatever would call a function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise ValueError(f"it names {module}.{name}, which a list of tars does not need")
+
+
+def _open_all(tars: list[str], max_broken: float) -> tuple[list[str], list[Index], int]:
+    """The tars that can be read, their indices, and how many cannot; ValueError if too many."""
+    errors: list[ValueError] = []
+
+    def attempt(tar: str) -> Index | None:
+        try:
+            return load_index(tar)
+        except ValueError as error:
+            errors.append(error)
+            logging.warning("left out: %s", error)
+            return None
+
+    with ThreadPoolExecutor(8) as threads:  # Reading headers mostly waits for the disk.
+        indices = list(threads.map(attempt, tars))
+    if errors and (len(errors) > max_broken * len(tars) or len(errors) == len(tars)):
+        count = f"{len(errors)} of {len(tars)} tars cannot be read, data.max_broken is {max_broken}"
+        raise ValueError(f"{errors[0]} ({count})")
+    opened = [(tar, index) for tar, index in zip(tars, indices, strict=True) if index is not None]
+    return [tar for tar, _ in opened], [index for _, index in opened], len(errors)
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -189,21 +288,26 @@ def _spans(index: Index, text: str) -> Int[np.ndarray, "N 2 2"]:
     return spans[spans[:, 0, 0] >= 0]
 
 
-def _read(tar: io.BufferedReader, offset: int, size: int) -> bytes:
-    tar.seek(offset)
-    return tar.read(size)
+def _parts(spans: Int[np.ndarray, "2 2"]) -> list[tuple[int, int]]:
+    """What to read for a record: (first, last) of one range if its members lie together."""
+    (image, image_size), (text, text_size) = spans.tolist()
+    parts = [(image - _BLOCK, image + image_size), (text, text + text_size)]
+    first, last = min(parts)[0], max(end for _, end in parts)
+    return [(first, last)] if last - first < image_size + text_size + _GAP else parts
 
 
-def _image_name(tar: io.BufferedReader, spans: Int[np.ndarray, "2 2"]) -> str:
-    """Read from the header in the tar when it is wanted: names of millions would fill memory."""
-    name = _read(tar, int(spans[0, 0]) - _BLOCK, 100).rstrip(bytes(1))
-    return f"{tar.name}/{name.decode(errors='replace')}"
+def _cut(read: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
+    """Bytes of a tar out of the ranges (first, contents) that were read."""
+    for first, contents in read:
+        if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
+            return contents[offset - first : offset - first + size]
+    return b""  # The tar has become shorter.
 
 
-def _load(place: pathlib.Path, stamp: np.ndarray) -> Index | None:
+def _load(place: str, stamp: np.ndarray) -> Index | None:
     try:
         # Through memory: np.load leaves a damaged file open.
-        with np.load(io.BytesIO(place.read_bytes()), allow_pickle=False) as saved:
+        with np.load(io.BytesIO(storage.read(place)), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
                 return Index(*(saved[name] for name in Index._fields))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
@@ -211,20 +315,22 @@ def _load(place: pathlib.Path, stamp: np.ndarray) -> Index | None:
     return None
 
 
-def _save(index: Index, stamp: np.ndarray, places: list[pathlib.Path]) -> None:
+def _save(index: Index, stamp: np.ndarray, places: list[str]) -> None:
     buffer = io.BytesIO()
     np.savez(buffer, stamp=stamp, **index._asdict())
     for place in places:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            return files.write_whole(place, buffer.getvalue())
+            if not storage.is_url(place):
+                os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
+            return storage.write_whole(place, buffer.getvalue())
         except OSError:
             continue  # A read-only folder: the next place, or else scan again next time.
     logging.warning("no index can be kept at %s: every start reads all headers again", places)
 
 
-def _digest(tar: pathlib.Path) -> str:
-    return hashlib.sha256(str(tar.resolve()).encode()).hexdigest()[:32]
+def _digest(tar: str) -> str:
+    name = tar if storage.is_url(tar) else os.path.realpath(tar)
+    return hashlib.sha256(name.encode()).hexdigest()[:32]
 
 
 @functools.cache

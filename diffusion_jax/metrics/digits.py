@@ -4,14 +4,35 @@ It is a support vector machine on real 8x8 glyphs, for the digit, and nearest co
 rest. No network and no download, and on real pictures it errs about once in a hundred.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.data import digits
 
-Judge = Callable[[UInt8[np.ndarray, "B H W 3"]], list[digits.Prompt]]
+
+class Judge:
+    """Reads pictures of coloured digits; made by fit_judge."""
+
+    def __init__(self, svc: Any):
+        """`svc` tells the digits of 8x8 glyphs, of which 16 is all ink."""
+        self._svc = svc
+
+    def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
+        """What each picture shows."""
+        papers, inks, mix = _read_colours(images)
+        numbers = self._svc.predict(_glyphs(mix))
+        return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
+
+    def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
+        """What the classifier thinks of each digit, then the mean colours of ink and paper."""
+        _, _, mix = _read_colours(images)
+        scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
+        pixels, mix = images.astype(np.float32) / 255, mix[..., None]
+        mean = lambda weight: (weight * pixels).sum((1, 2)) / (weight.sum((1, 2)) + 1e-3)
+        return np.concatenate([scores, mean(mix), mean(1 - mix)], axis=1)
 
 
 def fit_judge() -> Judge:
@@ -19,18 +40,8 @@ def fit_judge() -> Judge:
     from sklearn.svm import SVC  # Slow to import, and only the judge needs it.
 
     glyphs = digits.load("train")
-    svc = SVC(gamma=0.001).fit(  # pyright: ignore[reportArgumentType]
-        16 * glyphs.images.reshape(-1, 64), glyphs.digits
-    )
-
-    def judge(images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
-        pixels = images.astype(np.float32)
-        papers = _read_papers(pixels)
-        inks, mix = _read_inks(pixels, papers)
-        numbers = svc.predict(16 * _shrink(mix).reshape(-1, 64))
-        return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
-
-    return judge
+    svc = SVC(gamma=0.001)  # pyright: ignore[reportArgumentType]
+    return Judge(svc.fit(16 * glyphs.images.reshape(-1, 64), glyphs.digits))
 
 
 def score(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> dict[str, float]:
@@ -55,6 +66,29 @@ def accuracy_on_real(judge: Judge, size: int) -> dict[str, float]:
     images = np.stack([digits.render(glyph, p.ink, p.paper, size)
                        for glyph, p in zip(glyphs.images, asked, strict=True)])  # fmt: skip
     return score(judge(images), [digits.caption(p) for p in asked])
+
+
+def real_pictures(size: int, number: int) -> UInt8[np.ndarray, "number size size 3"]:
+    """Held-out glyphs in the colours of prompts that training shows, drawn with a fixed seed."""
+    glyphs = digits.load("test")
+    prompts = [digits.parse(text) for text in digits.seen_prompts()]
+    draw = np.random.RandomState(0)
+    pictures = []
+    for prompt in (prompts[i % len(prompts)] for i in range(number)):
+        glyph = glyphs.images[draw.choice(np.flatnonzero(glyphs.digits == prompt.digit))]
+        pictures.append(digits.render(glyph, prompt.ink, prompt.paper, size))
+    return np.stack(pictures)
+
+
+def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
+    """Names of papers and inks, and how much ink each pixel has."""
+    pixels = images.astype(np.float32)
+    papers = _read_papers(pixels)
+    return papers, *_read_inks(pixels, papers)
+
+
+def _glyphs(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 64"]:
+    return 16 * _shrink(mix).reshape(-1, 64)
 
 
 def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:

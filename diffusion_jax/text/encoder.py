@@ -28,7 +28,12 @@ class TextEncoder(NamedTuple):
     frozen: Any
     """A pytree of weights, () where there are none; `Stored` ones are read when they are placed."""
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
-    """Device: (frozen, batch) to embeddings, 0 at padded positions, and which are not padded."""
+    """Device: (frozen, batch) to embeddings, 0 at padded positions, and which are not padded.
+
+    Padding follows what it pads.
+    """
+    cut: bool = False
+    """Whether all of a batch's arrays [B, L] may be cut to its longest text, with equal results."""
 
 
 def embed(

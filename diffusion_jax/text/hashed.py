@@ -28,7 +28,7 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
         return embeddings(ids, mask, width), mask
 
     tokenize_to = functools.partial(tokenize, max_tokens=max_tokens)
-    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode)
+    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode, cut=True)
 
 
 def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:

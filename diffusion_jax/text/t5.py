@@ -107,14 +107,14 @@ def encoder(
         whole = lambda: apply(ids, mask)[:, :max_tokens]
         # Padding changes nothing of what stands before it, and most captions are short.
         short = lambda: apply(ids[:, :max_tokens], kept)
-        if read_tokens == max_tokens:
+        if ids.shape[1] <= max_tokens:
             text = whole()
         else:
             text = jax.lax.cond(mask[:, max_tokens:].any(), whole, short)
         return jnp.where(kept[..., None], text, 0), kept
 
     to_ids = functools.partial(tokenizer, length=read_tokens)
-    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode)
+    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode, cut=True)
 
 
 def from_state(

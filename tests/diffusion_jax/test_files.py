@@ -1,6 +1,7 @@
 """A file is whole or absent."""
 
 import os
+import pathlib
 
 import pytest
 
@@ -27,3 +28,16 @@ def test_a_write_that_fails_leaves_the_old_content_and_no_other_file(tmp_path, m
     with pytest.raises(OSError, match="No space left"):
         files.write_whole(path, "new")
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["a.txt"]
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_write_new_leaves_what_is_there(tmp_path, monkeypatch, links):
+    def refuse(path, target):
+        raise OSError("Operation not supported")
+
+    if not links:
+        monkeypatch.setattr(pathlib.Path, "hardlink_to", refuse)
+    path = tmp_path / "a.txt"
+    files.write_new(path, "first")
+    files.write_new(path, "second")
+    assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.txt"]

@@ -41,7 +41,7 @@ def sometimes_nan(task):
     return task._replace(loss=loss)
 
 
-def train(workdir, task=TASK, sizes=(1, 1, 1), **changes):
+def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, **changes):
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -49,7 +49,9 @@ def train(workdir, task=TASK, sizes=(1, 1, 1), **changes):
     )
     mesh = sharding.make_mesh(*sizes)
     with batches:
-        state = loop.train(task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)})
+        state = loop.train(
+            task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)}, evaluation
+        )
     return jax.device_get(state)
 
 
@@ -249,3 +251,16 @@ def test_what_a_resumed_run_writes_again_replaces_what_was_there(tmp_path):
     again = read(tmp_path)
     assert [line["step"] for line in again] == [1, 2, 3, 4]
     assert [line["loss"] for line in again] == [line["loss"] for line in first]
+
+
+def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_the_end(tmp_path):
+    seen = []
+
+    def score(draw, params):
+        seen.append(params)
+        return {"evaluation/mean": float(jax.tree.leaves(params)[0].mean())}
+
+    state = train(tmp_path, steps=5, evaluation=loop.Evaluation(16, score))
+    lines = [line for line in read(tmp_path) if "evaluation/mean" in line]
+    assert [line["step"] for line in lines] == [2, 4, 5]  # Batches of 8.
+    jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])

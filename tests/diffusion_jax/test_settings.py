@@ -86,6 +86,16 @@ def test_the_first_field_that_is_not_positive_is_named():
     settings.positive(steps=1, optimizer__lr=1e-9)
     with pytest.raises(ValueError, match=r"^optimizer\.lr is 0\.0: it must be above 0$"):
         settings.positive(steps=1, optimizer__lr=0.0, text__width=-1)
+    with pytest.raises(ValueError, match=r"^optimizer\.lr is nan: it must be above 0$"):
+        settings.positive(optimizer__lr=float("nan"))
+
+
+def test_the_first_field_out_of_its_range_is_named():
+    settings.within(0, 1, text__drop_prob=0.0, optimizer__b1=1.0)
+    with pytest.raises(ValueError, match=r"^optimizer\.b1 is 1\.5: it must be from 0 to 1$"):
+        settings.within(0, 1, text__drop_prob=0.1, optimizer__b1=1.5)
+    with pytest.raises(ValueError, match=r"^text\.drop_prob is nan: it must be from 0 to 1$"):
+        settings.within(0, 1, text__drop_prob=float("nan"))
 
 
 def test_a_config_comes_back_from_its_workdir(tmp_path):

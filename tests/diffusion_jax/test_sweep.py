@@ -1,8 +1,7 @@
-"""Scores over guidance: the table's text and the curve's picture."""
+"""Scores over guidance: the tables' text, and features that survive a kill."""
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from diffusion_jax import sweep
 
@@ -19,23 +18,52 @@ def test_a_table_has_the_first_rows_keys_and_quotes_what_needs_it(tmp_path):
     )
 
 
-def test_a_row_with_another_column_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="extra"):
-        sweep.write_table(tmp_path / "sweep.csv", [ROWS[0], ROWS[1] | {"extra": 1}])
-    assert list(tmp_path.iterdir()) == []
+def test_columns_that_later_rows_add_come_after_the_first(tmp_path):
+    sweep.write_table(tmp_path / "sweep.csv", [{"a": 1}, {"a": 2, "b": 3}])
+    assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,\n2,3\n"
 
 
-def test_the_curve_shows_each_line_in_a_colour_of_its_own(tmp_path):
-    sweep.write_curve(tmp_path / "one.png", ROWS, "guidance", ["seen"])
-    sweep.write_curve(tmp_path / "two.png", ROWS, "guidance", ["seen", "held_out"])
-    pixels = [np.asarray(Image.open(tmp_path / f"{n}.png").convert("RGB")) for n in ("one", "two")]
-    assert pixels[0].shape == (525, 750, 3)  # 3.5 x 5 inches at 150 dots.
-    blue, orange = (31, 119, 180), (255, 127, 14)  # Matplotlib's first two colours.
-    found = [[(p == colour).all(-1).sum() > 200 for colour in (blue, orange)] for p in pixels]
-    assert found == [[True, False], [True, True]]
+def test_nemos_two_tables_are_written_of_the_scores_that_there_are(tmp_path):
+    sweep.write_scores(tmp_path, [{"guidance": 2.0, "fid": 7.5}, {"guidance": 3.0, "fid": 8.0}])
+    assert (tmp_path / "fid_scores.csv").read_text() == "cfg,fid\n2.0,7.5\n3.0,8.0\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["fid_scores.csv"]
 
 
-def test_the_order_of_the_rows_does_not_change_the_curve(tmp_path):
-    sweep.write_curve(tmp_path / "a.png", ROWS, "guidance", ["seen"])
-    sweep.write_curve(tmp_path / "b.png", ROWS[::-1], "guidance", ["seen"])
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+class Killed(Exception):
+    """Comes while a batch is computed."""
+
+
+def numbers(calls, kill_at=None):
+    """Features that are the images' numbers; which were asked for is kept in `calls`."""
+
+    def compute(rows):
+        calls.append(rows.tolist())
+        if kill_at is not None and len(calls) == kill_at:
+            raise Killed
+        return {"double": 2.0 * rows[:, None], "shown": rows[rows == 3]}
+
+    return compute
+
+
+def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
+    calls, card = [], {"extractor": "doubling", "seed": 0}
+    with pytest.raises(Killed):
+        sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls, kill_at=2))
+    features = sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls))
+    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
+    np.testing.assert_array_equal(features["shown"], [3])
+    again = sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls))
+    assert len(calls) == 4
+    np.testing.assert_array_equal(again["double"], features["double"])
+
+
+def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
+    sweep.collect(tmp_path / "f", {"seed": 0, "step": 3}, 4, 4, numbers([]))
+    with pytest.raises(ValueError, match=r"sweep .seed: 0 there, 1 now.: remove the folder"):
+        sweep.collect(tmp_path / "f", {"seed": 1, "step": 3}, 4, 4, numbers([]))
+
+
+def test_a_point_in_words_has_each_score_with_its_interval():
+    row = {"guidance": "1.5", "fid": "12.25", "fid_low": "11", "fid_high": "13", "clip_score": 0.25}
+    assert sweep.describe(row) == "guidance 1.5\nFID 12.25 (11 to 13)\nCLIP score 0.25"

@@ -17,6 +17,7 @@ import safetensors.numpy
 from diffusion_jax import torch_files
 
 FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "lightning.ckpt"
+LEGACY = FIXTURE.with_name("legacy.pth")
 PREFIX = "model.model.unet."
 
 
@@ -50,6 +51,15 @@ def test_a_checkpoints_arrays_are_read_and_nothing_in_it_is_run(tmp_path, monkey
     monkeypatch.chdir(tmp_path)
     check_arrays(torch_files.read_state_dict(FIXTURE))
     assert b"touch unpickled" in FIXTURE.read_bytes() and not list(tmp_path.iterdir())
+
+
+def test_a_file_of_torch_before_1_6_is_read_as_safely(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_arrays(torch_files.read_state_dict(LEGACY))
+    assert b"touch unpickled" in LEGACY.read_bytes() and not list(tmp_path.iterdir())
+    (tmp_path / "cut.pth").write_bytes(LEGACY.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"cut.pth: ValueError: it ends amid its arrays"):
+        torch_files.read_state_dict(tmp_path / "cut.pth")
 
 
 @pytest.mark.parametrize("mode", ["w", "w:gz"])
@@ -92,7 +102,7 @@ def test_an_array_beyond_its_storage_is_an_error(tmp_path):
         (
             "a.ckpt",
             b"\x80\x02}q\x00.",
-            "a.ckpt: ValueError: it is no zip: torch before 1.6 wrote it",
+            "a.ckpt: ValueError: it is neither a zip nor an older file of torch's",
         ),
         ("a.ckpt", FIXTURE.read_bytes()[:3000], "cannot read"),
         ("a.nemo", b"nothing", "a.nemo: ReadError"),

@@ -1,17 +1,19 @@
-"""The commands of imagen_jax, each run in a process of its own that starts in milliseconds.
+"""The commands, each run in a process of its own that starts in milliseconds.
 
 They are forked from a server that has imported what takes long, but no command: so that flags,
 signals and exit codes are those of `python -m imagen_jax.NAME`.
 """
 
+import json
 import multiprocessing
 import os
 import pathlib
 import runpy
 import sys
 import tempfile
+from collections.abc import Callable
 from multiprocessing.process import BaseProcess
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 _SLOW_IMPORTS = ["imagen_jax.trained", "diffusion_jax.sweep", "ml_collections.config_flags"]
@@ -31,7 +33,7 @@ class Ended(NamedTuple):
 
 
 def run(name: str, *arguments: str, devices: int = 8) -> Ended:
-    """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end."""
+    """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end; or `python -m NAME`, with a dot."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
         process = start(name, *arguments, devices=devices, outputs=outputs)
@@ -40,16 +42,59 @@ def run(name: str, *arguments: str, devices: int = 8) -> Ended:
 
 
 def start(
-    name: str, *arguments: str, devices: int, outputs: tuple[pathlib.Path, pathlib.Path]
+    name: str,
+    *arguments: str,
+    devices: int,
+    outputs: tuple[pathlib.Path, pathlib.Path],
+    samples: pathlib.Path | None = None,
 ) -> BaseProcess:
-    """The running process, which writes its stdout and stderr to `outputs`."""
-    process = _server.Process(target=_command, args=(name, arguments, devices, outputs))
+    """The running process, which writes its stdout and stderr to `outputs`.
+
+    `samples` is a folder for what record_samples writes.
+    """
+    process = _server.Process(target=_command, args=(name, arguments, devices, outputs, samples))
     process.start()
     return process
 
 
-def _command(name, arguments, devices, outputs):
+def fork(function: Callable[..., None], *arguments: Any) -> BaseProcess:
+    """The running process of a function of a module."""
+    process = _server.Process(target=function, args=arguments)
+    process.start()
+    return process
+
+
+def record_samples(folder: pathlib.Path) -> None:
+    """Makes this process write which digits each batch that it takes holds, and its position.
+
+    A line [samples taken, [indices of the last ones]] a batch, in a file of this process's number.
+    """
+    from diffusion_jax.data import digits, pipeline
+
+    read, take, of = digits.Digits.read, pipeline.Batches.__next__, {}
+    path = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"
+    path.touch()
+
+    def noting(self, indices, places=None):
+        images, texts = read(self, indices, places)
+        of[images.tobytes()] = indices.tolist()
+        return images, texts
+
+    def taking(self):
+        batch = take(self)
+        taken = json.loads(self.get_state())["samples"]
+        with path.open("a") as file:
+            file.write(json.dumps([taken, of.pop(batch["image"].tobytes())]) + "\n")
+        return batch
+
+    digits.Digits.read, pipeline.Batches.__next__ = noting, taking
+
+
+def _command(name, arguments, devices, outputs, samples):
     import jax
+
+    if samples is not None:
+        record_samples(samples)
 
     for path, number in zip(outputs, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -59,4 +104,5 @@ def _command(name, arguments, devices, outputs):
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
     sys.argv = [name, *arguments]
-    runpy.run_module(f"imagen_jax.{name}", run_name="__main__", alter_sys=True)
+    module = name if "." in name else f"imagen_jax.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import random
 import signal
 import time
 from typing import NamedTuple
@@ -26,10 +27,11 @@ TINY = (
     "--config.log_every=1",
 )
 STDERR = "stderr.txt"
+SAMPLES = "taken"
 
 
 class Interrupted(NamedTuple):
-    """A run in four processes: to step 4, until SIGTERM, until SIGKILL, to `steps`."""
+    """A run in five processes: to step 4, until SIGTERM, twice until SIGKILL, to `steps`."""
 
     workdir: pathlib.Path
     steps: int
@@ -52,9 +54,11 @@ def interrupted(tmp_path_factory):
         lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
 
     record(_train(workdir, 4))
-    for number in (signal.SIGTERM, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
         process = _train(workdir, 10**6)
-        _wait_for_step(workdir, lines[-1] + 5, process)
+        # Any step, and any moment of it, must do.
+        more = 5 if number == signal.SIGTERM else random.randint(1, 6)
+        _wait_for_step(workdir, lines[-1] + more, process)
         process.terminate() if number == signal.SIGTERM else process.kill()
         record(process)
     steps = lines[-1] + 3
@@ -76,7 +80,9 @@ def _train(workdir, steps, save_every=2):
     arguments = [*TINY, f"--workdir={workdir}"]
     arguments += [f"--config.steps={steps}", f"--config.save_every={save_every}"]
     outputs = (workdir / "stdout.txt", workdir / STDERR)
-    return commands.start("train", *arguments, devices=1, outputs=outputs)
+    samples = workdir / SAMPLES
+    samples.mkdir(exist_ok=True)
+    return commands.start("train", *arguments, devices=1, outputs=outputs, samples=samples)
 
 
 def _wait_for_step(workdir, step, process):

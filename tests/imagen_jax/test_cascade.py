@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from imagen_jax import cascade
-from imagen_jax.trained import Choice
+from configs import base64_500m, sr256_600m, sr1024_600m
+from imagen_jax import cascade, task
+from imagen_jax.trained import Choice, Model
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 
@@ -80,13 +81,21 @@ def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, traine
     np.testing.assert_allclose(large.astype(int), images[1:], atol=2)
 
 
+def test_larger_pictures_are_fewer_at_once_on_each_of_eight_devices():
+    models = (base64_500m, sr256_600m, sr1024_600m)
+    read = lambda model: task.read_settings(model.get_config().to_dict())
+    stages = [Model("", read(model), *[None] * 4, 0) for model in models]
+    assert cascade.batch_sizes(stages, 10_000) == [512, 512, 32]
+    assert cascade.batch_sizes(stages, 5) == [5, 5, 5]
+
+
 def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
     """Which are rounded to whole grey levels, so the result is close but not the same."""
     out, lines, images = drawn
     first = out / lines[0]["smaller"][0]
     arguments = (f"--low_res={first}", f"--prompt={PROMPTS[0]}", "--guidance=1.5", "--steps=3")
     again, (larger,) = draw(tmp_path, f"--workdir={enlarger}", *arguments)
-    assert len(again[0]["stages"]) == 1
+    assert (again[0]["low_res"], len(again[0]["stages"])) == (str(first), 1)
     assert np.abs(larger - images[0]).mean() < 3
     assert np.abs(larger - images[1]).mean() > 6
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax import sheets
 from diffusion_jax.data import digits
 from diffusion_jax.metrics import digits as judges
 from imagen_jax.trained import load_model
@@ -29,9 +30,13 @@ def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
     assert folder.name == f"step_{step:08}"
     assert [float(row["guidance"]) for row in rows] == [1, 3]
     for row in rows:
-        assert (int(row["images_seen"]), int(row["images_heldout"])) == (272, 18)
-        assert (int(row["checkpoint"]), row["ema"], int(row["seed"])) == (step, "ema", 0)
-        assert float(row["judge_accuracy_on_real"]) > 0.98
+        assert (int(row["checkpoint"]), row["ema"]) == (step, "ema")
+        low, distance, high = (float(row[f"fd_digits{end}"]) for end in ("_low", "", "_high"))
+        assert 0 < low < distance < high
+    card = json.loads((folder / "card.json").read_text())
+    assert (card["images_seen"], card["images_heldout"], card["images"]) == (272, 18, 290)
+    assert card["judge_accuracy_on_real"] > 0.98
+    assert (card["models"][0]["checkpoint"], card["seed"]) == (step, 0)
 
 
 def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
@@ -42,7 +47,7 @@ def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
     scale = np.full(len(prompts), 3, np.float32)
     seeds = range(len(prompts))
     images = model.draw(model.params, model.encoder.tokenize(prompts), list(seeds), scale)
-    read = judges.fit_judge()(images)[:272]
+    read = judges.fit_judge()(sheets.to_uint8(images))[:272]
     score = judges.score(read, prompts[:272])
     assert abs(float(rows[1]["seen_ink_accuracy"]) - score["ink_accuracy"]) < 2 / 272
     assert abs(float(rows[1]["seen_paper_accuracy"]) - score["paper_accuracy"]) < 2 / 272
@@ -55,12 +60,12 @@ def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
     assert [line["guidance"] for line in lines] == [1, 3]
     heldout = [float(row["heldout_prompt_accuracy"]) for row in rows]
     assert [line["evaluation/heldout_prompt_accuracy"] for line in lines] == heldout
-    assert f"guidance 3: {100 * float(rows[1]['seen_prompt_accuracy']):.1f} % of seen" in err
-    assert "the judge is right on 99." in err
+    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} |" in err
+    assert "290/290 images | " in err
 
 
 def test_curve_and_sheet_are_pictures(evaluated):
-    for name in ("curve.png", "sheet.png"):
+    for name in ("curve.png", "guidance_1.png", "guidance_3.png"):
         picture = np.asarray(Image.open(evaluated[0] / name).convert("L"))
         assert min(picture.shape) > 300
         assert picture.std() > 5
@@ -69,10 +74,28 @@ def test_curve_and_sheet_are_pictures(evaluated):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--guidance=1,two", "--guidance=1,two is no list of numbers"),
+        ("--guidance=1,two", "--guidance=two is no number"),
+        ("--prompts=nope.txt", "No such file or directory: 'nope.txt'"),
         ("--checkpoint=1", "no checkpoint of step 1"),
     ],
 )
 def test_a_mistake_is_one_line(trained, argument, message):
     ended = commands.run("evaluate", f"--workdir={trained}", argument)
     assert (ended.code, message in ended.err) == (2, True), ended.err
+
+
+def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trained):
+    folder, _, _ = evaluated
+    before = (folder / "sweep.csv").read_bytes()
+    arguments = (f"--workdir={trained}", "--guidance=1,3", "--num_heldout=1", "--batch_size=64")
+    ended = commands.run("evaluate", *arguments)
+    assert ended.code == 0, ended.err
+    assert "images/s" not in ended.err
+    assert (folder / "sweep.csv").read_bytes() == before
+
+
+def test_the_page_shows_the_sweep_and_the_training(evaluated, trained):
+    text = (trained / "report.html").read_text()
+    assert text.count("<svg") == 7  # Two trade-offs, three scores, loss and speed.
+    assert text.count("data:image/png;base64,") == 2
+    assert "<title>guidance 3\n" in text

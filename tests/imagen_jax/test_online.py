@@ -92,6 +92,7 @@ def test_the_shipped_config_is_nemos():
     assert s.text == task.Text(
         encoder="t5",
         weights="weights/t5-11b-encoder",
+        store="",
         width=1024,
         max_tokens=128,
         read_tokens=512,

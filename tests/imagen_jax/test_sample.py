@@ -36,6 +36,8 @@ def test_each_image_has_a_line_with_what_draws_it_again(six, trained):
     (stage,) = lines[0]["stages"]
     assert (stage["workdir"], stage["ema"], stage["steps"]) == (str(trained), "ema", 2)
     assert (stage["size"], stage["sampler"], stage["guidance"]) == (16, "ddim", 3.0)
+    assert (stage["eta"], stage["sigma_min"], stage["sigma_max"]) == (1.0, 0.4, 40.0)
+    assert "guidance_high" not in stage  # It is infinite, which JSON does not know.
 
 
 def test_the_pictures_are_the_named_files_and_a_sheet(six):
@@ -71,6 +73,7 @@ def test_the_progress_has_rate_and_time_left(six):
     ("arguments", "message"),
     [
         ((), "the text encoder 'hashed' needs --prompt=TEXT or --prompts=FILE"),
+        (("--prompt=a", "--embeddings=a.npy"), "the text encoder 'hashed' needs --prompt=TEXT"),
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),
@@ -97,8 +100,14 @@ def test_a_folder_that_no_run_made_is_named_with_the_line_that_makes_one(tmp_pat
     )
 
 
-@pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1"])
+def test_a_word_that_is_no_flag_is_refused(trained, tmp_path):
+    ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "a red one")
+    assert ended.code == 2
+    assert "unknown arguments ['a red one']: write --prompt='a red one'" in ended.err + ended.out
+
+
+@pytest.mark.parametrize("flag", ["--num_images=0", "--seed=-1", "--seed=2147483648"])
 def test_a_number_out_of_range_is_refused_by_its_flag(trained, tmp_path, flag):
     ended = commands.run("sample", f"--workdir={trained}", f"--out={tmp_path}", "--prompt=a", flag)
-    assert ended.code not in (0, None)
+    assert ended.code == 2
     assert flag[2:].split("=")[0] in ended.err + ended.out

@@ -14,7 +14,7 @@ from diffusion_jax.text import precomputed
 from imagen_jax import task, train
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
-from tests.imagen_jax.conftest import STDERR, TINY
+from tests.imagen_jax.conftest import SAMPLES, STDERR, TINY
 
 
 class Position:
@@ -51,23 +51,47 @@ def test_sigterm_saves_the_step_it_came_at_and_exits_with_143(interrupted):
 
 
 def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
-    assert interrupted.exit_codes[2] == -9
-    assert interrupted.last_whole[1] <= interrupted.last_whole[2] <= interrupted.last_line[2]
+    assert interrupted.exit_codes[2:] == [-9, -9, 0]
+    for i in (2, 3):
+        assert (
+            interrupted.last_whole[i - 1] <= interrupted.last_whole[i] <= interrupted.last_line[i]
+        )
 
 
 def test_each_process_continued_from_the_last_whole_checkpoint(interrupted):
     manifest = json.loads((interrupted.workdir / log.MANIFEST).read_text())
     firsts = [run["first_step"] for run in manifest["runs"]]
-    assert firsts == [0, *interrupted.last_whole[:3]]
+    assert firsts == [0, *interrupted.last_whole[:-1]]
 
 
-def test_four_processes_end_where_one_does_bit_for_bit(interrupted, trained):
+def test_five_processes_end_where_one_does_bit_for_bit(interrupted, trained):
     actual, position = last_state(interrupted.workdir)
     expected, expected_position = last_state(trained)
     assert int(expected.step) == interrupted.steps
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
     assert position == expected_position
     assert position["samples"] == 8 * interrupted.steps
+
+
+def taken(workdir):
+    """What each process took: {samples taken: the indices of the last eight}."""
+    paths = sorted((workdir / SAMPLES).glob("*.jsonl"))
+    lines = [path.read_text().rpartition("\n")[0].splitlines() for path in paths]
+    return [dict(map(json.loads, process)) for process in lines]
+
+
+def test_their_samples_are_those_of_one_process_in_one_order(interrupted, trained):
+    (expected,) = taken(trained)
+    assert list(expected) == list(range(8, 8 * interrupted.steps + 1, 8))
+    processes, sequence = taken(interrupted.workdir), {}
+    assert len(processes) == 5
+    for first, process in zip([0, *interrupted.last_whole], processes, strict=False):
+        assert list(process) == [8 * (first + 1 + i) for i in range(len(process))]
+        sequence |= process
+    assert {step: sequence[step] for step in expected} == expected
+    # The same data as read in order: nothing twice within an epoch.
+    ids = [i for step in expected.values() for i in step]
+    assert len(set(ids)) == len(ids) == 8 * interrupted.steps
 
 
 def test_every_step_of_theirs_saw_the_same_pictures_and_noise(interrupted, trained):

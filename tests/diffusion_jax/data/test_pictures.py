@@ -5,6 +5,7 @@ import logging
 import numpy as np
 import pytest
 
+from diffusion_jax import sheets
 from diffusion_jax.data import digits, pictures, sources
 
 
@@ -57,8 +58,10 @@ def test_counts_include_what_the_source_left_out(tmp_path):
 
 
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
-    opened = pictures.Decoded(sources.Folder(folder), size=16, min_size=17)
-    with pytest.raises(ValueError, match=r"unusable, of 40: \{.*'too_small': .*min_size is 17"):
+    opened = pictures.Decoded(
+        sources.Folder(folder), size=16, filters=pictures.Filters(min_size=17)
+    )
+    with pytest.raises(ValueError, match=r"unusable, of 40: \{.*'too_small': .*min_size=17"):
         opened.read(np.array([0]))
 
 
@@ -104,3 +107,84 @@ def test_texts_are_read_without_images(tmp_path, kind):
 def test_texts_of_any_source_can_be_read():
     synthetic = pictures.open_pictures("synthetic", size=8)
     assert pictures.read_texts(synthetic, np.arange(2)) == ["a picture of random noise"] * 2
+
+
+def test_filters_count_what_they_drop_by_reason(tmp_path):
+    path = digits.write_examples(tmp_path, 20, size=16)
+    for name, size in (("00001", (8, 40)), ("00002", (16, 40)), ("00003", (16, 32))):
+        sheets.write_png(path / f"{name}.png", np.zeros((*size, 3), np.uint8))
+    (path / "00004.txt").write_text(" ab ")
+    (path / "00005.txt").write_text("abc")
+    filters = pictures.Filters(min_size=16, max_aspect=2.0, min_chars=3)
+    opened = pictures.open_pictures("folder", path=str(path), size=16, filters=filters)
+    _, texts = opened.read(np.arange(20))
+    assert opened.skipped() == {"too_small": 1, "too_elongated": 1, "short_caption": 1}
+    assert texts[5] == "abc" and "ab" not in texts
+
+
+def test_one_usable_record_in_a_hundred_is_found(tmp_path):
+    path = digits.write_examples(tmp_path, 100, size=16)
+    (path / "00042.txt").write_text("the only long caption that there is among them all")
+    filters = pictures.Filters(min_chars=50)
+    opened = pictures.open_pictures("folder", path=str(path), size=16, filters=filters)
+    assert set(opened.read(np.arange(8))[1]) == {
+        "the only long caption that there is among them all"
+    }
+
+
+def test_damaged_records_end_the_run_above_their_share(folder):
+    """Two of forty are damaged; of few records the share is that of a hundred."""
+    for share, fails in ((0.02, False), (0.019, True), (0.0, True)):
+        filters = pictures.Filters(max_broken=share)
+        opened = pictures.open_pictures("folder", path=str(folder), size=16, filters=filters)
+        if fails:
+            with pytest.raises(ValueError, match=rf"\d of 40 records .*max_broken is {share}"):
+                opened.read(np.arange(40))
+        else:
+            opened.read(np.arange(40))
+            assert opened.skipped() == {"broken_image": 2}
+
+
+def test_damaged_texts_are_counted_as_damaged(tmp_path):
+    path = digits.write_examples(tmp_path, 5, size=16)
+    for text in path.glob("*.txt"):
+        np.save(text.with_suffix(".npy"), np.zeros((2, 3), np.float32))
+    (path / "00003.npy").write_bytes(b"no array")
+    opened = pictures.open_pictures("folder", path=str(path), size=16, text="npy")
+    assert all(text.shape == (2, 3) for text in opened.read(np.arange(5))[1])
+    assert opened.skipped() == {"broken_text": 1}
+    assert [np.shape(text) for text in pictures.read_texts(opened, np.arange(2, 4))] == [(2, 3), ()]
+
+
+@pytest.fixture
+def mixture(tmp_path):
+    tar = digits.write_examples(tmp_path / "a.tar", 4, size=16, format="webdataset")
+    folder = digits.write_examples(tmp_path / "b", 3, size=16)
+    (folder / "00001.png").write_bytes(b"")
+    parts = [(3, "webdataset", str(tar), "txt"), (1, "folder", str(folder), "txt")]
+    return pictures.open_pictures("mixture", size=16, mixture=parts)
+
+
+def test_a_mixture_is_its_parts_one_after_another(mixture):
+    images, texts = mixture.read(np.array([6, 1, 4, 0, 3]))
+    expected, captions = digits.Digits(16).read(np.array([2, 1, 0, 0, 3]) * 617)
+    np.testing.assert_array_equal(images, expected)
+    assert texts == captions == mixture.texts(np.array([6, 1, 4, 0, 3]))
+    assert (len(mixture), mixture.lengths, mixture.weights) == (7, [4, 3], [3.0, 1.0])
+    mixture.read(np.arange(7))
+    assert mixture.skipped() == {"broken_image": 1}
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([], r"needs data\.mixture: its parts"),
+        ([(1, "digits", "")], r"holds \(1, 'digits', ''\): each part is \(weight, source"),
+        ([(0, "digits", "", "txt")], "with a weight above 0"),
+        ([(1, "mixture", "", "txt")], "holds a mixture: write its parts"),
+        ([(1, "digit", "", "txt")], "there is no data source 'digit'"),
+    ],
+)
+def test_mistakes_in_a_mixture_are_named(parts, message):
+    with pytest.raises(ValueError, match=message):
+        pictures.open_pictures("mixture", size=16, mixture=parts)

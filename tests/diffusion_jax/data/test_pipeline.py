@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusion_jax import sheets
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.data.pictures import Mixture, open_pictures
 from diffusion_jax.text import hashed
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -241,3 +241,46 @@ def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the
     assert random.min() < 8 and random.max() > 40
     assert abs(np.corrcoef(random.T)[0, 1]) < 0.5
     np.testing.assert_array_equal(random, corners("random", 16))
+
+
+def mixed(batch_size, seed=0, weights=(3, 1), lengths=(10, 7), **kw):
+    pictures = Mixture([Numbers(length) for length in lengths], weights)
+    read = pictures.read
+    # Which pictures of the mixture are asked for.
+    pictures.read = lambda indices, places=None: (read(indices)[0], indices)
+    return pipeline.make_batches(
+        pictures, lambda texts: {"n": texts}, batch_size=batch_size, seed=seed, **kw
+    )
+
+
+def test_a_mixture_keeps_its_weights_and_each_parts_epochs():
+    order = numbers(mixed(4), 70).ravel()
+    first, second = order[order < 10], order[order >= 10]
+    assert (len(first), len(second)) == (210, 70)
+    for part, size, start in ((first, 10, 0), (second, 7, 10)):
+        epochs = part.reshape(-1, size)
+        np.testing.assert_array_equal(
+            np.sort(epochs), np.tile(np.arange(size) + start, (len(epochs), 1))
+        )
+        assert len({tuple(epoch) for epoch in epochs.tolist()}) > len(epochs) // 2
+    # Any stretch holds the weights, within one sample.
+    running = np.cumsum(order >= 10) - np.arange(1, len(order) + 1) / 4
+    assert np.abs(running).max() <= 1
+
+
+def test_a_mixtures_order_is_that_of_any_batch_size_threads_processes_and_restart():
+    order = numbers(mixed(4, seed=5), 18).ravel()
+    np.testing.assert_array_equal(numbers(mixed(24, seed=5, num_threads=2), 3).ravel(), order)
+    parts = [numbers(mixed(8, 5, process_index=p, process_count=2), 9) for p in range(2)]
+    np.testing.assert_array_equal(np.concatenate(parts, 1).ravel(), order)
+    assert (numbers(mixed(4, seed=6), 18).ravel() != order).any()
+    with mixed(4, seed=5) as iterator:
+        for _ in range(7):
+            next(iterator)
+        state = iterator.get_state()
+    restored = mixed(2, seed=5)
+    restored.set_state(state)
+    np.testing.assert_array_equal(numbers(restored, 10).ravel(), order[28:48])
+    for changed in (mixed(4, 5, weights=(1, 1)), mixed(4, 5, lengths=(7, 10))):
+        with changed, pytest.raises(ValueError, match="order cannot be continued"):
+            changed.set_state(state)

@@ -19,15 +19,15 @@ def test_records_come_in_the_order_of_their_names_from_all_subfolders(tmp_path):
         path.write_bytes(name.encode())
         path.with_suffix(".txt").write_text(f"text of {name}\n")
     records = Folder(tmp_path)
-    assert [records[i].name for i in range(len(records))] == [
+    assert [r.name for r in records.read(range(len(records)))] == [
         "a/10.webp", "a/9.jpeg", "b/2.PNG", "c.d.jpg"]  # fmt: skip
-    assert records[3] == (b"c.d.jpg", "text of c.d.jpg", "c.d.jpg")
+    assert records.read([3])[0] == (b"c.d.jpg", "text of c.d.jpg", "c.d.jpg")
 
 
 def test_embeddings_are_read_where_the_suffix_says_so(folder):
     for image in folder.glob("*.png"):
         np.save(image.with_suffix(".t5.npy"), np.full((3, 4), int(image.stem), np.float16))
-    text = Folder(folder, text="t5.npy")[5].text
+    text = Folder(folder, text="t5.npy").read([5])[0].text
     np.testing.assert_array_equal(text, np.full((3, 4), 5, np.float32), strict=True)
 
 
@@ -52,7 +52,7 @@ def test_images_without_captions_are_counted_and_named(folder):
         (folder / f"0000{i}.txt").unlink()
     message = (
         r"4 of 6 images have no \.txt beside them: 00000.png, 00001.png, 00002.png and 1 more\. "
-        r".*\(there are png, txt\), or leave these images out with data.uncaptioned=drop"
+        r".*\(there are files of png, txt\), or leave these images out with data.uncaptioned=drop"
     )
     with pytest.raises(ValueError, match=message):
         Folder(folder)
@@ -62,7 +62,7 @@ def test_images_without_captions_can_be_dropped(folder):
     assert Folder(folder).left_out() == {}
     (folder / "00004.txt").unlink()
     records = Folder(folder, uncaptioned="drop")
-    assert (len(records), records[4].name) == (5, "00005.png")
+    assert (len(records), records.read([4])[0].name) == (5, "00005.png")
     assert records.left_out() == {"no_caption": 1}
     with pytest.raises(ValueError, match=r"6 of 6 images have no .npy"):
         Folder(folder, text="npy", uncaptioned="drop")  # Nothing would be left.
@@ -73,8 +73,14 @@ def test_unknown_choices_are_refused(folder):
         Folder(folder, uncaptioned="ignore")
     with pytest.raises(ValueError, match=r"texts of suffix 'pickle' are pickles.*docs/data\.md"):
         Folder(folder, text="pickle")
-    with pytest.raises(ValueError, match="texts of suffix 'json': it must end in txt"):
+    with pytest.raises(
+        ValueError, match=r"data\.text is 'json': say which field, such as json:capt"
+    ):
         Folder(folder, text="json")
+    with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet have fields"):
+        Folder(folder, text="txt:caption")
+    with pytest.raises(ValueError, match="texts of suffix 'doc': it must end in txt"):
+        Folder(folder, text="doc")
 
 
 def test_suffix_is_what_follows_the_first_dot():

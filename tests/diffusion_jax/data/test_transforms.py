@@ -92,3 +92,18 @@ def test_damaged_images_are_unusable(data):
     with pytest.raises(Unusable, match="broken_image: ") as error:
         square(data, 16)
     assert error.value.reason == "broken_image"
+
+
+@pytest.mark.parametrize("size", [(97, 64), (64, 97), (31, 50), (333, 200)])
+def test_a_cut_is_what_one_cuts_out_of_the_whole_resized_image(size):
+    """One unit apart where Pillow resizes rows and columns in another order, rounding between."""
+    image = smooth(*size)
+    data = io.BytesIO()
+    image.save(data, "png")
+    scale = 48 / min(image.size)
+    whole = image.resize([max(48, round(s * scale)) for s in image.size], Image.Resampling.BICUBIC)
+    for place in ((0.5, 0.5), (0.0, 0.99), (0.99, 0.3)):
+        left, top = (int(at * (side - 32)) for at, side in zip(place, whole.size, strict=True))
+        expected = np.asarray(whole.crop((left, top, left + 32, top + 32))).astype(int)
+        actual = square(data.getvalue(), 32, resize=48, place=place)
+        assert np.abs(actual - expected).max() <= 1

@@ -1,0 +1,198 @@
+"""Times the input pipeline: images/s of each source, beside a plain loop over a tar with Pillow.
+
+    python -m benchmarks.input_pipeline --num=512
+
+Makes a data set of `num` JPEGs (512x384, quality 95, cut at random from two photographs that come
+with scikit-learn) in every format under a temporary folder. Prints one line of JSON for each source
+and size. images_per_second_core is images by CPU seconds without reading threads, so that other
+work on the machine disturbs it little; images_per_second_host is by the clock with `threads`
+threads. plain_images_per_second_core is the same of the plain loop: tarfile from beginning to end,
+Pillow's decoding, bicubic resize and centre crop, numpy. The two take turns, and each figure is the
+median of the rounds; ratio is the median of their quotients. cores_for_8 says how many such cores
+feed eight accelerators at the rates of RATES.
+"""
+
+import functools
+import io
+import itertools
+import json
+import os
+import pathlib
+import platform
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import PIL
+import pyarrow
+from absl import app, flags
+from PIL import Image
+
+from diffusion_jax import cli
+from diffusion_jax.data import pipeline, reshard
+from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.data.sources import Folder
+
+_NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that each is measured.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads of a host.", lower_bound=1)
+_SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Pixels of a side.")
+
+_BATCH = 32
+# Training images/s of one H100 (NeMo's Imagen) or H200 (MLPerf's Stable Diffusion from latents,
+# here as if they were made from images), and the size of their images.
+RATES = {
+    "base64_500m": (64, 202.4),
+    "base64_2b": (64, 61.9),
+    "sr256_400m": (256, 50.7),
+    "sr256_600m": (256, 170.8),
+    "sd2_512": (512, 149.6),
+}
+
+
+def main(argv: list[str]) -> None:
+    """Writes the data, measures, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    with tempfile.TemporaryDirectory() as folder:
+        places = _write(pathlib.Path(folder), _NUM.value)
+        tar = places["webdataset"][0]
+        for size, (source, (path, text)) in itertools.product(_SIZES.value, places.items()):
+            read = functools.partial(_ours, source, path, text, size)
+            plain = functools.partial(_plain, tar, size)
+            rounds = [(_cpu_rate(read, 0), _cpu_rate(plain)) for _ in range(_ROUNDS.value)]
+            host = statistics.median(_rate(read, int(_THREADS.value)) for _ in rounds)
+            print(json.dumps(_result(source, size, rounds, host)), flush=True)
+
+
+def _result(source: str, size: int, rounds: list[tuple[float, float]], host: float) -> dict:
+    core, plain = (statistics.median(column) for column in zip(*rounds, strict=True))
+    needed = {
+        model: round(8 * rate / core, 1) for model, (side, rate) in RATES.items() if side == size
+    }
+    return {
+        "source": source,
+        "size": size,
+        "images_per_second_core": round(core),
+        "images_per_second_host": round(host),
+        "threads": _THREADS.value,
+        "plain_images_per_second_core": round(plain),
+        "ratio": round(statistics.median(ours / theirs for ours, theirs in rounds), 2),
+        "cores_for_8": needed,
+        "cores": os.cpu_count(),
+        "cpu": _cpu_name(),
+        "python": platform.python_version(),
+        "pillow": PIL.__version__,
+    }
+
+
+def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
+    """Reads as many images as there are; returns how many."""
+    steps = _NUM.value // _BATCH
+    pictures = open_pictures(source, path=path, text=text, size=size)
+    made = pipeline.make_batches(
+        pictures, lambda texts: {}, batch_size=_BATCH, seed=0, num_threads=threads
+    )
+    with made:
+        for _ in range(steps):
+            next(made)
+    return steps * _BATCH
+
+
+def _plain(tar: str, size: int) -> int:
+    """The loop that one would write: a webdataset's records in their order, decoded by Pillow."""
+    batch, done = [], 0
+    for image, caption in _tar_records(tar):
+        batch.append((_decode(image, size), caption.decode()))
+        if len(batch) == _BATCH:
+            np.stack([pixels for pixels, _ in batch])
+            batch, done = [], done + _BATCH
+    return done
+
+
+def _tar_records(path: str) -> Iterator[tuple[bytes, bytes]]:
+    for name in sorted(pathlib.Path(path).glob("*.tar")):
+        record: dict[str, bytes] = {}
+        with tarfile.open(name) as tar:
+            for member in tar:
+                file = tar.extractfile(member)
+                record[member.name.partition(".")[2]] = file.read() if file else b""
+                if len(record) == 2:
+                    yield record["jpg"], record["txt"]
+                    record = {}
+
+
+def _decode(data: bytes, size: int) -> np.ndarray:
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    scale = size / min(image.size)
+    width, height = (max(size, round(side * scale)) for side in image.size)
+    image = image.resize((width, height), Image.Resampling.BICUBIC)
+    left, top = (width - size) // 2, (height - size) // 2
+    return np.asarray(image.crop((left, top, left + size, top + size)))
+
+
+def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
+    """The same images in every format: (path, text) by source."""
+    folder = root / "folder"
+    folder.mkdir()
+    for i, jpeg in enumerate(_photographs(num)):
+        (folder / f"{i:06}.jpg").write_bytes(jpeg)
+        (folder / f"{i:06}.txt").write_text(f"photograph number {i}")
+    records = Folder(folder)
+    for format in reshard.FORMATS:
+        reshard.reshard(records, root / format, num=256, format=format, identity={})
+    (root / "arrow").mkdir()
+    _write_arrow(root / "arrow/data-00000-of-00001.arrow", records)
+    texts = {"folder": "txt", **dict.fromkeys(reshard.FORMATS, "txt"), "arrow": "text"}
+    return {source: (str(root / source), text) for source, text in texts.items()}
+
+
+def _write_arrow(path: pathlib.Path, records: Folder) -> None:
+    """As Hugging Face's save_to_disk does."""
+    read = records.read(range(len(records)))
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    images = pyarrow.array([{"bytes": r.image, "path": None} for r in read], kind)
+    table = pyarrow.table({"image": images, "text": [record.text for record in read]})
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+
+
+def _photographs(num: int) -> Iterator[bytes]:
+    from sklearn.datasets import load_sample_images
+
+    photographs = [Image.fromarray(image) for image in load_sample_images().images]
+    rng = np.random.default_rng(0)
+    for i in range(num):
+        photograph = photographs[i % len(photographs)]
+        width = int(rng.integers(256, photograph.width))
+        height = min(width * 3 // 4, photograph.height)
+        left, top = (int(rng.integers(0, side + 1)) for side in
+                     (photograph.width - width, photograph.height - height))  # fmt: skip
+        cut = photograph.resize((512, 384), box=(left, top, left + width, top + height))
+        jpeg = io.BytesIO()
+        cut.save(jpeg, "jpeg", quality=95)
+        yield jpeg.getvalue()
+
+
+def _cpu_rate(work: Callable[..., int], *arguments: int) -> float:
+    start = time.process_time()
+    return work(*arguments) / (time.process_time() - start)
+
+
+def _rate(work: Callable[..., int], *arguments: int) -> float:
+    start = time.perf_counter()
+    return work(*arguments) / (time.perf_counter() - start)
+
+
+def _cpu_name() -> str:
+    path = pathlib.Path("/proc/cpuinfo")
+    lines = path.read_text().splitlines() if path.exists() else []
+    names = [line.partition(": ")[2] for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+if __name__ == "__main__":
+    cli.run(main)

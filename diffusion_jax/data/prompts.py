@@ -1,0 +1,55 @@
+"""Prompts from files: one a line, tables of captions, COCO's annotations."""
+
+import csv
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
+    """The prompts of a file; `number` of them, drawn with `seed` without putting back.
+
+    .txt: one a line. .tsv with a header that names `caption`, such as `image_id id caption`. .json:
+    COCO's captions. ValueError if there is no prompt, or are fewer than `number`.
+    """
+    path = pathlib.Path(path)
+    readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
+    if path.suffix not in readers:
+        raise ValueError(f"{path} is no file of prompts: write .txt (one a line), .tsv or .json")
+    prompts = [text for text in readers[path.suffix](path) if text.strip()]
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    if number is None:
+        return prompts
+    if number > len(prompts):
+        raise ValueError(f"{path} holds {len(prompts)} prompts and {number} are asked for")
+    chosen = np.random.RandomState(seed).permutation(len(prompts))[:number]
+    return [prompts[i] for i in sorted(chosen)]
+
+
+def fingerprint(prompts: Sequence[str]) -> str:
+    """Names a list of prompts: the first 16 hex digits of its SHA-256."""
+    return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
+
+
+def _lines(path: pathlib.Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines()
+
+
+def _table(path: pathlib.Path) -> list[str]:
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    if rows and "caption" not in rows[0]:
+        raise ValueError(f"{path} has the columns {', '.join(rows[0])}: one must be caption")
+    return [row["caption"] for row in rows]
+
+
+def _coco(path: pathlib.Path) -> list[str]:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(content, dict) or "annotations" not in content:
+        raise ValueError(f"{path} has no annotations: it is none of COCO's caption files")
+    return [a["caption"].strip() for a in sorted(content["annotations"], key=lambda a: a["id"])]

@@ -1,0 +1,119 @@
+"""Files by path or by URL: local ones, and whatever fsspec reads (gs://, s3://, https://, ...).
+
+A URL holds "://". Object stores need their fsspec package beside this project: gcsfs for gs://,
+s3fs for s3://, aiohttp for https://.
+"""
+
+import functools
+import hashlib
+import os
+import pathlib
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import fsspec
+
+from diffusion_jax import files
+
+_ATTEMPTS = 4
+_BLOCK = 8 * 2**20  # What one request brings when a file is read from its beginning to its end.
+
+
+def is_url(path: str) -> bool:
+    """Whether fsspec reads it."""
+    return "://" in path
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or a folder; ValueError for a URL of an unknown kind."""
+    return _system(path).exists(path) if is_url(path) else os.path.exists(path)
+
+
+def is_folder(path: str) -> bool:
+    """Whether it is a folder, or a common prefix in an object store."""
+    return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
+
+
+def find(folder: str, suffix: str) -> list[str]:
+    """Every file of this suffix under a folder, by name, as paths or URLs like `folder`."""
+    if not is_url(folder):
+        return sorted(str(path) for path in pathlib.Path(folder).rglob(f"*{suffix}"))
+    system = _system(folder)
+    names = [system.unstrip_protocol(name) for name in system.find(folder)]
+    return sorted(name for name in names if name.endswith(suffix))
+
+
+def stamp(path: str) -> tuple[int, int]:
+    """Size in bytes, and a number that changes with the contents: time of change or etag."""
+    if not is_url(path):
+        status = os.stat(path)
+        return status.st_size, status.st_mtime_ns
+    system = _system(path)
+    digest = hashlib.sha256(system.ukey(path).encode()).digest()
+    return int(system.info(path)["size"]), int.from_bytes(digest[:7], "big")
+
+
+def open_file(path: str) -> Any:
+    """A binary file, for reading from the beginning to the end, with seeks forward."""
+    if not is_url(path):
+        return pathlib.Path(path).open("rb")
+    return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
+
+
+def read(path: str) -> bytes:
+    """The whole contents."""
+    with open_file(path) as file:
+        return file.read()
+
+
+def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
+    """Bytes first ... last - 1 of each file; of URLs all at the same time.
+
+    A range past the end of a file is short. OSError when a file has gone, or when a store still
+    fails after a few attempts: the network's faults must not change which records are used.
+    """
+    if not is_url(paths[0]):
+        return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
+    system, found = _system(paths[0]), {}
+    for attempt in range(_ATTEMPTS):
+        rows = [row for row in range(len(paths)) if row not in found]
+        columns = ([column[row] for row in rows] for column in (paths, firsts, lasts))
+        parts = zip(rows, system.cat_ranges(*columns, on_error="return"), strict=True)
+        found |= {row: part for row, part in parts if isinstance(part, bytes)}
+        if len(found) == len(paths):
+            return [found[row] for row in range(len(paths))]
+        time.sleep(0.1 * 4**attempt)
+    missing = next(path for row, path in enumerate(paths) if row not in found)
+    raise OSError(f"cannot read {missing}, after {_ATTEMPTS} attempts: is it still there?")
+
+
+def write_whole(path: str, content: bytes) -> None:
+    """Replaces a file by `content` as a whole; OSError where that is not allowed.
+
+    A store shows a new object only when all of it has arrived.
+    """
+    if not is_url(path):
+        return files.write_whole(path, content)
+    try:
+        return _system(path).pipe_file(path, content)
+    except Exception as error:  # Each store has its own; a web server takes nothing.
+        raise OSError(f"{path} cannot be written: {error}") from error
+
+
+@functools.cache
+def _of_protocol(protocol: str) -> fsspec.AbstractFileSystem:
+    try:
+        return fsspec.filesystem(protocol)
+    except (ValueError, ImportError) as error:
+        raise ValueError(f"no reader for {protocol}:// ({error}): install its package") from error
+
+
+def _system(path: str) -> fsspec.AbstractFileSystem:
+    return _of_protocol(path.partition("://")[0])
+
+
+def _read_range(path: str, first: int, last: int) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        file.seek(first)
+        return file.read(last - first)

@@ -1,0 +1,100 @@
+"""Figures of scores and of training, as a paper would print them.
+
+They are matplotlib's: saved as PNG or PDF, or as SVG text whose points say their values under the
+mouse.
+"""
+
+import io
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+_COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480")
+_STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
+          "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
+          "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
+
+
+class Line(NamedTuple):
+    """One line of a figure: points in the order in which they are joined."""
+
+    name: str
+    x: Sequence[float]
+    y: Sequence[float]
+    hover: Sequence[str] = ()
+    """What each point says under the mouse; the points are marked where there is such a text."""
+    labels: Sequence[str] = ()
+    """What stands beside each point."""
+    low: Sequence[float] = ()
+    high: Sequence[float] = ()
+    """Ends of each point's interval in y."""
+
+
+class Band(NamedTuple):
+    """A region between two lines."""
+
+    name: str
+    x: Sequence[float]
+    low: Sequence[float]
+    high: Sequence[float]
+
+
+def plot(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> Figure:
+    """All lines in one pair of axes named x and y."""
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+        axes = FigureCanvasAgg(figure).figure.add_subplot()
+        for band in bands:
+            axes.fill_between(band.x, band.low, band.high, alpha=0.15, label=band.name, lw=0)
+        for i, line in enumerate(lines):
+            _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
+        axes.set_xlabel(x)
+        axes.set_ylabel(y)
+        if len(lines) + len(bands) > 1:
+            axes.legend(frameon=False)
+    return figure
+
+
+def save(figure: Figure, format: str) -> bytes:
+    """The figure as a "png", "pdf" or "svg" file, the same bytes for the same figure."""
+    import matplotlib
+
+    buffer = io.BytesIO()
+    dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
+    with matplotlib.rc_context(_STYLE):
+        figure.savefig(buffer, format=format, dpi=160, metadata=dates.get(format))
+    return buffer.getvalue()
+
+
+def to_svg(figure: Figure, lines: Sequence[Line]) -> str:
+    """An <svg> element for a page, whose points show their texts under the mouse."""
+    text = save(figure, "svg").decode()
+    text = text[text.index("<svg") :]
+    for i, line in enumerate(lines):
+        for n, hover in enumerate(line.hover):
+            group = f'<g id="point-{i}-{n}">'
+            text = text.replace(group, f"{group}<title>{_escape(hover)}</title>", 1)
+    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
+
+
+def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
+    axes.plot(line.x, line.y, color=colour, lw=1.6, label=line.name)
+    if line.low:
+        below = [y - low for y, low in zip(line.y, line.low, strict=True)]
+        above = [high - y for y, high in zip(line.y, line.high, strict=True)]
+        axes.errorbar(line.x, line.y, [below, above], fmt="none", ecolor=colour, lw=0.8, capsize=2)
+    for n in range(len(line.hover)):
+        (mark,) = axes.plot(line.x[n], line.y[n], "o", color=colour, ms=5, mec="white")
+        mark.set_gid(f"point-{number}-{n}")
+    for n, label in enumerate(line.labels):
+        place = {"xytext": (5, 5), "textcoords": "offset points"}
+        axes.annotate(label, (line.x[n], line.y[n]), fontsize=7.5, color=colour, **place)
+
+
+def _escape(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -1,0 +1,195 @@
+"""Extractors: images (or token ids) to features, batch by batch over the mesh.
+
+An extractor is two pure functions and its weights, so that a sampler can be followed by it inside
+one jitted program. `features_of` runs it over any number of images; the batch that an image lies in
+and the number of devices and processes change its features by float32's rounding at most.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Num, UInt8
+
+from diffusion_jax.metrics import inception, preprocess
+from diffusion_jax.metrics.features import Rows, Stream
+from diffusion_jax.metrics.weights import Weights
+from diffusion_jax.sharding import batch_sharding, place, replicated
+
+
+class Extractor(NamedTuple):
+    """What turns images [B, H, W, 3] on 0..255, uint8 or float32, into features [B, D]."""
+
+    name: str
+    """Stands in the names of scores: "inception", "inception_768", "clip_vit_l_14" ..."""
+    width: int
+    """D."""
+    preprocessing: str
+    weights: str
+    """The weights' hash."""
+    official: bool
+    """Whether they are the very weights that FID is defined with."""
+    params: Any
+    """A pytree of arrays in numpy; give them to `apply` as an argument."""
+    prepare: Callable[[Num[Array, "B ..."]], Array]
+    """Any size of image to the network's input; small, compiled for each size."""
+    apply: Callable[[Any, Array], Float[Array, "B D"]]
+    """The network; one program whatever the images' size. Float32 throughout."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Images of one size, or rows of token ids, read on the host."""
+
+    shape: tuple[int, ...]
+    """Of one."""
+    dtype: Any
+
+    def __len__(self) -> int:
+        """How many there are."""
+        ...
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
+        """Rows, and 0 for each that is usable or an entry of `reasons` by its number; see below."""
+        ...
+
+    def reason(self, status: int) -> str:
+        """What a status other than 0 is counted as; may raise ValueError where it must not be."""
+        ...
+
+
+class InMemory:
+    """Arrays as a source; in many processes each must hold the same."""
+
+    def __init__(self, rows: Num[np.ndarray, "N ..."]):
+        """Images [N, H, W, 3] or ids [N, L]."""
+        self._rows = rows
+        self.shape, self.dtype = rows.shape[1:], rows.dtype
+
+    def __len__(self) -> int:
+        """N."""
+        return len(self._rows)
+
+    def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
+        """All are usable."""
+        return self._rows[indices], np.zeros(len(indices), np.uint8)
+
+    def reason(self, status: int) -> str:
+        """There is none."""
+        raise ValueError(f"there is no status {status}")
+
+
+class Taken(NamedTuple):
+    """What came of a source."""
+
+    stream: Stream
+    skipped: dict[str, int]
+    """How many images gave no features, by reason: "not_finite" and the source's own."""
+
+
+def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2048") -> Extractor:
+    """The FID Inception; `mode` is a key of preprocess.INCEPTION, `level` one of inception.LEVELS.
+
+    ValueError that names what there is.
+    """
+    for what, value, known in (
+        ("preprocessing", mode, preprocess.INCEPTION),
+        ("level", level, inception.LEVELS),
+    ):
+        if value not in known:
+            raise ValueError(f"there is no {what} {value!r}: there are {', '.join(known)}")
+
+    def apply(params, x):
+        return inception.level(inception.apply(params, x), level)
+
+    return Extractor(
+        name="inception" if level == "2048" else f"inception_{level}",
+        width=inception.LEVELS[level],
+        preprocessing=mode,
+        weights=weights.digest,
+        official=weights.official and level == "2048",
+        params=weights.params,
+        prepare=preprocess.INCEPTION[mode],
+        apply=apply,
+    )
+
+
+def extract(
+    extractor: Extractor,
+    source: Source,
+    mesh: Mesh,
+    *,
+    batch_size: int = 64,
+    keep: bool = True,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Taken:
+    """The features of all usable rows of a source, in its order, the same in every process."""
+    stream, skipped = Stream(extractor.width, keep=keep), {}
+    for done, (rows, status) in enumerate(features_of(extractor, source, mesh, batch_size)):
+        for value in status[status != 0].tolist():
+            reason = source.reason(value)
+            skipped[reason] = skipped.get(reason, 0) + 1
+        stream.add(rows[status == 0])
+        progress(min((done + 1) * batch_size, len(source)))
+    if stream.not_finite:
+        skipped["not_finite"] = stream.not_finite
+    return Taken(stream, skipped)
+
+
+def features_of(
+    extractor: Extractor, source: Source, mesh: Mesh, batch_size: int
+) -> Iterator[tuple[Rows, UInt8[np.ndarray, "B"]]]:
+    """Batches of features and statuses, of all processes' images in each process.
+
+    A process reads the rows of its own devices alone, the next ones while the devices compute. An
+    image with a value that is not finite has features that are not.
+    """
+    where, everywhere = batch_sharding(mesh), replicated(mesh)
+    prepare = jax.jit(_marked(extractor.prepare), out_shardings=(where, where))
+    apply = jax.jit(extractor.apply, out_shardings=where)
+    gather = jax.jit(lambda *arrays: arrays, out_shardings=everywhere)
+    params = jax.tree.map(functools.partial(place, sharding=everywhere), extractor.params)
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    size = -(-batch_size // ways) * ways  # Filled up, so that one program does for all batches.
+    pending = None
+    for start in range(0, len(source), batch_size):
+        end = min(start + batch_size, len(source))
+        images, status = _read(source, np.minimum(np.arange(start, start + size), end - 1), where)
+        prepared, fine = prepare(images)
+        rows = apply(params, prepared)
+        if pending is not None:
+            yield _fetch(*pending)
+        pending = gather(rows, fine, status), end - start
+    if pending is not None:
+        yield _fetch(*pending)
+
+
+def _marked(prepare: Callable[[Array], Array]) -> Callable[[Array], tuple[Array, Array]]:
+    """Also says of which images all values are finite: maxima in a network might hide a NaN."""
+
+    def marked(images: Array) -> tuple[Array, Array]:
+        flat = images.reshape(len(images), -1)
+        return prepare(images), jnp.isfinite(flat).all(1)
+
+    return marked
+
+
+def _read(source: Source, indices: np.ndarray, where: Any) -> tuple[jax.Array, jax.Array]:
+    """A batch and its statuses; the parts of other processes' devices are not read here."""
+    read = functools.cache(lambda start, stop: source.read(indices[start:stop]))
+
+    def part(which: int) -> Callable[[Any], np.ndarray]:
+        return lambda index: read(*index[0].indices(len(indices))[:2])[which]
+
+    shape = (len(indices), *source.shape)
+    images = jax.make_array_from_callback(shape, where, part(0), dtype=source.dtype)
+    return images, jax.make_array_from_callback(shape[:1], where, part(1), dtype=np.uint8)
+
+
+def _fetch(arrays: tuple[jax.Array, ...], count: int) -> tuple[Rows, np.ndarray]:
+    rows, fine, status = (np.asarray(array)[:count] for array in arrays)
+    return np.where(fine[:, None], rows, np.nan), status

@@ -1,0 +1,168 @@
+"""What extractors make of images before their first layer: the resize kernels that scores hang on.
+
+Every kernel is separable and linear: a matrix for the rows, one for the columns. Images are
+[B, H, W, 3] on 0..255, uint8 or unquantised float32.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Num
+
+Images = Num[Array, "B H W 3"]
+Prepare = Callable[[Images], Float[Array, "B S S 3"]]
+
+INCEPTION_SIZE = 299
+_CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
+    """pytorch-fid and MLPerf: bilinear about pixel centres, no antialias, to [-1, 1]."""
+    return _to_inception(images, _bilinear_centres) * (2 / 255) - 1
+
+
+def tf(images: Images) -> Float[Array, "B 299 299 3"]:
+    """The graph of 2015 and torch-fidelity: TF1's bilinear grid from the top left corner.
+
+    The scale is (x - 128) / 128, hence [-1, 0.992].
+    """
+    return (_to_inception(images, _bilinear_corner) - 128) / 128
+
+
+def clean(images: Images) -> Float[Array, "B 299 299 3"]:
+    """clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded; as `tf`.
+
+    Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in GAN evaluation".
+    """
+    return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
+
+
+def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
+    """NeMo's evaluation: torch's bicubic with aligned corners, no antialias, to [-1, 1]."""
+    return _to_inception(images, _bicubic_corners) * (2 / 255) - 1
+
+
+INCEPTION: dict[str, Prepare] = {"pytorch": pytorch, "tf": tf, "clean": clean, "nemo": nemo}
+
+
+def open_clip(size: int) -> Prepare:
+    """OpenCLIP's: the shorter side to `size` as Pillow resizes 8-bit images, the centre cut out."""
+
+    def prepare(images: Images) -> Float[Array, "B S S 3"]:
+        sides = images.shape[1:3]
+        rows, columns = (int(size * side / min(sides)) for side in sides)
+        x = _pillow_8_bits(images, rows, columns)
+        # Python rounds halves to even here, as torchvision's centre crop does.
+        top, left = round((rows - size) / 2), round((columns - size) / 2)
+        return _normalise_clip(x[:, top : top + size, left : left + size])
+
+    return prepare
+
+
+def squash(size: int) -> Prepare:
+    """CMMD's reference: bicubic with antialias to a square, whatever the aspect; not rounded."""
+
+    def prepare(images: Images) -> Float[Array, "B S S 3"]:
+        rows, columns = (_pillow_bicubic(side, size) for side in images.shape[1:3])
+        return _normalise_clip(_resample(images, rows, columns))
+
+    return prepare
+
+
+def _to_inception(images: Images, matrix: Callable[[int, int], np.ndarray]) -> Array:
+    rows, columns = (matrix(side, INCEPTION_SIZE) for side in images.shape[1:3])
+    return _resample(images, rows, columns)
+
+
+def _resample(
+    images: Images, rows: Float[np.ndarray, "O H"], columns: Float[np.ndarray, "P W"]
+) -> Float[Array, "B O P 3"]:
+    x = images.astype(jnp.float32)
+    exact = jax.lax.Precision.HIGHEST
+    if rows.shape[0] != rows.shape[1] or (rows != np.eye(len(rows))).any():
+        x = jnp.einsum("oh,bhwc->bowc", rows.astype(np.float32), x, precision=exact)
+    if columns.shape[0] != columns.shape[1] or (columns != np.eye(len(columns))).any():
+        x = jnp.einsum("pw,bowc->bopc", columns.astype(np.float32), x, precision=exact)
+    return x
+
+
+def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O P 3"]:
+    """Pillow resizes along the rows first, and rounds and clips after each of the two passes."""
+    h, w = images.shape[1:3]
+    along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)
+    along_columns = lambda x, matrix: _resample(x, matrix, np.eye(columns))
+    x = _pillow_pass(along_rows, images.astype(jnp.float32), _pillow_bicubic(w, columns))
+    return _pillow_pass(along_columns, x, _pillow_bicubic(h, rows))
+
+
+def _pillow_pass(
+    resample: Callable[[Array, np.ndarray], Array], x: Array, weights: Float[np.ndarray, "O I"]
+) -> Array:
+    """Pillow's weights are multiples of 2^-22, and ties are common: so the sum must be exact.
+
+    Float32 holds 24 bits, the sum needs 30. Coarse and fine parts of the weights are summed apart,
+    each exactly, and the fine sum only decides which whole number the rest belongs to.
+    """
+    fixed = np.trunc(weights * 2**22 + np.copysign(0.5, weights)) / 2**22
+    coarse = np.round(fixed * 2**11) / 2**11
+    total = resample(x, coarse) + 0.5
+    whole = jnp.floor(total)
+    return jnp.clip(whole + jnp.floor(total - whole + resample(x, fixed - coarse)), 0, 255)
+
+
+def _normalise_clip(x: Float[Array, "B S S 3"]) -> Float[Array, "B S S 3"]:
+    return (x / 255 - jnp.array(_CLIP_MEAN)) / jnp.array(_CLIP_STD)
+
+
+def _bilinear_centres(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    centres = np.maximum((np.arange(size_out) + 0.5) * size_in / size_out - 0.5, 0)
+    return _gather(centres, size_in, (0, 1), lambda d: 1 - d)
+
+
+def _bilinear_corner(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    return _gather(np.arange(size_out) * size_in / size_out, size_in, (0, 1), lambda d: 1 - d)
+
+
+def _bicubic_corners(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    centres = np.arange(size_out) * (size_in - 1) / (size_out - 1)
+    return _gather(centres, size_in, (-1, 0, 1, 2), lambda d: cubic(d, -0.75))
+
+
+def _gather(
+    centres: Float[np.ndarray, "O"],
+    size_in: int,
+    taps: Sequence[int],
+    kernel: Callable[[np.ndarray], np.ndarray],
+) -> Float[np.ndarray, "O I"]:
+    """Weights of the neighbours at floor(centre) + tap; those beyond the border repeat it."""
+    first = np.floor(centres).astype(int)
+    weights = np.zeros((len(centres), size_in))
+    for tap in taps:
+        index = np.clip(first + tap, 0, size_in - 1)
+        np.add.at(weights, (np.arange(len(centres)), index), kernel(abs(centres - first - tap)))
+    return weights
+
+
+def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    """The kernel widens where the image shrinks, and counts only pixels that there are."""
+    if size_in == size_out:
+        return np.eye(size_in)
+    step = size_in / size_out
+    scale = max(step, 1)
+    centres = (np.arange(size_out)[:, None] + 0.5) * step
+    first = np.maximum((centres - 2 * scale + 0.5).astype(int), 0)
+    end = np.minimum((centres + 2 * scale + 0.5).astype(int), size_in)
+    pixels = np.arange(size_in)
+    weights = cubic(abs(pixels + 0.5 - centres) / scale, -0.5)
+    weights = np.where((pixels >= first) & (pixels < end), weights, 0)
+    return weights / weights.sum(1, keepdims=True)
+
+
+def cubic(d: Float[np.ndarray, "*N"], a: float) -> Float[np.ndarray, "*N"]:
+    """Keys' kernel (1981) at distances d >= 0; torch's a is -0.75, Pillow's and jax's -0.5."""
+    near = (a + 2) * d**3 - (a + 3) * d**2 + 1
+    far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+    return np.where(d <= 1, near, np.where(d < 2, far, 0))

@@ -1,0 +1,81 @@
+"""ArrayRecord files as lists of records."""
+
+import io
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import arrayrecord, examples
+from diffusion_jax.data.arrayrecord import ArrayRecords
+from diffusion_jax.data.transforms import Unusable
+
+
+def write(path, *records):
+    arrayrecord.write(path, records)
+    return path
+
+
+def test_records_of_several_files_come_in_the_order_asked_for(tmp_path):
+    for shard in range(3):
+        write(
+            tmp_path / f"s-{shard}.array_record",
+            *({"jpg": b"%d%d" % (shard, i), "txt": b"t%d " % i} for i in range(shard + 1)),
+        )
+    records = ArrayRecords(tmp_path)
+    assert len(records) == 6
+    read = records.read([5, 0, 2, 5])
+    assert [(r.image, r.text) for r in read] == [
+        (b"22", "t2"), (b"00", "t0"), (b"11", "t1"), (b"22", "t2")]  # fmt: skip
+    assert read[0].name == f"{tmp_path}/s-2.array_record/2"
+    assert len(ArrayRecords(f"{tmp_path}/s-{{0,2}}.array_record")) == 4
+
+
+def test_other_names_and_embeddings(tmp_path):
+    array = io.BytesIO()
+    np.save(array, np.eye(2, 3, dtype=np.float16))
+    features = {"image": b"x", "caption": b"words", "t5.npy": array.getvalue(), "__key__": b"a/7"}
+    path = write(tmp_path / "a.array_record-00000-of-00001", features)
+    record = ArrayRecords(path, "caption").read([0])[0]
+    assert (record.image, record.text, record.name) == (b"x", "words", f"{path}/0 (a/7)")
+    np.testing.assert_array_equal(
+        ArrayRecords(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32)
+    )
+    with pytest.raises(ValueError, match=r"no feature txt: it has image, caption, t5\.npy, __key"):
+        ArrayRecords(path)
+
+
+def test_damaged_records_are_told_apart(tmp_path):
+    good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
+    path = write(tmp_path / "a.array_record", *good)
+    contents = bytearray(path.read_bytes())
+    at = contents.index(examples.encode(good[0])[:8])
+    contents[at + 4] ^= 255
+    path.write_bytes(contents)
+    texts = [record.text for record in ArrayRecords(path).read([0, 1, 2])]
+    reasons = [text.reason if isinstance(text, Unusable) else text for text in texts]
+    assert reasons == ["broken_record", "two", "no_caption"]
+
+
+def test_what_cannot_be_read_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere"):
+        ArrayRecords(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match=r"no \.array_record in"):
+        ArrayRecords(tmp_path)
+    with pytest.raises(ValueError, match="gs://b/a: ArrayRecord files are read from local disks"):
+        ArrayRecords("gs://b/a")
+    (tmp_path / "a.array_record").write_bytes(b"no such thing" * 9999)
+    with pytest.raises(ValueError, match=r"a\.array_record is no whole ArrayRecord file"):
+        ArrayRecords(tmp_path)
+    write(tmp_path / "a.array_record")
+    with pytest.raises(ValueError, match=r"no records in .*: 1 files, all empty"):
+        ArrayRecords(tmp_path)
+
+
+def test_a_file_is_whole_or_absent(tmp_path):
+    def fail():
+        yield {"jpg": b"x"}
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        arrayrecord.write(tmp_path / "a.array_record", fail())
+    assert list(tmp_path.iterdir()) == []

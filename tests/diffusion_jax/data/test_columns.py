@@ -1,0 +1,89 @@
+"""Data sets of Hugging Face and TFDS, as their own packages write them."""
+
+import json
+
+import pyarrow
+import pytest
+
+from diffusion_jax.data import arrayrecord
+from diffusion_jax.data.columns import Arrow, Tfds
+from diffusion_jax.data.transforms import Unusable
+
+
+def write_arrow(path, images, texts):
+    kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
+    table = pyarrow.table({"image": pyarrow.array(images, kind), "text": texts})
+    with pyarrow.OSFile(str(path), "wb") as file, pyarrow.ipc.new_stream(file, table.schema) as out:
+        out.write_table(table)
+
+
+def test_arrow_files_of_save_to_disk(tmp_path):
+    (tmp_path / "outside.jpg").write_bytes(b"third")
+    write_arrow(tmp_path / "data-00000-of-00002.arrow",
+                [{"bytes": b"first", "path": None}, {"bytes": b"second", "path": "x.jpg"}],
+                [" one", None])  # fmt: skip
+    outside = {"bytes": None, "path": "outside.jpg"}
+    write_arrow(tmp_path / "data-00001-of-00002.arrow", [outside], ["three"])
+    records = Arrow(tmp_path)
+    third, first, second = records.read([2, 0, 1])
+    assert (third.image, third.text) == (b"third", "three")
+    assert (first.image, first.text) == (b"first", "one")
+    assert second.image == b"second"
+    assert isinstance(second.text, Unusable) and second.text.reason == "no_caption"
+    with pytest.raises(ValueError, match=r"3 rows of image, text, images are in .* data.text"):
+        Arrow(tmp_path, "caption")
+
+
+def test_a_folder_of_splits_names_them(tmp_path):
+    for split in ("test", "train"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "state.json").touch()
+    with pytest.raises(ValueError, match=r"no \.arrow in .*: its splits are test, train, choose"):
+        Arrow(tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"write it with dataset.save_to_disk"):
+        Arrow(tmp_path / "nowhere")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """What TFDS writes for FeaturesDict(image, caption, captions of texts) and three examples."""
+    folder = tmp_path_factory.mktemp("tiny") / "1.0.0"
+    folder.mkdir()
+    name = "tensorflow_datasets.core.features."
+    text = {"pythonClassName": name + "text_feature.Text", "text": {}}
+    image = {"pythonClassName": name + "image_feature.Image",
+             "image": {"dtype": "uint8", "shape": {"dimensions": ["-1", "-1", "3"]}}}  # fmt: skip
+    nested = {
+        "pythonClassName": name + "features_dict.FeaturesDict",
+        "featuresDict": {"features": {"text": text}},
+    }
+    several = {"pythonClassName": name + "sequence_feature.Sequence",
+               "sequence": {"feature": nested, "length": "-1"}}  # fmt: skip
+    features = {"image": image, "caption": text, "captions": several}
+    top = {"pythonClassName": nested["pythonClassName"], "featuresDict": {"features": features}}
+    (folder / "features.json").write_text(json.dumps(top))
+    split = {"name": "train", "numBytes": "9", "shardLengths": ["3"],
+             "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"}  # fmt: skip
+    info = {"fileFormat": "array_record", "name": "tiny", "version": "1.0.0", "splits": [split]}
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    rows = ({"image": b"image %d" % i, "caption": b" number %d" % i, "captions/text": b"c%d" % i}
+            for i in range(3))  # fmt: skip
+    arrayrecord.write(folder / "tiny-train.array_record-00000-of-00001", rows)
+    return folder
+
+
+def test_tfds_without_tensorflow(prepared):
+    records = Tfds(f"{prepared}@train")
+    assert [(r.image, r.text) for r in records.read([2, 0])] == [
+        (b"image 2", "number 2"), (b"image 0", "number 0")]  # fmt: skip
+    nested = Tfds(f"{prepared}@train[1:]", "captions/text")
+    assert [record.text for record in nested.read([0, 1])] == ["c1", "c2"]
+
+
+def test_mistakes_about_tfds_are_named(prepared):
+    with pytest.raises(ValueError, match="write NAME@SPLIT, such as coco@train"):
+        Tfds("coco")
+    with pytest.raises(ValueError, match=r"no feature 'text': it has .*\. Name the one"):
+        Tfds(f"{prepared}@train", "text")
+    with pytest.raises(ValueError, match=r"(?s)TFDS cannot read .*--file_format=array_record"):
+        Tfds(f"{prepared}@validation")

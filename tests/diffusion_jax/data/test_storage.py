@@ -1,0 +1,67 @@
+"""Paths and URLs behave alike; memory:// stands for an object store."""
+
+import fsspec
+import pytest
+
+from diffusion_jax.data import storage
+
+
+@pytest.fixture(params=["local", "memory"])
+def root(request, tmp_path):
+    if request.param == "local":
+        yield str(tmp_path)
+        return
+    yield f"memory://{tmp_path.name}"
+    fsspec.filesystem("memory").store.clear()
+
+
+def fill(root):
+    folder = f"{root}/a" if storage.is_url(root) else root
+    for name in ("2.tar", "1.tar", "note.txt"):
+        storage.write_whole(f"{folder}/{name}", b"0123456789" + name.encode())
+    return folder
+
+
+def test_files_are_found_and_read_by_ranges(root):
+    folder = fill(root)
+    assert storage.is_folder(folder) and storage.exists(f"{folder}/1.tar")
+    assert not storage.exists(f"{folder}/3.tar")
+    tars = storage.find(folder, ".tar")
+    assert [tar.rpartition("/")[2] for tar in tars] == ["1.tar", "2.tar"]
+    assert storage.read(tars[0]) == b"01234567891.tar"
+    parts = storage.read_ranges([*tars, tars[0]], [0, 3, 12], [2, 5, 99])
+    assert parts == [b"01", b"34", b"tar"]
+
+
+def test_the_stamp_changes_with_the_contents(root):
+    tar = f"{fill(root)}/1.tar"
+    before = storage.stamp(tar)
+    assert before == storage.stamp(tar) and before[0] == 15
+    storage.write_whole(tar, b"9" * 15)
+    assert storage.stamp(tar) != before
+
+
+def test_a_file_that_has_gone_is_an_error(root, monkeypatch):
+    monkeypatch.setattr(storage.time, "sleep", lambda seconds: None)
+    with pytest.raises(OSError, match=r"gone\.tar"):
+        storage.read_ranges([f"{root}/gone.tar"], [0], [1])
+
+
+def test_a_store_that_fails_once_is_asked_again(monkeypatch):
+    storage.write_whole("memory://again/a", b"abc")
+    system = fsspec.filesystem("memory")
+    ask, asked = system.cat_ranges, []
+
+    def fail_at_first(paths, *arguments, **kw):
+        asked.append(list(paths))
+        answers = ask(paths, *arguments, **kw)
+        return answers if len(asked) > 1 else [OSError("reset"), *answers[1:]]
+
+    monkeypatch.setattr(system, "cat_ranges", fail_at_first)
+    assert storage.read_ranges(["memory://again/a"] * 2, [0, 1], [1, 2]) == [b"a", b"b"]
+    assert [len(paths) for paths in asked] == [2, 1]
+
+
+def test_an_unknown_store_says_what_is_missing():
+    with pytest.raises(ValueError, match="no reader for nope://"):
+        storage.exists("nope://bucket/a.tar")

@@ -1,0 +1,63 @@
+"""Cards: names that are never a false FID, and tables that refuse what cannot be compared."""
+
+import pytest
+
+from diffusion_jax.metrics import cards
+from diffusion_jax.metrics.cards import Scored
+from tests.diffusion_jax.metrics import toy
+
+
+def card(official=False, n=100, **fields):
+    extractor = toy.extractor(official=official)
+    return cards.make_card(extractor, image_size=(10, 14), n=n, **fields)
+
+
+def test_only_the_public_weights_make_a_fid():
+    assert cards.frechet_name(card(official=True)) == "fid"
+    assert cards.frechet_name(card()) == "fd_toy"
+    assert cards.score_name("kid", card(official=True)) == "kid"
+    assert cards.score_name("kid", card()) == "kid_toy"
+
+
+def test_a_card_tells_all():
+    made = card(guidance=3.0)
+    assert made.items() >= {
+        "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "14x10",
+        "n": 100, "guidance": 3.0, "prompts": None, "seed": None, "sampler": None, "steps": None,
+        "checkpoint": None, "ema": None, "precision": None, "official": False,
+    }.items()  # fmt: skip
+    assert made["versions"].keys() >= {"jax", "numpy", "python"}
+    with pytest.raises(ValueError, match="a card has no field 'guidence': the fields are extrac"):
+        card(guidence=3.0)
+
+
+def test_prompts_are_known_by_their_hash():
+    assert cards.text_hash(["a", "b"]) != cards.text_hash(["b", "a"])
+    assert cards.text_hash(["a"])[:8] == "ca978112"  # sha256 of "a".
+
+
+def test_a_table_shows_what_differs():
+    scored = {
+        "one": Scored({"fd_toy": 1.0, "kid_toy": 0.1}, card(guidance=1.0, seed=0)),
+        "two": Scored({"fd_toy": 2.0}, card(guidance=2.0, seed=0)),
+    }
+    assert cards.table(scored) == [
+        {"name": "one", "guidance": 1.0, "fd_toy": 1.0},
+        {"name": "two", "guidance": 2.0, "fd_toy": 2.0},
+    ]
+
+
+@pytest.mark.parametrize("field", cards.ALIKE)
+def test_a_table_refuses_unlike_cards_and_says_which_field(field):
+    one, two = card(), card() | {field: "other"}
+    scored = {"one": Scored({"fd_toy": 1.0}, one), "two": Scored({"fd_toy": 2.0}, two)}
+    message = rf"their {field} differs \(one: {one[field]}, two: other\).*--allow={field}"
+    with pytest.raises(ValueError, match=message):
+        cards.table(scored)
+    assert cards.table(scored, allow=[field])[1] == {"name": "two", field: "other", "fd_toy": 2.0}
+
+
+def test_scores_without_a_common_name_are_refused():
+    scored = {"one": Scored({"fid": 1.0}, card()), "two": Scored({"kid": 2.0}, card())}
+    with pytest.raises(ValueError, match="one, two have no score in common"):
+        cards.table(scored)

@@ -1,0 +1,146 @@
+"""python -m diffusion_jax.metrics, with a toy in place of Inception: numbers, files, messages."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+from PIL import Image
+
+from diffusion_jax import cli
+from diffusion_jax.metrics import __main__ as commands
+from diffusion_jax.metrics import clip_score, frechet, mmd
+from tests.diffusion_jax.metrics import toy
+
+
+@pytest.fixture
+def run(capsys, monkeypatch):
+    """run(words and flags) -> exit code, what was printed, what was complained of."""
+    monkeypatch.setattr(commands, "_extractor", toy.extractor)
+    monkeypatch.setattr(cli, "start", lambda: None)
+
+    def run(*arguments):
+        # Other commands' flags, some of them required, may be in the same process.
+        own = flags.FlagValues()
+        for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__):
+            own[flag.name] = flag
+        with flagsaver.flagsaver():
+            words = own(["metrics", *map(str, arguments)])
+            flags.FLAGS.mark_as_parsed()
+            try:
+                commands.main(words)
+                code = 0
+            except SystemExit as ended:
+                code = ended.code
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def folder(path, seed, n=30):
+    path.mkdir()
+    images = np.random.default_rng(seed).integers(0, 256, (n, 8, 12, 3), np.uint8) // (1 + seed)
+    for i, image in enumerate(images):
+        Image.fromarray(image).save(path / f"{i:03}.png")
+    return np.asarray(toy.apply(toy.extractor().params, toy.prepare(images)))
+
+
+@pytest.fixture
+def sides(tmp_path):
+    """Two folders' features."""
+    return folder(tmp_path / "a", 0), folder(tmp_path / "b", 1)
+
+
+def values(out):
+    return {line.split(":")[0]: float(line.split(":")[1]) for line in out.splitlines()}
+
+
+def test_fid_of_folders_and_of_their_statistics_is_one_number(run, tmp_path, sides):
+    expected = pytest.approx(frechet.frechet(*sides), rel=1e-4)
+    code, out, _ = run("fid", tmp_path / "a", tmp_path / "b")
+    assert (code, values(out)) == (0, {"fd_toy": expected})
+    for name in "ab":
+        assert run("stats", f"--images={tmp_path / name}", f"--out={tmp_path / name}.npz")[0] == 0
+    code, out, _ = run("fid", tmp_path / "a.npz", tmp_path / "b.npz", "--batch_size=7")
+    assert (code, values(out)) == (0, {"fd_toy": expected})
+
+
+def test_all_scores_with_their_card(run, tmp_path, sides):
+    out = tmp_path / "scores.json"
+    paths = [tmp_path / "a", tmp_path / "b"]
+    code, _, _ = run("fid", *paths, "--all", "--kid_subset=20", "--replicates=5", f"--out={out}")
+    assert code == 0
+    saved = json.loads(out.read_text())
+    scores, card = saved["scores"], saved["card"]
+    assert scores["fd_toy_low"] < scores["fd_toy"] < scores["fd_toy_high"]
+    kid, deviation = mmd.kid(*sides, size=20)
+    assert scores["kid_toy"] == pytest.approx(kid, rel=1e-4)
+    assert scores["kid_toy_deviation"] == pytest.approx(deviation, rel=1e-4)
+    assert scores.keys() >= {"fd_toy_infinity", "precision_toy", "recall_toy"}
+    assert (card["n"], card["image_size"], card["reference"]) == (30, "12x8", "a, n 30")
+
+
+def test_all_needs_features(run, tmp_path, sides):
+    run("stats", f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}")
+    code, _, err = run("fid", tmp_path / "a.npz", tmp_path / "b", "--all")
+    assert code == 2 and "--all needs the features of both sides" in err
+    keep = (f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}", "--keep_features")
+    run("stats", *keep)
+    arguments = (tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20", "--replicates=2")
+    assert run("fid", *arguments)[0] == 0
+
+
+def test_comparing_refuses_unlike_cards(run, tmp_path, sides):
+    folder(tmp_path / "c", 2, n=25)
+    saved = []
+    for name in "bc":
+        saved.append(tmp_path / f"{name}.json")
+        run("fid", tmp_path / "a", tmp_path / name, f"--out={saved[-1]}")
+    code, _, err = run("compare", *saved)
+    assert code == 2
+    assert re.search(r"their n differs \(.*b.json: 30, .*c.json: 25\).*--allow=n", err)
+    code, out, _ = run("compare", *saved, "--allow=n")
+    header, b, c = (line.split() for line in out.splitlines())
+    assert (code, header) == (0, ["name", "n", "fd_toy"])
+    assert (b[1], c[1]) == ("30", "25") and float(b[2]) < float(c[2])
+    (tmp_path / "x.json").write_text("{}")
+    code, _, err = run("compare", saved[0], tmp_path / "x.json")
+    assert code == 2 and "x.json holds no scores with their card" in err
+
+
+def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
+    tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
+    text = toy.extractor(prepare=lambda ids: ids / 10)
+    model = clip_score.Clip(toy.extractor(name="clip_tiny"), text, tokens)
+    monkeypatch.setattr(clip_score, "load", lambda *_, **__: model)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
+    given = ("clip", tmp_path / "a", f"--prompts={prompts}", "--clip=tiny")
+    code, out, _ = run(*given, f"--reference={tmp_path / 'b'}")
+    lengths = np.repeat(np.arange(1.0, 31)[:, None] / 10, 12, 1)
+    texts = np.asarray(toy.apply(text.params, lengths))
+    score, cmmd = clip_score.clip_score(sides[0], texts), values(out)["cmmd_clip_tiny"]
+    assert code == 0 and values(out)["clip_score_tiny"] == pytest.approx(score, rel=1e-4)
+    both = map(clip_score.normalised, (sides[1], sides[0]))
+    assert cmmd == pytest.approx(mmd.cmmd(*both), rel=1e-3)
+    prompts.write_text("one\n")
+    code, _, err = run(*given)
+    assert code == 2 and "30 usable images" in err and "and 1 prompts are no pairs" in err
+    prompts.write_text("\n")
+    assert "holds no prompt" in run(*given)[2]
+
+
+def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides, caplog):
+    (tmp_path / "b" / "x.png").write_bytes(b"no image")
+    code, _, _ = run("fid", tmp_path / "a", tmp_path / "b")
+    assert code == 0 and "of 31 images in" in caplog.text and "'broken_image': 1" in caplog.text
+    for path in sorted((tmp_path / "b").iterdir())[1:]:
+        path.unlink()
+    code, _, err = run("fid", tmp_path / "a", tmp_path / "b")
+    assert code == 2 and err.startswith("error: a covariance needs 2 images or more: there are 1")
+    code, _, err = run("fid", tmp_path / "a", tmp_path / "nothing")
+    assert (code, err) == (2, f"error: no folder {tmp_path}/nothing\n")
+    assert "Scores of image sets" in run("fid", tmp_path / "a")[2]
+    assert "the name must end in .npz" in run("stats", f"--images={tmp_path}", "--out=a.txt")[2]

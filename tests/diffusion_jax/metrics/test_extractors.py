@@ -1,0 +1,119 @@
+"""Extractors over a mesh: batches, devices and processes change nothing; what is broken is counted.
+
+The two processes run this file itself, each with four of eight CPU devices.
+"""
+
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax.metrics import extractors
+from diffusion_jax.metrics.extractors import InMemory
+from diffusion_jax.sharding import make_mesh
+from tests.diffusion_jax.metrics import toy
+
+ROOT = pathlib.Path(__file__).parents[3]
+
+
+def pictures(n=67):
+    return np.random.default_rng(0).integers(0, 256, (n, 10, 14, 3), np.uint8)
+
+
+class Watched(InMemory):
+    """Says that every fifth is broken, and notes which rows were read."""
+
+    def __init__(self, rows):
+        super().__init__(rows)
+        self.seen = set()
+
+    def read(self, indices):
+        self.seen |= set(indices.tolist())
+        return self._rows[indices], (indices % 5 == 0).astype(np.uint8)
+
+    def reason(self, status):
+        return f"status_{status}"
+
+
+def test_the_batch_and_the_devices_change_nothing():
+    images = InMemory(pictures())
+    expected = np.asarray(toy.apply(toy.extractor().params, toy.prepare(pictures())))
+    for devices, batch in ((1, 7), (2, 7), (8, 64), (8, 7), (1, 64)):
+        mesh = make_mesh(devices=jax.devices()[:devices])
+        taken = extractors.extract(toy.extractor(), images, mesh, batch_size=batch)
+        np.testing.assert_allclose(taken.stream.features(), expected, atol=1e-6)
+        assert (taken.stream.n, taken.skipped) == (67, {})
+
+
+def test_what_gives_no_features_is_counted_by_its_reason():
+    images = pictures().astype(np.float32)
+    images[3, 5, 5, 1], images[11, 0, 0, 0] = np.nan, np.inf
+    source, done = Watched(images), []
+    taken = extractors.extract(
+        toy.extractor(), source, make_mesh(), batch_size=20, progress=done.append
+    )
+    assert taken.skipped == {"status_1": 14, "not_finite": 2}
+    left = [i for i in range(67) if i % 5 and i not in (3, 11)]
+    expected = np.asarray(toy.apply(toy.extractor().params, toy.prepare(images[left])))
+    np.testing.assert_allclose(taken.stream.features(), expected, atol=1e-6)
+    assert done == [20, 40, 60, 67]
+
+
+def test_a_nan_is_seen_even_if_the_network_hides_it():
+    images = pictures(4).astype(np.float32)
+    images[2, 0, 0, 0] = np.nan
+    hides = toy.extractor(apply=lambda params, x: jax.numpy.ones((len(x), toy.WIDTH)))
+    assert extractors.extract(hides, InMemory(images), make_mesh()).skipped == {"not_finite": 1}
+
+
+def test_levels_and_preprocessings_are_named():
+    weights = extractors.Weights({}, "abc", official=True)
+    whole = extractors.inception_extractor(weights, "clean")
+    assert (whole.name, whole.width, whole.preprocessing, whole.official) == (
+        "inception", 2048, "clean", True,
+    )  # fmt: skip
+    part = extractors.inception_extractor(weights, "tf", "768")
+    assert (part.name, part.width, part.official) == ("inception_768", 768, False)
+    with pytest.raises(ValueError, match="no preprocessing 'pil': there are pytorch, tf, clean"):
+        extractors.inception_extractor(weights, "pil")
+    with pytest.raises(ValueError, match="no level '100': there are 64, 192, 768, 2048, logits"):
+        extractors.inception_extractor(weights, level="100")
+
+
+def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-W", "error", __file__, address, str(i), str(tmp_path / f"{i}.npz")],
+            env=environment,
+        )
+        for i in range(2)
+    ]
+    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    one = extractors.extract(toy.extractor(), Watched(pictures()), make_mesh(), batch_size=16)
+    seen = []
+    for i in range(2):
+        with np.load(tmp_path / f"{i}.npz") as arrays:
+            np.testing.assert_allclose(arrays["features"], one.stream.features(), atol=1e-6)
+            seen.append(set(arrays["seen"].tolist()))
+    assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {66}  # The last is filler.
+
+
+def process(address, index, out):
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(address, 2, int(index))
+    source = Watched(pictures())
+    taken = extractors.extract(toy.extractor(), source, make_mesh(), batch_size=16)
+    np.savez(out, features=taken.stream.features(), seen=sorted(source.seen))
+
+
+if __name__ == "__main__":
+    process(*sys.argv[1:])

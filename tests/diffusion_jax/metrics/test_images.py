@@ -1,0 +1,104 @@
+"""Images from files: which are read, in which order, and what becomes of the others."""
+
+import io
+import re
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.metrics import images
+from tests.diffusion_jax.metrics import standin
+
+
+def write(path, height=12, width=16, value=None):
+    picture = standin.picture(height, width) if value is None else value
+    Image.fromarray(picture).save(path)
+    return picture
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Colours, greys, transparency; texts and a folder, which are no images."""
+    grey = standin.picture(12, 16)[..., 0]
+    write(tmp_path / "b.png")
+    write(tmp_path / "a.PNG", value=grey)
+    write(tmp_path / "c.webp", value=np.zeros((12, 16, 3), np.uint8))
+    write(tmp_path / "d.png", value=np.dstack([standin.picture(12, 16), grey]))
+    (tmp_path / "a.txt").write_text("a caption")
+    (tmp_path / "more").mkdir()
+    write(tmp_path / "more" / "e.png")
+    return tmp_path
+
+
+def test_a_folder_is_read_by_name_and_made_rgb(folder):
+    source = images.Decoded(images.open_files(str(folder)))
+    assert (len(source), source.shape) == (4, (12, 16, 3))
+    rows, status = source.read(np.arange(4))
+    grey = np.repeat(standin.picture(12, 16)[..., :1], 3, -1)
+    # As pytorch-fid does it, transparency is dropped.
+    expected = [grey, standin.picture(12, 16), np.zeros((12, 16, 3)), standin.picture(12, 16)]
+    np.testing.assert_array_equal(rows, expected)
+    assert status.tolist() == [0, 0, 0, 0]
+
+
+def test_broken_images_are_zeros_with_a_status(folder):
+    (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:90])
+    Image.fromarray(np.full((12, 16), 40000, np.uint16)).save(folder / "ab.png")
+    source = images.Decoded(images.FolderFiles(folder))
+    rows, status = source.read(np.array([2, 1, 0, 3]))
+    assert status.tolist() == [1, 1, 0, 0] and not rows[:2].any() and rows[2:].any()
+    assert source.reason(1) == "broken_image"
+
+
+def test_unlike_sizes_are_an_error_with_a_way_out(folder):
+    write(folder / "e.png", 30, 20)
+    source = images.Decoded(images.FolderFiles(folder))
+    assert source.read(np.array([4, 0]))[1].tolist() == [2, 0]
+    message = f"unlike sizes: the first is 16x12, {folder}/e.png is 20x30. Give a size"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source.reason(2)
+
+
+@pytest.mark.parametrize("fit", ["squash", "crop"])
+def test_images_are_brought_to_a_size(folder, fit):
+    write(folder / "b.png", 30, 20)
+    source = images.Decoded(images.FolderFiles(folder), 10, fit)
+    rows, status = source.read(np.array([1]))
+    whole = Image.fromarray(standin.picture(30, 20))
+    squashed = whole.resize((10, 10), Image.Resampling.BICUBIC)
+    cropped = whole.resize((10, 15), Image.Resampling.BICUBIC).crop((0, 2, 10, 12))
+    np.testing.assert_array_equal(rows[0], squashed if fit == "squash" else cropped)
+    assert source.shape == (10, 10, 3) and not status.any()
+
+
+def test_the_images_of_tars_are_read_without_their_texts(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with tarfile.open(tmp_path / "0.tar", "w") as tar:
+        for name in ("x.png", "x.txt", "y.png"):
+            buffer = io.BytesIO(b"text")
+            if name.endswith("png"):
+                Image.fromarray(standin.picture(12, 16)).save(buffer, "png")
+            info = tarfile.TarInfo(name)
+            info.size = len(buffer.getvalue())
+            tar.addfile(info, io.BytesIO(buffer.getvalue()))
+    found = images.open_files(str(tmp_path / "{0..0}.tar"))
+    rows, _ = images.Decoded(found).read(np.arange(len(found)))
+    np.testing.assert_array_equal(rows, [standin.picture(12, 16)])
+    assert found.left_out()["no_caption"] == 1
+
+
+def test_what_cannot_be_read_says_so(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no folder .*nowhere"):
+        images.open_files(str(tmp_path / "nowhere"))
+    (tmp_path / "a").mkdir()
+    with pytest.raises(ValueError, match=r"no images in .*: looked for bmp, .*there are folders"):
+        images.open_files(str(tmp_path))
+    (tmp_path / "a" / "a.png").write_bytes(b"")
+    files = images.open_files(str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="none of the 1 images can be read"):
+        images.Decoded(files)
+    for size, fit in ((8, "exact"), (0, "crop"), (8, "stretch")):
+        with pytest.raises(ValueError, match=f"fit '{fit}' with size {size}: 'squash' and 'crop'"):
+            images.Decoded(files, size, fit)

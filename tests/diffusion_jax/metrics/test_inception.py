@@ -1,0 +1,87 @@
+"""The FID Inception and its four preprocessings against the references' programs.
+
+fixtures/inception.npz holds two of the reference's saved images of 64 pixels with the features that
+pytorch-fid 0.3.0 and torch-fidelity 0.4.0 gave, and features of two pictures by formula, one wider
+than high and one that must shrink, after pytorch-fid's, torch-fidelity's, clean-fid 0.1.35's and
+NeMo's resizing. The weights are the stand-in's.
+"""
+
+import pathlib
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax.metrics import inception, inception_weights, preprocess
+from tests.diffusion_jax.metrics import standin
+
+ROOT = pathlib.Path(__file__).parents[3]
+ORACLE = ROOT.parent / "shared" / "oracles" / "eval" / "fid_inception_oracle.npz"
+RELATIVE = 1e-5  # Of the largest feature; measured are 6e-7, float32's rounding over 94 layers.
+
+
+@pytest.fixture(scope="module")
+def reference():
+    with np.load(ROOT / "tests" / "fixtures" / "inception.npz") as arrays:
+        return dict(arrays)
+
+
+@pytest.fixture(scope="module")
+def run():
+    """run(mode, images) -> Outputs of two images, which may be of unlike sizes; compiled once."""
+    state = standin.state()
+    assert inception_weights.digest(state) == standin.DIGEST
+    params = jax.device_put(inception_weights.to_params(state))
+    apply = jax.jit(inception.apply)
+
+    def run(mode, images):
+        prepared = [jax.jit(preprocess.INCEPTION[mode])(image[None])[0] for image in images]
+        return apply(params, np.stack(prepared))
+
+    return run
+
+
+def check(ours, theirs):
+    ours = np.asarray(ours)
+    assert np.abs(ours - theirs).max() < RELATIVE * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("mode", ["pytorch", "tf"])
+def test_every_level_is_the_references(run, reference, mode):
+    outputs = run(mode, reference["images_64"])
+    for level in inception.LEVELS:
+        if f"{mode}_{level}" in reference:  # pytorch-fid has no logits.
+            check(inception.level(outputs, level), reference[f"{mode}_{level}"])
+
+
+@pytest.mark.parametrize("mode", [*preprocess.INCEPTION])
+def test_every_resize_kernel_is_its_references(run, reference, mode):
+    pictures = {"wide": standin.picture(210, 330), "large": standin.picture(440, 380)}
+    features = np.asarray(run(mode, list(pictures.values())).final)
+    for ours, name in zip(features, pictures, strict=True):
+        check(ours, reference[f"{name}_{mode}"][0])
+        for other in set(preprocess.INCEPTION) - {mode}:  # They are far apart.
+            gap = np.abs(ours - reference[f"{name}_{other}"]).max()
+            assert gap > 100 * RELATIVE * ours.max()
+
+
+@pytest.mark.skipif(not ORACLE.is_file(), reason="the reference's images are not here")
+@pytest.mark.parametrize(("size", "mode"), [(256, "tf"), (512, "pytorch")])
+def test_larger_images_of_the_reference(run, size, mode):
+    path = {"pytorch": "pytorchfid", "tf": "torchfidelity"}[mode]
+    with np.load(ORACLE) as arrays:
+        outputs = run(mode, arrays[f"images_{size}"][:2])
+        for level in ("64", "192", "768", "2048"):
+            check(inception.level(outputs, level), arrays[f"{path}_f32_{level}_{size}"][:2])
+
+
+def test_other_networks_are_refused():
+    state = {"AuxLogits.fc.weight": np.zeros(3)}
+    with pytest.raises(ValueError, match=r"472 keys are missing: .*1 keys are left over: AuxLog"):
+        inception_weights.to_params(state)
+
+
+def test_counters_are_no_weights():
+    weights = {"a.weight": np.arange(3.0)}
+    counted = weights | {"a.num_batches_tracked": np.array(7)}
+    assert inception_weights.digest(counted) == inception_weights.digest(weights)

@@ -1,0 +1,65 @@
+"""Statistics' files: pytorch-fid's layout, what is added, and files that cannot do."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.metrics import cards, features, stats_files
+from diffusion_jax.metrics.stats_files import Stats
+from tests.diffusion_jax.metrics import toy
+
+
+def stats(**changes):
+    rows = np.random.default_rng(0).normal(size=(30, toy.WIDTH)).astype(np.float32)
+    card = cards.make_card(toy.extractor(), image_size=(10, 14), n=30)
+    return Stats(features.gaussian(rows), rows, card)._replace(**changes)
+
+
+def test_what_is_written_is_read(tmp_path):
+    stats_files.write(tmp_path / "a.npz", stats())
+    read = stats_files.read(tmp_path / "a.npz")
+    np.testing.assert_array_equal(read.gaussian.cov, stats().gaussian.cov)
+    np.testing.assert_array_equal(read.features, stats().features)
+    assert (read.gaussian.n, read.card) == (30, stats().card)
+    with np.load(tmp_path / "a.npz") as arrays:  # As every other program reads it.
+        assert arrays["mu"].dtype == arrays["sigma"].dtype == np.float64
+        assert arrays["sigma"].shape == (toy.WIDTH, toy.WIDTH)
+
+
+def test_files_of_other_programs_have_no_card(tmp_path):
+    np.savez(tmp_path / "a.npz", mu=np.zeros(6, np.float32), sigma=np.eye(6))
+    read = stats_files.read(tmp_path / "a.npz")
+    assert (read.gaussian.n, read.features, read.card) == (None, None, None)
+    stats_files.check("a.npz", read, toy.extractor())
+    with pytest.raises(ValueError, match=r"a.npz is of 6 dimensions, and the extractor toy has 7"):
+        stats_files.check("a.npz", read, toy.extractor(width=7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "inception"}, "a.npz is of extractor toy, and the images would be of inception"),
+        ({"weights": "xyz"}, "a.npz is of weights abc, and the images would be of xyz"),
+        ({"preprocessing": "tf"}, "a.npz is of preprocessing means, and the images would be of tf"),
+    ],
+)
+def test_statistics_of_another_extractor_are_refused(change, message):
+    stats_files.check("a.npz", stats(), toy.extractor())
+    with pytest.raises(ValueError, match=message):
+        stats_files.check("a.npz", stats(), toy.extractor(**change))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"mu": np.zeros(3)}, r"holds no mu \[D\] and sigma \[D, D\], but mu \(3,\)"),
+        ({"mu": np.zeros(3), "sigma": np.eye(4)}, r"but mu \(3,\), sigma \(4, 4\)"),
+        ({"mu": np.full(3, np.nan), "sigma": np.eye(3)}, "holds values that are not finite"),
+        ({"mu": np.array([{}])}, "cannot read .*: ValueError: Object arrays cannot be loaded"),
+    ],
+)
+def test_other_files_are_refused(tmp_path, arrays, message):
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        stats_files.read(tmp_path / "a.npz")
+    with pytest.raises(FileNotFoundError, match=r"no file .*b.npz"):
+        stats_files.read(tmp_path / "b.npz")

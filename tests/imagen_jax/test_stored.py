@@ -1,0 +1,129 @@
+"""Training on a store of embeddings: the same as on the encoder itself, and no weights needed."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax import sharding
+from diffusion_jax.data import pictures, pipeline
+from diffusion_jax.text import fill, registry, store
+from imagen_jax import task, trained
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.text import tiny_weights
+
+PROMPTS = ("a red seven on gray paper", "something that no digit is")
+
+
+def config(**text):
+    c = quickstart.get_config()
+    c.text.update({"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 32} | text)
+    c.text.dtype = "float32"
+    c.update(prompts=PROMPTS, batch_size=8)
+    return c
+
+
+def settings(**text):
+    return task.read_settings(config(**text).to_dict())
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return str(tiny_weights.t5_folder(tmp_path_factory.mktemp("weights") / "t5", width=64))
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory, weights):
+    path = str(tmp_path_factory.mktemp("store") / "store")
+    fill.run(fill.open_job(config(weights=weights, store=path).to_dict()), fill.Work())
+    return path
+
+
+def first_batch(s):
+    encoder = task.text_encoder(s.text)
+    digits = pictures.open_pictures("digits", size=16)
+    with pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0) as batches:
+        return encoder, next(batches)
+
+
+def test_training_sees_the_same_as_with_the_encoder(path, weights):
+    online, online_batch = first_batch(settings(weights=weights))
+    stored, batch = first_batch(settings(store=path))
+    np.testing.assert_array_equal(batch["image"], online_batch["image"])
+    assert batch["text_values"].dtype == np.int8 and stored.frozen == ()
+    expected, mask = online.encode(jax.tree.map(jnp.asarray, online.frozen), online_batch)
+    found, stored_mask = jax.jit(stored.encode)((), batch)
+    np.testing.assert_array_equal(stored_mask, mask)
+    error = jnp.linalg.norm(found - expected) / jnp.linalg.norm(expected)
+    assert 0.001 < error < 0.01
+    assert stored.tokenize(PROMPTS)["text_mask"].any(1).tolist() == [True, True]
+
+
+def test_the_rows_are_ordinary_inputs_of_the_loss(path):
+    """Gradients of the toy network, on eight devices as on one."""
+    encoder, batch = first_batch(settings(store=path))
+    batch["image"] = batch["image"][:, :: 16 // toy.SIZE, :: 16 // toy.SIZE]
+    tiny = toy.task(encoder)
+    params = tiny.init(jax.random.key(0))
+    grad = jax.jit(jax.grad(lambda *a: tiny.loss(*a)[0]))
+    alone = grad(params, tiny.frozen, batch, jax.random.key(1))
+    where = sharding.batch_sharding(sharding.make_mesh())
+    spread = {name: sharding.place(array, where) for name, array in batch.items()}
+    assert len(spread["text_values"].addressable_shards) == 8
+    together = grad(params, tiny.frozen, spread, jax.random.key(1))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, alone, together)
+
+
+def test_a_prompt_that_is_not_stored_names_the_command(path):
+    encoder = task.text_encoder(settings(store=path).text)
+    with pytest.raises(ValueError, match=r"1 of 2 captions are not in .*'what else': encode them"):
+        encoder.tokenize([PROMPTS[0], "what else"])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            {"width": 32},
+            r"made in another way \(width 64 there, 32 wanted\): set the text",
+        ),
+        ({"max_tokens": 8}, r"\(max_tokens 16 there, 8 wanted\)"),
+        ({"read_tokens": 16}, r"\(read_tokens 32 there, 16 wanted\)"),
+        ({"encoder": "clip"}, r"\(encoder 't5' there, 'clip' wanted\)"),
+        ({"encoder": "precomputed"}, "which reads no captions: leave text.store empty, or choose"),
+    ],
+)
+def test_a_store_of_something_else_is_refused(path, text, message):
+    with pytest.raises(ValueError, match=message):
+        registry.open_encoder(settings()._replace(text=registry.Text(**{
+            **settings(store=path).text._asdict(), **text})).text)  # fmt: skip
+
+
+def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
+    registry.open_encoder(settings(store=path, weights=weights).text)
+    registry.open_encoder(settings(store=path, weights="of/another-machine").text)
+    other = tiny_weights.t5_folder(tmp_path / "other", width=64, update=2.0)
+    with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
+        registry.open_encoder(settings(store=path, weights=str(other)).text)
+
+
+def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
+    """As sampling does: from the run's config, with the weights named there or by the command."""
+    (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
+    without = trained.read_run(tmp_path, trained.Choice())
+    with pytest.raises(ValueError, match=r"made by 't5', which new texts need too.*--text_weights"):
+        registry.open_online(without.text)
+    named = trained.read_run(tmp_path, trained.Choice(text_weights=weights))
+    assert registry.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
+    other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
+    with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
+        registry.open_online(named.text._replace(weights=str(other)))
+    moved = str(tmp_path / "moved")
+    shutil.copytree(path, moved)
+    assert len(store.Store(moved)) == len(store.Store(path))
+    assert registry.open_encoder(named.text._replace(store=moved)).name == "t5"

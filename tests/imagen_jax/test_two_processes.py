@@ -1,0 +1,48 @@
+"""Two processes that jax.distributed joins share the data; one may continue alone."""
+
+import json
+import socket
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits
+from tests.imagen_jax import commands, two_processes
+from tests.imagen_jax.two_processes import BATCH, SAVED, STEPS
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return digits.write_examples(tmp_path_factory.mktemp("data"), 40, size=8)
+
+
+@pytest.fixture(scope="module")
+def two(path, tmp_path_factory):
+    """What each of two processes wrote."""
+    out = tmp_path_factory.mktemp("two")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    arguments = [(process, 2, port, path, out) for process in range(2)]
+    processes = [commands.fork(two_processes.main, *a) for a in arguments]
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return [json.loads((out / f"{process}.json").read_text()) for process in range(2)]
+
+
+def test_disjoint_shares_are_every_picture_once_an_epoch(two, path):
+    assert [process["devices"] for process in two] == [4, 4]
+    shares = np.array([process["taken"] for process in two])  # [2, steps, rows]
+    assert shares.shape == (2, STEPS, BATCH // 2)
+    for epoch in np.split(shares, 2, axis=1):
+        np.testing.assert_array_equal(np.sort(epoch.ravel()), np.arange(40))
+    whole, _ = two_processes.read(path)  # By one process with eight devices.
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), whole)
+
+
+def test_one_process_continues_what_two_began(two, path):
+    assert two[0]["saved"] == two[1]["saved"]
+    shares = np.array([process["taken"] for process in two])[:, SAVED:]
+    rest, _ = two_processes.read(path, two[1]["saved"].encode(), STEPS - SAVED)
+    np.testing.assert_array_equal(np.concatenate(shares, axis=1), rest)

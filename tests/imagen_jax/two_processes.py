@@ -1,0 +1,56 @@
+"""One of several processes of a run, which reads batches and writes which pictures they held."""
+
+import json
+import os
+import pathlib
+
+BATCH, STEPS, SAVED = 8, 10, 3
+
+
+def settings(path):
+    """A folder of pictures, without threads, so that they are read in order."""
+    from configs import quickstart
+    from imagen_jax import task
+
+    c = quickstart.get_config()
+    c.unet.update(image_size=8, patch=2, embed_dim=32, head_dim=32)
+    c.unet.attention_resolutions = ()
+    c.data.update(source="folder", path=str(path), threads=0)
+    c.batch_size = BATCH
+    return task.read_settings(c.to_dict())
+
+
+def read(path, state=None, steps=STEPS):
+    """(the indices of this process's rows of each batch, the position after step SAVED)."""
+    from diffusion_jax import sharding
+    from imagen_jax import task, train
+
+    s, taken, saved = settings(path), [], b""
+    mesh = sharding.make_mesh(1, -1, 1)
+    with train.open_batches(s, task.text_encoder(s.text), mesh) as batches:
+        read_all = batches.pictures.read
+
+        def noting(indices, places=None):
+            taken.append(indices.tolist())
+            return read_all(indices, places)
+
+        batches.pictures.read = noting
+        if state is not None:
+            batches.set_state(state)
+        for step in range(steps):
+            next(batches)
+            saved = batches.get_state() if step + 1 == SAVED else saved
+    return taken, saved
+
+
+def main(process, processes, port, path, out):
+    """Joins the others, reads, and writes OUT/PROCESS.json."""
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    taken, saved = read(path)
+    ended = {"devices": jax.device_count(), "taken": taken, "saved": saved.decode()}
+    pathlib.Path(out, f"{process}.json").write_text(json.dumps(ended))
+    jax.distributed.shutdown()
