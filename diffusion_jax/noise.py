@@ -1,9 +1,11 @@
-"""How sigma is drawn in training, and the log-SNR schedules of continuous time.
+"""How sigma is drawn in training, the log-SNR schedules of continuous time, and tables of steps.
 
 A schedule maps t in [0, 1] to log-SNR; sigma = exp(-log_snr / 2) is the noise
-level in x = x0 + sigma * eps. All of it in float32.
+level in x = x0 + sigma * eps. A table has one log alpha a step of discrete
+diffusion, whose times t in [0, N - 1] may lie between steps. All of it in float32.
 """
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -15,6 +17,7 @@ from diffusion_jax.precond import Sigma
 Time = Float[Array, "N"]
 LogSNR = Callable[[Time], Float[Array, "N"]]
 DrawSigma = Callable[[PRNGKeyArray, int], Sigma]
+LogAlphas = Float[Array, "steps"]
 
 
 def lognormal(mean: float, std: float) -> DrawSigma:
@@ -53,3 +56,46 @@ def linear_log_snr(t: Time) -> Float[Array, "N"]:
 def sigma_of(log_snr: Float[Array, "N"]) -> Float[Array, "N"]:
     """Inverse of `precond.log_snr`."""
     return jnp.exp(-log_snr / 2)
+
+
+def scaled_linear(
+    beta_first: float = 0.00085, beta_last: float = 0.012, steps: int = 1000
+) -> Float[Array, "{steps}"]:
+    """Stable Diffusion's table: ln alpha of betas whose roots are evenly spaced ("scaled linear").
+
+    alpha^2 is the product of 1 - beta up to the step, computed in float64. Make the table once.
+    """
+    first, last = math.sqrt(beta_first), math.sqrt(beta_last)
+    log_alphas, total = [], 0.0
+    for i in range(steps):
+        total += math.log1p(-((first + (last - first) * i / (steps - 1)) ** 2)) / 2
+        log_alphas.append(total)
+    return jnp.asarray(log_alphas, jnp.float32)
+
+
+def sigma_at(log_alphas: LogAlphas, t: Time) -> Float[Array, "N"]:
+    """The noise level at time t, with ln alpha linear between steps, as DPM-Solver has it."""
+    log_alpha = jnp.interp(t, jnp.arange(len(log_alphas), dtype=jnp.float32), log_alphas)
+    return jnp.sqrt(jnp.expm1(-2 * log_alpha))
+
+
+def time_of(log_alphas: LogAlphas) -> Callable[[Sigma], Sigma]:
+    """The inverse of `sigma_at`: a `time` for the preconditioners. Beyond the table its ends."""
+
+    def time(sigma):
+        # Both grow with time; of numbers that fall, jnp.interp would find nothing.
+        minus_log_alpha = jnp.log1p(sigma**2) / 2
+        steps = jnp.arange(len(log_alphas), dtype=jnp.float32)
+        return jnp.interp(minus_log_alpha, -log_alphas, steps)
+
+    return time
+
+
+def uniform_steps(log_alphas: LogAlphas) -> DrawSigma:
+    """Draws one of the table's steps, each as likely (DDPM), and takes its sigma."""
+
+    def draw(key, batch):
+        t = jax.random.randint(key, (batch,), 0, len(log_alphas))
+        return jnp.sqrt(jnp.expm1(-2 * log_alphas))[t]
+
+    return draw

@@ -133,6 +133,13 @@ def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
     return x.reshape(b, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
 
 
+def repeat_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B 2*H 2*W C"]:
+    """Each pixel four times: upsampling by the nearest."""
+    b, h, w, c = x.shape
+    x = jnp.broadcast_to(x[:, :, None, :, None], (b, h, 2, w, 2, c))
+    return x.reshape(b, 2 * h, 2 * w, c)
+
+
 def space_to_depth(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
     """Patches of patch x patch pixels become channels, ordered (row, column, channel)."""
     b, h, w, c = x.shape

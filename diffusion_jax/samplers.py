@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
 from diffusion_jax.noise import LogSNR, sigma_of
@@ -38,6 +39,24 @@ def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "{n}+1"]:
     expects; for the other samplers see `ending_at_zero`.
     """
     return sigma_of(log_snr(jnp.linspace(1, 0, n + 1)))
+
+
+def spaced_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
+    """Times of a table for DDIM and PLMS in exactly n steps, 1 <= n <= steps, and then 0.
+
+    Where n divides `steps` up to half of it, LDM's own: 1, 1 + steps / n, ... from below, so that
+    few steps start below the last time. Otherwise the same evenly spaced, between whole times;
+    above steps / 2 they run from 1 to steps - 1. ValueError for another n.
+    """
+    if not 1 <= n <= steps:
+        raise ValueError(f"{n} sampling steps: a table of {steps} times has 1 to {steps} of them")
+    gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
+    return jnp.asarray(np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32))
+
+
+def uniform_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
+    """Even times of a table from its last to 0, mostly between whole ones: DPM-Solver's."""
+    return jnp.linspace(steps - 1, 0, n + 1, dtype=jnp.float32)
 
 
 def ending_at_zero(sigmas: Sigmas) -> Sigmas:
@@ -113,6 +132,11 @@ def ddim(
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
 
 
+def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
+    """Euler's method in sigma: `ddim` with eta = 0."""
+    return ddim(denoise, x, sigmas, noise)
+
+
 def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
     """DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2) on any sigmas.
 
@@ -122,28 +146,89 @@ def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
     """
     last = len(sigmas) - 2
     all_but_last = lambda i: jnp.where(i < last, noise(i), 0)
-    return ddim(denoise, x, sigmas, all_but_last, eta=1.0) / jnp.sqrt(1 + sigmas[-1] ** 2)
+    return in_own_coordinates(ddim(denoise, x, sigmas, all_but_last, eta=1.0), sigmas[-1])
 
 
-def dpmpp_2m(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
-    """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
+def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
+    """alpha * x, what a variance-preserving model holds at this level; x itself where it is 0."""
+    return x / jnp.sqrt(1 + sigma**2)
 
-    The first step and the last, to 0, are of first order.
+
+def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
+    """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
+
+    The first step is taken twice, as CompVis does: along its slope, then along the mean of the
+    slopes at both ends; later ones see as many slopes as there are. What F predicts does not
+    matter, since eps is (x - D) / sigma.
     """
     del noise  # Deterministic.
+    n = len(sigmas) - 1
+    # A single step to 0, where there is no slope, is not corrected.
+    corrected = sigmas[1] > 0
+    second = jnp.where(corrected, sigmas[1], sigmas[0])
+    levels = jnp.concatenate([sigmas[:1], second[None], sigmas[1:-1]])
+    starts = jnp.concatenate([sigmas[:1], sigmas[:1], sigmas[1:-1]])
+    ends = jnp.concatenate([sigmas[1:2], sigmas[1:2], sigmas[2:]])
+    half = jnp.where(corrected, 0.5, 0.0)
+    weights = jnp.zeros((n + 1, 4)).at[0, 0].set(1).at[1, :2].set(jnp.array([half, 1 - half]))
+    for i, row in enumerate(_ADAMS_BASHFORTH):
+        weights = weights.at[2 + i :].set(jnp.array(row))
+
+    def evaluate(carry, inputs):
+        x, x_before, before, before_2, before_3 = carry  # Slopes of the three steps before.
+        k, level, start, end, w = inputs
+        # A product: how XLA divides by a scalar depends on the size of the batch.
+        slope = (x - denoise(x, _batch(level, x))) * (1 / level)
+        mean = w[0] * slope + w[1] * before + w[2] * before_2 + w[3] * before_3
+        x_next = jnp.where(k == 1, x_before, x) + (end - start) * mean
+        keep = lambda old, new: jnp.where(k == 1, old, new)
+        slopes = keep(before, slope), keep(before_2, before), keep(before_3, before_2)
+        return (x_next, x, *slopes), None
+
+    zero = jnp.zeros_like(x)
+    carry = (x, x, zero, zero, zero)
+    inputs = (jnp.arange(n + 1), levels, starts, ends, weights)
+    return jax.lax.scan(evaluate, carry, inputs)[0][0]
+
+
+def dpmpp_2m(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Noise,
+    *,
+    first_order_end: bool = False,
+) -> Images:
+    """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
+
+    The first step and the last, to 0, are of first order. With `first_order_end` the last is so
+    also where it ends above 0, which its authors' code does of fewer than 15 steps.
+    """
+    del noise  # Deterministic.
+    last = len(sigmas) - 2
 
     def step(carry, inputs):
         x, x0_before, h_before = carry
-        sigma, sigma_next = inputs
+        i, sigma, sigma_next = inputs
         x0 = denoise(x, _batch(sigma, x))
         second_order = (h_before > 0) & (sigma_next > 0)
+        if first_order_end:
+            second_order &= i < last
         h = jnp.log(sigma / jnp.where(sigma_next > 0, sigma_next, sigma))
         weight = jnp.where(second_order, h / jnp.where(second_order, 2 * h_before, 1), 0)
         d = x0 + weight * (x0 - x0_before)
         return (d + sigma_next / sigma * (x - d), x0, h), None
 
     carry = (x, jnp.zeros_like(x), jnp.zeros(()))
-    return jax.lax.scan(step, carry, (sigmas[:-1], sigmas[1:]))[0][0]
+    return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
+
+
+# Weights of the slope here and of those before, once there are one, two and three of these.
+_ADAMS_BASHFORTH = (
+    (3 / 2, -1 / 2, 0.0, 0.0),
+    (23 / 12, -16 / 12, 5 / 12, 0.0),
+    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
+)
 
 
 def _batch(sigma: Float[Array, ""], x: Images) -> Sigma:

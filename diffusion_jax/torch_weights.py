@@ -110,6 +110,13 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
+def some(names: Iterable[str], most: int = 5) -> str:
+    """A few of the names, and how many more there are: for messages."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "none"
+
+
 def _arranged(
     state: StateDict,
     table: Sequence[Entry],
@@ -133,8 +140,8 @@ def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
     named = {e.path for e in table}
     if twice or named != paths:
         raise ValueError(
-            f"the table of names does not fit the model: twice {_some(twice)}; parameters without "
-            f"an entry {_some(paths - named)}; entries without a parameter {_some(named - paths)}"
+            f"the table of names does not fit the model: twice {some(twice)}; parameters without "
+            f"an entry {some(paths - named)}; entries without a parameter {some(named - paths)}"
         )
 
 
@@ -144,7 +151,7 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
     if missing or stray:
         raise ValueError(
             f"the state dict does not fit the model: {len(missing)} keys are missing: "
-            f"{_some(missing)}; {len(stray)} keys are left over: {_some(stray)}"
+            f"{some(missing)}; {len(stray)} keys are left over: {some(stray)}"
         )
 
 
@@ -163,16 +170,10 @@ def _check_shapes(
     ]
     if wrong:
         raise ValueError(
-            f"{len(wrong)} arrays have other shapes than the model: {_some(wrong)}. "
+            f"{len(wrong)} arrays have other shapes than the model: {some(wrong)}. "
             "Is this the config that the weights were trained with?"
         )
 
 
 def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
-
-
-def _some(names: Iterable[str], most: int = 5) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "none"

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax import ops
-from imagen_jax.layers import GroupNorm, check_one_of, dense
+from diffusion_jax.layers import GroupNorm, dense
+from imagen_jax.layers import check_one_of
 
 
 class SelfAttention(nn.Module):

@@ -13,7 +13,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax import ops
-from imagen_jax.layers import check_one_of, dense, layer_norm
+from diffusion_jax.layers import dense, layer_norm
+from imagen_jax.layers import check_one_of
 
 POOLING = ("attention", "mean")
 

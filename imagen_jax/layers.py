@@ -1,4 +1,4 @@
-"""Layers that Imagen's UNets share: residual block, norms, convolutions, torch's initial values.
+"""Layers that Imagen's UNets share: the residual block, convolutions that change the resolution.
 
 NHWC; B batch, E time embedding, C channels.
 """
@@ -6,12 +6,12 @@ NHWC; B batch, E time embedding, C channels.
 from collections.abc import Sequence
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax import ops
+from diffusion_jax.layers import GroupNorm, conv, dense, uniform
 
 
 class ResBlock(nn.Module):
@@ -51,17 +51,6 @@ class ResBlock(nn.Module):
         return self.skip_scale * x + h
 
 
-class GroupNorm(nn.Module):
-    """The parameters of ops.group_norm."""
-
-    @nn.compact
-    def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
-        """`scale` and `shift`, [B, C], modulate the normalised x."""
-        weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
-        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        return ops.group_norm(x, weight, bias, scale, shift)
-
-
 class HalvingConv(nn.Module):
     """Learned downsampling by 2, the width kept: the parameters of ops.conv_4x4_halving."""
 
@@ -88,52 +77,6 @@ class ConvTranspose(nn.Module):
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
         return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias.astype(self.dtype))
-
-
-def uniform(fan_in: int) -> nn.initializers.Initializer:
-    """torch's default for kernels and biases: U(-1, 1) / sqrt(fan_in)."""
-    limit = fan_in**-0.5
-    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
-        key, shape, dtype, -limit, limit
-    )
-
-
-def layer_norm(x: Float[Array, "*B C"], *, dtype: DTypeLike) -> Float[Array, "*B C"]:
-    """With torch's epsilon, and a variance that does not cancel where the mean is large."""
-    norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name="norm")
-    return norm(x)
-
-
-def dense(
-    x: Float[Array, "*B C"], width: int, name: str, *, zero: bool = False, dtype: DTypeLike
-) -> Float[Array, "*B {width}"]:
-    """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
-    init = nn.initializers.zeros if zero else uniform(x.shape[-1])
-    return nn.Dense(width, kernel_init=init, bias_init=init, dtype=dtype, name=name)(x)
-
-
-def conv(
-    x: Float[Array, "B H W C"],
-    width: int,
-    name: str,
-    *,
-    kernel: int,
-    stride: int = 1,
-    zero: bool = False,
-    dtype: DTypeLike,
-) -> Float[Array, "B _ _ {width}"]:
-    """Padded by kernel // 2 on both sides; "SAME" pads strided convolutions unlike torch."""
-    init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
-    return nn.Conv(
-        width,
-        (kernel, kernel),
-        strides=stride,
-        padding=kernel // 2,
-        kernel_init=init,
-        bias_init=init,
-        dtype=dtype,
-        name=name,
-    )(x)
 
 
 def check_width(name: str, width: int) -> None:

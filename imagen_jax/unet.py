@@ -14,9 +14,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax import ops
+from diffusion_jax.layers import GroupNorm, conv
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, GroupNorm, ResBlock, check_width, conv
+from imagen_jax.layers import ConvTranspose, ResBlock, check_width
 
 
 class UNet(nn.Module):

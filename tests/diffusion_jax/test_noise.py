@@ -26,7 +26,12 @@ def test_uniform_time_puts_every_quantile_where_the_schedule_does(log_snr):
 
 
 @pytest.mark.parametrize(
-    "draw", [noise.lognormal(0.0, 1.0), noise.uniform_time(noise.cosine_log_snr)]
+    "draw",
+    [
+        noise.lognormal(0.0, 1.0),
+        noise.uniform_time(noise.cosine_log_snr),
+        noise.uniform_steps(noise.scaled_linear()),
+    ],
 )
 def test_sample_i_does_not_depend_on_the_batch(draw):
     np.testing.assert_array_equal(draw(KEY, 3), draw(KEY, 8)[:3])
@@ -63,3 +68,36 @@ def test_sigma_of_inverts_log_snr():
     sigma = jnp.array([1e-3, 0.5, 1.0, 80.0, 2.3e7])
     # exp enlarges the rounding of an argument of 17 to a relative 17 * 6e-8.
     np.testing.assert_allclose(noise.sigma_of(precond.log_snr(sigma)), sigma, rtol=3e-6)
+
+
+SD = noise.scaled_linear()
+ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+
+
+def test_the_scaled_linear_table_is_stable_diffusions():
+    np.testing.assert_allclose(np.exp(2 * np.float64(SD)), ABAR, rtol=3e-7)
+    np.testing.assert_allclose(ABAR[[0, -1]], [0.99915, 0.0046600985], rtol=1e-6)
+
+
+def test_between_steps_log_alpha_is_linear():
+    t = np.array([0.0, 0.25, 499.5, 998.9, 999.0])
+    log_alpha = np.interp(t, np.arange(1000), np.log(ABAR) / 2)
+    expected = np.sqrt(np.expm1(-2 * log_alpha))
+    np.testing.assert_allclose(noise.sigma_at(SD, jnp.float32(t)), expected, rtol=1e-6)
+
+
+def test_time_of_a_tables_sigma_is_its_step():
+    t = jnp.arange(0, 999.5, 0.5)
+    # float32 tells two times of 999 apart from 6e-5 on.
+    np.testing.assert_allclose(noise.time_of(SD)(noise.sigma_at(SD, t)), t, atol=2e-4)
+    np.testing.assert_array_equal(noise.time_of(SD)(jnp.array([0.0, 1e3])), [0, 999])
+
+
+def test_uniform_steps_draw_every_step_alike():
+    sigma = noise.uniform_steps(SD)(KEY, 40_000)
+    t = np.asarray(noise.time_of(SD)(sigma))
+    np.testing.assert_allclose(t, np.round(t), atol=2e-4)
+    counts = np.bincount(np.round(t).astype(int), minlength=1000)
+    assert counts.min() > 0 and len(counts) == 1000
+    # Of 1000 counts of mean 40: 999 degrees of freedom, 5 standard deviations of 45.
+    assert abs(np.sum((counts - 40) ** 2 / 40) - 999) < 225

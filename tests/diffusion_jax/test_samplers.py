@@ -17,7 +17,12 @@ X = jax.random.normal(jax.random.key(1), (3, *SHAPE))
 TABLE = jax.random.normal(jax.random.key(2), (16, 3, *SHAPE))
 DRAWS = lambda i: TABLE[i]  # Quicker to compile than draws from keys.
 
-DETERMINISTIC = {"heun": samplers.heun, "ddim": samplers.ddim, "dpmpp_2m": samplers.dpmpp_2m}
+DETERMINISTIC = {
+    "heun": samplers.heun,
+    "ddim": samplers.ddim,
+    "plms": samplers.plms,
+    "dpmpp_2m": samplers.dpmpp_2m,
+}
 STOCHASTIC = {
     "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
     "ddim eta 0.5": functools.partial(samplers.ddim, eta=0.5),
@@ -217,6 +222,62 @@ def test_dpmpp_2m_is_algorithm_2_of_its_paper():
     np.testing.assert_allclose(actual * alpha[-1], z, atol=2e-6)
     to_zero = samplers.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), jnp.append(sigmas, 0), DRAWS)
     np.testing.assert_allclose(to_zero, x0[-1], atol=2e-6)
+
+
+def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
+    """Then a last step above 0 is Euler's in exp(-lambda), as of the first of two steps."""
+    sigmas = jnp.array([5.0, 1.0, 0.2])
+    x1 = samplers.dpmpp_2m(denoise, 5 * X, sigmas[:2], DRAWS)
+    x0 = denoise(x1, jnp.ones(3))
+    actual = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS, first_order_end=True)
+    np.testing.assert_allclose(actual, x0 + 0.2 * (x1 - x0), atol=1e-6)
+    second = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
+    assert np.abs(second - actual).max() > 1e-3
+
+
+def test_euler_is_ddim_without_noise():
+    sigmas = samplers.karras_sigmas(4)
+    expected = samplers.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
+    np.testing.assert_array_equal(samplers.euler(denoise, X, sigmas, DRAWS), expected)
+
+
+def test_plms_on_even_levels_has_the_order_of_its_start():
+    """Heun's first step has an error of h^3, Adams and Bashforth's of four steps h^4."""
+    levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
+    exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
+    coarse, fine = (
+        float(jnp.abs(deterministic(samplers.plms, 5 * X, levels(n)) - exact).max())
+        for n in (16, 32)
+    )
+    assert 2.8 < np.log2(coarse / fine) < 4.5
+
+
+def test_spaced_times_are_ldms_where_they_divide_its_thousand():
+    for n in (2, 5, 50, 200, 500):
+        times = samplers.spaced_times(n)
+        np.testing.assert_array_equal(times, [*range(1000 - 1000 // n + 1, 0, -1000 // n), 0])
+
+
+def test_every_number_of_steps_has_as_many_falling_times():
+    for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
+        times = np.asarray(samplers.spaced_times(n))
+        assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
+        assert np.all(np.diff(times) < 0), n
+    for n in (0, 1001):
+        with pytest.raises(ValueError, match=f"{n} sampling steps: a table of 1000 times has 1 to"):
+            samplers.spaced_times(n)
+
+
+def test_uniform_times_are_dpm_solvers():
+    np.testing.assert_allclose(samplers.uniform_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
+    assert samplers.uniform_times(25)[-1] == 0
+
+
+def test_a_models_own_coordinates_are_alpha_times_x():
+    abar = 0.3
+    sigma = np.sqrt((1 - abar) / abar)
+    actual = samplers.in_own_coordinates(X, jnp.float32(sigma))
+    np.testing.assert_allclose(actual, np.sqrt(abar) * X, rtol=1e-6)
 
 
 def test_karras_sigmas_are_equation_5_and_then_0():

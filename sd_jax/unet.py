@@ -1,0 +1,248 @@
+"""The UNet of Stable Diffusion 1.x, 2.x and MLPerf: residual blocks and transformers over latents.
+
+It follows LDM's openaimodel (Rombach et al. 2022) number for number. NHWC; B batch, L text tokens,
+D their width, E time embedding, C channels, N heads.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from diffusion_jax import ops
+from diffusion_jax.layers import GroupNorm, conv, dense, layer_norm
+
+
+class UNet(nn.Module):
+    """F(x, time | text); the fields are the `unet` group of a config, by default 2.0's."""
+
+    width: int = 320
+    channel_mult: Sequence[int] = (1, 2, 4, 4)
+    num_res_blocks: int | Sequence[int] = 2
+    attention_levels: Sequence[int] = (0, 1, 2)
+    """Levels with transformers; level 0 is the full resolution."""
+    transformer_depth: int = 1
+    num_heads: int = 0
+    """Heads of each transformer, whatever its width (8 in 1.x); 0: as many as head_dim gives."""
+    head_dim: int = 64
+    """Not used where num_heads is given."""
+    linear_projections: bool = True
+    """How files hold what leads in and out of a transformer: as linear layers (2.x), or as 1x1
+    convolutions (1.x). The numbers are the same."""
+    norm_groups: int = 32
+    """Of residual blocks and of the output, 16 in MLPerf's; transformers always have 32."""
+    in_channels: int = 4
+    out_channels: int = 4
+    remat: bool = False
+    attention_impl: str = "xla"
+    """See ops.attend. "cudnn" is for heads of up to 128: wider ones, 1.x's deepest, take "xla"."""
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B H W _"],
+        time: Float[Array, "B"],
+        text: Float[Array, "B L D"],
+    ) -> Float[Array, "B H W {self.out_channels}"]:
+        """`time` is 0 to 999, also between whole numbers; every token of `text` is attended to.
+
+        ValueError unless height and width can be halved once for each level but the last.
+        """
+        self._check_size(x.shape[1], x.shape[2])
+        emb = ops.sinusoid(time, self.width).astype(self.dtype)
+        emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)
+        emb = nn.silu(dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype))
+        text = text.astype(self.dtype)
+        res = functools.partial(
+            nn.remat(ResBlock) if self.remat else ResBlock, self.norm_groups, dtype=self.dtype
+        )
+        attend = functools.partial(
+            nn.remat(Transformer) if self.remat else Transformer,
+            self.transformer_depth,
+            self.num_heads,
+            self.head_dim,
+            self.attention_impl,
+            self.dtype,
+        )
+
+        widths = [self.width * m for m in self.channel_mult]
+        h = conv(x.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
+        skips = [h]
+        for level, width in enumerate(widths):
+            for i in range(blocks_per_level(self)[level]):
+                h = res(width, name=f"down_{level}_{i}_res")(h, emb)
+                if level in self.attention_levels:
+                    h = attend(name=f"down_{level}_{i}_attn")(h, text)
+                skips.append(h)
+            if level < len(widths) - 1:
+                name = f"down_{level}_resample"
+                h = conv(h, width, name, kernel=3, stride=2, dtype=self.dtype)
+                skips.append(h)
+
+        h = res(widths[-1], name="mid_res_0")(h, emb)
+        h = attend(name="mid_attn")(h, text)
+        h = res(widths[-1], name="mid_res_1")(h, emb)
+
+        for level, width in reversed(list(enumerate(widths))):
+            for i in range(blocks_per_level(self)[level] + 1):
+                h = jnp.concatenate([h, skips.pop()], axis=-1)
+                h = res(width, name=f"up_{level}_{i}_res")(h, emb)
+                if level in self.attention_levels:
+                    h = attend(name=f"up_{level}_{i}_attn")(h, text)
+            if level > 0:
+                h = ops.repeat_2x2(h)
+                h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
+
+        h = nn.silu(GroupNorm(self.norm_groups, name="out_norm")(h))
+        h = conv(h, self.out_channels, "out_conv", kernel=3, zero=True, dtype=self.dtype)
+        return h.astype(jnp.float32)
+
+    def _check_size(self, height, width):
+        unit = 2 ** (len(self.channel_mult) - 1)
+        if height % unit or width % unit:
+            raise ValueError(
+                f"latents of {height} x {width} cannot be halved {len(self.channel_mult) - 1} "
+                f"times: take multiples of {unit}, which are {8 * unit} pixels"
+            )
+
+
+class ResBlock(nn.Module):
+    """norm -> SiLU -> conv, twice; the time is added before the second norm."""
+
+    norm_groups: int
+    width: int
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
+        """Returns [B, H, W, width]; `emb` has been through SiLU."""
+        h = nn.silu(GroupNorm(self.norm_groups, name="norm1")(x))
+        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
+        h = h + dense(emb, self.width, "emb", dtype=self.dtype)[:, None, None]
+        h = nn.silu(GroupNorm(self.norm_groups, name="norm2")(h))
+        h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
+        if x.shape[-1] != self.width:
+            x = dense(x, self.width, "skip", dtype=self.dtype)
+        return x + h
+
+
+class Transformer(nn.Module):
+    """Pixels attend to pixels, then to text, then pass a gated layer: `depth` times."""
+
+    depth: int
+    num_heads: int
+    head_dim: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
+        """Each part adds to its input, and the whole to x."""
+        c = x.shape[-1]
+        heads = self.num_heads or c // self.head_dim
+        attend = functools.partial(Attention, heads, self.implementation, self.dtype)
+        h = dense(GroupNorm(eps=1e-6, name="norm")(x), c, "in", dtype=self.dtype)
+        h = h.reshape(len(h), -1, c)  # [B, HW, C]
+        for i in range(self.depth):
+            normed = layer_norm(h, f"self_norm_{i}", dtype=self.dtype)
+            h = h + attend(name=f"self_{i}")(normed, normed)
+            normed = layer_norm(h, f"cross_norm_{i}", dtype=self.dtype)
+            h = h + attend(name=f"cross_{i}")(normed, text)
+            normed = layer_norm(h, f"ff_norm_{i}", dtype=self.dtype)
+            value, gate = jnp.split(dense(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype), 2, -1)
+            gate = nn.gelu(gate, approximate=False)
+            h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)
+        return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+
+
+class Attention(nn.Module):
+    """Every pixel attends to every token, without a mask."""
+
+    num_heads: int
+    implementation: str = "xla"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T C"], tokens: Float[Array, "B L D"]):
+        """Returns [B, T, C]; only the output has a bias."""
+        b, _, c = x.shape
+        linear = lambda y, name: dense(y, c, name, bias=False, dtype=self.dtype)
+        head_dim = c // self.num_heads
+        q, k, v = (
+            linear(y, name).reshape(b, -1, self.num_heads, head_dim)
+            for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
+        )
+        wide = head_dim > 128  # More than cuDNN takes; so wide are only few tokens.
+        out = ops.attend(q, k, v, implementation="xla" if wide else self.implementation)
+        return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)
+
+
+def blocks_per_level(unet: UNet) -> tuple[int, ...]:
+    """`num_res_blocks` written out: one number a level."""
+    if isinstance(unet.num_res_blocks, int):
+        return (unet.num_res_blocks,) * len(unet.channel_mult)
+    return tuple(unet.num_res_blocks)
+
+
+def transformer_widths(unet: UNet) -> set[int]:
+    """The widths that have attention; the middle always has."""
+    return {unet.width * unet.channel_mult[level] for level in (*unet.attention_levels, -1)}
+
+
+def check(unet: UNet) -> None:
+    """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
+    levels = len(unet.channel_mult)
+    if len(blocks_per_level(unet)) != levels:
+        raise ValueError(
+            f"unet.num_res_blocks {blocks_per_level(unet)} and unet.channel_mult "
+            f"{tuple(unet.channel_mult)} differ in length: give one a level, or a single number"
+        )
+    for level in unet.attention_levels:
+        if not 0 <= level < levels:
+            raise ValueError(
+                f"unet.attention_levels holds {level}, and unet.channel_mult gives the levels 0 "
+                f"to {levels - 1}: choose from these"
+            )
+    for mult in (1, *unet.channel_mult):
+        if unet.norm_groups < 1 or unet.width * mult % unet.norm_groups:
+            raise ValueError(
+                f"unet.norm_groups {unet.norm_groups} does not divide the width "
+                f"{unet.width * mult} of a level: choose one that does"
+            )
+    for width in transformer_widths(unet):
+        _check_heads(unet, width)
+    if unet.attention_impl not in ops.ATTENTION:
+        raise ValueError(
+            f"unet.attention_impl is {unet.attention_impl!r}: choose from "
+            f"{', '.join(ops.ATTENTION)}"
+        )
+    if unet.attention_impl == "cudnn" and jnp.dtype(unet.dtype).itemsize != 2:
+        raise ValueError(
+            f"unet.attention_impl 'cudnn' is for 16-bit dtypes, not for "
+            f"{jnp.dtype(unet.dtype).name}: change one of the two"
+        )
+
+
+def _check_heads(unet: UNet, width: int) -> None:
+    if width % 32:
+        raise ValueError(
+            f"a transformer is {width} wide: its normalisation has 32 groups, so take multiples "
+            "of 32"
+        )
+    field = "num_heads" if unet.num_heads else "head_dim"
+    value = getattr(unet, field)
+    if value < 1 or width % value:
+        raise ValueError(
+            f"unet.{field} {value} does not divide the width {width} of a level with "
+            "attention: choose one that does"
+        )
+    head_dim = width // unet.num_heads if unet.num_heads else unet.head_dim
+    if unet.attention_impl == "cudnn" and head_dim % 8:
+        raise ValueError(
+            f"unet.attention_impl 'cudnn' is for heads in multiples of 8, not for {head_dim}: "
+            "change unet.head_dim, or take 'xla'"
+        )

@@ -1,0 +1,95 @@
+"""Stable Diffusion weights between their formats, and the proof that they give the same numbers.
+
+    python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
+        [--norm_groups=16] [--predicts=v] [--text=FOLDER]
+
+takes UNet and VAE out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo, .safetensors,
+.npz) or a diffusers directory. --to is a file (.safetensors, .npz; LDM's names, or NeMo's), or
+otherwise a new diffusers directory, with text encoder, tokenizer and scheduler of --text, or of
+--from if that is one too. It prints what it mapped, opens what it wrote, and compares the two to
+the last bit. Files do not show MLPerf's 16 groups, nor that a model predicts v: say so.
+
+    python -m sd_jax.weights verify CASE.npz
+
+reads a case saved from the reference implementation (sd_jax/verify.py tells the format), builds
+the UNet or VAE that its config describes, and prints one line of JSON: the error of each output
+relative to its largest value, the largest of these, that of gradients (null where the case has
+none), and the number of parameters; null also where ours is not finite. The exit code is 0 within
+3e-5 (gradients 1e-4), 1 beyond, 2 if the case cannot be read; the line is then {"error": ...}.
+"""
+
+import json
+import math
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from diffusion_jax import cli, torch_weights
+from sd_jax import checkpoints
+from sd_jax.verify import verify, within_tolerance
+
+_USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
+           [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--text=FOLDER]
+       python -m sd_jax.weights verify CASE.npz"""
+
+_FROM = flags.DEFINE_string("from", None, "What is read: a file, or a diffusers directory.")
+_TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
+_NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nemo".')
+_EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
+_GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
+_PREDICTS = flags.DEFINE_string("predicts", "eps", 'What the UNet predicts: "eps" or "v".')
+_TEXT = flags.DEFINE_string("text", None, "A diffusers directory with the text encoder to copy.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs a command."""
+    cli.start()
+    match argv[1:]:
+        case ["verify", path]:
+            _verify(path)
+        case ["convert"] if _FROM.value and _TO.value:
+            with cli.bad_input():
+                convert(_FROM.value, _TO.value)
+        case _:
+            print(_USAGE, file=sys.stderr)
+            sys.exit(2)
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Converts as the flags say, and opens the result; ValueError if it is not the same."""
+    target = pathlib.Path(target)
+    read = checkpoints.load(source, _EMA.value, _GROUPS.value)
+    for line in read.report:
+        print(line)
+    if target.suffix in (".safetensors", ".npz"):
+        checkpoints.save_file(read, target, _NAMES.value)
+    else:
+        checkpoints.save_diffusers(read, target, _PREDICTS.value, _TEXT.value or source)
+    written = checkpoints.load(target, norm_groups=read.unet and read.unet.network.norm_groups)
+    if not checkpoints.equal(read, written):
+        raise ValueError(
+            f"{target} does not hold what was read from {source}: the fields are "
+            f"{written.unet and written.unet.network} where they were "
+            f"{read.unet and read.unet.network}"
+        )
+    print(f"{target}: written and read again, the same to the last bit")
+
+
+def _verify(path: str) -> None:
+    try:
+        errors = verify(torch_weights.read(path))
+    except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
+        print(f"error: cannot verify {path}: {error}", file=sys.stderr)
+        print(json.dumps({"error": str(error)}))
+        sys.exit(2)
+    infinite = [name for name, e in errors.items() if e is not None and not math.isfinite(e)]
+    if infinite:
+        print(f"not finite: {', '.join(infinite)}", file=sys.stderr)
+    print(json.dumps({name: None if name in infinite else e for name, e in errors.items()}))
+    sys.exit(0 if within_tolerance(errors) else 1)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,115 @@
+"""UNet and VAE beside their numbers: the start of training, memory, precision, what is refused."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sd_jax import names, unet, vae
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from tests.sd_jax.cases import TEXT_WIDTH, unet_weights, vae_weights
+
+TINY = UNet(width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,), head_dim=16)
+TINY_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
+X, TEXT = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (2, 4, 4, 4)), (1, (2, 3, 24))))
+T = jnp.array([3.0, 981.0])
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+
+
+def params_of(network):
+    if isinstance(network, UNet):
+        found = names.unet_from_torch(unet_weights(network), network, TEXT_WIDTH)
+    else:
+        found = names.vae_from_torch(vae_weights(network), network)
+    return jax.tree.map(jnp.asarray, found)
+
+
+def test_an_untrained_unet_gives_0_from_layers_that_start_as_torchs():
+    params = jit(lambda: TINY.init(jax.random.key(0), X, T, TEXT))()
+    np.testing.assert_array_equal(jit(TINY.apply)(params, X, T, TEXT), 0)
+    flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf
+            for p, leaf in jax.tree.leaves_with_path(params)}  # fmt: skip
+    zeros = {name for name, leaf in flat.items() if not leaf.any()}
+    # The second convolution of 5 residual blocks, the way out of 4 transformers, and the last one.
+    ends = [n for n in zeros if re.search(r"(conv2|attn/out|out_conv)/(kernel|bias)$", n)]
+    assert len(ends) == 2 * (5 + 4 + 1)
+    kernel = flat["params/down_0_0_res/conv1/kernel"]
+    limit = (9 * 32) ** -0.5
+    assert np.abs(kernel).max() <= limit and kernel.std() > 0.9 * limit / 3**0.5
+
+
+def test_rematerialising_changes_no_number():
+    params = params_of(TINY)
+    plain, remat = (jit(u.apply)(params, X, T, TEXT) for u in (TINY, TINY.clone(remat=True)))
+    np.testing.assert_allclose(remat, plain, atol=1e-6)
+
+
+def test_bfloat16_stays_near_float32():
+    params = params_of(TINY)
+    exact = jit(TINY.apply)(params, X, T, TEXT)
+    half = jit(TINY.clone(dtype=jnp.bfloat16).apply)(params, X, T, TEXT)
+    assert half.dtype == jnp.float32
+    # bfloat16 rounds to 0.4 %; some twenty layers add up.
+    assert 1e-4 < np.abs(half - exact).max() / np.abs(exact).max() < 0.05
+
+
+def test_attention_in_slices_and_images_one_by_one_are_exact():
+    params = params_of(TINY_VAE)
+    z = jax.random.normal(jax.random.key(2), (3, 4, 5, 4))
+    whole = jit(lambda z: TINY_VAE.apply(params, z, method="decode"))(z)
+    # 20 latents in slices of 8: the last one is padded.
+    sliced = TINY_VAE.clone(query_chunk=8)
+    decode = lambda z: sliced.apply(params, z, method="decode")
+    by_one = jit(lambda z: vae.decode_in_slices(decode, z, 2))(z)
+    np.testing.assert_allclose(by_one, whole, atol=2e-5)
+    assert whole.shape == (3, 8, 10, 3)
+
+
+def test_the_posteriors_deviation_is_clamped():
+    moments = jnp.zeros((1, 1, 2, 8)).at[..., :4].set(3.0).at[0, 0, :, 4:].set(100.0)
+    moments = moments.at[0, 0, 1, 4:].set(-100.0)
+    mean, std = vae.mean_and_std(moments)
+    np.testing.assert_array_equal(mean, 3)
+    np.testing.assert_allclose(std[0, 0, :, 0], np.exp([10.0, -15.0]), rtol=1e-6)
+    np.testing.assert_allclose(vae.sample(moments, 2 * jnp.ones_like(mean)), mean + 2 * std)
+
+
+def test_sizes_that_do_not_halve_are_errors():
+    deep = UNet(width=32, channel_mult=(1, 1, 1, 1), num_res_blocks=1)
+    with pytest.raises(ValueError, match="latents of 64 x 60 cannot be halved 3 times: take multi"):
+        jax.eval_shape(deep.init, jax.random.key(0), jnp.zeros((1, 64, 60, 4)), T[:1], TEXT[:1])
+    shapes = names.abstract_vae(VAE())
+    encode = lambda params: VAE().apply(params, jnp.zeros((1, 512, 500, 3)), method="encode")
+    with pytest.raises(ValueError, match="images of 512 x 500 pixels have no latents: take multip"):
+        jax.eval_shape(encode, shapes)
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [
+        (UNet(num_res_blocks=(1, 2)), "(1, 2) and unet.channel_mult (1, 2, 4, 4) differ in length"),
+        (UNet(attention_levels=(4,)), "unet.attention_levels holds 4, and unet.channel_mult gives"),
+        (UNet(width=336), "unet.norm_groups 32 does not divide the width 336 of a level"),
+        (UNet(head_dim=48), "unet.head_dim 48 does not divide the width"),
+        (
+            UNet(width=48, norm_groups=16),
+            "wide: its normalisation has 32 groups, so",
+        ),
+        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from xla, cudnn"),
+        (UNet(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes, not for float32"),
+        (
+            UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
+            "'cudnn' is for heads in multiples of 8, not for 4",
+        ),
+        (VAE(width=48), "vae.width * 1 is 48: group normalisation has 32 groups"),
+        (VAE(num_res_blocks=0), "vae.num_res_blocks 0, latent_channels 4 and query_chunk 4096"),
+    ],
+)
+def test_fields_that_cannot_be_say_why(network, message):
+    check = unet.check if isinstance(network, UNet) else vae.check
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check(network)
