@@ -21,9 +21,6 @@ from diffusion_jax import cli, figures, files, log
 from diffusion_jax.figures import Band, Line
 from diffusion_jax.sweep import CARD, EVALUATION, SCORES, TABLE, Row, describe, sheet_name
 
-_OUT = flags.DEFINE_string("out", None, "The page; default: report.html in the first run.")
-_RCP = flags.DEFINE_string("rcp", None, "MLPerf's reference points (mlperf_rcp.csv), as a band.")
-
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 68rem; margin: 2.5rem auto;
@@ -65,8 +62,8 @@ def main(argv: list[str]) -> None:
         if len(argv) < 2:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
         runs = [read_run(workdir) for workdir in argv[1:]]
-        bands = [read_rcp(_RCP.value)] if _RCP.value else []
-    out = pathlib.Path(_OUT.value or pathlib.Path(argv[1]) / "report.html")
+        bands = [read_rcp(flags.FLAGS.rcp)] if flags.FLAGS.rcp else []
+    out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / "report.html")
     files.write_whole(out, page(runs, bands))
     logging.info("wrote %s", out)
 
@@ -261,5 +258,7 @@ def _text(text: str) -> str:
     return html.escape(text)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # Flags of the command alone: other commands import the page.
+    flags.DEFINE_string("out", None, "The page; default: report.html in the first run.")
+    flags.DEFINE_string("rcp", None, "MLPerf's reference points (mlperf_rcp.csv), as a band.")
     cli.run(main)
