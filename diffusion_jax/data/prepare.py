@@ -14,6 +14,8 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from absl import flags
+
 from diffusion_jax import cli, files, sheets
 from diffusion_jax.data import (
     download,
@@ -172,4 +174,5 @@ def _add_source(arg) -> None:
 
 
 if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
     main()
