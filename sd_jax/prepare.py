@@ -13,7 +13,7 @@ import pathlib
 import sys
 from collections.abc import Sequence
 
-from absl import logging
+from absl import flags
 
 from diffusion_jax import cli, files
 from diffusion_jax.data import progress
@@ -22,7 +22,7 @@ from sd_jax import coco, laion
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
-    logging.set_verbosity(logging.INFO)
+    cli.start()
     given = _parser().parse_args(arguments)
     with cli.bad_input():
         given.run(given)
@@ -101,4 +101,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
     main(sys.argv[1:])

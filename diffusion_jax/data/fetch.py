@@ -28,8 +28,8 @@ def expand(urls: Sequence[str]) -> list[str]:
     for url in every:
         if not re.match(r"(https?|ftp|file)://.*[^/]$", url):
             raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")
-    names = [_name(url) for url in every]
-    if doubled := {name for name in names if names.count(name) > 1}:
+    names = [name(url) for url in every]
+    if doubled := {one for one in names if names.count(one) > 1}:
         raise ValueError(f"several URLs end in {min(doubled)}: fetch them into different folders")
     return every
 
@@ -60,7 +60,7 @@ def fetch(
     `verify` also hashes the files that are there. OSError or ValueError names what failed.
     """
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / _name(url) for url in urls]
+    paths = [out / name(url) for url in urls]
     there = [path for path in paths if path.exists()]
     for path in there if verify else ():
         _check(path, sums.get(path.name))
@@ -78,6 +78,11 @@ def file_hash(path: pathlib.Path, algorithm: str) -> str:
     """In hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def name(url: str) -> str:
+    """What a URL's file is called."""
+    return url.partition("?")[0].rpartition("/")[2]
 
 
 def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> None:
@@ -126,7 +131,7 @@ def _copy(response, file, url: str, total: int) -> None:
         if (now := time.monotonic()) - last > _REPORT:
             last, done = now, (file.tell() - first) // _CHUNK
             left = max((total - first) // _CHUNK, done)
-            logging.info("%s", progress.line(done, left, f"MiB of {_name(url)}", now - start))
+            logging.info("%s", progress.line(done, left, f"MiB of {name(url)}", now - start))
     if total and file.tell() < total:
         raise OSError(f"it ended after {file.tell()} of {total} bytes")
 
@@ -138,7 +143,3 @@ def _check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     found = file_hash(path, algorithm)
     if found != digest.lower():
         raise ValueError(f"{what or path} has the {algorithm} {found}, and should have {digest}")
-
-
-def _name(url: str) -> str:
-    return url.partition("?")[0].rpartition("/")[2]

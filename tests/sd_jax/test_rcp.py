@@ -46,7 +46,7 @@ def test_the_report_and_its_files(tmp_path):
     verdict = convergence.judge(rcp.check_alike(runs), [r.samples_to_target for r in runs])
     text = rcp.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
-    assert "interpolated between batch sizes 256 and 1024: mean 2,034,701, and not below" in text
+    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701, and not below" in text
     assert "a submission has 10 runs: this is a forecast" in text
     assert " 2,560,000     89.00     83.7 (" in text
     rcp.write(tmp_path / "out", runs, verdict)

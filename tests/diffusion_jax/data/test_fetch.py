@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from diffusion_jax.data import fetch
+from diffusion_jax.data import fetch, prepare
 
 CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
 
@@ -115,3 +115,21 @@ def test_a_file_url_is_copied(tmp_path):
     source.write_bytes(CONTENT)
     (path,) = fetch.fetch([pathlib.Path(source).as_uri()], tmp_path / "out", {})
     assert path.read_bytes() == CONTENT
+
+
+def test_the_command(server, tmp_path, capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            prepare.main(["fetch", f"--out={tmp_path}/out", *arguments])
+        return ended.value.code, capsys.readouterr()
+
+    (tmp_path / "sums").write_text(f"{SHA512}  b\n")
+    urls = [f"--url={server.url}/{{a,b}}", f"--sums={tmp_path}/sums"]
+    code, said = run(*urls, "--dry_run")
+    assert code == 0 and not (tmp_path / "out").exists()
+    assert f"/a, hash unknown\nwould fetch {server.url}/b, hash {SHA512}\n" in said.out
+    assert run(*urls)[0] == 0
+    assert (tmp_path / "out" / "b").read_bytes() == CONTENT
+    assert run(f"--url={server.url}/c", f"--hash={'0' * 64}")[0] == 2
+    code, said = run(*urls, "--hash=0")
+    assert code == 2 and "--hash is that of one file, and --url names 2" in said.err
