@@ -60,8 +60,9 @@ def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa
     waiting: list[pa.RecordBatch] = []
     for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
         licence = batch.column(batch.schema.get_field_index("LICENSE"))
+        keep = pyarrow.compute.call_function("not_equal", [licence, pa.scalar(NONE)])
         # No entry is not "?": the reference, which is pandas', keeps such rows.
-        keep = pyarrow.compute.fill_null(pyarrow.compute.not_equal(licence, NONE), True)
+        keep = pyarrow.compute.fill_null(keep, True)
         waiting.append(batch.filter(keep).select(list(COLUMNS)))
         if sum(part.num_rows for part in waiting) >= _BATCH:
             yield pa.Table.from_batches(waiting, schema)

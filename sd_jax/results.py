@@ -72,30 +72,40 @@ def read(path: str | os.PathLike[str]) -> Result:
     last = {event.key: event for event in events}
     if "global_batch_size" not in last:
         raise ValueError(f"{path} logs no global_batch_size: it is no result of a benchmark run")
-    evaluations: dict[int, dict[str, float]] = {}
-    for event in events:
-        if event.key == "eval_accuracy":
-            scores = evaluations.setdefault(int(event.metadata["samples_count"]), {})
-            scores[event.metadata["metric"]] = float(event.value)
     rate, stop = last.get("opt_base_learning_rate"), last.get("run_stop")
     return Result(
         name=str(path.parent if path.name == RESULT else path),
         batch_size=int(last["global_batch_size"].value),
         learning_rate=float(rate.value) if rate else None,
         status=str(stop.metadata.get("status")) if stop else "running",
-        evaluations=dict(sorted(evaluations.items())),
+        evaluations=evaluations_of(events),
     )
+
+
+def evaluations_of(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """{samples: {metric: score}} of the events "eval_accuracy", ascending."""
+    found: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event.key == "eval_accuracy":
+            scores = found.setdefault(int(event.metadata["samples_count"]), {})
+            scores[event.metadata["metric"]] = float(event.value)
+    return dict(sorted(found.items()))
 
 
 def read_events(path: str | os.PathLike[str]) -> list[Event]:
     """The lines of mllog in any log, whatever stands before them; ValueError for a damaged one."""
-    events = []
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
-    for number, line in enumerate(text.splitlines(), 1):
+    return parse(text.splitlines(), str(path))
+
+
+def parse(lines: Sequence[str], name: str) -> list[Event]:
+    """The lines of mllog among these; `name` is for the error."""
+    events = []
+    for number, line in enumerate(lines, 1):
         if _TOKEN in line:
             try:
                 event = json.loads(line.partition(_TOKEN)[2])
                 events.append(Event(*(event[field] for field in Event._fields)))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no line of mllog: {error}") from error
+                raise ValueError(f"{name}, line {number} is no line of mllog: {error}") from error
     return events

@@ -69,7 +69,8 @@ def fetch(
     if unknown := [path.name for _, path in missing if path.name not in sums]:
         logging.warning("no hash of %s: it is taken as it comes", ", ".join(unknown[:3]))
     with ThreadPoolExecutor(threads) as pool:
-        fetched = pool.map(lambda one: _fetch(*one, sums.get(one[1].name), timeout), missing)
+        get = lambda url, path: _fetch(url, path, sums.get(path.name), timeout)
+        fetched = pool.map(lambda one: get(*one), missing)
         list(progress.reported(fetched, len(missing), "files"))
     return paths
 
