@@ -1,6 +1,10 @@
 """Times the train step of a config on synthetic data, all devices together.
 
     python -m benchmarks.train_step --config=configs/base64_500m.py --batch=256
+    python -m benchmarks.train_step --config=configs/sd2_512_base.py --batch=64 --inputs=moments
+
+--inputs is for Stable Diffusion: "cached" trains the UNet alone, on stored moments and text states,
+"moments" has CLIP in the step too, "images" also the VAE. No weights are needed for any of them.
 
 Prints one line of JSON. samples_per_second is from the median step after the warm-up, with the
 state donated as in training; tflops uses the program's own count of floating-point operations
@@ -12,6 +16,8 @@ bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py doe
 import json
 import statistics
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +25,18 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
+from benchmarks import sd_inputs
 from diffusion_jax import cli, hardware, loop, sharding, train_state
+from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
-from imagen_jax import task
+from imagen_jax import task as imagen_task
 from imagen_jax.settings import Settings, read_settings
+from sd_jax.settings import Settings as SDSettings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
 _BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
+_INPUTS = flags.DEFINE_enum("inputs", "cached", sd_inputs.INPUTS, "What is computed beforehand.")
 _WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
@@ -40,28 +50,33 @@ _KNOWN_TFLOP = {
     700_610_308: 1.574,  # sr256_600m_stacked
     639_193_348: 1.477,  # sr1024_600m, on crops of 256
 }
+# Of Stable Diffusion's UNet alone, by parameters and pixels; 77 tokens.
+_KNOWN_SD_TFLOP = {
+    (859_520_964, 512): 2.410,
+    (859_520_964, 256): 0.540,
+    (865_910_724, 512): 2.413,
+    (865_910_724, 256): 0.543,
+}
 
 
 def main(argv: list[str]) -> None:
     """Compiles, warms up, measures, prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
+    batch_size = int(_BATCH.value or 0)
     with cli.bad_input():
-        s = read_settings(config.to_dict())
+        s, task, rows = _open_system(_CONFIG.value.to_dict(), batch_size)
         mesh = sharding.make_mesh(*s.mesh)
         sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
-        encoder = registry.open_encoder(s.text)
-    imagen = task.make_task(s, encoder)
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: train_state.init_state(task.init(key), tx, s.optimizer.ema_decays)
     key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-    layout = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules)
+    layout = sharding.shardings(jax.eval_shape(create, key), mesh, task.rules)
     state = jax.jit(create, out_shardings=layout)(key)
-    frozen = sharding.place_all(imagen.frozen, mesh, imagen.rules)
-    batch = jax.device_put(_batch(s, encoder, batch_size), sharding.batch_sharding(mesh))
+    frozen = sharding.place_all(task.frozen, mesh, task.rules)
+    batch = jax.device_put(rows, sharding.batch_sharding(mesh))
 
-    step = loop.make_step(imagen, s.optimizer, tx, layout)
+    step = loop.make_step(task, s.optimizer, tx, layout)
     traced, trace_s = _timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = _timed(traced.lower)
     compiled, compile_s = _timed(lowered.compile)
@@ -81,12 +96,13 @@ def main(argv: list[str]) -> None:
         "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
         "parameters": parameters,
         "batch": batch_size,
+        "inputs": _INPUTS.value if isinstance(s, SDSettings) else None,
         "samples_per_second": batch_size / median,
         "step_ms": 1e3 * median,
         "step_ms_min_max": [1e3 * min(seconds[_WARMUP.value :]), 1e3 * max(seconds)],
         "tflops": flops / median / 1e12,
         "tflop_per_sample": flops / batch_size / 1e12,
-        "known_tflop_per_sample": _KNOWN_TFLOP.get(parameters),
+        "known_tflop_per_sample": _known_tflop(parameters, s),
         "mfu": hardware.utilization(flops, median, device.device_kind, mesh.size),
         "peak_memory_gib": memory and memory.peak / 2**30,
         "trace_s": trace_s,
@@ -98,6 +114,21 @@ def main(argv: list[str]) -> None:
         "loss": float(metrics["loss"]),
     }
     print(json.dumps(result))
+
+
+def _known_tflop(parameters: int, s: Any) -> float | None:
+    if isinstance(s, SDSettings):
+        return _KNOWN_SD_TFLOP.get((parameters, s.latents.image_size))
+    return _KNOWN_TFLOP.get(parameters)
+
+
+def _open_system(config: Mapping[str, Any], size: int) -> tuple[Any, Task, dict]:
+    """Settings, task and a batch of the system that a config is of."""
+    if "latents" in config:
+        return sd_inputs.open_system(config, size, _INPUTS.value)
+    s = read_settings(config)
+    encoder = registry.open_encoder(s.text)
+    return s, imagen_task.make_task(s, encoder), _batch(s, encoder, size)
 
 
 def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:

@@ -21,14 +21,16 @@ def get_config() -> ConfigDict:
         num_res_blocks=1,
         attention_levels=(0,),
         num_heads=4,
+        in_channels=16,
+        out_channels=16,
         dtype="float32",
     )
     c.vae.update(
         weights="runs/sd_vae",
         width=32,
-        channel_mult=(1, 1, 2),
+        channel_mult=(1, 2, 2),
         num_res_blocks=1,
-        latent_channels=4,
+        latent_channels=16,
         dtype="float32",
     )
     c.text.update(encoder="hashed", weights="", width=64, max_tokens=6, drop_prob=0.1)

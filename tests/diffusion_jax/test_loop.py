@@ -41,7 +41,7 @@ def sometimes_nan(task):
     return task._replace(loss=loss)
 
 
-def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, **changes):
+def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, **changes):
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -50,7 +50,7 @@ def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, **changes):
     mesh = sharding.make_mesh(*sizes)
     with batches:
         state = loop.train(
-            task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)}, evaluation
+            task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)}, evaluation, start
         )
     return jax.device_get(state)
 
@@ -82,6 +82,14 @@ def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
     train(tmp_path / "parts", task, steps=3)
     assert_equal(train(tmp_path / "parts", task), whole)
     assert order == seen and len({*seen}) == 7
+
+
+def test_it_starts_from_given_parameters_once(tmp_path):
+    given = jax.device_get(toy.init(jax.random.key(99)))
+    own = train(tmp_path / "own", TASK._replace(init=lambda key: toy.init(jax.random.key(99))))
+    state = train(tmp_path / "given", start=lambda: given, steps=3)
+    state = train(tmp_path / "given", start=lambda: given)  # Goes on from its own checkpoint.
+    assert_equal(state, own)
 
 
 def assert_differ(*trees):

@@ -1,0 +1,122 @@
+"""Every shipped config against its source: NeMo's launcher, MLPerf's five files and its rules."""
+
+import functools
+import importlib
+import math
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import sd2_mlperf, sd_quickstart, sd_quickstart_vae
+from diffusion_jax import loop, optimizer
+from sd_jax import names, train_vae
+from sd_jax.settings import read_settings
+
+ROOT = pathlib.Path(__file__).parents[2]
+V1, V2, VAE = 859_520_964, 865_910_724, 83_653_863
+# parameters, pixels, steps, warm-up, text dropout, least side, millions of samples, from
+NEMO = {
+    "sd1_256_pretrain": (V1, 256, 82_500, 10_000, 0.0, 0, 675.8, ""),
+    "sd1_512_v1_1": (V1, 512, 50_000, 10_000, 0.0, 1024, 409.6, "runs/sd1_256"),
+    "sd1_512_v1_2": (V1, 512, 150_000, 0, 0.1, 512, 1228.8, "runs/sd1_1"),
+    "sd1_512_v1_5": (V1, 512, 165_000, 0, 0.1, 512, 1351.7, "runs/sd1_2"),
+    "sd2_256_pretrain": (V2, 256, 140_000, 10_000, 0.0, 0, 1146.9, ""),
+    "sd2_512_base": (V2, 512, 220_000, 0, 0.1, 512, 1802.2, "runs/sd2_256"),
+}
+
+
+def shipped(name):
+    """(module, settings) of a file in configs/."""
+    module = importlib.import_module(f"configs.{name}")
+    return module, read_settings(module.get_config().to_dict())
+
+
+@functools.cache
+def count(abstract, *network):
+    """From shapes alone: nothing is computed."""
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract(*network)))
+
+
+def test_every_config_is_tested_here():
+    found = {path.stem for path in (ROOT / "configs").glob("sd*.py")}
+    assert found == {*NEMO, "sd2_mlperf", "sd_quickstart", "sd_quickstart_vae"}
+
+
+@pytest.mark.parametrize("name", NEMO)
+def test_nemos_configs_are_its_launchers(name):
+    module, s = shipped(name)
+    parameters, pixels, steps, warmup, drop, least, samples, start = NEMO[name]
+    assert count(names.abstract_unet, s.unet, s.text.width) == parameters
+    assert count(names.abstract_vae, s.vae) == VAE
+    assert f"{parameters:,}" in module.__doc__
+    assert (s.latents.image_size, s.run.steps, s.data.min_size) == (pixels, steps, least)
+    assert (s.run.seed, s.run.batch_size, s.unet_weights) == (666, 8192, start)
+    assert round(s.run.batch_size * s.run.steps / 1e6, 1) == samples
+    assert s.optimizer._replace(warmup=0) == (
+        8.192e-5, "constant", 0, 0.9, 0.999, 1e-8, 0.0, 1.0, 1, (0.9999,), False
+    )  # fmt: skip
+    assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
+    assert (s.latents.scale, s.latents.pixels) == (0.18215, "symmetric")
+    assert s.diffusion == ("eps", 0.0, 0.0)
+    assert (s.sampler.name, s.sampler.steps, s.sampler.guidance) == ("plms", 50, 7.5)
+    two = name.startswith("sd2")
+    assert s.text.encoder == ("clip_penultimate" if two else "clip")
+    assert (s.text.width, s.text.max_tokens) == (1024 if two else 768, 77)
+    assert (s.unet.num_heads, s.unet.norm_groups) == (0 if two else 8, 32)
+    assert s.unet.linear_projections == two and s.unet.head_dim == 64
+    assert (s.unet.dtype, s.vae.dtype, s.run.save_every) == (jnp.bfloat16, jnp.bfloat16, 1000)
+
+
+# The five files of MLPerf, and two batches that it has reference points of.
+@pytest.mark.parametrize(
+    ("batch", "lr", "every"),
+    [
+        (64, 8.0e-6, 8000), (512, 6.4e-5, 1000), (1024, 1.28e-4, 500), (2048, 2.56e-4, 250),
+        (256, 3.2e-5, 2000), (384, 4.8e-5, 1334),
+    ],
+)  # fmt: skip
+def test_mlperfs_config_is_its_files(batch, lr, every):
+    s = read_settings(sd2_mlperf.get_config(str(batch)).to_dict())
+    assert count(names.abstract_unet, s.unet, s.text.width) == V2
+    assert f"{V2:,}" in sd2_mlperf.__doc__
+    assert s.run.batch_size == batch and math.isclose(s.optimizer.lr, lr)
+    assert s.optimizer._replace(lr=0.0) == (
+        0.0, "ldm", 1000, 0.9, 0.999, 1e-8, 0.01, float("inf"), 1, (), False
+    )  # fmt: skip
+    # Every 512,000 images, rounded up to a step.
+    assert s.evaluation.every == every * batch
+    due = loop.Evaluation(s.evaluation.every, lambda draw, params: {})
+    assert [step for step in range(1, 2 * every + 2) if due.is_due(step, batch)] == [
+        every, 2 * every
+    ]  # fmt: skip
+    assert (s.run.save_every, s.run.keep_every) == (every, every)
+    assert (s.unet.norm_groups, s.diffusion.predicts) == (16, "v")
+    assert (s.latents.image_size, s.latents.pixels) == (512, "unit")
+    assert (s.text.drop_prob, s.data.source, s.unet_weights) == (0.0, "moments", "")
+    assert (s.sampler.name, s.sampler.steps, s.sampler.eta, s.sampler.guidance) == (
+        "ddim", 50, 0.0, 8.0
+    )  # fmt: skip
+    assert (s.evaluation.guidance, s.evaluation.num_prompts) == ((8.0,), 30_000)
+
+
+def test_the_default_batch_is_mlperfs_smallest():
+    assert sd2_mlperf.get_config().batch_size == 512
+
+
+def test_ldms_warmup_is_its_formula():
+    rate = optimizer.warmup_ldm(6.4e-5, 1000)
+    steps = np.array([0, 1, 500, 999, 1000, 5000])
+    factor = np.where(steps < 1000, (1 - 1e-6) / 1000 * steps + 1e-6, 1.0)
+    np.testing.assert_allclose([rate(n) for n in steps], 6.4e-5 * factor, rtol=1e-6)
+    assert rate(0) > 0 and optimizer.warmup_ldm(1.0, 0)(0) == 1
+
+
+def test_the_quick_starts_fit_together():
+    s = read_settings(sd_quickstart.get_config().to_dict())
+    own = train_vae.read_settings(sd_quickstart_vae.get_config().to_dict())
+    assert own.vae == s.vae and own.vae_weights == ""
+    assert own.reconstruction.image_size == s.latents.image_size
+    assert own.data == s.data

@@ -1,0 +1,225 @@
+"""Training on moments that precache wrote: exact continuation, any mesh, and what is refused."""
+
+import io
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax import loop, settings, sharding
+from diffusion_jax.data import digits, encode_moments, moments, pictures, webdataset
+from sd_jax import precache, pretrained, task, train, trained
+from tests.sd_jax import tiny
+
+NUM, SHARD = 10, 4
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    return tiny.write_vae(tmp_path_factory.mktemp("vae") / "vae.safetensors")
+
+
+@pytest.fixture(scope="module")
+def images(tmp_path_factory):
+    """Ten digits with captions, and one file that is no image."""
+    path = tmp_path_factory.mktemp("images")
+    digits.write_examples(path, NUM, size=tiny.SIZE)
+    (path / "00003x.png").write_bytes(b"no image")
+    (path / "00003x.txt").write_text("lost")
+    return path
+
+
+def source(images):
+    return {"data__source": "folder", "data__path": str(images)}
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory, vae, images):
+    """Their moments in three tars."""
+    out = tmp_path_factory.mktemp("moments")
+    assert precache.encode(tiny.settings(vae, **source(images)), out, SHARD, 1) == 3
+    return out
+
+
+def records(path):
+    """Key -> (moments, caption) of all tars, whose keys are unlike."""
+    found = {}
+    for tar in sorted(path.glob("*.tar")):
+        for record in webdataset.WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
+            key = record.name.rpartition("/")[2]
+            assert key not in found
+            found[key] = np.load(io.BytesIO(record.image)), record.text
+    return found
+
+
+def _size(tar):
+    return len(webdataset.WebDataset(tar, images=("npy",)))
+
+
+def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
+    s, params = tiny.settings(vae), tiny.vae_params()
+    opened = pictures.open_pictures("folder", path=str(images), size=tiny.SIZE)
+    kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
+    assert len(kept) == NUM and len(opened) == NUM + 1
+    program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
+    expected = np.asarray(program(params, task.to_pixels(read, "symmetric")))
+    found = records(stored)
+    assert list(found) == [f"{index:09}.npy" for index in kept]
+    for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):
+        assert array.dtype == np.float32 and text == caption
+        # Batches of another size sum in another order.
+        np.testing.assert_allclose(array.transpose(1, 2, 0), mean, atol=1e-5)
+
+
+def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(tmp_path, stored, vae, images):
+    s = tiny.settings(vae, **source(images))
+    opened = pictures.open_pictures("folder", path=str(images), size=tiny.SIZE)
+    mesh = sharding.make_mesh(1, -1, 1)
+    encode, calls = precache.make_encode(s, tiny.vae_params(), mesh), []
+
+    def killed(batch):
+        calls.append(len(batch))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return encode(batch)
+
+    identity = train.made_by(s, tiny.vae_params())
+    work = encode_moments.Work(SHARD, 8, worker=1, workers=2)  # Begins in the middle.
+    with pytest.raises(KeyboardInterrupt):
+        encode_moments.run(opened, killed, tmp_path, identity, work)
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
+    with pytest.raises(ValueError, match=r"unfinished: the command that began them goes on"):
+        moments.check_manifest(tmp_path, identity)
+    assert precache.encode(s, tmp_path, SHARD, 1) == 3
+    names = [path.name for path in sorted(stored.glob("*.tar"))]
+    assert [path.name for path in sorted(tmp_path.glob("*.tar"))] == names
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
+    moments.check_manifest(tmp_path, identity)
+    with pytest.raises(ValueError, match=r"begun with something else \(shard 4 there, 5 now\)"):
+        precache.encode(s, tmp_path, 5, 1)
+
+
+def on_moments(stored, vae, **changes):
+    return tiny.config(vae, data__source="moments", data__path=str(stored), **changes)
+
+
+def run(workdir, config, sizes=(1, 1, 1)):
+    """Trains on this mesh; returns the last state and every step's loss and gradient norm."""
+    workdir.mkdir(exist_ok=True)
+    s = tiny.read_settings(config.to_dict())
+    mesh = sharding.make_mesh(*sizes)
+    settings.claim(workdir, config)
+    made, batches, examples, evaluation, start = train.prepare(s, mesh)
+    with batches:
+        state = loop.train(
+            made, s.run, s.optimizer, mesh, batches, examples, workdir, {}, evaluation, start
+        )
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return jax.device_get(state), [(line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, stored, vae):
+    """(workdir, state, losses) of four steps on one device."""
+    workdir = tmp_path_factory.mktemp("whole")
+    return workdir, *run(workdir, on_moments(stored, vae, steps=4))
+
+
+def test_four_steps_are_two_and_two_bit_for_bit(tmp_path, whole, stored, vae):
+    run(tmp_path, on_moments(stored, vae, steps=2))
+    state, losses = run(tmp_path, on_moments(stored, vae, steps=4))
+    jax.tree.map(np.testing.assert_array_equal, state, whole[1])
+    assert losses == whole[2] and len(set(losses)) == 4
+
+
+def test_eight_devices_are_one(tmp_path, whole, stored, vae):
+    _, losses = run(tmp_path, on_moments(stored, vae, steps=2), (2, 4, 1))
+    # Sums in another order; Adam's first steps divide small gradients by themselves.
+    np.testing.assert_allclose(losses, whole[2][:2], rtol=2e-4)
+
+
+def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
+    s = tiny.read_settings(on_moments(stored, vae, unet__weights=str(whole[0])).to_dict())
+    prepared = train.prepare(s, sharding.make_mesh(1, 1, 1))
+    prepared.batches.close()
+    assert prepared.start is not None
+    jax.tree.map(np.testing.assert_array_equal, prepared.start(), whole[1].ema["0.9999"])
+
+
+def test_a_trained_model_draws_as_chosen(whole, vae):
+    choice = trained.Choice(sampler="euler", steps=1, height=16, negative_prompt="ugly")
+    model = trained.load_model(whole[0], choice)
+    assert (model.step, model.settings.output_shape) == (4, (16, 8))
+    batch = task.prompts(model.encoder, ["a red seven"] * 2, "ugly")
+    drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))
+    assert drawn.shape == (2, 16, 8, 3)
+    alone = model.draw(model.params, {k: v[:1] for k, v in batch.items()}, [4], np.float32([2]))
+    np.testing.assert_allclose(alone[0], drawn[1], atol=1e-5)
+
+
+def rewritten(path, change):
+    """A tar of one record, whose moments went through `change`."""
+    array = change(np.zeros((8, 4, 4), np.float32))
+    file = io.BytesIO()
+    np.save(file, array)
+    record = {webdataset.KEY: b"a", "npy": file.getvalue(), "txt": b"a red seven"}
+    webdataset.write(path / "a.tar", [record])
+    return path
+
+
+def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
+    path = rewritten(tmp_path, lambda m: m[None] + np.arange(8).reshape(8, 1, 1))
+    opened = pictures.open_pictures("moments", size=8, path=str(path), shape=(4, 4, 8))
+    images, texts = opened.read(np.arange(1))
+    assert texts == ("a red seven",) and images.dtype == np.float32
+    np.testing.assert_array_equal(images, np.broadcast_to(np.arange(8), (1, 4, 4, 8)))
+    rewritten(tmp_path, lambda m: m[:, :, :3])
+    s = tiny.read_settings(on_moments(path, vae).to_dict())
+    with pytest.raises(ValueError, match=r"shape \[8, 4, 3\], and the config's are 8 x 4 x 4"):
+        train.prepare(s, sharding.make_mesh(1, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"latents__scale": 1.0}, r"another way \(scale 0\.5 there, 1\.0 wanted\)"),
+        ({"latents__pixels": "unit"}, r"another way \(pixels 'symmetric' there, 'unit' wanted\)"),
+        ({"latents__image_size": 16}, r"another way \(image_size 8 there, 16 wanted\)"),
+    ],
+)
+def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):
+    s = tiny.read_settings(on_moments(stored, vae, **changes).to_dict())
+    with pytest.raises(ValueError, match=message):
+        train.prepare(s, sharding.make_mesh(1, 1, 1))
+
+
+def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
+    other = jax.tree.map(lambda leaf: leaf * 1.01, pretrained.read_vae(vae, tiny.settings(vae).vae))
+    monkeypatch.setattr(train, "read_vae", lambda path, network: other)
+    s = tiny.read_settings(on_moments(stored, vae).to_dict())
+    with pytest.raises(ValueError, match=r"made in another way \(vae '\w+' there, '\w+' wanted\)"):
+        train.prepare(s, sharding.make_mesh(1, 1, 1))
+
+
+def test_another_network_in_the_files_is_named(vae):
+    deeper = tiny.settings(vae, vae__num_res_blocks=2).vae
+    with pytest.raises(ValueError, match="another one: num_res_blocks 1 there, 2 in the config"):
+        pretrained.read_vae(vae, deeper)
+    with pytest.raises(ValueError, match="holds no UNet"):
+        pretrained.read_unet(vae, tiny.settings(vae).unet, 24)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data__source": "moments", "data__path": "x"}, "data.source is 'moments': name the sour"),
+        ({"data__flip": True}, "data.flip or data.crop is set, and moments are of whole images"),
+    ],
+)
+def test_what_cannot_be_encoded_is_refused(tmp_path, vae, changes, message):
+    s = tiny.settings(vae)
+    fields = {name.removeprefix("data__"): value for name, value in changes.items()}
+    with pytest.raises(ValueError, match=message):
+        precache.encode(s._replace(data=s.data._replace(**fields)), tmp_path, SHARD, 1)
