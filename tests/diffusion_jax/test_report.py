@@ -57,6 +57,13 @@ def test_the_reference_band_holds_the_lowest_and_highest_fid_of_each_clip_score(
     assert (band.x, band.low, band.high) == ([0.1, 0.15], [180, 90.5], [200, 90.5])
 
 
+def test_the_package_holds_mlperfs_reference_points():
+    """They all pass FID 90, MLPerf's target, at CLIP scores from 0.15 to 0.18."""
+    assert len(report.RCP.read_text().splitlines()) == 1 + 439
+    band = report.read_rcp()
+    assert band.low[band.x.index(0.15)] > 90 > band.high[band.x.index(0.18)]
+
+
 def test_a_figure_is_the_same_bytes_each_time_and_says_its_points(workdir):
     lines = report.trade_off([report.read_run(workdir)], "clip_score", "fid")
     made = [figures.to_svg(figures.plot(lines, "CLIP", "FID"), lines) for _ in range(2)]
