@@ -10,7 +10,6 @@ mouse), pictures stand inside it. It reads what training and evaluation wrote in
 import base64
 import csv
 import html
-import json
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,9 +17,10 @@ from typing import Any, NamedTuple
 from absl import flags, logging
 from matplotlib.figure import Figure
 
-from diffusion_jax import cli, figures, files, log
+from diffusion_jax import cli, figures, files, log, sweep
 from diffusion_jax.figures import Band, Line
-from diffusion_jax.sweep import CARD, EVALUATION, SCORES, TABLE, Row, describe, sheet_name
+from diffusion_jax.metrics.cards import Card, Scored
+from diffusion_jax.sweep import EVALUATION, SCORES, TABLE, Row, describe, sheet_name
 
 RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 """Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
@@ -42,11 +42,12 @@ th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 
 
 class Evaluation(NamedTuple):
-    """One sweep: its rows, what they have in common, and a sheet of pictures by guidance scale."""
+    """One sweep: its rows, their cards, and a sheet of pictures by guidance scale."""
 
     name: str
     rows: list[dict[str, str]]
-    card: dict[str, Any]
+    scored: dict[str, Scored]
+    """Scores and their cards, a point and extractor each."""
     sheets: dict[str, pathlib.Path]
 
 
@@ -225,15 +226,39 @@ def _training_line(run: Run, key: str) -> Line:
 
 def _cards(run: Run) -> str:
     cards = [
-        f"<details><summary>{_text(e.name)}</summary><table>{_card_rows(e.card)}</table></details>"
+        f"<details><summary>{_text(e.name)}</summary>{_card_table(e.scored)}</details>"
         for e in run.evaluations
+        if e.scored
     ]
     return f"<h2>How {_text(run.name)} was scored</h2>{''.join(cards)}" if cards else ""
 
 
-def _card_rows(card: Mapping[str, Any]) -> str:
-    rows = [f"<tr><td>{_text(k)}</td><td>{_text(str(v))}</td></tr>" for k, v in card.items()]
-    return "".join(rows)
+def _card_table(scored: Mapping[str, Scored]) -> str:
+    """A column an extractor, a line a field; where points differ, each value that occurs."""
+    by_extractor: dict[str, list[Card]] = {}
+    for one in scored.values():
+        by_extractor.setdefault(one.card["extractor"], []).append(one.card)
+    fields = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
+    head = "".join(f"<th>{_text(name)}</th>" for name in by_extractor)
+    line = lambda field: "".join(f"<td>{_values(c, field)}</td>" for c in by_extractor.values())
+    body = "".join(f"<tr><td>{_text(_label(f))}</td>{line(f)}</tr>" for f in fields)
+    return f'<table class="card"><tr><th></th>{head}</tr>{body}</table>'
+
+
+def _values(cards: Sequence[Card], field: str) -> str:
+    values = [card.get(field) for card in cards]
+    numeric = all(isinstance(value, int | float) for value in values)
+    found = sorted(set(values)) if numeric else dict.fromkeys(map(_plain, values))
+    return _text(", ".join(map(str, found)))
+
+
+def _plain(value: Any) -> str:
+    """Without the marks of Python."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value))
+    return "" if value is None else str(value)
 
 
 def _sweeps(runs: Sequence[Run], columns: Iterable[str]) -> list[tuple[Run, Evaluation]]:
@@ -250,10 +275,10 @@ def _read_evaluation(path: pathlib.Path) -> Evaluation:
     folder = path.parent
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    card = json.loads((folder / CARD).read_text()) if (folder / CARD).exists() else {}
+    scored = sweep.read_scored(folder / sweep.SCORED)
     scales = sorted({row["guidance"] for row in rows}, key=float)
     sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
-    return Evaluation(folder.name, rows, card, {g: p for g, p in sheets.items() if p.exists()})
+    return Evaluation(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
 
 
 def _label(column: str) -> str:

@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import figures, report, sheets, sweep
+from diffusion_jax.metrics.cards import Scored
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
@@ -28,7 +29,10 @@ def workdir(tmp_path_factory):
         for g, fid, clip in ((4.0, 15.5, 0.31), (1.0, 20.0, 0.25), (2.0, 12.0, 0.29))
     ]  # fmt: skip
     sweep.write_table(folder / sweep.TABLE, rows)
-    sweep.write_card(folder, {"extractor": "a <stand-in>", "n": 30})
+    for row in rows:
+        card = {"extractor": "a <stand-in>", "n": 30, "guidance": row["guidance"]}
+        point = f"guidance_{row['guidance']:g}"
+        sweep.write_scored(folder / sweep.SCORED, point, {"fid": Scored({"fid": row["fid"]}, card)})
     green = np.zeros((64, 64, 3), np.uint8) + np.array([0, 200, 0], np.uint8)
     sheets.write_png(folder / sweep.sheet_name(2.0), green)
     return path
@@ -78,6 +82,7 @@ def test_the_page_needs_no_network_and_hides_nothing_it_was_given(workdir):
     assert not re.search(r"(src|href)=\"(?!data:|#)", text)
     assert "a &lt;stand-in&gt;" in text and "<stand-in>" not in text
     assert text.count('<td>12 <span class="note">(11 to 13)</span></td>') == 1
+    assert "<td>guidance</td><td>1.0, 2.0, 4.0</td>" in text
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

@@ -33,10 +33,16 @@ def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
         assert (int(row["checkpoint"]), row["ema"]) == (step, "ema")
         low, distance, high = (float(row[f"fd_digits{end}"]) for end in ("_low", "", "_high"))
         assert 0 < low < distance < high
-    card = json.loads((folder / "card.json").read_text())
-    assert (card["images_seen"], card["images_heldout"], card["images"]) == (272, 18, 290)
+    name = f"scores/step_{step:08}_ema_guidance_3_digits.json"
+    scores, card = json.loads((folder / name).read_text()).values()
+    assert scores["fd_digits"] == float(rows[1]["fd_digits"])
+    assert (card["images_seen"], card["images_heldout"], card["n"]) == (272, 18, 290)
     assert card["judge_accuracy_on_real"] > 0.98
-    assert (card["models"][0]["checkpoint"], card["seed"]) == (step, 0)
+    assert card.items() >= {
+        "extractor": "digits", "image_size": "16x16", "seed": 0, "sampler": "ddim", "steps": "2",
+        "guidance": 3.0, "checkpoint": step, "ema": "ema", "precision": "float32",
+    }.items()  # fmt: skip
+    assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
 def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
