@@ -10,7 +10,10 @@ mouse), pictures stand inside it. It reads what training and evaluation wrote in
 import base64
 import csv
 import html
+import itertools
 import pathlib
+import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -19,11 +22,12 @@ from matplotlib.figure import Figure
 
 from diffusion_jax import cli, figures, files, log, sweep
 from diffusion_jax.figures import Band, Line
-from diffusion_jax.metrics.cards import Card, Scored
+from diffusion_jax.metrics.cards import ALIKE, Card, Scored, differing
 from diffusion_jax.sweep import EVALUATION, SCORES, TABLE, Row, describe, sheet_name
 
 RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 """Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
+_POINTS = 300
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 68rem; margin: 2.5rem auto;
@@ -38,6 +42,10 @@ th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid #e8ed
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 .wide { overflow-x: auto; } summary { cursor: pointer; color: #2f6fb0; }
 .note { color: #5a6875; font-size: .85rem; }
+.warning { color: #8a2c12; background: #fdf1ec; padding: .4rem .8rem;
+           border-left: 3px solid #d1603d; }
+.card td, .card th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+.card td:first-child { white-space: nowrap; color: #5a6875; }
 """
 
 
@@ -124,17 +132,41 @@ def trade_off(runs: Sequence[Run], x: str, y: str) -> list[Line]:
 def main_figure(run: Run, name: str) -> Figure:
     """The curve of one sweep: its distance over its other score, or that score over guidance."""
     run = run._replace(evaluations=[e for e in run.evaluations if e.name == name])
-    x, y = _main_axes(run.evaluations[0].rows[0])
-    return figures.plot(trade_off([run], x, y), _label(x), _label(y))
+    return _draw(plots([run])[0])
 
 
-def _main_axes(row: Row) -> tuple[str, str]:
-    here = [name for name in SCORES if name in row]
-    distances = [name for name in here if SCORES[name].lower_is_better]
-    others = [name for name in here if not SCORES[name].lower_is_better]
-    if distances and others:
-        return others[0], distances[0]
-    return "guidance", here[0]
+class Plot(NamedTuple):
+    """A figure to be: its lines and the names of its axes."""
+
+    lines: list[Line]
+    x: str
+    y: str
+
+
+def plots(runs: Sequence[Run]) -> list[Plot]:
+    """Figures of scores: the first distance over other axes, then every axis over guidance."""
+    rows = [e.rows[0] for _, e in _sweeps(runs, ("guidance",))]
+    columns = [name for name in SCORES if any(name in row for row in rows)]
+    axes: dict[str, list[str]] = {}
+    for column in columns:
+        axes.setdefault(_axis(column), []).append(column)
+    distances = [column for column in columns if SCORES[column].lower_is_better]
+    others = [group for group in axes.values() if not SCORES[group[0]].lower_is_better]
+    pairs = [(xs, distances[:1]) for xs in others if distances]
+    pairs += [(["guidance"], group) for group in axes.values()]
+    return [Plot(_lines(runs, xs, ys), _axis(xs[0]), _axis(ys[0])) for xs, ys in pairs]
+
+
+def _lines(runs: Sequence[Run], xs: Sequence[str], ys: Sequence[str]) -> list[Line]:
+    """A line a sweep and pair of columns, named by what there are several of."""
+    several = len(xs) + len(ys) > 2
+    lines = []
+    for x, y in itertools.product(xs, ys):
+        for line in trade_off(runs, x, y):
+            names = [line.name] if not several or len(_sweeps(runs, (x, y))) > 1 else []
+            names += [_label(x if len(xs) > 1 else y)] if several else []
+            lines.append(line._replace(name=", ".join(names)))
+    return lines
 
 
 def _by_weights(evaluation: Evaluation) -> dict[str, list[dict[str, str]]]:
@@ -160,23 +192,33 @@ def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
 
 
 def _scores(runs: Sequence[Run], bands: Sequence[Band]) -> str:
-    evaluations = [e for run in runs for e in run.evaluations]
-    if not evaluations:
+    sweeps = _sweeps(runs, ("guidance",))
+    if not sweeps:
         return "<p>No evaluation yet.</p>"
-    names = [s for s in SCORES if any(s in e.rows[0] for e in evaluations)]
-    distances = [s for s in names if SCORES[s].lower_is_better]
-    others = [s for s in names if not SCORES[s].lower_is_better]
-    drawn = [(trade_off(runs, x, y), x, y) for y in distances[:1] for x in others[:2]]
-    drawn += [(trade_off(runs, "guidance", y), "guidance", y) for y in names]
-    shown = [_figure(lines, x, y, bands if "fid" in y and "clip" in x else ()) for lines, x, y in
-             drawn if lines]  # fmt: skip
-    tables = [_table(_name(runs, run, e), e.rows) for run, e in _sweeps(runs, ("guidance",))]
-    return f'<h2>Scores</h2><div class="figures">{"".join(shown)}</div>{"".join(tables)}'
+    figures_ = "".join(
+        f"<figure>{figures.to_svg(_draw(plot, bands), plot.lines)}</figure>" for plot in plots(runs)
+    )
+    tables = "".join(_table(_name(runs, run, e), e.rows) for run, e in sweeps)
+    return f'<h2>Scores</h2>{_unlike(sweeps)}<div class="figures">{figures_}</div>{tables}'
 
 
-def _figure(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> str:
-    figure = figures.plot(lines, _label(x), _label(y), bands)
-    return f"<figure>{figures.to_svg(figure, lines)}</figure>"
+def _draw(plot: Plot, bands: Sequence[Band] = ()) -> Figure:
+    """The bands are of FID over CLIP score alone."""
+    fits = (plot.x, plot.y) == (_axis("clip_score"), _axis("fid"))
+    return figures.plot(plot.lines, plot.x, plot.y, bands if fits else ())
+
+
+def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> str:
+    """A warning for each field for which scores of these sweeps cannot be compared."""
+    cards: dict[str, list[Card]] = {}
+    for one in (one for _, e in sweeps for one in e.scored.values()):
+        cards.setdefault(one.card["extractor"], []).append(one.card)
+    lines = [
+        f"{name}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
+        for name, found in cards.items()
+        for field, values in differing(found, ALIKE).items()
+    ]
+    return "".join(f'<p class="warning">Not comparable. {_text(line)}</p>' for line in lines)
 
 
 def _table(name: str, rows: Sequence[Row]) -> str:
@@ -184,7 +226,17 @@ def _table(name: str, rows: Sequence[Row]) -> str:
     head = "".join(f"<th>{_text(_label(c))}</th>" for c in columns)
     cells = lambda row: "".join(f"<td>{_cell(row, c)}</td>" for c in columns)
     body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
-    return f'<h3>{_text(name)}</h3><div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f"<h3>{_text(name)}</h3>{table}{_share(rows)}"
+
+
+def _share(rows: Sequence[Row]) -> str:
+    shares = [
+        float(row["features_share_of_time"]) for row in rows if "features_share_of_time" in row
+    ]
+    if not shares:
+        return ""
+    return f'<p class="note">Scoring took {100 * max(shares):.2g} % of the time at most.</p>'
 
 
 def _cell(row: Row, column: str) -> str:
@@ -212,16 +264,22 @@ def _pictures(run: Run) -> str:
 def _training(runs: Sequence[Run]) -> str:
     shown = []
     for key, name in (("loss", "loss"), ("images_per_second", "images per second")):
-        lines = [_training_line(run, key) for run in runs if any(key in r for r in run.training)]
+        lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
         if lines:
             figure = figures.plot(lines, "step", name)
-            shown.append(f"<figure>{figures.to_svg(figure, [])}</figure>")
+            medians = ", ".join(f"{line.name} {statistics.median(line.y):.4g}" for line in lines)
+            caption = f"<figcaption>Median: {_text(medians)}.</figcaption>"
+            shown.append(f"<figure>{figures.to_svg(figure, [])}{caption}</figure>")
     return f'<h2>Training</h2><div class="figures">{"".join(shown)}</div>' if shown else ""
 
 
-def _training_line(run: Run, key: str) -> Line:
-    rows = [row for row in run.training if key in row]
-    return Line(run.name, [row["step"] for row in rows], [row[key] for row in rows])
+def training_line(run: Run, key: str) -> Line:
+    """Means over neighbouring lines, so that no figure has more than a few hundred points."""
+    rows = [row for row in run.training if row.get(key) is not None]
+    size = -(-len(rows) // _POINTS)
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    mean = lambda name: [statistics.fmean(row[name] for row in part) for part in parts]
+    return Line(run.name, mean("step"), mean(key))
 
 
 def _cards(run: Run) -> str:
@@ -241,7 +299,8 @@ def _card_table(scored: Mapping[str, Scored]) -> str:
     fields = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
     head = "".join(f"<th>{_text(name)}</th>" for name in by_extractor)
     line = lambda field: "".join(f"<td>{_values(c, field)}</td>" for c in by_extractor.values())
-    body = "".join(f"<tr><td>{_text(_label(f))}</td>{line(f)}</tr>" for f in fields)
+    told = [f for f in fields if any(_values(c, f) for c in by_extractor.values())]
+    body = "".join(f"<tr><td>{_text(_label(f))}</td>{line(f)}</tr>" for f in told)
     return f'<table class="card"><tr><th></th>{head}</tr>{body}</table>'
 
 
@@ -253,12 +312,13 @@ def _values(cards: Sequence[Card], field: str) -> str:
 
 
 def _plain(value: Any) -> str:
-    """Without the marks of Python."""
+    """Without the marks of Python; of a hash the beginning, as the files hold it whole."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
     if isinstance(value, list):
         return "; ".join(map(_plain, value))
-    return "" if value is None else str(value)
+    text = "" if value is None else str(value)
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text
 
 
 def _sweeps(runs: Sequence[Run], columns: Iterable[str]) -> list[tuple[Run, Evaluation]]:
@@ -279,6 +339,10 @@ def _read_evaluation(path: pathlib.Path) -> Evaluation:
     scales = sorted({row["guidance"] for row in rows}, key=float)
     sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
     return Evaluation(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
+
+
+def _axis(column: str) -> str:
+    return SCORES[column].axis or SCORES[column].label if column in SCORES else _label(column)
 
 
 def _label(column: str) -> str:

@@ -35,8 +35,11 @@ class Score(NamedTuple):
 
     label: str
     lower_is_better: bool = False
+    axis: str = ""
+    """Scores of one axis share a figure; by default the label is that of the axis."""
 
 
+_ALL_RIGHT = "share of pictures with digit, ink and paper all right"
 SCORES = {
     "fid": Score("FID", True),
     "fd_inception": Score("Fréchet distance (stand-in Inception)", True),
@@ -44,8 +47,8 @@ SCORES = {
     "kid": Score("KID", True),
     "cmmd": Score("CMMD", True),
     "clip_score": Score("CLIP score"),
-    "seen_prompt_accuracy": Score("all right, prompts seen"),
-    "heldout_prompt_accuracy": Score("all right, prompts never shown"),
+    "seen_prompt_accuracy": Score("all right, prompts seen", axis=_ALL_RIGHT),
+    "heldout_prompt_accuracy": Score("all right, prompts never shown", axis=_ALL_RIGHT),
     "precision": Score("precision"),
     "recall": Score("recall"),
 }

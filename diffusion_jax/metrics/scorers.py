@@ -1,11 +1,12 @@
 """What a sweep scores pictures with: prompts, features of pictures, scores of features."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float, UInt8
+from jaxtyping import Float, Shaped, UInt8
 
 from diffusion_jax import sharding
 from diffusion_jax.data import digits
@@ -148,7 +149,10 @@ class FidClip:
             rows = clip_score.cosines(image(images), text(clip.tokenize(list(prompts))))
             return rows[:, None]
 
-        self._extract["clip"], self._scores["clip"] = extract, _mean_clip
+        self._extract["clip"], self._scores["clip"] = (
+            extract,
+            functools.partial(_mean, "clip_score"),
+        )
         self.cards["clip"] = self._card(clip.image)
 
     def _card(self, extractor: extractors.Extractor, reference: str | None = None) -> cards.Card:
@@ -210,7 +214,7 @@ class Digits:
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
     names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = {"prompt_accuracy": float(right.all(axis=1).mean())}
+    shares = _mean("prompt_accuracy", right.all(axis=1))
     shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
     return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
 
@@ -224,10 +228,11 @@ def _distance(
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
-def _mean_clip(cosines: Float[np.ndarray, "N 1"]) -> dict[str, float]:
+def _mean(name: str, values: Shaped[np.ndarray, "N ..."]) -> dict[str, float]:
+    """The mean with its interval."""
     mean = lambda rows: float(rows.mean())
-    ends = bootstrap.interval(mean, cosines, replicates=1000)
-    return {"clip_score": mean(cosines), "clip_score_low": ends.low, "clip_score_high": ends.high}
+    ends = bootstrap.interval(mean, values, replicates=1000)
+    return {name: mean(values), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
 def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarray]:

@@ -30,6 +30,8 @@ def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
     assert folder.name == f"step_{step:08}"
     assert [float(row["guidance"]) for row in rows] == [1, 3]
     for row in rows:
+        ends = [float(row[f"seen_prompt_accuracy{end}"]) for end in ("_low", "", "_high")]
+        assert ends == sorted(ends)
         assert (int(row["checkpoint"]), row["ema"]) == (step, "ema")
         low, distance, high = (float(row[f"fd_digits{end}"]) for end in ("_low", "", "_high"))
         assert 0 < low < distance < high
@@ -102,6 +104,6 @@ def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trai
 
 def test_the_page_shows_the_sweep_and_the_training(evaluated, trained):
     text = (trained / "report.html").read_text()
-    assert text.count("<svg") == 7  # Two trade-offs, three scores, loss and speed.
+    assert text.count("<svg") == 5  # Trade-off, distance, shares of both prompts, loss, speed.
     assert text.count("data:image/png;base64,") == 2
     assert "<title>guidance 3\n" in text
