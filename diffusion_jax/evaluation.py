@@ -170,6 +170,8 @@ def _features(
         if asked.save_images and jax.process_index() == 0:
             _save(out / f"images_guidance_{card['guidance']:g}", rows, images)
         features = scorer.features(images, texts)
+        with cli.bad_input():
+            _check_features(features)
         seconds = np.array([[half - start, time.time() - half]])
         return {**features, "images": images[shown[rows]], "seconds": seconds}
 
@@ -188,6 +190,12 @@ def _check_finite(images: np.ndarray, rows: np.ndarray, scale: float) -> None:
             f"{bad.size} of {len(images)} images at guidance {scale:g} are not finite, first of "
             f"prompt {rows[bad[0]]}: the model or its sampler diverges, and no score is written"
         )
+
+
+def _check_features(features: sweep.Features) -> None:
+    bad = [name for name, rows in features.items() if not np.isfinite(rows).all()]
+    if bad:
+        raise ValueError(f"features of {bad[0]} are not finite: its weights are damaged")
 
 
 def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:

@@ -54,9 +54,6 @@ def plot(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> F
             axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
         for i, line in enumerate(lines):
             _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
-        if lines and bands:  # A part of the bands about the lines.
-            axes.set_xlim(*_about([x for line in lines for x in line.x]))
-            axes.set_ylim(*_about([y for line in lines for y in (*line.y, *line.low, *line.high)]))
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(lines) + len(bands) > 1:
@@ -97,11 +94,6 @@ def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
     for n, label in enumerate(line.labels):
         place = {"xytext": (5, 5), "textcoords": "offset points"}
         axes.annotate(label, (line.x[n], line.y[n]), fontsize=7.5, color=colour, **place)
-
-
-def _about(values: Sequence[float]) -> tuple[float, float]:
-    margin = 0.4 * (max(values) - min(values)) or 0.1 * abs(max(values)) or 1.0
-    return min(values) - margin, max(values) + margin
 
 
 def _escape(text: str) -> str:

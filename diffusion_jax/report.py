@@ -205,7 +205,17 @@ def _scores(runs: Sequence[Run], bands: Sequence[Band]) -> str:
 def _draw(plot: Plot, bands: Sequence[Band] = ()) -> Figure:
     """The bands are of FID over CLIP score alone."""
     fits = (plot.x, plot.y) == (_axis("clip_score"), _axis("fid"))
-    return figures.plot(plot.lines, plot.x, plot.y, bands if fits else ())
+    shown = [_about(band, plot.lines) for band in bands if fits]
+    return figures.plot(plot.lines, plot.x, plot.y, shown)
+
+
+def _about(band: Band, lines: Sequence[Line]) -> Band:
+    """The part of a band about the lines, which would be small beside the whole."""
+    values = [x for line in lines for x in line.x]
+    margin = 0.02 + 0.2 * (max(values) - min(values))
+    near = [min(values) - margin < x < max(values) + margin for x in band.x]
+    pick = lambda ends: list(itertools.compress(ends, near))
+    return Band(band.name, pick(band.x), pick(band.low), pick(band.high))
 
 
 def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> str:
@@ -307,8 +317,8 @@ def _card_table(scored: Mapping[str, Scored]) -> str:
 def _values(cards: Sequence[Card], field: str) -> str:
     values = [card.get(field) for card in cards]
     numeric = all(isinstance(value, int | float) for value in values)
-    found = sorted(set(values)) if numeric else dict.fromkeys(map(_plain, values))
-    return _text(", ".join(map(str, found)))
+    found = dict.fromkeys(sorted(map(float, values)) if numeric else map(_plain, values))
+    return _text(", ".join(f"{v:.10g}" if numeric else str(v) for v in found))
 
 
 def _plain(value: Any) -> str:

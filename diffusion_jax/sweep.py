@@ -54,14 +54,14 @@ SCORES = {
 }
 
 
-def claim(folder: pathlib.Path, now: Mapping[str, Card]) -> dict[str, Card]:
+def claim(folder: pathlib.Path, made: Mapping[str, Card]) -> dict[str, Card]:
     """Makes `folder` that of a point's features, known by the card of each extractor.
 
     Returns the cards that it was begun with, which may name other versions of software. ValueError
     if it holds features of anything else: other weights, prompts, seeds or extractors.
     """
     path = folder / CARD
-    now = json.loads(json.dumps(now))
+    now: dict[str, Card] = json.loads(json.dumps(made))
     before = json.loads(path.read_text()) if path.exists() else now
     different = [
         f"{field} of {name}: {a!r} there, {b!r} now"

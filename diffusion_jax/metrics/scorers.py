@@ -6,7 +6,7 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, UInt8
 
 from diffusion_jax import sharding
 from diffusion_jax.data import digits
@@ -214,7 +214,7 @@ class Digits:
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
     names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = _mean("prompt_accuracy", right.all(axis=1))
+    shares = _mean("prompt_accuracy", right.all(axis=1, keepdims=True) * 1.0)
     shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
     return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
 
@@ -228,7 +228,7 @@ def _distance(
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
-def _mean(name: str, values: Shaped[np.ndarray, "N ..."]) -> dict[str, float]:
+def _mean(name: str, values: Float[np.ndarray, "N 1"]) -> dict[str, float]:
     """The mean with its interval."""
     mean = lambda rows: float(rows.mean())
     ends = bootstrap.interval(mean, values, replicates=1000)

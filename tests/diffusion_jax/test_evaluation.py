@@ -232,6 +232,16 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
 
 
+def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, capsys):
+    scorer = make_scorer(inputs)
+    scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(make_system(tmp_path), scorer, Sweep(SCALES))
+    assert capsys.readouterr().err == (
+        "error: features of clip are not finite: its weights are damaged\n"
+    )
+
+
 def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
     asked, scorer = Sweep((2.0,)), make_scorer(inputs)
     out = evaluation.evaluate(make_system(tmp_path), scorer, asked)

@@ -68,7 +68,7 @@ def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
     assert [line["guidance"] for line in lines] == [1, 3]
     heldout = [float(row["heldout_prompt_accuracy"]) for row in rows]
     assert [line["evaluation/heldout_prompt_accuracy"] for line in lines] == heldout
-    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} |" in err
+    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} (" in err
     assert "290/290 images | " in err
 
 
