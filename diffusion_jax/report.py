@@ -316,9 +316,10 @@ def _card_table(scored: Mapping[str, Scored]) -> str:
 
 def _values(cards: Sequence[Card], field: str) -> str:
     values = [card.get(field) for card in cards]
-    numeric = all(isinstance(value, int | float) for value in values)
-    found = dict.fromkeys(sorted(map(float, values)) if numeric else map(_plain, values))
-    return _text(", ".join(f"{v:.10g}" if numeric else str(v) for v in found))
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if len(numbers) == len(values):
+        return ", ".join(f"{number:.10g}" for number in sorted(set(numbers)))
+    return _text(", ".join(dict.fromkeys(map(_plain, values))))
 
 
 def _plain(value: Any) -> str:

@@ -214,7 +214,7 @@ class Digits:
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
     names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = _mean("prompt_accuracy", right.all(axis=1, keepdims=True) * 1.0)
+    shares = _mean("prompt_accuracy", right.min(axis=1, keepdims=True))
     shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
     return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
 
