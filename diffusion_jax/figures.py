@@ -13,6 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480")
+_GREY = "#e3e8ec"
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
@@ -50,13 +51,14 @@ def plot(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> F
         figure = Figure(figsize=(5.2, 3.6), layout="constrained")
         axes = FigureCanvasAgg(figure).figure.add_subplot()
         for band in bands:
-            axes.fill_between(band.x, band.low, band.high, alpha=0.15, label=band.name, lw=0)
+            axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
         for i, line in enumerate(lines):
             _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(lines) + len(bands) > 1:
-            axes.legend(frameon=False)
+            # Beside the axes, so that it hides no point.
+            figure.legend(loc="outside upper center", ncols=2, frameon=False)
     return figure
 
 
@@ -85,9 +87,7 @@ def to_svg(figure: Figure, lines: Sequence[Line]) -> str:
 def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
     axes.plot(line.x, line.y, color=colour, lw=1.6, label=line.name)
     if line.low:
-        below = [y - low for y, low in zip(line.y, line.low, strict=True)]
-        above = [high - y for y, high in zip(line.y, line.high, strict=True)]
-        axes.errorbar(line.x, line.y, [below, above], fmt="none", ecolor=colour, lw=0.8, capsize=2)
+        axes.vlines(line.x, line.low, line.high, color=colour, lw=1, alpha=0.6)
     for n in range(len(line.hover)):
         (mark,) = axes.plot(line.x[n], line.y[n], "o", color=colour, ms=5, mec="white")
         mark.set_gid(f"point-{number}-{n}")

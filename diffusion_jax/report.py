@@ -1,6 +1,7 @@
 """One page of a run, or of several over one another: scores, pictures, cards, training.
 
     python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
+    python -m diffusion_jax.report runs/sd2_512 --rcp
 
 The page is one file that needs no network: figures are SVG (points say their values under the
 mouse), pictures stand inside it. It reads what training and evaluation wrote into the workdirs.
@@ -9,18 +10,24 @@ mouse), pictures stand inside it. It reads what training and evaluation wrote in
 import base64
 import csv
 import html
-import json
+import itertools
 import pathlib
+import re
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import flags, logging
 from matplotlib.figure import Figure
 
-from diffusion_jax import cli, figures, files, log
+from diffusion_jax import cli, figures, files, log, sweep
 from diffusion_jax.figures import Band, Line
-from diffusion_jax.sweep import CARD, EVALUATION, SCORES, TABLE, Row, describe, sheet_name
+from diffusion_jax.metrics.cards import ALIKE, Card, Scored, differing
+from diffusion_jax.sweep import EVALUATION, SCORES, TABLE, Row, describe, sheet_name
 
+RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
+"""Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
+_POINTS = 300
 _STYLE = """
 :root { color-scheme: light; }
 body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 68rem; margin: 2.5rem auto;
@@ -35,15 +42,20 @@ th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid #e8ed
 th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
 .wide { overflow-x: auto; } summary { cursor: pointer; color: #2f6fb0; }
 .note { color: #5a6875; font-size: .85rem; }
+.warning { color: #8a2c12; background: #fdf1ec; padding: .4rem .8rem;
+           border-left: 3px solid #d1603d; }
+.card td, .card th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
+.card td:first-child { white-space: nowrap; color: #5a6875; }
 """
 
 
 class Evaluation(NamedTuple):
-    """One sweep: its rows, what they have in common, and a sheet of pictures by guidance scale."""
+    """One sweep: its rows, their cards, and a sheet of pictures by guidance scale."""
 
     name: str
     rows: list[dict[str, str]]
-    card: dict[str, Any]
+    scored: dict[str, Scored]
+    """Scores and their cards, a point and extractor each."""
     sheets: dict[str, pathlib.Path]
 
 
@@ -62,7 +74,7 @@ def main(argv: list[str]) -> None:
         if len(argv) < 2:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
         runs = [read_run(workdir) for workdir in argv[1:]]
-        bands = [read_rcp(flags.FLAGS.rcp)] if flags.FLAGS.rcp else []
+        bands = [read_rcp()] if flags.FLAGS.rcp else []
     out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / "report.html")
     files.write_whole(out, page(runs, bands))
     logging.info("wrote %s", out)
@@ -81,8 +93,11 @@ def read_run(workdir: str | pathlib.Path) -> Run:
     return Run(workdir.name, training, [_read_evaluation(path) for path in found])
 
 
-def read_rcp(path: str | pathlib.Path) -> Band:
-    """MLPerf's convergence points, [CLIP, lowest FID, highest FID] in bins of the CLIP score."""
+def read_rcp(path: str | pathlib.Path = RCP) -> Band:
+    """Lowest and highest FID of MLPerf's reference runs, by CLIP score rounded to 0.01.
+
+    439 evaluations of runs of batch 512, 1024 and 2048 (30,000 images of 512 pixels each).
+    """
     with open(path) as file:
         points = [(float(row["clip"]), float(row["fid"])) for row in csv.DictReader(file)]
     bins: dict[float, list[float]] = {}
@@ -117,17 +132,41 @@ def trade_off(runs: Sequence[Run], x: str, y: str) -> list[Line]:
 def main_figure(run: Run, name: str) -> Figure:
     """The curve of one sweep: its distance over its other score, or that score over guidance."""
     run = run._replace(evaluations=[e for e in run.evaluations if e.name == name])
-    x, y = _main_axes(run.evaluations[0].rows[0])
-    return figures.plot(trade_off([run], x, y), _label(x), _label(y))
+    return _draw(plots([run])[0])
 
 
-def _main_axes(row: Row) -> tuple[str, str]:
-    here = [name for name in SCORES if name in row]
-    distances = [name for name in here if SCORES[name].lower_is_better]
-    others = [name for name in here if not SCORES[name].lower_is_better]
-    if distances and others:
-        return others[0], distances[0]
-    return "guidance", here[0]
+class Plot(NamedTuple):
+    """A figure to be: its lines and the names of its axes."""
+
+    lines: list[Line]
+    x: str
+    y: str
+
+
+def plots(runs: Sequence[Run]) -> list[Plot]:
+    """Figures of scores: the first distance over other axes, then every axis over guidance."""
+    rows = [e.rows[0] for _, e in _sweeps(runs, ("guidance",))]
+    columns = [name for name in SCORES if any(name in row for row in rows)]
+    axes: dict[str, list[str]] = {}
+    for column in columns:
+        axes.setdefault(_axis(column), []).append(column)
+    distances = [column for column in columns if SCORES[column].lower_is_better]
+    others = [group for group in axes.values() if not SCORES[group[0]].lower_is_better]
+    pairs = [(xs, distances[:1]) for xs in others if distances]
+    pairs += [(["guidance"], group) for group in axes.values()]
+    return [Plot(_lines(runs, xs, ys), _axis(xs[0]), _axis(ys[0])) for xs, ys in pairs]
+
+
+def _lines(runs: Sequence[Run], xs: Sequence[str], ys: Sequence[str]) -> list[Line]:
+    """A line a sweep and pair of columns, named by what there are several of."""
+    several = len(xs) + len(ys) > 2
+    lines = []
+    for x, y in itertools.product(xs, ys):
+        for line in trade_off(runs, x, y):
+            names = [line.name] if not several or len(_sweeps(runs, (x, y))) > 1 else []
+            names += [_label(x if len(xs) > 1 else y)] if several else []
+            lines.append(line._replace(name=", ".join(names)))
+    return lines
 
 
 def _by_weights(evaluation: Evaluation) -> dict[str, list[dict[str, str]]]:
@@ -153,23 +192,43 @@ def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
 
 
 def _scores(runs: Sequence[Run], bands: Sequence[Band]) -> str:
-    evaluations = [e for run in runs for e in run.evaluations]
-    if not evaluations:
+    sweeps = _sweeps(runs, ("guidance",))
+    if not sweeps:
         return "<p>No evaluation yet.</p>"
-    names = [s for s in SCORES if any(s in e.rows[0] for e in evaluations)]
-    distances = [s for s in names if SCORES[s].lower_is_better]
-    others = [s for s in names if not SCORES[s].lower_is_better]
-    drawn = [(trade_off(runs, x, y), x, y) for y in distances[:1] for x in others[:2]]
-    drawn += [(trade_off(runs, "guidance", y), "guidance", y) for y in names]
-    shown = [_figure(lines, x, y, bands if "fid" in y and "clip" in x else ()) for lines, x, y in
-             drawn if lines]  # fmt: skip
-    tables = [_table(_name(runs, run, e), e.rows) for run, e in _sweeps(runs, ("guidance",))]
-    return f'<h2>Scores</h2><div class="figures">{"".join(shown)}</div>{"".join(tables)}'
+    figures_ = "".join(
+        f"<figure>{figures.to_svg(_draw(plot, bands), plot.lines)}</figure>" for plot in plots(runs)
+    )
+    tables = "".join(_table(_name(runs, run, e), e.rows) for run, e in sweeps)
+    return f'<h2>Scores</h2>{_unlike(sweeps)}<div class="figures">{figures_}</div>{tables}'
 
 
-def _figure(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> str:
-    figure = figures.plot(lines, _label(x), _label(y), bands)
-    return f"<figure>{figures.to_svg(figure, lines)}</figure>"
+def _draw(plot: Plot, bands: Sequence[Band] = ()) -> Figure:
+    """The bands are of FID over CLIP score alone."""
+    fits = (plot.x, plot.y) == (_axis("clip_score"), _axis("fid"))
+    shown = [_about(band, plot.lines) for band in bands if fits]
+    return figures.plot(plot.lines, plot.x, plot.y, shown)
+
+
+def _about(band: Band, lines: Sequence[Line]) -> Band:
+    """The part of a band about the lines, which would be small beside the whole."""
+    values = [x for line in lines for x in line.x]
+    margin = 0.02 + 0.2 * (max(values) - min(values))
+    near = [min(values) - margin < x < max(values) + margin for x in band.x]
+    pick = lambda ends: list(itertools.compress(ends, near))
+    return Band(band.name, pick(band.x), pick(band.low), pick(band.high))
+
+
+def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> str:
+    """A warning for each field for which scores of these sweeps cannot be compared."""
+    cards: dict[str, list[Card]] = {}
+    for one in (one for _, e in sweeps for one in e.scored.values()):
+        cards.setdefault(one.card["extractor"], []).append(one.card)
+    lines = [
+        f"{name}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
+        for name, found in cards.items()
+        for field, values in differing(found, ALIKE).items()
+    ]
+    return "".join(f'<p class="warning">Not comparable. {_text(line)}</p>' for line in lines)
 
 
 def _table(name: str, rows: Sequence[Row]) -> str:
@@ -177,7 +236,17 @@ def _table(name: str, rows: Sequence[Row]) -> str:
     head = "".join(f"<th>{_text(_label(c))}</th>" for c in columns)
     cells = lambda row: "".join(f"<td>{_cell(row, c)}</td>" for c in columns)
     body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
-    return f'<h3>{_text(name)}</h3><div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+    return f"<h3>{_text(name)}</h3>{table}{_share(rows)}"
+
+
+def _share(rows: Sequence[Row]) -> str:
+    shares = [
+        float(row["features_share_of_time"]) for row in rows if "features_share_of_time" in row
+    ]
+    if not shares:
+        return ""
+    return f'<p class="note">Scoring took {100 * max(shares):.2g} % of the time at most.</p>'
 
 
 def _cell(row: Row, column: str) -> str:
@@ -205,29 +274,62 @@ def _pictures(run: Run) -> str:
 def _training(runs: Sequence[Run]) -> str:
     shown = []
     for key, name in (("loss", "loss"), ("images_per_second", "images per second")):
-        lines = [_training_line(run, key) for run in runs if any(key in r for r in run.training)]
+        lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
         if lines:
             figure = figures.plot(lines, "step", name)
-            shown.append(f"<figure>{figures.to_svg(figure, [])}</figure>")
+            medians = ", ".join(f"{line.name} {statistics.median(line.y):.4g}" for line in lines)
+            caption = f"<figcaption>Median: {_text(medians)}.</figcaption>"
+            shown.append(f"<figure>{figures.to_svg(figure, [])}{caption}</figure>")
     return f'<h2>Training</h2><div class="figures">{"".join(shown)}</div>' if shown else ""
 
 
-def _training_line(run: Run, key: str) -> Line:
-    rows = [row for row in run.training if key in row]
-    return Line(run.name, [row["step"] for row in rows], [row[key] for row in rows])
+def training_line(run: Run, key: str) -> Line:
+    """Means over neighbouring lines, so that no figure has more than a few hundred points."""
+    rows = [row for row in run.training if row.get(key) is not None]
+    size = -(-len(rows) // _POINTS)
+    parts = [rows[i : i + size] for i in range(0, len(rows), size)]
+    mean = lambda name: [statistics.fmean(row[name] for row in part) for part in parts]
+    return Line(run.name, mean("step"), mean(key))
 
 
 def _cards(run: Run) -> str:
     cards = [
-        f"<details><summary>{_text(e.name)}</summary><table>{_card_rows(e.card)}</table></details>"
+        f"<details><summary>{_text(e.name)}</summary>{_card_table(e.scored)}</details>"
         for e in run.evaluations
+        if e.scored
     ]
     return f"<h2>How {_text(run.name)} was scored</h2>{''.join(cards)}" if cards else ""
 
 
-def _card_rows(card: Mapping[str, Any]) -> str:
-    rows = [f"<tr><td>{_text(k)}</td><td>{_text(str(v))}</td></tr>" for k, v in card.items()]
-    return "".join(rows)
+def _card_table(scored: Mapping[str, Scored]) -> str:
+    """A column an extractor, a line a field; where points differ, each value that occurs."""
+    by_extractor: dict[str, list[Card]] = {}
+    for one in scored.values():
+        by_extractor.setdefault(one.card["extractor"], []).append(one.card)
+    fields = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
+    head = "".join(f"<th>{_text(name)}</th>" for name in by_extractor)
+    line = lambda field: "".join(f"<td>{_values(c, field)}</td>" for c in by_extractor.values())
+    told = [f for f in fields if any(_values(c, f) for c in by_extractor.values())]
+    body = "".join(f"<tr><td>{_text(_label(f))}</td>{line(f)}</tr>" for f in told)
+    return f'<table class="card"><tr><th></th>{head}</tr>{body}</table>'
+
+
+def _values(cards: Sequence[Card], field: str) -> str:
+    values = [card.get(field) for card in cards]
+    numbers = [float(value) for value in values if isinstance(value, int | float)]
+    if len(numbers) == len(values):
+        return ", ".join(f"{number:.10g}" for number in sorted(set(numbers)))
+    return _text(", ".join(dict.fromkeys(map(_plain, values))))
+
+
+def _plain(value: Any) -> str:
+    """Without the marks of Python; of a hash the beginning, as the files hold it whole."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value))
+    text = "" if value is None else str(value)
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text
 
 
 def _sweeps(runs: Sequence[Run], columns: Iterable[str]) -> list[tuple[Run, Evaluation]]:
@@ -244,10 +346,14 @@ def _read_evaluation(path: pathlib.Path) -> Evaluation:
     folder = path.parent
     with path.open() as file:
         rows = list(csv.DictReader(file))
-    card = json.loads((folder / CARD).read_text()) if (folder / CARD).exists() else {}
+    scored = sweep.read_scored(folder / sweep.SCORED)
     scales = sorted({row["guidance"] for row in rows}, key=float)
     sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
-    return Evaluation(folder.name, rows, card, {g: p for g, p in sheets.items() if p.exists()})
+    return Evaluation(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
+
+
+def _axis(column: str) -> str:
+    return SCORES[column].axis or SCORES[column].label if column in SCORES else _label(column)
 
 
 def _label(column: str) -> str:
@@ -260,5 +366,5 @@ def _text(text: str) -> str:
 
 if __name__ == "__main__":  # Flags of the command alone: other commands import the page.
     flags.DEFINE_string("out", None, "The page; default: report.html in the first run.")
-    flags.DEFINE_string("rcp", None, "MLPerf's reference points (mlperf_rcp.csv), as a band.")
+    flags.DEFINE_bool("rcp", False, "Also MLPerf's reference runs, as a band.")
     cli.run(main)

@@ -16,12 +16,14 @@ import jax
 import numpy as np
 from absl import logging
 from jax.experimental import multihost_utils
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 
 from diffusion_jax import files
 from diffusion_jax.log import clock
+from diffusion_jax.metrics import cards
+from diffusion_jax.metrics.cards import Card, Scored
 
-EVALUATION, TABLE, CARD = "evaluation", "sweep.csv", "card.json"
+EVALUATION, TABLE, CARD, SCORED = "evaluation", "sweep.csv", "card.json", "scores"
 Row = Mapping[str, Any]
 Features = dict[str, Float[np.ndarray, "N D"]]
 Compute = Callable[[Int[np.ndarray, "B"]], Features]
@@ -33,8 +35,11 @@ class Score(NamedTuple):
 
     label: str
     lower_is_better: bool = False
+    axis: str = ""
+    """Scores of one axis share a figure; by default the label is that of the axis."""
 
 
+_ALL_RIGHT = "share of pictures with digit, ink and paper all right"
 SCORES = {
     "fid": Score("FID", True),
     "fd_inception": Score("Fréchet distance (stand-in Inception)", True),
@@ -42,37 +47,54 @@ SCORES = {
     "kid": Score("KID", True),
     "cmmd": Score("CMMD", True),
     "clip_score": Score("CLIP score"),
-    "seen_prompt_accuracy": Score("all right, prompts seen"),
-    "heldout_prompt_accuracy": Score("all right, prompts never shown"),
+    "seen_prompt_accuracy": Score("all right, prompts seen", axis=_ALL_RIGHT),
+    "heldout_prompt_accuracy": Score("all right, prompts never shown", axis=_ALL_RIGHT),
     "precision": Score("precision"),
     "recall": Score("recall"),
 }
 
 
-def collect(
-    folder: pathlib.Path, card: Mapping[str, Any], num_images: int, batch_size: int,
-    compute: Compute,
-) -> Features:  # fmt: skip
+def claim(folder: pathlib.Path, made: Mapping[str, Card]) -> dict[str, Card]:
+    """Makes `folder` that of a point's features, known by the card of each extractor.
+
+    Returns the cards that it was begun with, which may name other versions of software. ValueError
+    if it holds features of anything else: other weights, prompts, seeds or extractors.
+    """
+    path = folder / CARD
+    now: dict[str, Card] = json.loads(json.dumps(made))
+    before = json.loads(path.read_text()) if path.exists() else now
+    different = [
+        f"{field} of {name}: {a!r} there, {b!r} now"
+        for name in sorted(before.keys() | now.keys())
+        for field, (a, b) in cards.unlike(before.get(name, {}), now.get(name, {})).items()
+    ]
+    if different:
+        raise ValueError(
+            f"{folder} holds features of another sweep ({'; '.join(different)}): remove the folder"
+        )
+    if jax.process_index() == 0 and not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_whole(path, json.dumps(now, indent=1))
+    return before
+
+
+def collect(folder: pathlib.Path, num_images: int, batch_size: int, compute: Compute) -> Features:
     """The features of images 0 ... num_images - 1, of which those in `folder` are not redone.
 
-    Each batch is a file, written whole. ValueError if `folder` holds features of another `card`:
-    of other weights, prompts, seeds or extractors. Every process must call it alike.
+    Each batch is a file, written whole; those of another batch size serve as well. Every process
+    must call it alike, and see the same folder.
     """
-    _claim(folder, card)
-    batches = [np.arange(i, min(i + batch_size, num_images))
-               for i in range(0, num_images, batch_size)]  # fmt: skip
-    paths = [folder / f"images_{rows[0]:06}_{rows[-1]:06}.npz" for rows in batches]
-    there = _agree(np.array([path.exists() for path in paths]))
-    left = [i for i, done in enumerate(there) if not done]
-    for i in _with_progress(left, batches, folder.name):
-        features = compute(batches[i])
+    batches = _batches(_agree(_missing(folder, num_images)), batch_size)
+    for rows in _with_progress(batches, folder.name):
+        features = compute(rows)
         if jax.process_index() == 0:
             buffer = io.BytesIO()
             np.savez(buffer, **features)  # pyright: ignore[reportArgumentType]
-            files.write_whole(paths[i], buffer.getvalue())
+            name = f"images_{rows[0]:06}_{rows[-1]:06}.npz"
+            files.write_whole(folder / name, buffer.getvalue())
     if jax.process_count() > 1:  # Process 0 has written the last one.
         multihost_utils.sync_global_devices(f"features {folder.name}")
-    shards = [np.load(path, allow_pickle=False) for path in paths]
+    shards = [np.load(path, allow_pickle=False) for path in _shards(folder)]
     return {name: np.concatenate([shard[name] for shard in shards]) for name in shards[0].files}
 
 
@@ -95,9 +117,18 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
             write_table(folder / name, table)
 
 
-def write_card(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
-    """What all rows of a table have in common, and what they are worth only together with."""
-    files.write_whole(folder / CARD, json.dumps(card, indent=1))
+def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
+    """A point's scores with their card, a file an extractor, for `metrics compare`."""
+    folder.mkdir(exist_ok=True)
+    for extractor, one in scored.items():
+        content = json.dumps(one._asdict(), indent=1) + "\n"
+        files.write_whole(folder / f"{name}_{extractor}.json", content)
+
+
+def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
+    """What write_scored wrote, by the files' names."""
+    paths = sorted(folder.glob("*.json"))
+    return {path.stem: cards.read_scored(path) for path in paths}
 
 
 def describe(row: Row) -> str:
@@ -117,17 +148,29 @@ def sheet_name(guidance: float) -> str:
     return f"guidance_{guidance:g}.png"
 
 
-def _claim(folder: pathlib.Path, card: Mapping[str, Any]) -> None:
-    now = json.loads(json.dumps(card))
-    path = folder / CARD
-    before = json.loads(path.read_text()) if path.exists() else now
-    differing = sorted(k for k in before.keys() | now.keys() if before.get(k) != now.get(k))
-    if differing:
-        what = "; ".join(f"{k}: {before.get(k)!r} there, {now.get(k)!r} now" for k in differing)
-        raise ValueError(f"{folder} holds features of another sweep ({what}): remove the folder")
-    if jax.process_index() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(now, indent=1))
+def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
+    """In the order of their images, whatever the number of digits."""
+    return sorted(folder.glob("images_*_*.npz"), key=_rows_of)
+
+
+def _rows_of(path: pathlib.Path) -> tuple[int, int]:
+    first, last = path.stem.split("_")[1:]
+    return int(first), int(last)
+
+
+def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
+    """Which images no shard holds."""
+    missing = np.ones(num_images, bool)
+    for first, last in map(_rows_of, _shards(folder)):
+        missing[first : last + 1] = False
+    return missing
+
+
+def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
+    """Rows that are missing, in batches of such as follow one another."""
+    rows = np.flatnonzero(missing)
+    runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]
 
 
 def _agree(mine: np.ndarray) -> np.ndarray:
@@ -135,11 +178,11 @@ def _agree(mine: np.ndarray) -> np.ndarray:
     return mine if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(mine)
 
 
-def _with_progress(left: Sequence[int], batches: Sequence[np.ndarray], name: str) -> Iterator[int]:
-    total, done, start, last = sum(len(batches[i]) for i in left), 0, time.time(), 0.0
-    for i in left:
-        yield i
-        done += len(batches[i])
+def _with_progress(batches: Sequence[np.ndarray], name: str) -> Iterator[np.ndarray]:
+    total, done, start, last = sum(map(len, batches)), 0, time.time(), 0.0
+    for rows in batches:
+        yield rows
+        done += len(rows)
         if time.time() - last > 5 or done == total:
             last = time.time()
             rate = done / (last - start)

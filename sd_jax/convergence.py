@@ -7,7 +7,6 @@ the others may not be significantly below the reference's at the same batch size
 import csv
 import itertools
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,10 +14,11 @@ import numpy as np
 import scipy.special
 from jaxtyping import Float, Int
 
+from diffusion_jax import report
+
 RUNS = 10
 """Of a submission."""
 _SIGNIFICANCE = 0.05
-_CURVES = pathlib.Path(__file__).parent / "data" / "mlperf_rcp.csv"
 
 # {batch size: (learning rate a sample, {samples to target: how many runs})}, from the rcp_checker
 # of MLCommons' logging repository, ruleset 5.0.0. All have 1,000 steps of warm-up.
@@ -131,7 +131,7 @@ def interpolated(batch_size: int, low: Point, high: Point) -> Point:
 
 def read_curves() -> dict[int, Curve]:
     """The reference's FID and CLIP at every evaluation, by batch size (1.25e-7 a sample)."""
-    with _CURVES.open(newline="") as file:
+    with report.RCP.open(newline="") as file:
         rows = sorted(csv.DictReader(file), key=_place)
     groups = itertools.groupby(rows, lambda row: int(row["global_batch_size"]))
     return {size: _curve(list(group)) for size, group in groups}

@@ -33,6 +33,7 @@ import jax
 from absl import flags, logging
 
 from diffusion_jax import cli, files, sharding
+from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.log import clock
 from diffusion_jax.metrics import (
     bootstrap,
@@ -64,7 +65,7 @@ _ALL = flags.DEFINE_bool("all", False, "fid: all scores, not the distance alone.
 _REPLICATES = flags.DEFINE_integer("replicates", 30, "Of the interval.", lower_bound=2)
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images in one of KID's subsets.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Of KID's subsets and the interval.", lower_bound=0)
-_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file, one prompt a line.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one a line.")
 _CLIP = flags.DEFINE_string("clip", None, "clip: a folder or Hub name of a CLIP.")
 _CLIP_MODE = flags.DEFINE_enum("clip_mode", "open_clip", ["open_clip", "squash"], "clip: resizing.")
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: images to take the CMMD to.")
@@ -86,7 +87,11 @@ def main(argv: list[str]) -> None:
                 cli.start()
                 _clip(folder)
             case ["compare", *paths] if len(paths) > 1:
-                _print_table(cards.table(_read_scores(paths), allow=_ALLOW.value))
+                _print_table(
+                    cards.table(
+                        {path: cards.read_scored(path) for path in paths}, allow=_ALLOW.value
+                    )
+                )
             case ["convert", path, out]:
                 found = weights.convert(path, out)
                 print(
@@ -151,16 +156,14 @@ def _more(
 
 
 def _clip(folder: str) -> None:
-    prompts = [line for line in pathlib.Path(_PROMPTS.value or "").read_text().splitlines() if line]
-    if not prompts:
-        raise ValueError(f"{_PROMPTS.value} holds no prompt")
+    prompts = prompt_files.read(_PROMPTS.value or "")
     model = clip_score.load(_CLIP.value or "", preprocessing=_CLIP_MODE.value)
     pictures = _of_images(folder, model.image, keep=True)
     if pictures.features is None or len(pictures.features) != len(prompts):
         n = pictures.gaussian.n
         raise ValueError(f"{n} usable images in {folder} and {len(prompts)} prompts are no pairs")
     texts = _run(model.text, extractors.InMemory(model.tokenize(prompts))).stream.features()
-    card = (pictures.card or {}) | {"prompts": cards.text_hash(prompts)}
+    card = (pictures.card or {}) | {"prompts": prompt_files.fingerprint(prompts)}
     name = f"clip_score_{model.image.name.removeprefix('clip_')}"
     scores = {name: clip_score.clip_score(pictures.features, texts)}
     if _REFERENCE.value:
@@ -225,7 +228,7 @@ def _card_of(
     of_reference, of_b = (side.card for side in sides)
     n = sides[1].gaussian.n
     card = of_b or cards.make_card(extractor, image_size=(0, 0), n=n or 0) | {"image_size": None}
-    known = f"{pathlib.Path(reference).name}, n {sides[0].gaussian.n}"
+    known = cards.reference_name(reference, sides[0].gaussian.n)
     size = (of_reference or {}).get("image_size")
     if size is not None and card["image_size"] not in (None, size):
         logging.warning("the images are %s, and the reference's %s", card["image_size"], size)
@@ -247,18 +250,6 @@ def _report(scored: cards.Scored) -> None:
         print(f"{name.upper() if name == 'fid' else name}:  {value:.6g}")
     if _OUT.value:
         files.write_whole(_OUT.value, json.dumps(scored._asdict(), indent=1) + "\n")
-
-
-def _read_scores(paths: list[str]) -> dict[str, cards.Scored]:
-    return {path: cards.Scored(**_checked(path)) for path in paths}
-
-
-def _checked(path: str) -> dict:
-    try:
-        content = json.loads(pathlib.Path(path).read_text())
-        return {"scores": dict(content["scores"]), "card": dict(content["card"])}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no scores with their card: {error!r}") from error
 
 
 def _print_table(rows: list[dict]) -> None:

@@ -1,21 +1,46 @@
 """Cards: what a score is worth only together with, and which scores may stand in one table."""
 
-import hashlib
+import json
+import os
+import pathlib
 import platform
 from collections.abc import Mapping, Sequence
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
 
-from diffusion_jax.metrics.extractors import Extractor
-
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
 """Fields in which scores of one table must agree."""
-FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision")
-"""Fields of what was scored, which a table may compare."""
+FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model")
+"""Fields of what was scored, which a table may compare; `model` is a hash of its weights."""
+
+
+@runtime_checkable
+class Extractor(Protocol):
+    """What a card says of what made the features: extractors.Extractor, or a judge of its own."""
+
+    @property
+    def name(self) -> str:
+        """Stands in the names of scores."""
+        ...
+
+    @property
+    def weights(self) -> str:
+        """Their hash."""
+        ...
+
+    @property
+    def preprocessing(self) -> str:
+        """What images go through before it."""
+        ...
+
+    @property
+    def official(self) -> bool:
+        """Whether it is what FID is defined with."""
+        ...
 
 
 class Scored(NamedTuple):
@@ -50,6 +75,11 @@ def versions() -> dict[str, str]:
     return own | {"jaxlib": metadata.version("jaxlib"), "pillow": metadata.version("pillow")}
 
 
+def reference_name(path: str, n: int | None) -> str:
+    """How cards name the real images: the file or folder, and how many they are."""
+    return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
+
+
 def frechet_name(card: Card) -> str:
     """FID of the real weights alone, else "fd_" and the extractor: never a false FID."""
     return "fid" if card["official"] else f"fd_{card['extractor']}"
@@ -60,9 +90,20 @@ def score_name(kind: str, card: Card) -> str:
     return kind if card["official"] else f"{kind}_{card['extractor']}"
 
 
-def text_hash(texts: Sequence[str]) -> str:
-    """A sha256 of prompts, in their order."""
-    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
+def read_scored(path: str | os.PathLike[str]) -> Scored:
+    """Scores with their card from a JSON file; ValueError if there are none."""
+    try:
+        content = json.loads(pathlib.Path(path).read_text())
+        return Scored(dict(content["scores"]), dict(content["card"]))
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} holds no scores with their card: {error!r}") from error
+
+
+def unlike(one: Card, other: Card) -> dict[str, tuple[Any, Any]]:
+    """Both values of each field in which two cards differ, but for versions of software."""
+    fields = sorted((one.keys() | other.keys()) - {"versions"})
+    pairs = {field: (one.get(field), other.get(field)) for field in fields}
+    return {field: (a, b) for field, (a, b) in pairs.items() if a != b}
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ It is a support vector machine on real 8x8 glyphs, for the digit, and nearest co
 rest. No network and no download, and on real pictures it errs about once in a hundred.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,9 +17,12 @@ from diffusion_jax.data import digits
 class Judge:
     """Reads pictures of coloured digits; made by fit_judge."""
 
-    def __init__(self, svc: Any):
-        """`svc` tells the digits of 8x8 glyphs, of which 16 is all ink."""
-        self._svc = svc
+    # What cards say of it.
+    name, preprocessing, official = "digits", "8x8 glyphs", False
+
+    def __init__(self, svc: Any, weights: str):
+        """`svc` tells the digits of 8x8 glyphs, of which 16 is all ink; `weights` is its hash."""
+        self._svc, self.weights = svc, weights
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
         """What each picture shows."""
@@ -41,7 +45,9 @@ def fit_judge() -> Judge:
 
     glyphs = digits.load("train")
     svc = SVC(gamma=0.001)  # pyright: ignore[reportArgumentType]
-    return Judge(svc.fit(16 * glyphs.images.reshape(-1, 64), glyphs.digits))
+    seen = 16 * glyphs.images.reshape(-1, 64)
+    # The hash is of what it was fitted to: the fit's last digits are the processor's.
+    return Judge(svc.fit(seen, glyphs.digits), hashlib.sha256(seen.tobytes()).hexdigest())
 
 
 def score(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> dict[str, float]:

@@ -40,11 +40,11 @@ def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
     """All levels of features."""
     stem = params["stem"]
     x = _conv(stem["Conv2d_1a_3x3"], x, stride=2, padding="VALID")
-    x = _conv(stem["Conv2d_2a_3x3"], x, padding="VALID")
+    x = _inner(_conv(stem["Conv2d_2a_3x3"], x))
     x = _conv(stem["Conv2d_2b_3x3"], x)
     first = x = _max_pool(x)  # [B, 73, 73, 64]
     x = _conv(stem["Conv2d_3b_1x1"], x)
-    x = _conv(stem["Conv2d_4a_3x3"], x, padding="VALID")
+    x = _inner(_conv(stem["Conv2d_4a_3x3"], x))
     second = x = _max_pool(x)  # [B, 35, 35, 192]
     for name in ("Mixed_5b", "Mixed_5c", "Mixed_5d"):
         x = _block_5(params[name], x)
@@ -137,6 +137,15 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
         dimension_numbers=("NHWC", "HWIO", "NHWC"), precision=_EXACT,
     )  # fmt: skip
     return jax.nn.relu(y + conv["bias"])
+
+
+def _inner(x: Array) -> Array:
+    """What a 3x3 convolution gives without padding, bit for bit, of one with.
+
+    On CPUs XLA takes its fast way with padding alone; these two layers took half the network's
+    time.
+    """
+    return x[:, 1:-1, 1:-1]
 
 
 def _max_pool(x: Array) -> Array:

@@ -1,7 +1,8 @@
 """What a sweep scores pictures with: prompts, features of pictures, scores of features."""
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -9,8 +10,10 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax import sharding
 from diffusion_jax.data import digits
+from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.metrics import (
     bootstrap,
+    cards,
     clip_score,
     extractors,
     frechet,
@@ -20,6 +23,7 @@ from diffusion_jax.metrics import (
 from diffusion_jax.metrics import digits as judges
 
 Features = dict[str, Float[np.ndarray, "N D"]]
+Scores = dict[str, dict[str, float]]
 _SHOWN = 42  # Pictures on a sheet.
 _REAL = 4_000  # Real pictures of digits that generated ones are compared with.
 
@@ -31,8 +35,8 @@ class Scorer(Protocol):
     prompts: list[str]
     shown: list[int]
     """Which prompts' pictures people see."""
-    card: dict[str, Any]
-    """What the scores depend on besides the pictures."""
+    cards: dict[str, cards.Card]
+    """By extractor: what its scores depend on besides the model that drew."""
 
     def caption(self, i: int) -> str:
         """What stands under the picture of prompt i."""
@@ -42,8 +46,8 @@ class Scorer(Protocol):
         """What is kept of the pictures of these prompts, a row each."""
         ...
 
-    def score(self, features: Features) -> dict[str, float]:
-        """Columns of the table from the features of all pictures."""
+    def score(self, features: Features) -> Scores:
+        """By extractor: columns of the table from the features of all pictures."""
         ...
 
 
@@ -55,7 +59,7 @@ def make(
     ValueError for a data `source` that has no prompts of its own.
     """
     if prompts:
-        return FidClip(prompts, reference, inception, clip)
+        return FidClip(size, prompts, reference, inception, clip)
     if source != "digits":
         raise ValueError(
             f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
@@ -73,9 +77,14 @@ def score_now(
     scores = {}
     for scale in guidance:
         images = draw(scorer.prompts, range(len(scorer.prompts)), scale)
-        row = scorer.score(scorer.features(images, scorer.prompts))
+        row = columns(scorer.score(scorer.features(images, scorer.prompts)))
         scores |= {f"evaluation/guidance_{scale:g}/{name}": value for name, value in row.items()}
     return scores
+
+
+def columns(scores: Scores) -> dict[str, float]:
+    """The scores of all extractors in one row."""
+    return {name: value for of_one in scores.values() for name, value in of_one.items()}
 
 
 class FidClip:
@@ -84,8 +93,13 @@ class FidClip:
     Without the public weights a distance is named after its extractor, never FID (see cards).
     """
 
-    def __init__(self, prompts: Sequence[str], reference: str, inception: str, clip: str):
-        """`reference` is a file of statistics; ValueError or FileNotFoundError if it cannot be."""
+    def __init__(
+        self, size: int, prompts: Sequence[str], reference: str, inception: str, clip: str
+    ):
+        """`size` is the pictures' side, `reference` a file of statistics.
+
+        ValueError or FileNotFoundError if these cannot be.
+        """
         if bool(reference) != bool(inception) or not (inception or clip):
             raise ValueError(
                 "FID needs both the reference's statistics and Inception's weights, and the CLIP "
@@ -93,11 +107,12 @@ class FidClip:
             )
         self.prompts = list(prompts)
         self.shown = list(range(min(_SHOWN, len(self.prompts))))
-        self.card: dict[str, Any] = {}
+        self.cards: dict[str, cards.Card] = {}
+        self._size = size
         self._extract: dict[str, Callable[..., np.ndarray]] = {}
         self._scores: dict[str, Callable[[np.ndarray], dict[str, float]]] = {}
         if inception:
-            self._add_inception(extractors.inception_extractor(weights.load(inception)), reference)
+            self._add_inception(inception, reference)
         if clip:
             self._add_clip(clip_score.load(clip))
 
@@ -109,24 +124,23 @@ class FidClip:
         """Inception's features, and the cosine of each picture with its prompt."""
         return {name: extract(images, prompts) for name, extract in self._extract.items()}
 
-    def score(self, features: Features) -> dict[str, float]:
+    def score(self, features: Features) -> Scores:
         """The Fréchet distance and the mean CLIP score, each with its interval."""
-        row: dict[str, float] = {}
-        for name, score in self._scores.items():
-            row |= score(features[name])
-        return row
+        return {name: score(features[name]) for name, score in self._scores.items()}
 
-    def _add_inception(self, extractor: extractors.Extractor, reference: str) -> None:
+    def _add_inception(self, path: str, reference: str) -> None:
         stats = stats_files.read(reference)
+        mode = (stats.card or {}).get("preprocessing", "pytorch")  # The reference's own.
+        extractor = extractors.inception_extractor(weights.load(path), mode)
         stats_files.check(reference, stats, extractor)
         if len(self.prompts) < 2:
             raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
         real = frechet.reference(stats.gaussian if stats.features is None else stats.features)
-        name = "fid" if extractor.official else f"fd_{extractor.name}"
-        run = _runner(extractor)
+        card = self._card(extractor, cards.reference_name(reference, stats.gaussian.n))
+        name, run = cards.frechet_name(card), _runner(extractor)
         self._extract["inception"] = lambda images, prompts: run(images)
         self._scores["inception"] = lambda rows: _distance(name, rows, real)
-        self.card |= _described("inception", extractor) | {"reference": reference}
+        self.cards["inception"] = card
 
     def _add_clip(self, clip: clip_score.Clip) -> None:
         image, text = _runner(clip.image), _runner(clip.text)
@@ -135,8 +149,17 @@ class FidClip:
             rows = clip_score.cosines(image(images), text(clip.tokenize(list(prompts))))
             return rows[:, None]
 
-        self._extract["clip"], self._scores["clip"] = extract, _mean_clip
-        self.card |= _described("clip", clip.image)
+        self._extract["clip"], self._scores["clip"] = (
+            extract,
+            functools.partial(_mean, "clip_score"),
+        )
+        self.cards["clip"] = self._card(clip.image)
+
+    def _card(self, extractor: extractors.Extractor, reference: str | None = None) -> cards.Card:
+        prompts, size = prompt_files.fingerprint(self.prompts), (self._size, self._size)
+        return cards.make_card(
+            extractor, image_size=size, n=len(self.prompts), prompts=prompts, reference=reference
+        )
 
 
 class Digits:
@@ -153,12 +176,20 @@ class Digits:
         real = judges.accuracy_on_real(self._judge, size)
         pictures = judges.real_pictures(size, _REAL)
         self._real = frechet.reference(self._judge.features(pictures))
-        self.card = {
-            "extractor": "digits",
-            "judge_accuracy_on_real": round(real["prompt_accuracy"], 4),
-            "images_seen": len(seen),
-            "images_heldout": len(self.prompts) - len(seen),
-            "real_images": _REAL,
+        card = cards.make_card(
+            self._judge,
+            image_size=(size, size),
+            n=len(self.prompts),
+            prompts=prompt_files.fingerprint(self.prompts),
+            reference=f"held-out digits, n {_REAL}",
+        )
+        self.cards = {
+            "digits": card
+            | {
+                "images_seen": len(seen),
+                "images_heldout": len(self.prompts) - len(seen),
+                "judge_accuracy_on_real": round(real["prompt_accuracy"], 4),
+            }
         }
 
     def caption(self, i: int) -> str:
@@ -173,17 +204,17 @@ class Digits:
                  for pair in zip(read, asked, strict=True)]  # fmt: skip
         return {"digits": self._judge.features(images), "right": np.array(right, np.float64)}
 
-    def score(self, features: Features) -> dict[str, float]:
+    def score(self, features: Features) -> Scores:
         """Shares all right and the Fréchet distance to real pictures, of prompts seen."""
         right, n = features["right"], self._num_seen
         row = _accuracies("seen", right[:n]) | _accuracies("heldout", right[n:])
         seen = features["digits"][:n]
-        return row | _distance("fd_digits", seen, self._real)
+        return {"digits": row | _distance("fd_digits", seen, self._real)}
 
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
     names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = {"prompt_accuracy": float(right.all(axis=1).mean())}
+    shares = _mean("prompt_accuracy", right.min(axis=1, keepdims=True))
     shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
     return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
 
@@ -197,10 +228,11 @@ def _distance(
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
-def _mean_clip(cosines: Float[np.ndarray, "N 1"]) -> dict[str, float]:
+def _mean(name: str, values: Float[np.ndarray, "N 1"]) -> dict[str, float]:
+    """The mean with its interval."""
     mean = lambda rows: float(rows.mean())
-    ends = bootstrap.interval(mean, cosines, replicates=1000)
-    return {"clip_score": mean(cosines), "clip_score_low": ends.low, "clip_score_high": ends.high}
+    ends = bootstrap.interval(mean, values, replicates=1000)
+    return {name: mean(values), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
 def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarray]:
@@ -217,8 +249,3 @@ def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarra
         return np.asarray(apply(params, sharding.place(filled, where)))[: len(rows)]
 
     return run
-
-
-def _described(name: str, extractor: extractors.Extractor) -> dict[str, Any]:
-    fields = ("name", "weights", "preprocessing", "official")
-    return {f"{name}_{field}": getattr(extractor, field) for field in fields}

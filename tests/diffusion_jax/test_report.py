@@ -10,6 +10,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import figures, report, sheets, sweep
+from diffusion_jax.metrics.cards import Scored
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
 
@@ -28,7 +29,10 @@ def workdir(tmp_path_factory):
         for g, fid, clip in ((4.0, 15.5, 0.31), (1.0, 20.0, 0.25), (2.0, 12.0, 0.29))
     ]  # fmt: skip
     sweep.write_table(folder / sweep.TABLE, rows)
-    sweep.write_card(folder, {"extractor": "a <stand-in>", "n": 30})
+    for row in rows:
+        card = {"extractor": "a <stand-in>", "n": 30, "guidance": row["guidance"]}
+        point = f"guidance_{row['guidance']:g}"
+        sweep.write_scored(folder / sweep.SCORED, point, {"fid": Scored({"fid": row["fid"]}, card)})
     green = np.zeros((64, 64, 3), np.uint8) + np.array([0, 200, 0], np.uint8)
     sheets.write_png(folder / sweep.sheet_name(2.0), green)
     return path
@@ -50,11 +54,60 @@ def test_points_of_several_checkpoints_are_lines_of_their_own(workdir):
     assert names == ["step_00000002, step 2, ema", "step_00000002, step 7, ema"]
 
 
+def digit_sweep(name, **card):
+    """A sweep of two points as the quick start's, and its card."""
+    row = {"checkpoint": "2", "ema": "ema", "features_share_of_time": "0.02"}
+    scores = {"fd_digits": "2", "seen_prompt_accuracy": "0.9", "heldout_prompt_accuracy": "0.8"}
+    rows = [row | scores | {"guidance": guidance} for guidance in ("1", "3")]
+    scored = Scored({}, {"extractor": "digits", "n": 40, **card})
+    sweeps = [report.Evaluation("step_2", rows, {"guidance_1_digits": scored}, {})]
+    return report.Run(name, [], sweeps)
+
+
+def test_prompts_seen_and_never_shown_share_figures():
+    runs = [digit_sweep("a")]
+    plots = report.plots(runs)
+    share = "share of pictures with digit, ink and paper all right"
+    distance = "Fréchet distance (digits)"
+    axes = [(share, distance), ("guidance", share), ("guidance", distance)]
+    assert sorted((p.x, p.y) for p in plots) == sorted(axes)
+    seen, held_out = plots[0].lines
+    assert (seen.name, held_out.name) == (
+        "all right, prompts seen",
+        "all right, prompts never shown",
+    )
+    assert (seen.x, held_out.x, seen.y) == ([0.9, 0.9], [0.8, 0.8], [2, 2])
+    two = report.plots([digit_sweep("a"), digit_sweep("b")])
+    assert [line.name for line in two[0].lines][2:] == [
+        "a step_2, all right, prompts never shown", "b step_2, all right, prompts never shown",
+    ]  # fmt: skip
+
+
+def test_the_page_says_which_scores_cannot_be_compared():
+    one, other = digit_sweep("a"), digit_sweep("b", n=50)
+    assert "Not comparable. digits: n differs (40, 50)" in report.page([one, other])
+    alike = report.page([one, digit_sweep("b", seed=3)])
+    assert "Not comparable" not in alike and "Scoring took 2 % of the time at most." in alike
+
+
+def test_training_curves_are_means_of_neighbours():
+    training = [{"step": s, "loss": float(s % 2)} for s in range(1, 601)] + [{"step": 601}]
+    (line,) = [report.training_line(report.Run("a", training, []), "loss")]
+    assert len(line.x) == 300 and set(line.y) == {0.5} and line.x[0] == 1.5
+
+
 def test_the_reference_band_holds_the_lowest_and_highest_fid_of_each_clip_score(tmp_path):
     lines = "config,clip,fid\na,0.101,200\na,0.104,180\nb,0.151,90.5\n"
     (tmp_path / "rcp.csv").write_text(lines)
     band = report.read_rcp(tmp_path / "rcp.csv")
     assert (band.x, band.low, band.high) == ([0.1, 0.15], [180, 90.5], [200, 90.5])
+
+
+def test_the_package_holds_mlperfs_reference_points():
+    """They all pass FID 90, MLPerf's target, at CLIP scores from 0.15 to 0.18."""
+    assert len(report.RCP.read_text().splitlines()) == 1 + 439
+    band = report.read_rcp()
+    assert band.low[band.x.index(0.15)] > 90 > band.high[band.x.index(0.18)]
 
 
 def test_a_figure_is_the_same_bytes_each_time_and_says_its_points(workdir):
@@ -71,6 +124,7 @@ def test_the_page_needs_no_network_and_hides_nothing_it_was_given(workdir):
     assert not re.search(r"(src|href)=\"(?!data:|#)", text)
     assert "a &lt;stand-in&gt;" in text and "<stand-in>" not in text
     assert text.count('<td>12 <span class="note">(11 to 13)</span></td>') == 1
+    assert "<td>guidance</td><td>1, 2, 4</td>" in text
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):

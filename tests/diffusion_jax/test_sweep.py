@@ -46,22 +46,37 @@ def numbers(calls, kill_at=None):
 
 
 def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
-    calls, card = [], {"extractor": "doubling", "seed": 0}
+    calls = []
     with pytest.raises(Killed):
-        sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls, kill_at=2))
-    features = sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls))
+        sweep.collect(tmp_path, 10, 4, numbers(calls, kill_at=2))
+    features = sweep.collect(tmp_path, 10, 4, numbers(calls))
     assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
     np.testing.assert_array_equal(features["shown"], [3])
-    again = sweep.collect(tmp_path / "f", card, 10, 4, numbers(calls))
+    again = sweep.collect(tmp_path, 10, 4, numbers(calls))
     assert len(calls) == 4
     np.testing.assert_array_equal(again["double"], features["double"])
 
 
+def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
+    calls = []
+    with pytest.raises(Killed):
+        sweep.collect(tmp_path, 12, 3, numbers(calls, kill_at=3))
+    (tmp_path / "images_000000_000002.npz").unlink()
+    features = sweep.collect(tmp_path, 12, 5, numbers(calls))
+    assert calls[3:] == [[0, 1, 2], [6, 7, 8, 9, 10], [11]]
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
+
+
 def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
-    sweep.collect(tmp_path / "f", {"seed": 0, "step": 3}, 4, 4, numbers([]))
-    with pytest.raises(ValueError, match=r"sweep .seed: 0 there, 1 now.: remove the folder"):
-        sweep.collect(tmp_path / "f", {"seed": 1, "step": 3}, 4, 4, numbers([]))
+    card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
+    assert sweep.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
+    newer = card | {"versions": {"jax": "2"}}
+    assert sweep.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
+    with pytest.raises(ValueError, match=r"sweep .seed of toy: 0 there, 1 now.: remove the folder"):
+        sweep.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
+    with pytest.raises(ValueError, match="seed of clip: None there, 0 now"):
+        sweep.claim(tmp_path / "f", {"toy": card, "clip": card})
 
 
 def test_a_point_in_words_has_each_score_with_its_interval():

@@ -30,13 +30,21 @@ def test_the_table_has_a_row_a_scale_with_its_card(evaluated, trained):
     assert folder.name == f"step_{step:08}"
     assert [float(row["guidance"]) for row in rows] == [1, 3]
     for row in rows:
+        ends = [float(row[f"seen_prompt_accuracy{end}"]) for end in ("_low", "", "_high")]
+        assert ends == sorted(ends)
         assert (int(row["checkpoint"]), row["ema"]) == (step, "ema")
         low, distance, high = (float(row[f"fd_digits{end}"]) for end in ("_low", "", "_high"))
         assert 0 < low < distance < high
-    card = json.loads((folder / "card.json").read_text())
-    assert (card["images_seen"], card["images_heldout"], card["images"]) == (272, 18, 290)
+    name = f"scores/step_{step:08}_ema_guidance_3_digits.json"
+    scores, card = json.loads((folder / name).read_text()).values()
+    assert scores["fd_digits"] == float(rows[1]["fd_digits"])
+    assert (card["images_seen"], card["images_heldout"], card["n"]) == (272, 18, 290)
     assert card["judge_accuracy_on_real"] > 0.98
-    assert (card["models"][0]["checkpoint"], card["seed"]) == (step, 0)
+    assert card.items() >= {
+        "extractor": "digits", "image_size": "16x16", "seed": 0, "sampler": "ddim", "steps": "2",
+        "guidance": 3.0, "checkpoint": step, "ema": "ema", "precision": "float32",
+    }.items()  # fmt: skip
+    assert len(card["weights"]) == 64 and len(card["prompts"]) == len(card["model"]) == 16
 
 
 def test_the_scores_are_the_judges_of_the_very_images(evaluated, trained):
@@ -60,7 +68,7 @@ def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
     assert [line["guidance"] for line in lines] == [1, 3]
     heldout = [float(row["heldout_prompt_accuracy"]) for row in rows]
     assert [line["evaluation/heldout_prompt_accuracy"] for line in lines] == heldout
-    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} |" in err
+    assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} (" in err
     assert "290/290 images | " in err
 
 
@@ -96,6 +104,6 @@ def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trai
 
 def test_the_page_shows_the_sweep_and_the_training(evaluated, trained):
     text = (trained / "report.html").read_text()
-    assert text.count("<svg") == 7  # Two trade-offs, three scores, loss and speed.
+    assert text.count("<svg") == 5  # Trade-off, distance, shares of both prompts, loss, speed.
     assert text.count("data:image/png;base64,") == 2
     assert "<title>guidance 3\n" in text

@@ -31,11 +31,6 @@ def test_a_card_tells_all():
         card(guidence=3.0)
 
 
-def test_prompts_are_known_by_their_hash():
-    assert cards.text_hash(["a", "b"]) != cards.text_hash(["b", "a"])
-    assert cards.text_hash(["a"])[:8] == "ca978112"  # sha256 of "a".
-
-
 def test_a_table_shows_what_differs():
     scored = {
         "one": Scored({"fd_toy": 1.0, "kid_toy": 0.1}, card(guidance=1.0, seed=0)),

@@ -7,12 +7,23 @@ NeMo's resizing. The weights are the stand-in's.
 """
 
 import pathlib
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
-from diffusion_jax.metrics import inception, inception_weights, preprocess
+from diffusion_jax import sharding
+from diffusion_jax.metrics import (
+    features,
+    frechet,
+    inception,
+    inception_weights,
+    preprocess,
+    scorers,
+    stats_files,
+)
 from tests.diffusion_jax.metrics import standin
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -73,6 +84,24 @@ def test_larger_images_of_the_reference(run, size, mode):
         outputs = run(mode, arrays[f"images_{size}"][:2])
         for level in ("64", "192", "768", "2048"):
             check(inception.level(outputs, level), arrays[f"{path}_f32_{level}_{size}"][:2])
+
+
+def test_a_sweeps_distance_is_that_of_the_references_features(reference, tmp_path):
+    """From files to score: the stand-in's weights, statistics, and pytorch-fid's own features."""
+    safetensors.numpy.save_file(standin.state(), tmp_path / "inception.safetensors")
+    real = np.random.default_rng(0).normal(0.8, 0.2, (3, 2048))
+    card = {"extractor": "inception", "weights": standin.DIGEST, "preprocessing": "pytorch"}
+    stats_files.write(tmp_path / "real.npz", stats_files.Stats(features.gaussian(real), real, card))
+    mesh = sharding.make_mesh(devices=jax.devices()[:1])
+    paths = (str(tmp_path / name) for name in ("real.npz", "inception.safetensors"))
+    with mock.patch.object(sharding, "make_mesh", lambda: mesh):
+        scorer = scorers.FidClip(64, ["a", "b"], *paths, "")
+    rows = scorer.features(reference["images_64"], ["a", "b"])
+    row = scorer.score(rows)["inception"]
+    theirs = reference["pytorch_2048"]
+    assert row["fd_inception"] == pytest.approx(frechet.frechet(theirs, real), rel=RELATIVE)
+    kept = {"n": 2, "image_size": "64x64", "reference": "real.npz, n 3", "official": False}
+    assert scorer.cards["inception"].items() >= (card | kept).items()
 
 
 def test_other_networks_are_refused():

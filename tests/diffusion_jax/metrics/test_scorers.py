@@ -27,39 +27,41 @@ def pictures(prompts):
 
 def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
     images = pictures(judge.prompts)
-    row = judge.score(judge.features(images, judge.prompts))
+    row = judge.score(judge.features(images, judge.prompts))["digits"]
     assert row["seen_prompt_accuracy"] > 0.95 and row["heldout_ink_accuracy"] == 1
     wrong = pictures([p.replace("red", "green") for p in judge.prompts])
-    row = judge.score(judge.features(wrong, judge.prompts))
-    red = np.mean(["red" in p for p in judge.prompts[: judge.card["images_seen"]]])
+    row = judge.score(judge.features(wrong, judge.prompts))["digits"]
+    red = np.mean(["red" in p for p in judge.prompts[: judge.cards["digits"]["images_seen"]]])
     assert abs(row["seen_ink_accuracy"] - (1 - red)) < 1e-4
 
 
 def test_the_distance_of_digits_is_that_of_their_features(judge):
     images = pictures(judge.prompts)
     features = judge.features(images, judge.prompts)
-    real = judges.fit_judge().features(judges.real_pictures(16, judge.card["real_images"]))
-    seen = features["digits"][: judge.card["images_seen"]]
+    real = judges.fit_judge().features(judges.real_pictures(16, 4000))
+    seen = features["digits"][: judge.cards["digits"]["images_seen"]]
     expected = frechet.distance(seen, frechet.reference(real))
-    row = judge.score(features)
+    row = judge.score(features)["digits"]
     np.testing.assert_allclose(row["fd_digits"], expected, rtol=1e-9)
     noisy = images // 2 + np.random.default_rng(0).integers(0, 128, images.shape, np.uint8)
-    worse = judge.score(judge.features(noisy, judge.prompts))
+    worse = judge.score(judge.features(noisy, judge.prompts))["digits"]
     assert worse["fd_digits"] > 3 * row["fd_digits"]
 
 
 def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
-    scorer = scorers.FidClip(PROMPTS, "", "", str(folder))
+    scorer = scorers.FidClip(24, PROMPTS, "", "", str(folder))
     images = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), np.uint8)
     cosines = scorer.features(images, PROMPTS)["clip"]
     alone = scorer.features(images[1:2], PROMPTS[1:2])["clip"]
     np.testing.assert_allclose(alone[0], cosines[1], atol=1e-5)
     assert np.ptp(cosines) > 1e-4
-    row = scorer.score({"clip": cosines})
+    row = scorer.score({"clip": cosines})["clip"]
     np.testing.assert_allclose(row["clip_score"], cosines.mean(), rtol=1e-9)
     assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
-    assert not scorer.card["clip_official"]
+    assert (
+        scorer.cards["clip"].items() >= {"image_size": "24x24", "n": 3, "official": False}.items()
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,7 @@ def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
 )
 def test_half_of_what_fid_needs_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        scorers.FidClip(PROMPTS, *arguments)
+        scorers.FidClip(24, PROMPTS, *arguments)
 
 
 def test_pictures_without_prompts_of_their_own_need_some():

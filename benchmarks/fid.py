@@ -1,0 +1,96 @@
+"""Times the FID Inception here against pytorch-fid's network, in turns, on the same CPU and images.
+
+    pip install torch pytorch-fid
+    python -m benchmarks.fid --batch=16
+
+Both have the same random weights, and get images of 299 pixels. Prints one line of JSON: images/s
+of both from the median round, their ratio, the lowest and highest ratio of any round, and the
+largest difference of features relative to the largest feature. Torch is used nowhere else.
+"""
+
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+
+from diffusion_jax import cli
+from diffusion_jax.metrics import inception, inception_weights
+
+_BATCH = flags.DEFINE_integer("batch", 16, "Images at once.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Times that each takes its turn.", lower_bound=1)
+
+
+def main(argv: list[str]) -> None:
+    """Compiles, compares, measures, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    with cli.bad_input(ImportError):
+        import torch  # pyright: ignore[reportMissingImports]
+        from pytorch_fid import inception as theirs  # pyright: ignore[reportMissingImports]
+    state = _random_state()
+    torch_state = {name: torch.from_numpy(array) for name, array in state.items()}
+    theirs.load_state_dict_from_url = lambda *_, **__: torch_state
+    network = theirs.InceptionV3([3], resize_input=False, normalize_input=False).eval()
+    images = np.random.default_rng(0).uniform(-1, 1, (_BATCH.value, 299, 299, 3))
+    images = images.astype(np.float32)
+    tensor = torch.from_numpy(images.transpose(0, 3, 1, 2).copy())
+    params = jax.device_put(inception_weights.to_params(state))
+    apply = jax.jit(lambda params, x: inception.apply(params, x).final)
+    placed = jax.device_put(images)
+
+    def by_torch() -> np.ndarray:
+        with torch.no_grad():
+            return network(tensor)[0][:, :, 0, 0].numpy()
+
+    def by_jax() -> np.ndarray:
+        return np.asarray(apply(params, placed))
+
+    expected, ours = by_torch(), by_jax()
+    turns = [(_seconds(by_torch), _seconds(by_jax)) for _ in range(_ROUNDS.value)]
+    medians = [statistics.median(times) for times in zip(*turns, strict=True)]
+    ratios = [torch_seconds / jax_seconds for torch_seconds, jax_seconds in turns]
+    result = {
+        "torch_images_per_second": _BATCH.value / medians[0],
+        "jax_images_per_second": _BATCH.value / medians[1],
+        "ratio": medians[0] / medians[1],
+        "ratio_min_max": [min(ratios), max(ratios)],
+        "relative_difference": float(np.abs(ours - expected).max() / np.abs(expected).max()),
+        "batch": _BATCH.value,
+        "threads": torch.get_num_threads(),
+        "device": jax.devices()[0].device_kind,
+        "torch": torch.__version__,
+        "jax": jax.__version__,
+    }
+    print(json.dumps(result))
+
+
+def _random_state() -> dict[str, np.ndarray]:
+    """Weights that keep values of one size through all layers, by the public names."""
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.standard_normal(shape, np.float32)
+    state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}
+    for block, convs in inception_weights.blocks().items():
+        for name, (channels, out, height, width) in convs.items():
+            name = name if block == "stem" else f"{block}.{name}"
+            gain = (2 / (channels * height * width)) ** 0.5
+            state[f"{name}.conv.weight"] = np.float32(gain) * normal(out, channels, height, width)
+            state[f"{name}.bn.weight"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
+            state[f"{name}.bn.running_var"] = rng.uniform(0.8, 1.2, out).astype(np.float32)
+            state[f"{name}.bn.bias"] = np.float32(0.1) * normal(out)
+            state[f"{name}.bn.running_mean"] = np.float32(0.1) * normal(out)
+            state[f"{name}.bn.num_batches_tracked"] = np.array(0)
+    return state
+
+
+def _seconds(work: Any) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,92 @@
+"""The evaluation of a Stable Diffusion run: its points, its pictures, its card."""
+
+import csv
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import (
+    checkpoint,
+    drawing,
+    evaluation,
+    loop,
+    settings,
+    sheets,
+    sweep,
+    train_state,
+)
+from diffusion_jax.metrics import digits as judges
+from diffusion_jax.metrics import scorers
+from diffusion_jax.text import registry
+from sd_jax import evaluate, task, trained
+from tests.sd_jax import tiny
+
+STEPS = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def workdir(tmp_path_factory):
+    """A run of the coloured digits with two checkpoints of random weights, not alike."""
+    path = tmp_path_factory.mktemp("run")
+    c = tiny.config(tiny.write_vae(path / "vae.safetensors"))
+    settings.claim(path, c)
+    s = tiny.read_settings(c.to_dict())
+    made = task.make_task(s, registry.open_encoder(s.text), tiny.vae_params())
+    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    saved = checkpoint.Checkpointer(path / loop.CHECKPOINTS, keep_last=2)
+    for step in STEPS:
+        params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(made))
+        state = train_state.init_state(params, tx, s.optimizer.ema_decays)
+        nothing = types.SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
+        saved.save(step, state._replace(step=jnp.int32(step)), nothing)
+    saved.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def evaluated(workdir):
+    """The rows of two scales at both checkpoints, and the folder."""
+    choice = evaluation.Choice("ema", None, 3)
+    system = evaluate.open_system(str(workdir), choice)
+    asked = evaluation.Sweep((1.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
+    out = evaluation.evaluate(system, scorers.Digits(tiny.SIZE, num_heldout=1), asked)
+    with (out / sweep.TABLE).open() as file:
+        return list(csv.DictReader(file)), out
+
+
+def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
+    """Drawn here again."""
+    rows, _ = evaluated
+    points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
+    assert points == [("2", 1), ("2", 4), ("4", 1), ("4", 4)]
+    model = trained.load_model(workdir, trained.Choice(steps=3, checkpoint=4))
+    scorer = scorers.Digits(tiny.SIZE, num_heldout=1)
+    texts = task.prompts(model.encoder, scorer.prompts, "")
+    scales = np.full(len(scorer.prompts), 4, np.float32)
+    drawn = drawing.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
+    read = judges.fit_judge()(sheets.to_uint8(np.concatenate(list(drawn))))[:272]
+    expected = judges.score(read, scorer.prompts[:272])
+    for name in ("ink_accuracy", "paper_accuracy"):
+        assert abs(float(rows[3][f"seen_{name}"]) - expected[name]) < 2 / 272
+    assert 0 < expected["paper_accuracy"] < 1
+    distances = {row["fd_digits"] for row in rows}
+    assert len(distances) == 4
+
+
+def test_each_score_has_its_card(evaluated, workdir):
+    _, out = evaluated
+    _, card = sweep.read_scored(out / sweep.SCORED)["step_00000004_ema_guidance_4_digits"]
+    assert card.items() >= {
+        "extractor": "digits", "image_size": "8x8", "n": 290, "seed": 0, "sampler": "ddim",
+        "steps": "3", "guidance": 4.0, "checkpoint": 4, "ema": "ema", "precision": "float32",
+    }.items()  # fmt: skip
+    (model,) = card["models"]
+    assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="config"):
+        evaluate.open_system(str(tmp_path), evaluation.Choice("ema", None, None))
