@@ -18,9 +18,9 @@ from diffusion_jax import files
 
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
-_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "evaluation.", "data.threads", "data.path", "data.max_broken",
-         "text.store")  # fmt: skip
+_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
+         "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
+         "data.max_broken", "text.store")  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -34,6 +34,8 @@ class Run(NamedTuple):
     save_every: int
     keep_last: int
     keep_every: int
+    step_timeout: int
+    """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...]
 
 

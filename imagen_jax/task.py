@@ -271,7 +271,8 @@ def check(s: Settings) -> None:
         settings.one_of(field, value, known)
     settings.positive(
         steps=s.run.steps, batch_size=s.run.batch_size, log_every=s.run.log_every,
-        save_every=s.run.save_every, keep_last=s.run.keep_last, sampler__steps=s.sampler.steps,
+        save_every=s.run.save_every, keep_last=s.run.keep_last,
+        step_timeout=s.run.step_timeout, sampler__steps=s.sampler.steps,
         optimizer__accumulate=s.optimizer.accumulate, optimizer__lr=s.optimizer.lr,
         text__width=s.text.width, text__max_tokens=s.text.max_tokens,
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
