@@ -151,6 +151,8 @@ def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Cal
     lowered = make_step(task, settings, tx, layout).lower(state, frozen, batch, key)
     compiled = lowered.compile()
     logging.info("compiled the train step in %.1f s", time.time() - start)
+    if jax.process_count() > 1:  # No step is to take the time that another process compiles.
+        multihost_utils.sync_global_devices("compiled")
     cost = lowered.cost_analysis() or {}
     return compiled, cost.get("flops", 0.0)
 

@@ -83,7 +83,8 @@ def main(argv: list[str]) -> None:
             row, sheet[scale] = _score(point, scorer, scale, out)
             rows.append(row)
             logging.info("%s", sweep.describe(row).replace("\n", " | "))
-    _write(out, rows, sheet, _card(stages, scorer))
+    if jax.process_index() == 0:
+        _write(out, rows, sheet, _card(stages, scorer))
     files.write_whole(
         pathlib.Path(_WORKDIR.value[0]) / "report.html",
         report.page([report.read_run(_WORKDIR.value[0])]),

@@ -17,7 +17,7 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffusion_jax import cli, drawing, loop, settings, sharding, sheets
+from diffusion_jax import cli, distributed, drawing, loop, settings, sharding, sheets
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, open_pictures
 from diffusion_jax.data.pipeline import Batches, local_rows, make_batches
@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
         )
     if int(state.step) < s.run.steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
-        sys.exit(143)
+        sys.exit(distributed.PREEMPTED)
     logging.info("done: %s", workdir)
 
 
