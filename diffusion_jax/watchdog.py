@@ -2,8 +2,9 @@
 
 import contextlib
 import faulthandler
-import sys
 from collections.abc import Iterator
+
+_STDERR = 2
 
 
 class Watchdog:
@@ -19,8 +20,8 @@ class Watchdog:
 
     def beat(self) -> None:
         """All is well: the clock starts again."""
-        # Not sys.stderr, which notebooks and tests replace by what is no file.
-        faulthandler.dump_traceback_later(self._seconds, exit=True, file=sys.__stderr__)
+        # The descriptor, since notebooks and tests replace sys.stderr by what is no file.
+        faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
 
     def close(self) -> None:
         """Stops the clock."""

@@ -10,7 +10,6 @@ from diffusion_jax import log
 from tests.imagen_jax import commands
 
 PATIENCE = 240  # Seconds, of a machine that has other work.
-DEVICES = 4  # In all, however many processes there are.
 
 
 class Group:
@@ -25,7 +24,7 @@ class Group:
         joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
         self.processes = [
             commands.start(
-                name, *arguments, *joined, f"--process_id={i}", devices=DEVICES // count,
+                name, *arguments, *joined, f"--process_id={i}", devices=1,
                 outputs=self.outputs[i],
             )
             for i in range(count)
