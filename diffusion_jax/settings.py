@@ -158,6 +158,12 @@ def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
     """
+    scheme, found, rest = str(workdir).partition(":/")
+    if found:
+        raise ValueError(
+            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
+            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
+        )
     path = pathlib.Path(workdir) / CONFIG
     now = json.loads(json.dumps(config.to_dict()))
     if path.exists():
