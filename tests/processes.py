@@ -13,7 +13,7 @@ PATIENCE = 240  # Seconds, of a machine that has other work.
 
 
 class Group:
-    """The processes of one command."""
+    """The processes of one command; PROCESS in its arguments is the number of each."""
 
     def __init__(self, folder, count, name, *arguments, only=None):
         with socket.socket() as free:
@@ -22,10 +22,11 @@ class Group:
         folder.mkdir(exist_ok=True)
         self.outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
         joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
+        joined += ["--process_id=PROCESS"]
         self.processes = [
             commands.start(
-                name, *arguments, *joined, f"--process_id={i}", devices=1,
-                outputs=self.outputs[i],
+                name, *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
+                devices=1, outputs=self.outputs[i],
             )
             for i in range(count)
             if only in (None, i)

@@ -41,12 +41,15 @@ def drawn(trained, tmp_path_factory):
     said, results = tmp_path_factory.mktemp("drawn"), {}
     for count in (1, 2):
         out, name = said / f"pictures_{count}", f"scores_{count}"
+        out.mkdir()
         for command in (
-            ("sample", f"--out={out}", *PICTURES),
+            ("sample", f"--out={out}/PROCESS", *PICTURES),
             ("evaluate", f"--name={name}", *SCORES),
         ):
             group = Group(said, count, *command, f"--workdir={trained}")
             assert group.end() == [0] * count, group.said()
+        assert sum(path.is_file() for path in out.rglob("*")) == 66  # The first's alone.
+        out = out / "0"
         lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
         images = np.stack([np.asarray(Image.open(out / line["file_name"])) for line in lines])
         with (trained / "evaluation" / name / "sweep.csv").open() as file:
