@@ -14,7 +14,7 @@ class Watchdog:
     A process has one watchdog.
     """
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float | int) -> None:
         """The clock starts with the first beat."""
         self._seconds = seconds
 
