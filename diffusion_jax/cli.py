@@ -28,11 +28,11 @@ def run(main: Callable[[list[str]], None]) -> None:
     app.run(distributed.together()(main), flags_parser=parse)
 
 
-def start() -> None:
+def start(*, alone: bool = False) -> None:
     """Joins other processes, keeps compiled programs, and the log to what this project says.
 
     JAX_COMPILATION_CACHE_DIR says where programs are kept; by default the user's cache. Call it
-    first in main.
+    first in main, `alone` in commands that are not for several processes.
     """
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
@@ -40,8 +40,9 @@ def start() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
-    with bad_input():
-        distributed.join()
+    if not alone:
+        with bad_input():
+            distributed.join()
 
 
 @contextlib.contextmanager
