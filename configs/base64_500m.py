@@ -111,5 +111,6 @@ def get_config() -> ConfigDict:
 
     c.log_every, c.sample_every = 100, 10_000
     c.save_every, c.keep_last, c.keep_every = 1_000, 5, 100_000
+    c.step_timeout = 1_800  # Seconds; a step that takes longer hangs, and ends the process.
     c.prompts = ()  # A precomputed encoder draws the texts of the first pictures instead.
     return c

@@ -112,6 +112,7 @@ def get_config() -> ConfigDict:
 
     c.log_every, c.sample_every = 100, 1_000
     c.save_every, c.keep_last, c.keep_every = 1_000, 5, 10_000
+    c.step_timeout = 1_800  # Seconds; a step that takes longer hangs, and ends the process.
     c.prompts = (
         "A photo of a Shiba Inu dog with a backpack riding a bike",
         "A red cube on top of a blue sphere.",

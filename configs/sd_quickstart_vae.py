@@ -26,5 +26,6 @@ def get_config() -> ConfigDict:
 
     c.log_every, c.sample_every = 50, 600
     c.save_every, c.keep_last, c.keep_every = 600, 2, 0
+    c.step_timeout = quickstart.step_timeout
     c.prompts = ()
     return c

@@ -18,6 +18,7 @@ def check_run(run: Run, optimizer: Optimizer, data: Data) -> None:
         steps=run.steps, batch_size=run.batch_size, log_every=run.log_every,
         save_every=run.save_every, keep_last=run.keep_last, optimizer__lr=optimizer.lr,
         optimizer__accumulate=optimizer.accumulate, optimizer__clip=optimizer.clip,
+        step_timeout=run.step_timeout,
     )  # fmt: skip
     settings.within(0, 1, optimizer__b1=optimizer.b1, optimizer__b2=optimizer.b2)
     loop.make_optimizer(optimizer, run.steps)  # A schedule may not fit the number of steps.

@@ -1,4 +1,4 @@
-"""What the commands have in common: errors at the edge, and the cache of compiled programs."""
+"""What the commands have in common: errors at the edge, other processes, compiled programs."""
 
 import contextlib
 import os
@@ -10,6 +10,8 @@ from logging import WARNING, LogRecord
 
 import jax
 from absl import app, flags, logging
+
+from diffusion_jax import distributed
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -23,13 +25,14 @@ def run(main: Callable[[list[str]], None]) -> None:
             except (AttributeError, KeyError) as error:  # What ml_collections raises.
                 raise ValueError(_unknown_field(argv, str(error))) from error
 
-    app.run(main, flags_parser=parse)
+    app.run(distributed.together()(main), flags_parser=parse)
 
 
-def start() -> None:
-    """Keeps compiled programs between runs, and the log to what this project says.
+def start(*, alone: bool = False) -> None:
+    """Joins other processes, keeps compiled programs, and the log to what this project says.
 
-    JAX_COMPILATION_CACHE_DIR says where; by default the user's cache. Call it first in main.
+    JAX_COMPILATION_CACHE_DIR says where programs are kept; by default the user's cache. Call it
+    first in main, `alone` in commands that are not for several processes.
     """
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
@@ -37,6 +40,9 @@ def start() -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
+    if not alone:
+        with bad_input():
+            distributed.join()
 
 
 @contextlib.contextmanager
@@ -52,7 +58,7 @@ def bad_input(*more: type[Exception]) -> Iterator[None]:
 def _unknown_field(argv: list[str], text: str) -> str:
     """What --config.unet.embd_dim=3 means, of which ml_collections' text names the last part."""
     field = re.search(r"\w+", text)
-    given = [re.match(rf"--?config\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
+    given = [re.match(rf"--?\w+\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
     path = next((match[1] for match in given if match), None)
     if field is None or path is None:
         return text

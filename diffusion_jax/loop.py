@@ -1,7 +1,7 @@
 """The training loop, whole, for every system.
 
 Data -> sharded step -> metrics, pictures, checkpoints. It starts where the last whole checkpoint
-ends, and SIGTERM makes it save and stop.
+ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
 """
 
 import contextlib
@@ -26,6 +26,7 @@ from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.sharding import batch_sharding, place, place_all, replicated, shardings
 from diffusion_jax.task import Task, noise_level_means
 from diffusion_jax.train_state import Metrics, Params, TrainState
+from diffusion_jax.watchdog import Watchdog
 
 CHECKPOINTS = "checkpoints"
 _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
@@ -75,6 +76,7 @@ def train(
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
+        watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
         checkpoints = closing(
             Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
         )
@@ -95,16 +97,17 @@ def train(
         progress = _Progress(run, writer, flops, mesh.size, batches)
 
         for step in range(first + 1, run.steps + 1):
+            watchdog.beat()
             state, metrics = step_fn(state, frozen, batch, key)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
             if step % run.log_every == 0 or last:
                 progress.report(step)
             if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
-                with progress.paused():
+                with progress.paused(), watchdog.paused():
                     writer.write_images(step, {"samples": draw_examples(step, _averaged(state))})
             if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
-                with progress.paused():
+                with progress.paused(), watchdog.paused():
                     writer.write_scalars(step, evaluation.score(draw, _averaged(state)))
             if step % run.save_every == 0 or last:
                 with progress.paused():
@@ -153,6 +156,8 @@ def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Cal
     lowered = make_step(task, settings, tx, layout).lower(state, frozen, batch, key)
     compiled = lowered.compile()
     logging.info("compiled the train step in %.1f s", time.time() - start)
+    if jax.process_count() > 1:  # No step is to take the time that another process compiles.
+        multihost_utils.sync_global_devices("compiled")
     cost = lowered.cost_analysis() or {}
     return compiled, cost.get("flops", 0.0)
 

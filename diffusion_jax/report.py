@@ -69,7 +69,7 @@ class Run(NamedTuple):
 
 def main(argv: list[str]) -> None:
     """Reads the runs, writes the page."""
-    cli.start()
+    cli.start(alone=True)
     with cli.bad_input():
         if len(argv) < 2:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")

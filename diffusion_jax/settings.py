@@ -19,9 +19,9 @@ from diffusion_jax import files
 
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.
-_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every", "prompts",
-         "mesh.", "sampler.", "evaluation.", "data.threads", "data.path", "data.max_broken",
-         "text.store")  # fmt: skip
+_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
+         "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
+         "data.max_broken", "text.store")  # fmt: skip
 
 
 class Run(NamedTuple):
@@ -35,6 +35,8 @@ class Run(NamedTuple):
     save_every: int
     keep_last: int
     keep_every: int
+    step_timeout: int
+    """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...]
 
 
@@ -165,6 +167,12 @@ def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
     """
+    scheme, found, rest = str(workdir).partition(":/")
+    if found:
+        raise ValueError(
+            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
+            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
+        )
     path = pathlib.Path(workdir) / CONFIG
     now = json.loads(json.dumps(config.to_dict()))
     if path.exists():

@@ -10,7 +10,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, drawing, loop, settings, sharding, sheets
+from diffusion_jax import cli, distributed, drawing, loop, settings, sharding, sheets
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
@@ -88,7 +88,7 @@ def _train(
         )
     if int(state.step) < s.run.steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
-        sys.exit(143)
+        sys.exit(distributed.PREEMPTED)
     logging.info("done: %s", workdir)
 
 

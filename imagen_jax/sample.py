@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import app, flags, logging
 from PIL import Image
@@ -158,15 +159,19 @@ def _origin(text: int, captions: Sequence[str]) -> dict[str, Any]:
 
 
 def _draw(out, stages, texts, seeds, sizes, low_res, origins) -> None:
-    """Draws, and writes each batch as soon as it is there."""
+    """Draws, and writes each batch as soon as it is there; of several processes the first does."""
     lines, images = [], []
     batches = cascade.draw_batches(stages, texts, seeds, sizes, low_res)
     for by_stage in _with_progress(batches, len(seeds)):
+        if jax.process_index():
+            continue
         pixels = [sheets.to_uint8(drawn) for drawn in by_stage]
         for drawn in zip(*pixels, strict=True):
             n = len(lines)
             lines.append(_write_image(out, drawn, origins[n], seeds[n], stages))
             images.append(drawn[-1])
+    if jax.process_index():
+        return
     files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
     captions = [origin["text"] for origin in origins]
     sheets.write_png(out / "sheet.png", sheets.contact_sheet(np.stack(images), captions))

@@ -43,7 +43,7 @@ _STEP = flags.DEFINE_integer("checkpoint", None, "A step that was saved; default
 
 def main(argv: list[str]) -> None:
     """Runs one of the three commands."""
-    cli.start()
+    cli.start(alone=True)
     source, target = _FROM.value, _TO.value
     match argv[1:]:
         case ["verify", path]:

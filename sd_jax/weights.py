@@ -45,7 +45,7 @@ _TEXT = flags.DEFINE_string("text", None, "A diffusers directory with the text e
 
 def main(argv: list[str]) -> None:
     """Runs a command."""
-    cli.start()
+    cli.start(alone=True)
     match argv[1:]:
         case ["verify", path]:
             _verify(path)

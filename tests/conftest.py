@@ -19,7 +19,10 @@ jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # These share the runs that tests/imagen_jax/conftest.py trains.
-_TRAINED = {"test_train.py", "test_sample.py", "test_cascade.py", "test_evaluate.py"}
+_TRAINED = {
+    "test_train.py", "test_sample.py", "test_cascade.py", "test_evaluate.py",
+    "test_two_commands.py",
+}  # fmt: skip
 
 
 def pytest_collection_modifyitems(items):

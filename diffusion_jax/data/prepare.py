@@ -34,7 +34,7 @@ _DAMAGED_EXIT = 1
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
-    cli.start()
+    cli.start(alone=True)
     given, more = _parser().parse_known_args(arguments)
     if more and given.command != "download":
         _parser().error(f"unknown arguments {' '.join(more)}")

@@ -25,7 +25,7 @@ _USAGE = "Usage: python -m diffusion_jax.text verify CASE.npz | convert FOLDER O
 
 def main(argv: list[str]) -> None:
     """Runs a command."""
-    cli.start()
+    cli.start(alone=True)
     match argv[1:]:
         case ["verify", path]:
             _verify(path)

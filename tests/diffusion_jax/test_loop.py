@@ -19,7 +19,7 @@ from tests.diffusion_jax import toy
 
 RUN = Run(
     seed=5, steps=7, batch_size=8, log_every=100, sample_every=0, save_every=100, keep_last=2,
-    keep_every=0, prompts=(),
+    keep_every=0, step_timeout=600, prompts=(),
 )  # fmt: skip
 OPTIMIZER = Optimizer(
     lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,

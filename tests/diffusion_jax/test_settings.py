@@ -1,6 +1,7 @@
 """Configs at the edge: every mistake is named with its way out, and a workdir keeps its config."""
 
 import json
+import pathlib
 from typing import NamedTuple
 
 import jax
@@ -141,6 +142,12 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
     settings.claim(tmp_path, config(**{field: value}))
     kept = json.loads((tmp_path / "config.json").read_text())
     assert kept == json.loads(json.dumps(config(**{field: value}).to_dict()))
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_url_is_no_workdir(kind):
+    with pytest.raises(ValueError, match="workdir gs://bucket/run is a URL: give a folder"):
+        settings.claim(kind("gs://bucket/run"), config())
 
 
 def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 ROOT = pathlib.Path(__file__).parents[2]
 _SLOW_IMPORTS = ["imagen_jax.trained", "diffusion_jax.sweep", "ml_collections.config_flags"]
 # Unoptimised programs compile in half the time.
-_XLA_FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
+XLA_FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 
 _server = multiprocessing.get_context("forkserver")
 _server.set_forkserver_preload(_SLOW_IMPORTS)
@@ -99,7 +99,7 @@ def _command(name, arguments, devices, outputs, samples):
     for path, number in zip(outputs, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(ROOT)
-    os.environ["XLA_FLAGS"] = _XLA_FLAGS.format(devices)
+    os.environ["XLA_FLAGS"] = XLA_FLAGS.format(devices)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)

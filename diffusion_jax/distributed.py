@@ -1,0 +1,175 @@
+"""Several processes as one: who takes part, a start that ends, and one end for all.
+
+A command is alone unless it is told otherwise: by --coordinator, --num_processes and --process_id
+(or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment), or by the
+environment of Slurm's srun or of GKE's TPU pods with more than one process. On a TPU VM or under
+MPI, --distributed=on lets JAX find the others.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags, logging
+from jax.experimental import multihost_utils
+
+PREEMPTED = 143
+"""The exit code of a run that SIGTERM ended: saved, and to be started again."""
+
+_DISTRIBUTED = flags.DEFINE_enum(
+    "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
+)
+_COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is.", lower_bound=0)
+_TIMEOUT = flags.DEFINE_integer(
+    "join_timeout", 300, "Seconds to wait for the others at the start.", lower_bound=1
+)
+
+
+def join() -> None:
+    """Joins the other processes, if there are any; call it before anything touches a device.
+
+    The first logs a table of processes and devices, and from then on what all do. ValueError if
+    it is not clear who takes part. If not all are there after --join_timeout seconds, this process
+    ends with code 1.
+    """
+    asked = _DISTRIBUTED.value
+    who = _explicit(os.environ) or _detected(os.environ)
+    if asked == "off" or (asked == "auto" and who is None):
+        return
+    with _deadline(_TIMEOUT.value, who or {}):
+        jax.distributed.initialize(
+            **(who or {}),
+            # JAX would end the process by a signal, without a word on what to do.
+            initialization_timeout=_TIMEOUT.value + 60,
+        )
+        hosts = _hosts()
+    logging.info("process %d of %d", jax.process_index(), jax.process_count())
+    if jax.process_index():
+        logging.set_verbosity(logging.WARNING)  # The first says what all do.
+    logging.info("processes and devices\n%s", table(hosts, jax.devices()))
+
+
+def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
+    """A line for each process: its number, its host, its devices."""
+    rows = [("process", "host", "devices")]
+    for process, host in enumerate(hosts):
+        mine = [device for device in devices if device.process_index == process]
+        ids = ",".join(str(device.id) for device in mine)
+        rows.append((str(process), host, f"{len(mine)} x {mine[0].device_kind} (ids {ids})"))
+    width = max(len(host) for _, host, _ in rows)
+    return "\n".join(f"{number:>7}  {host:<{width}}  {what}" for number, host, what in rows)
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Of several processes: all wait for the last at a good end, and none does at a failure.
+
+    Without it the interpreter of a process that failed would wait for the others, which wait for
+    it, and end by a signal that hides the exit code.
+    """
+    try:
+        yield
+    except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if jax.distributed.is_initialized() and code not in (None, 0, PREEMPTED):
+            if not isinstance(error, SystemExit):
+                traceback.print_exc()
+            _end(code if isinstance(code, int) else 1)
+        jax.distributed.shutdown()
+        raise
+    jax.distributed.shutdown()
+
+
+def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """What the flags or JAX's variables say; ValueError if they say a part alone."""
+    number = lambda name: int(environment[name]) if environment.get(name) else None
+    said = {
+        "coordinator_address": _COORDINATOR.value or environment.get("JAX_COORDINATOR_ADDRESS"),
+        "num_processes": _PROCESSES.value or number("JAX_NUM_PROCESSES"),
+        "process_id": number("JAX_PROCESS_ID") if _PROCESS.value is None else _PROCESS.value,
+    }
+    if said["num_processes"] == 1 or all(value is None for value in said.values()):
+        return None
+    missing = [name for name, value in said.items() if value is None]
+    if missing:
+        raise ValueError(
+            f"of several processes {', '.join(missing)} is not said: give --coordinator=HOST:PORT, "
+            "--num_processes and --process_id together, or JAX_COORDINATOR_ADDRESS, "
+            "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+        )
+    if said["process_id"] >= said["num_processes"]:
+        raise ValueError(
+            f"process_id {said['process_id']} of {said['num_processes']} processes: they are "
+            f"numbered from 0 to {said['num_processes'] - 1}"
+        )
+    if not re.fullmatch(r".+:\d+", said["coordinator_address"]):
+        raise ValueError(f"coordinator {said['coordinator_address']!r} is not HOST:PORT")
+    return said | {"cluster_detection_method": "deactivate"}
+
+
+def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
+    """What JAX is to ask, if the environment is that of several processes."""
+    if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
+        return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_ids(environment)}
+    hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
+    if "," in hosts or int(environment.get("MEGASCALE_NUM_SLICES", 1)) > 1:
+        return {"cluster_detection_method": "gketpu"}
+    return None
+
+
+def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
+    """All GPUs of the node for its only task, of which JAX would take the first alone."""
+    alone = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
+        return None
+    return list(range(int(environment.get("SLURM_GPUS_ON_NODE") or 0))) or None
+
+
+def _hosts() -> list[str]:
+    """The name of each process's host; the first thing that all do together."""
+    name = np.zeros(64, np.uint8)
+    raw = socket.gethostname().encode()[:64]
+    name[: len(raw)] = np.frombuffer(raw, np.uint8)
+    rows = multihost_utils.process_allgather(name)
+    return [bytes(row).rstrip(b"\0").decode() for row in np.atleast_2d(rows)]
+
+
+@contextlib.contextmanager
+def _deadline(seconds: int, who: Mapping[str, Any]) -> Iterator[None]:
+    """Ends the process with a message if what is inside takes longer."""
+
+    def give_up():
+        process = "this process" if "process_id" not in who else f"process {who['process_id']}"
+        others = f"all {who['num_processes']}" if "num_processes" in who else "all"
+        where = who.get("coordinator_address", "the address that JAX found")
+        print(
+            f"error: {process} waited {seconds} s for {others} to meet at {where}: look whether "
+            "each was started, with the same number of processes and an id of its own, and "
+            "whether the port is open; --join_timeout waits longer",
+            file=sys.stderr,
+        )
+        _end(1)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

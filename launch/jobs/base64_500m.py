@@ -1,0 +1,31 @@
+"""The 500M base model on a slice of 64 v5p chips, for GKE; see docs/launch.md for the others."""
+
+from ml_collections import ConfigDict
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.name = "base64-500m"
+    c.command = "imagen_jax.train"
+    c.config = "configs/base64_500m.py"
+    c.overrides = ()  # Of the config, such as "optimizer.lr=2e-4".
+    c.flags = ()
+    c.sweep = ()  # Such as (("seed=1",), ("seed=2",)): a run for each.
+
+    c.accelerator = "v5p:4x4x4"  # Or h100:64; launch/accelerators.py lists them.
+    c.slices = 1
+    c.image = ""
+    c.workdir = ""
+    c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".
+
+    c.gke = dict(
+        namespace="default",
+        service_account="",
+        queue="",
+        secret="imagen-sd-jax",
+        spot=False,
+        restarts=10,
+        grace=300,
+    )
+    c.slurm = dict(partition="", account="", time="24:00:00", grace=300, setup="")
+    return c

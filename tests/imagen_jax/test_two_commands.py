@@ -1,0 +1,80 @@
+"""Two processes of each command do what one does: go on training, draw, score."""
+
+import csv
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax import checkpoint, log, loop
+from tests.imagen_jax.conftest import TINY
+from tests.processes import Group
+
+# As many pictures as a batch of the scores has, so that both are drawn by one program.
+PICTURES = ("--prompt=a red seven on gray paper", "--num_images=64", "--guidance=3")
+SCORES = ("--guidance=1,3", "--num_heldout=1", "--batch_size=64")
+
+
+def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):
+    workdir = tmp_path / "run"
+    shutil.copytree(interrupted.workdir, workdir)
+    first, last = checkpoint.steps(workdir / loop.CHECKPOINTS)[-2:]
+    shutil.rmtree(workdir / loop.CHECKPOINTS / str(last))
+    run = (f"--workdir={workdir}", f"--config.steps={interrupted.steps}")
+    group = Group(tmp_path, 2, "train", *TINY, *run)
+    assert group.end() == [0, 0], group.said()
+    manifest = json.loads((workdir / log.MANIFEST).read_text())["runs"][-1]
+    assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
+    assert checkpoint.steps(workdir / loop.CHECKPOINTS) == [first, last]
+    expected, actual = (log.read_metrics(path / log.METRICS)[first:] for path in (trained, workdir))
+    assert [line["step"] for line in actual] == list(range(first + 1, last + 1))
+    for name in ("step", "loss", "grad_norm"):
+        columns = [[line[name] for line in lines] for lines in (actual, expected)]
+        np.testing.assert_allclose(*columns, rtol=1e-4)  # Sums over the batch in another order.
+
+
+@pytest.fixture(scope="module")
+def drawn(trained, tmp_path_factory):
+    """{number of processes: (pictures, metadata, rows of scores)}."""
+    said, results = tmp_path_factory.mktemp("drawn"), {}
+    for count in (1, 2):
+        out, name = said / f"pictures_{count}", f"scores_{count}"
+        out.mkdir()
+        for command in (
+            ("sample", f"--out={out}/PROCESS", *PICTURES),
+            ("evaluate", f"--name={name}", *SCORES),
+        ):
+            group = Group(said, count, *command, f"--workdir={trained}")
+            assert group.end() == [0] * count, group.said()
+        assert sum(path.is_file() for path in out.rglob("*")) == 66  # The first's alone.
+        out = out / "0"
+        lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+        images = np.stack([np.asarray(Image.open(out / line["file_name"])) for line in lines])
+        with (trained / "evaluation" / name / "sweep.csv").open() as file:
+            results[count] = images.astype(int), lines, list(csv.DictReader(file))
+        shutil.rmtree(trained / "evaluation" / name)  # Other tests count what is there.
+    return results
+
+
+def test_two_draw_what_one_draws(drawn):
+    (images, lines, _), (expected, expected_lines, _) = drawn[2], drawn[1]
+    assert len(images) == 64 and images.std() > 5
+    np.testing.assert_allclose(images, expected, atol=1)  # Rounding to uint8.
+    assert lines == expected_lines
+
+
+def test_two_score_what_one_scores(drawn):
+    for row, expected in zip(drawn[2][2], drawn[1][2], strict=True):
+        assert row.keys() == expected.keys()
+        for name in row.keys() - {"features_share_of_time", "ema"}:
+            # A picture whose pixels round the other way may be read as another digit.
+            actual, wanted = float(row[name]), float(expected[name])
+            np.testing.assert_allclose(actual, wanted, rtol=0.02, atol=2 / 290)
+
+
+def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
+    group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
+    assert group.end() == [2, 2]
+    assert "error: batch_size 3 does not divide over" in group.said()

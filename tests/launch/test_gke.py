@@ -1,0 +1,197 @@
+"""Manifests against the schema of JobSet, and what they say: who runs what, where, how often.
+
+The schema is that of the custom resource definition of kubernetes-sigs/jobset (Apache-2.0, August
+2026), which holds those of Job and Pod, without its texts.
+"""
+
+import gzip
+import json
+import pathlib
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.launch.launching import BASE, SWEEP, printed, refused
+
+FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+THERE = ("--job.image=registry/name:tag", "--job.workdir=gs://bucket/runs/base64")
+
+
+def strict(schema):
+    """The schema without room for fields that it does not name."""
+    if isinstance(schema, list):
+        return [strict(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    closed = {key: strict(value) for key, value in schema.items()}
+    if isinstance(schema.get("properties"), dict) and "type" in schema:
+        closed.setdefault("additionalProperties", False)
+    return closed
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = json.loads(gzip.decompress((FIXTURES / "jobset_schema.json.gz").read_bytes()))
+    # Kubernetes itself checks metadata, of which the definition says nothing.
+    schema["properties"]["metadata"] = {}
+    return jsonschema.Draft202012Validator(strict(schema))
+
+
+@pytest.fixture(scope="module")
+def rendered(validator):
+    """Checked manifests, and the table, of a command's arguments."""
+
+    def render(*arguments):
+        text, table = printed("gke", *arguments)
+        manifests = list(yaml.safe_load_all(text))
+        for manifest in manifests:
+            validator.validate(manifest)
+        return manifests, table
+
+    return render
+
+
+@pytest.fixture(scope="module")
+def tpu(rendered):
+    ((manifest,), _) = rendered(
+        BASE, *THERE, "--job.accelerator=v6e:16x16", "--job.slices=2", "--job.gke.spot=true",
+        "--job.gke.queue=team", "--job.secrets=('HF_TOKEN',)",
+        "--job.overrides=('optimizer.lr=2e-4',)",
+    )  # fmt: skip
+    return manifest
+
+
+def parts(manifest):
+    """The worker, its job, its pod, its container."""
+    (worker,) = manifest["spec"]["replicatedJobs"]
+    job = worker["template"]["spec"]
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    return worker, job, pod, container
+
+
+def test_the_schema_refuses_what_is_misspelt(tpu, validator):
+    for path in (("spec", "failurePolcy"), ("spec", "replicatedJobs", 0, "template", "spec", "x")):
+        wrong = json.loads(json.dumps(tpu))
+        place = wrong
+        for step in path[:-1]:
+            place = place[step]
+        place[path[-1]] = {}
+        with pytest.raises(jsonschema.ValidationError, match=path[-1]):
+            validator.validate(wrong)
+
+
+def test_a_tpu_job_has_a_pod_a_host_in_each_slice(tpu):
+    worker, job, pod, container = parts(tpu)
+    assert (worker["replicas"], job["parallelism"], job["completions"]) == (2, 64, 64)
+    assert job["completionMode"] == "Indexed"
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v6e-slice",
+        "cloud.google.com/gke-tpu-topology": "16x16",
+        "cloud.google.com/gke-spot": "true",
+    }
+    assert container["resources"]["limits"] == {"google.com/tpu": 4}
+    (toleration,) = pod["tolerations"]
+    assert toleration["key"] == "cloud.google.com/gke-spot"
+    assert tpu["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
+    assert tpu["metadata"]["annotations"] == {
+        "alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"
+    }
+
+
+def test_it_runs_the_command_on_the_mounted_bucket(tpu):
+    _, job, pod, container = parts(tpu)
+    assert [*container["command"], *container["args"]] == [
+        "python", "-m", "imagen_jax.train", "--config=configs/base64_500m.py",
+        "--config.optimizer.lr=2e-4", "--workdir=/gcs/bucket/runs/base64",
+    ]  # fmt: skip
+    assert container["image"] == "registry/name:tag"
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/gcs/bucket"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["csi"]["volumeAttributes"]["bucketName"] == "bucket"
+    assert job["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+
+
+def test_a_secret_is_named_and_not_written(tpu):
+    *_, container = parts(tpu)
+    assert container["env"] == [
+        {"name": "HF_TOKEN", "valueFrom": {
+            "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}}
+    ]  # fmt: skip
+
+
+def outcome(manifest, code):
+    """What becomes of a run whose pod ends with this exit code, as Kubernetes and JobSet decide."""
+    job = parts(manifest)[1]
+    rules = enumerate(job["podFailurePolicy"]["rules"])
+    matched = [i for i, rule in rules if code in rule.get("onExitCodes", {"values": []})["values"]]
+    reason, message = "BackoffLimitExceeded", "Job has reached the specified backoff limit"
+    if matched:
+        reason = "PodFailurePolicy"
+        message = (
+            f"Container main for pod default/p failed with exit code {code} matching FailJob rule "
+            f"at index {matched[0]}"
+        )
+    for rule in manifest["spec"]["failurePolicy"]["rules"]:
+        patterns = rule.get("onJobFailureMessagePatterns", [""])
+        if reason in rule["onJobFailureReasons"] and any(p in message for p in patterns):
+            return rule["action"]
+    return "RestartJobSet"
+
+
+def test_preemption_is_free_failure_counts_and_bad_input_ends_it(tpu):
+    assert outcome(tpu, 143) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert outcome(tpu, 2) == "FailJobSet"
+    assert outcome(tpu, 1) == outcome(tpu, 134) == "RestartJobSet"
+    assert tpu["spec"]["failurePolicy"]["maxRestarts"] == 10
+    assert (parts(tpu)[1]["backoffLimit"], parts(tpu)[2]["restartPolicy"]) == (0, "Never")
+
+
+@pytest.fixture(scope="module")
+def sweep(rendered):
+    return rendered(SWEEP, *THERE, "--job.accelerator=h100:64")
+
+
+def test_processes_on_gpus_find_one_another(sweep):
+    worker, job, pod, container = parts(sweep[0][1])
+    assert (worker["replicas"], job["completions"]) == (1, 8)
+    assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    first, number, which = container["env"]
+    assert first["name"] == "JAX_COORDINATOR_ADDRESS"
+    assert first["value"] == "quickstart-1-worker-0-0.quickstart-1:55527"
+    assert number == {"name": "JAX_NUM_PROCESSES", "value": "8"}
+    path = which["valueFrom"]["fieldRef"]["fieldPath"]
+    assert which["name"] == "JAX_PROCESS_ID" and "job-completion-index" in path
+
+
+def test_a_sweep_is_a_run_each_with_a_table(sweep):
+    manifests, table = sweep
+    assert [m["metadata"]["name"] for m in manifests] == [f"quickstart-{i}" for i in range(3)]
+    arguments = [parts(m)[3]["args"] for m in manifests]
+    assert [a[2:] for a in arguments] == [
+        [f"--config.seed={i}", f"--workdir=/gcs/bucket/runs/base64/{i}"] for i in range(3)
+    ]
+    assert table == "".join(
+        f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--job.workdir=gs://b/r",), "job.image is empty: build one with launch/Dockerfile"),
+        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', a folder that ends with its"),
+        (("--job.image=i",), "job.workdir is empty: say where the run is kept"),
+        ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
+        ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
+        ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
+        ((*THERE, "--job.accelerator=h100:8", "--job.slices=2"), "h100:8 is no TPU"),
+        ((*THERE, "--job.sweep=(('seed=1',), ('optimizer.lrr=1',), ('seed=2',))"),
+         "unknown config field optimizer.lrr: did you mean optimizer.lr?"),
+        ((*THERE, "--job.config=nope.py"), "job.config is 'nope.py', and there is no such file"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+    assert message in refused("gke", BASE, *arguments)

@@ -1,0 +1,110 @@
+"""Scripts for sbatch, run by bash with commands of Slurm's names in its place."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from tests.launch.launching import BASE, SWEEP, printed, refused
+
+# Each says what it was called with. srun is the command until scancel tells it to stop.
+STAND_INS = {
+    "srun": 'echo "srun $*" >> said; trap "exit 143" TERM; echo $$ > pid; $WORK & wait; exit $CODE',
+    "scancel": 'echo "scancel $*" >> said; kill -TERM "$(cat pid)"',
+    "scontrol": 'echo "scontrol $*" >> said',
+}
+
+
+@pytest.fixture(scope="module")
+def rendered():
+    return printed(
+        "slurm", SWEEP, "--job.workdir=/shared/runs", "--job.accelerator=h100:16",
+        "--job.image=registry#name:tag", "--job.overrides=(\"prompts=('a b',)\",)",
+        "--job.slurm.partition=gpu", "--job.slurm.setup=export READY=1",
+        "--job.secrets=('HF_TOKEN',)",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def script(rendered):
+    return rendered[0].split("#!/bin/bash\n")[2]
+
+
+def test_a_node_is_a_process_with_all_its_gpus(script):
+    options = dict(
+        line.removeprefix("#SBATCH --").split("=", 1)
+        for line in script.splitlines()
+        if line.startswith("#SBATCH --") and "=" in line
+    )
+    assert (options["nodes"], options["ntasks-per-node"], options["gpus-per-node"]) == (
+        "2", "1", "8",
+    )  # fmt: skip
+    assert (options["partition"], options["signal"]) == ("gpu", "B:USR1@300")
+    assert "account" not in options and "#SBATCH --requeue\n" in script
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4,5,6,7\n" in script
+
+
+def run(script, folder, *, work="true", code=0, signal=None, **environment):
+    """(exit code, what the stand-ins were called with)."""
+    for name, content in STAND_INS.items():
+        path = folder / name
+        path.write_text(f"#!/bin/bash\n{content}\n")
+        path.chmod(0o755)
+    environment = {
+        **os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "WORK": work,
+        "CODE": str(code), **environment,
+    }  # fmt: skip
+    process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment)
+    if signal:
+        deadline = time.monotonic() + 30
+        while not (folder / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal)
+    ended = process.wait(timeout=60)
+    said = folder / "said"
+    return ended, said.read_text().splitlines() if said.exists() else []
+
+
+def test_srun_gets_the_command_whole(script, tmp_path):
+    code, said = run(script, tmp_path, HF_TOKEN="x")
+    assert (code, said) == (0, [
+        "srun --kill-on-bad-exit=1 --container-image registry#name:tag --container-mounts "
+        "/shared/runs/1:/shared/runs/1 python -m imagen_jax.train --config=configs/quickstart.py "
+        "--config.prompts=('a b',) --config.seed=1 --workdir=/shared/runs/1"
+    ])  # fmt: skip
+
+
+def test_out_of_time_it_is_told_to_save_and_queued_again(script, tmp_path):
+    code, said = run(script, tmp_path, work="sleep 30", signal=10, HF_TOKEN="x")
+    assert code == 143
+    assert said[1:] == ["scancel --signal=TERM 7.0", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize("ended", [1, 2, 143])
+def test_a_failure_and_a_cancelled_run_are_not_queued_again(script, tmp_path, ended):
+    code, said = run(script, tmp_path, code=ended, HF_TOKEN="x")
+    assert (code, len(said)) == (ended, 1)
+
+
+def test_a_secret_that_is_not_set_ends_it_before_it_starts(script, tmp_path):
+    code, said = run(script, tmp_path)
+    assert code != 0 and said == []
+
+
+def test_a_sweep_is_a_script_each(rendered):
+    text, table = rendered
+    assert text.count("#!/bin/bash\n") == 3
+    assert table.splitlines()[2] == "quickstart-2  /shared/runs/2  seed=2"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "Slurm has GPUs, such as h100:64"),
+        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "give a folder that all nodes see"),
+        (("--job.workdir=gs://b/x", "--job.accelerator=h100:8"), "give a folder that all nodes"),
+    ],
+)
+def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+    assert message in refused("slurm", BASE, *arguments)

@@ -1,0 +1,36 @@
+"""What XManager is given, and what its release cannot run."""
+
+import pytest
+
+from tests.launch.launching import SWEEP, printed, refused
+
+CLOUD = ("--executor=vertex", "--job.image=registry/name:tag", "--job.workdir=gs://bucket/x")
+
+
+def test_here_a_run_is_a_command_of_this_python():
+    text, table = printed("xm", SWEEP, "--job.workdir=runs/sweep")
+    assert text.splitlines() == [
+        f"python -m imagen_jax.train --config=configs/quickstart.py --config.seed={i} "
+        f"--workdir=runs/sweep/{i}"
+        for i in range(3)
+    ]
+    assert table.splitlines()[2] == "quickstart-2  runs/sweep/2  seed=2"
+
+
+def test_on_vertex_its_folder_is_the_mounted_bucket():
+    text, _ = printed("xm", SWEEP, *CLOUD, "--job.accelerator=a100:8")
+    assert text.splitlines()[1].endswith("--config.seed=1 --workdir=/gcs/bucket/x/1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((*CLOUD, "--job.accelerator=h100:8"), "for a100:1 to a100:8 alone; use launch.gke"),
+        ((*CLOUD, "--job.accelerator=a100:16"), "for a100:1 to a100:8 alone; use launch.gke"),
+        ((*CLOUD, "--job.accelerator=a100:1", "--job.image="), "job.image is empty"),
+        (("--job.workdir=gs://bucket/x",), "give a folder of this machine"),
+        (("--job.workdir=x", "--job.secrets=('A',)"), "XManager keeps none"),
+    ],
+)
+def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
+    assert message in refused("xm", SWEEP, *arguments)

@@ -1,0 +1,64 @@
+"""Several processes of one command, joined through a port of this machine.
+
+Every wait is bounded: a hang is a failure that prints what each process said.
+"""
+
+import socket
+import time
+
+from diffusion_jax import log
+from tests.imagen_jax import commands
+
+PATIENCE = 240  # Seconds, of a machine that has other work.
+
+
+class Group:
+    """The processes of one command; PROCESS in its arguments is the number of each."""
+
+    def __init__(self, folder, count, name, *arguments, only=None):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        folder.mkdir(exist_ok=True)
+        self.outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
+        joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
+        joined += ["--process_id=PROCESS"]
+        self.processes = [
+            commands.start(
+                name, *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
+                devices=1, outputs=self.outputs[i],
+            )
+            for i in range(count)
+            if only in (None, i)
+        ]  # fmt: skip
+
+    def end(self, of=None):
+        """Exit codes, once all (or the first few) have ended."""
+        deadline = time.monotonic() + PATIENCE
+        for process in self.processes[:of]:
+            process.join(max(0, deadline - time.monotonic()))
+        hung = [process for process in self.processes[:of] if process.is_alive()]
+        for process in self.processes if hung else ():
+            process.kill()
+        assert not hung, self.said()
+        return [process.exitcode for process in self.processes[:of]]
+
+    def said(self):
+        said = (path.read_text() for pair in self.outputs for path in pair if path.exists())
+        return "\n".join(said)
+
+    def wait_for_step(self, workdir, step):
+        deadline = time.monotonic() + PATIENCE
+        while time.monotonic() < deadline:
+            if last_step(workdir) >= step:
+                return
+            assert all(process.is_alive() for process in self.processes), self.said()
+            time.sleep(0.01)
+        raise AssertionError(self.said())
+
+
+def last_step(workdir):
+    """Of the metrics; 0 before the first."""
+    path = workdir / log.METRICS
+    lines = log.read_metrics(path) if path.exists() else []
+    return lines[-1]["step"] if lines else 0
