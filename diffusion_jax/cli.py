@@ -11,6 +11,8 @@ from logging import WARNING, LogRecord
 import jax
 from absl import app, flags, logging
 
+from diffusion_jax import xla_flags
+
 
 def run(main: Callable[[list[str]], None]) -> None:
     """absl's app.run; a flag or config value that cannot be is one message and exit code 2."""
@@ -27,10 +29,13 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start() -> None:
-    """Keeps compiled programs between runs, and the log to what this project says.
+    """Checks XLA_FLAGS, keeps compiled programs, and the log to what this project says.
 
-    JAX_COMPILATION_CACHE_DIR says where; by default the user's cache. Call it first in main.
+    JAX_COMPILATION_CACHE_DIR says where they are kept; by default the user's cache. Call it first
+    in main.
     """
+    with bad_input():
+        xla_flags.check()
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
