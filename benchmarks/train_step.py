@@ -3,10 +3,10 @@
     python -m benchmarks.train_step --config=configs/base64_500m.py --batch=256
 
 Prints one line of JSON. samples_per_second is from the median step after the warm-up, with the
-state donated as in training; tflops uses the program's own count of floating-point operations
-(before compilation, and so with rematerialised ones), of which known_tflop_per_sample holds the
-analytic count of matrix products and convolutions where one is known; mfu divides by the peak
-bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py does not list.
+state donated as in training; tflops uses the count of diffusion_jax/flops.py (which holds what is
+computed twice), of which known_tflop_per_sample holds the count from papers where one is known; mfu
+divides by the peak bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py
+does not list.
 """
 
 import json
@@ -16,17 +16,18 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import app
+from absl import flags as absl_flags
 from ml_collections import config_flags
 
-from diffusion_jax import cli, hardware, loop, sharding, train_state
+from diffusion_jax import cli, flops, hardware, loop, sharding, train_state
 from diffusion_jax.text import TextEncoder
 from imagen_jax import task
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
-_BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
-_WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
+_BATCH = absl_flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
+_STEPS = absl_flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
+_WARMUP = absl_flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
 _KNOWN_TFLOP = {
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> None:
     traced, trace_s = _timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = _timed(traced.lower)
     compiled, compile_s = _timed(lowered.compile)
-    flops = (lowered.cost_analysis() or {}).get("flops", 0.0)
+    work = flops.count(traced.jaxpr.jaxpr)
     seconds, metrics = [], {}
     for _ in range(_WARMUP.value + _STEPS.value):
         start = time.perf_counter()
@@ -77,16 +78,16 @@ def main(argv: list[str]) -> None:
     memory = hardware.memory(device)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     result = {
-        "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
+        "config": str(config_flags.get_config_filename(absl_flags.FLAGS["config"])),
         "parameters": parameters,
         "batch": batch_size,
         "samples_per_second": batch_size / median,
         "step_ms": 1e3 * median,
         "step_ms_min_max": [1e3 * min(seconds[_WARMUP.value :]), 1e3 * max(seconds)],
-        "tflops": flops / median / 1e12,
-        "tflop_per_sample": flops / batch_size / 1e12,
+        "tflops": work / median / 1e12,
+        "tflop_per_sample": work / batch_size / 1e12,
         "known_tflop_per_sample": _KNOWN_TFLOP.get(parameters),
-        "mfu": hardware.utilization(flops, median, device.device_kind, mesh.size),
+        "mfu": hardware.utilization(work, median, device.device_kind, mesh.size),
         "peak_memory_gib": memory and memory.peak / 2**30,
         "trace_s": trace_s,
         "lower_s": lower_s,
@@ -117,5 +118,5 @@ def _timed(work):
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "batch"])
+    absl_flags.mark_flags_as_required(["config", "batch"])
     cli.run(main)
