@@ -95,6 +95,8 @@ class Settings(NamedTuple):
 
 
 RULES: sharding.Rules = [
+    (r"conv1/kernel$", sharding.OUTPUTS),  # Of residual blocks, between which lies a group norm.
+    (r"conv2/kernel$", sharding.INPUTS),
     (r"(kernel|null_token|embedding)$", sharding.FSDP),
     (r"(bias|scale|frequencies)$", sharding.P()),
 ]
