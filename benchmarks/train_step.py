@@ -16,18 +16,18 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app
-from absl import flags as absl_flags
+from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, flops, hardware, loop, sharding, train_state
-from diffusion_jax.text import TextEncoder
+from diffusion_jax.text import TextEncoder, registry
 from imagen_jax import task
+from imagen_jax.settings import Settings, read_settings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
-_BATCH = absl_flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
-_STEPS = absl_flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
-_WARMUP = absl_flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
+_WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
 _KNOWN_TFLOP = {
@@ -48,10 +48,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
     with cli.bad_input():
-        s = task.read_settings(config.to_dict())
+        s = read_settings(config.to_dict())
         mesh = sharding.make_mesh(*s.mesh)
         sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
-        encoder = task.text_encoder(s.text)
+        encoder = registry.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
@@ -78,7 +78,7 @@ def main(argv: list[str]) -> None:
     memory = hardware.memory(device)
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     result = {
-        "config": str(config_flags.get_config_filename(absl_flags.FLAGS["config"])),
+        "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
         "parameters": parameters,
         "batch": batch_size,
         "samples_per_second": batch_size / median,
@@ -100,7 +100,7 @@ def main(argv: list[str]) -> None:
     print(json.dumps(result))
 
 
-def _batch(s: task.Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
+def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
     """Random pictures, and texts as long as the encoder keeps them."""
     rng = np.random.default_rng(0)
     side, tokens = s.unet.image_size, s.text.max_tokens
@@ -118,5 +118,5 @@ def _timed(work):
 
 
 if __name__ == "__main__":
-    absl_flags.mark_flags_as_required(["config", "batch"])
+    flags.mark_flags_as_required(["config", "batch"])
     cli.run(main)

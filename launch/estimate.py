@@ -19,7 +19,6 @@ USABLE = 0.9
 _COPIES = 1.3  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
 _SAMPLES = 1009  # A prime, so that a size which it divides is one of the batch.
 _TOKENS, _CAPTION = 25, 100  # Of a caption, on average: T5 tokens, bytes.
-_JPEG = 0.48  # Bytes a pixel at quality 95: docs/benchmarks.md, input pipeline.
 
 
 class Traced(NamedTuple):
@@ -231,8 +230,8 @@ def plan(
 def disk(model: Model, pictures: int) -> dict[str, int]:
     """Bytes of the checkpoints that a run keeps, and of a data set of so many pictures.
 
-    Pictures are JPEGs of quality 95 at the size that is trained on; texts, where the network reads
-    stored ones, a store of int8 embeddings of 25 tokens.
+    Pictures are JPEGs of quality 95 at the size that is trained on, or moments; texts, where the
+    network reads stored ones, a store of int8 embeddings of 25 tokens.
     """
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.state))
     run = model.run
@@ -245,7 +244,7 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
         "checkpoints_kept": kept,
         "checkpoints": state * kept,
         "pictures": pictures,
-        "data": int(pictures * (model.pixels * _JPEG + text)),
+        "data": int(pictures * (model.stored + text)),
     }
 
 

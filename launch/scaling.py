@@ -15,7 +15,7 @@ from launch import compiling, estimate, systems, targets
 from launch.estimate import Traced
 from launch.targets import Target
 
-CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m")
+CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
 _KINDS = ("h100", "v5p")
 DEVICES = (1, 8, 16, 32, 64, 128, 256, 512)
 _TORUS = {1: (1, 1, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8),

@@ -8,7 +8,9 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax import drawing, loop, sharding, train_state
+from diffusion_jax.text import registry
 from imagen_jax import task
+from imagen_jax.settings import read_settings
 
 MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
 
@@ -22,10 +24,10 @@ def system():
     # With Adam's own epsilon a step would not depend on the size of a gradient, but on the sign of
     # what float32 leaves of it.
     c.optimizer.update(schedule="constant", warmup=0, lr=1e-2, eps=0.1)
-    settings = task.read_settings({**c.to_dict(), "prompts": ("a",)})
+    settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
     texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
-    encoder = task.text_encoder(settings.text)
+    encoder = registry.open_encoder(settings.text)
     batch = {"image": rng.integers(0, 256, (8, 16, 16, 3), np.uint8), **encoder.tokenize(texts)}
     return settings, task.make_task(settings, encoder), batch
 
