@@ -7,10 +7,10 @@
 "moments" has CLIP in the step too, "images" also the VAE. No weights are needed for any of them.
 
 Prints one line of JSON. samples_per_second is from the median step after the warm-up, with the
-state donated as in training; tflops uses the program's own count of floating-point operations
-(before compilation, and so with rematerialised ones), of which known_tflop_per_sample holds the
-analytic count of matrix products and convolutions where one is known; mfu divides by the peak
-bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py does not list.
+state donated as in training; tflops uses the count of diffusion_jax/flops.py (which holds what is
+computed twice), of which known_tflop_per_sample holds the count from papers where one is known; mfu
+divides by the peak bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py
+does not list.
 """
 
 import json
@@ -26,7 +26,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from benchmarks import sd_inputs
-from diffusion_jax import cli, hardware, loop, sharding, train_state
+from diffusion_jax import cli, flops, hardware, loop, sharding, train_state
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
 from imagen_jax import task as imagen_task
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
     traced, trace_s = _timed(lambda: step.trace(state, frozen, batch, key))
     lowered, lower_s = _timed(traced.lower)
     compiled, compile_s = _timed(lowered.compile)
-    flops = (lowered.cost_analysis() or {}).get("flops", 0.0)
+    work = flops.count(traced.jaxpr.jaxpr)
     seconds, metrics = [], {}
     for _ in range(_WARMUP.value + _STEPS.value):
         start = time.perf_counter()
@@ -100,10 +100,10 @@ def main(argv: list[str]) -> None:
         "samples_per_second": batch_size / median,
         "step_ms": 1e3 * median,
         "step_ms_min_max": [1e3 * min(seconds[_WARMUP.value :]), 1e3 * max(seconds)],
-        "tflops": flops / median / 1e12,
-        "tflop_per_sample": flops / batch_size / 1e12,
+        "tflops": work / median / 1e12,
+        "tflop_per_sample": work / batch_size / 1e12,
         "known_tflop_per_sample": _known_tflop(parameters, s),
-        "mfu": hardware.utilization(flops, median, device.device_kind, mesh.size),
+        "mfu": hardware.utilization(work, median, device.device_kind, mesh.size),
         "peak_memory_gib": memory and memory.peak / 2**30,
         "trace_s": trace_s,
         "lower_s": lower_s,

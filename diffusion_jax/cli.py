@@ -11,7 +11,7 @@ from logging import WARNING, LogRecord
 import jax
 from absl import app, flags, logging
 
-from diffusion_jax import distributed
+from diffusion_jax import distributed, xla_flags
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -29,11 +29,13 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start(*, alone: bool = False) -> None:
-    """Joins other processes, keeps compiled programs, and the log to what this project says.
+    """Checks XLA_FLAGS, joins other processes, keeps compiled programs, quiets other libraries.
 
     JAX_COMPILATION_CACHE_DIR says where programs are kept; by default the user's cache. Call it
     first in main, `alone` in commands that are not for several processes.
     """
+    with bad_input():
+        xla_flags.check()
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)

@@ -19,13 +19,16 @@ class GroupNorm(nn.Module):
 
     groups: int = 32
     eps: float = 1e-5
+    silu: bool = False
+    """With SiLU after it, in one operation."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
         """`scale` and `shift`, [B, C], modulate the normalised x."""
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
-        return ops.group_norm(x, weight, bias, scale, shift, groups=self.groups, eps=self.eps)
+        kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
+        return ops.group_norm(x, weight, bias, scale, shift, **kind)
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:

@@ -18,7 +18,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from diffusion_jax import drawing, hardware, optimizer, sheets, train_state
+from diffusion_jax import drawing, flops, hardware, optimizer, sheets, train_state
 from diffusion_jax.checkpoint import Checkpointer
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.log import MetricWriter, progress_line, write_manifest
@@ -152,14 +152,21 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
 
 def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
     """The compiled step, and the floating-point operations of one as the program counts them."""
-    start = time.time()
-    lowered = make_step(task, settings, tx, layout).lower(state, frozen, batch, key)
+    times = [time.time()]
+    traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
+    times.append(time.time())
+    lowered = traced.lower()
+    times.append(time.time())
     compiled = lowered.compile()
-    logging.info("compiled the train step in %.1f s", time.time() - start)
+    times.append(time.time())
+    logging.info(
+        "the train step for %s: traced in %.1f s, lowered in %.1f s, compiled in %.1f s",
+        jax.default_backend(),
+        *np.diff(times),
+    )
     if jax.process_count() > 1:  # No step is to take the time that another process compiles.
         multihost_utils.sync_global_devices("compiled")
-    cost = lowered.cost_analysis() or {}
-    return compiled, cost.get("flops", 0.0)
+    return compiled, float(flops.count(traced.jaxpr.jaxpr))
 
 
 def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:

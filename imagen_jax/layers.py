@@ -31,7 +31,7 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
         """Returns [B, H, W, width]."""
-        h = nn.silu(GroupNorm(name="norm1")(x))
+        h = GroupNorm(silu=True, name="norm1")(x)
         if self.resample == "down":
             h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)
         if self.resample == "up":
@@ -40,11 +40,11 @@ class ResBlock(nn.Module):
         if self.scale_shift:
             emb = dense(nn.silu(emb), 2 * self.width, "emb", dtype=self.dtype)
             scale, shift = jnp.split(emb.astype(jnp.float32), 2, axis=-1)
-            h = GroupNorm(name="norm2")(h, scale, shift)
+            h = GroupNorm(silu=True, name="norm2")(h, scale, shift)
         else:
             emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)
-            h = GroupNorm(name="norm2")(h + emb[:, None, None])
-        h = nn.Dropout(self.dropout, deterministic=not self.train)(nn.silu(h))
+            h = GroupNorm(silu=True, name="norm2")(h + emb[:, None, None])
+        h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if self.always_project or x.shape[-1] != self.width:
             x = dense(x, self.width, "skip", dtype=self.dtype)

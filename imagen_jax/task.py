@@ -16,6 +16,8 @@ from imagen_jax.settings import Diffusion, Sampler, Settings
 from imagen_jax.super_resolution import LowRes
 
 RULES: sharding.Rules = [
+    (r"conv1/kernel$", sharding.OUTPUTS),  # Of residual blocks, between which lies a group norm.
+    (r"conv2/kernel$", sharding.INPUTS),
     (r"(kernel|null_token|embedding)$", sharding.FSDP),
     (r"(bias|scale|frequencies)$", sharding.P()),
 ]

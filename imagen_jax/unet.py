@@ -113,7 +113,7 @@ class UNet(nn.Module):
             if level > 0:
                 h = self._upsample(h, emb, res, f"up_{level}_resample")
 
-        h = nn.silu(GroupNorm(name="out_norm")(h))
+        h = GroupNorm(silu=True, name="out_norm")(h)
         channels = 3 * self.patch**2
         h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)

@@ -18,6 +18,8 @@ from sd_jax.settings import PRECONDS, SAMPLERS, Diffusion, Sampler, Settings
 from sd_jax.vae import Latents, Moments
 
 RULES: sharding.Rules = [
+    (r"conv1/kernel$", sharding.OUTPUTS),  # Of residual blocks, between which lies a group norm.
+    (r"conv2/kernel$", sharding.INPUTS),
     (r"(kernel|embedding)$", sharding.FSDP),
     (r"(bias|scale)$", sharding.P()),
 ]

@@ -97,7 +97,7 @@ class UNet(nn.Module):
                 h = ops.repeat_2x2(h)
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
 
-        h = nn.silu(GroupNorm(self.norm_groups, name="out_norm")(h))
+        h = GroupNorm(self.norm_groups, silu=True, name="out_norm")(h)
         h = conv(h, self.out_channels, "out_conv", kernel=3, zero=True, dtype=self.dtype)
         return h.astype(jnp.float32)
 
@@ -120,10 +120,10 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
         """Returns [B, H, W, width]; `emb` has been through SiLU."""
-        h = nn.silu(GroupNorm(self.norm_groups, name="norm1")(x))
+        h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
         h = h + dense(emb, self.width, "emb", dtype=self.dtype)[:, None, None]
-        h = nn.silu(GroupNorm(self.norm_groups, name="norm2")(h))
+        h = GroupNorm(self.norm_groups, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if x.shape[-1] != self.width:
             x = dense(x, self.width, "skip", dtype=self.dtype)

@@ -91,7 +91,7 @@ class Encoder(nn.Module):
                 name, pad = f"down_{level}_resample", (0, 1)
                 h = conv(h, width, name, kernel=3, stride=2, padding=pad, dtype=self.dtype)
         h = _middle(h, self.query_chunk, self.dtype)
-        h = nn.silu(GroupNorm(eps=1e-6, name="out_norm")(h))
+        h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
         moments = 2 * self.latent_channels
         h = conv(h, moments, "out_conv", kernel=3, dtype=self.dtype)
         return dense(h, moments, "quant", dtype=self.dtype).astype(jnp.float32)
@@ -122,7 +122,7 @@ class Decoder(nn.Module):
             if level > 0:
                 h = ops.repeat_2x2(h)
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
-        h = nn.silu(GroupNorm(eps=1e-6, name="out_norm")(h))
+        h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
         h = conv(h, self.image_channels, "out_conv", kernel=3, dtype=self.dtype)
         return h.astype(jnp.float32)
 
@@ -136,9 +136,9 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"]):
         """Returns [B, H, W, width]."""
-        h = nn.silu(GroupNorm(eps=1e-6, name="norm1")(x))
+        h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
-        h = nn.silu(GroupNorm(eps=1e-6, name="norm2")(h))
+        h = GroupNorm(eps=1e-6, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, dtype=self.dtype)
         if x.shape[-1] != self.width:
             x = dense(x, self.width, "skip", dtype=self.dtype)

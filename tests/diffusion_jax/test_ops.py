@@ -53,6 +53,36 @@ def test_the_gradient_of_group_norm_is_numpys():
     assert (gradient * direction).sum() == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-4)
 
 
+def test_the_gradients_of_group_norm_and_silu_are_those_of_their_definition():
+    x, cotangent = normal(2, 5, 6, 64) + 1000, normal(2, 5, 6, 64, seed=1)
+    arguments = x, normal(64, seed=2), normal(64), normal(2, 64, seed=3), normal(2, 64, seed=4)
+
+    def definition(x, weight, bias, scale, shift):
+        groups = (x - 1000).reshape(2, 30, 32, 2)  # Exact, and without the cancellation.
+        mean, variance = groups.mean((1, 3)), groups.var((1, 3))
+        spread = lambda v: jnp.repeat(v, 2, axis=1)[:, None, None]
+        normed = (x - 1000 - spread(mean)) / jnp.sqrt(spread(variance) + 1e-5)
+        out = (normed * weight + bias) * (1 + scale[:, None, None]) + shift[:, None, None]
+        return out / (1 + jnp.exp(-out))
+
+    fused = lambda *a: ops.group_norm(*a, silu=True)
+    scalar = lambda f: lambda *a: (f(*a) * cotangent).sum()
+    every = tuple(range(5))
+    ours = jax.grad(scalar(fused), every)(*arguments)
+    theirs = jax.grad(scalar(definition), every)(*arguments)
+    for gradient, expected in zip(ours, theirs, strict=True):
+        # Sums of 30 to 60 products below 50 or so, each rounded to float32.
+        np.testing.assert_allclose(gradient, expected, atol=2e-4)
+    np.testing.assert_allclose(fused(*arguments), definition(*arguments), atol=2e-5)
+
+
+def test_the_gradient_of_group_norm_keeps_its_input_and_no_other_image():
+    x, rest = normal(2, 8, 8, 64), (normal(64), normal(64), normal(2, 64), normal(2, 64))
+    function = lambda x: ops.group_norm(x, *rest, silu=True)
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(function, x)[1], x))
+    assert [leaf.shape for leaf in kept if leaf.size >= x.size] == [(2, 64, 64)]
+
+
 def test_group_norm_of_bfloat16_has_float32_statistics():
     x = jnp.asarray(normal(2, 8, 8, 64) + 100, jnp.bfloat16)
     ones, zeros = jnp.ones(64), jnp.zeros(64)

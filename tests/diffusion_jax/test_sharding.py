@@ -80,6 +80,49 @@ def test_fsdp_splits_the_largest_axis_that_divides_of_a_big_array(shape, spec):
     assert placed["w"].spec == spec
 
 
+@pytest.mark.parametrize(
+    ("word", "shape", "spec"),
+    [
+        (sharding.OUTPUTS, (3, 3, 64, 128), P(None, None, "fsdp", "tensor")),
+        (sharding.INPUTS, (3, 3, 128, 64), P(None, None, "tensor", "fsdp")),
+        (sharding.OUTPUTS, (16, 4), P(None, "tensor")),  # Too small for fsdp.
+        (sharding.OUTPUTS, (512, 3), P("fsdp")),  # 4 does not divide 3.
+    ],
+)
+def test_a_layer_is_split_over_tensor_by_its_outputs_or_its_inputs(word, shape, spec):
+    tree, rules = {"w": leaf(*shape)}, [("w", word)]
+    placed = sharding.shardings(tree, sharding.make_mesh(1, 2, 4), rules, fsdp_min_size=512)
+    assert placed["w"].spec == spec
+    whole = sharding.shardings(tree, sharding.make_mesh(8, 1, 1), rules, fsdp_min_size=2**30)
+    assert whole["w"].spec == P()
+
+
+class Chip:
+    """A device of a TPU slice, as far as meshes know."""
+
+    platform, device_kind, process_index = "fake", "fake", 0
+
+    def __init__(self, id, slice_index):
+        self.id, self.slice_index = id, slice_index
+
+
+@pytest.mark.parametrize(
+    ("sizes", "spans"), [((2, 4, 1), (True, False, False)), ((1, -1, 2), (False, True, False))]
+)
+def test_slices_are_spanned_by_replica_or_else_by_fsdp(sizes, spans):
+    chips = [Chip(i, i // 4) for i in range(8)]
+    grid = sharding.make_mesh(*sizes, devices=chips).devices
+    slices = np.vectorize(lambda chip: chip.slice_index)(grid)
+    assert tuple((np.ptp(slices, axis=axis) > 0).any() for axis in range(3)) == spans
+    assert sorted(chip.id for chip in grid.flat) == list(range(8))
+
+
+def test_a_mesh_that_would_split_layers_between_slices_is_an_error():
+    chips = [Chip(i, i // 4) for i in range(8)]
+    with pytest.raises(ValueError, match=r"fsdp=1, tensor=8 does not fit 2 slices: .* of 2, since"):
+        sharding.make_mesh(1, 1, 8, devices=chips)
+
+
 def test_a_parameter_without_a_rule_is_an_error_and_a_scalar_is_not():
     tree = {"conv1": {"kernel": leaf(3, 3, 8, 8)}, "count": leaf()}
     mesh = sharding.make_mesh()

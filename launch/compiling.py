@@ -1,0 +1,80 @@
+"""The train step compiled for a target that is not here: its memory and its collectives."""
+
+import importlib.util
+import os
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from diffusion_jax import loop, sharding
+from launch import systems, traffic
+from launch.systems import Model
+from launch.targets import Target
+from launch.traffic import Collective
+
+
+def prepare(devices: int) -> None:
+    """Gives this process as many virtual CPU devices as the target has; before JAX starts."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", devices)
+    os.environ["TPU_SKIP_MDS_QUERY"] = "1"  # Else libtpu asks a server that only a TPU's host has.
+
+
+def analyse(
+    model: Model, target: Target, mesh: AbstractMesh
+) -> tuple[int | None, list[Collective], list[str]]:
+    """Temporary bytes a device (None if no compiler tells), the collectives, and notes."""
+    tpu = target.accelerator.torus > 0
+    if tpu and importlib.util.find_spec("libtpu") is None:
+        note = "libtpu is not installed (pip install libtpu): memory is the model's, and the "
+        compiled = compile_step(model, _mesh(jax.devices(), mesh))
+        return None, traffic.of_hlo(compiled.as_text()), [note + "collectives are the CPU's"]
+    if not tpu:
+        compiled = compile_step(model, _mesh(jax.devices(), mesh))
+        return None, traffic.of_hlo(compiled.as_text()), []
+    compiled = compile_step(model, _mesh(tpu_devices(target), mesh))
+    return compiled.memory_analysis().temp_size_in_bytes, traffic.of_hlo(compiled.as_text()), []
+
+
+def compile_step(model: Model, mesh: Mesh) -> Any:
+    """The compiled train step of the loop, on devices that need not be here."""
+    where = sharding.shardings(model.state, mesh, model.task.rules)
+    frozen = systems.frozen_shapes(model.task)
+    by_rules = sharding.shardings(frozen, mesh, model.task.rules)
+    batch = systems.batch_shapes(model, model.run.batch_size)
+    split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    tx = loop.make_optimizer(model.optimizer, model.run.steps)
+    step = loop.make_step(model.task, model.optimizer, tx, where)
+    return step.lower(
+        _placed(model.state, where),
+        _placed(frozen, by_rules),
+        _placed(batch, jax.tree.map(lambda _: split, batch)),
+        _placed(systems.abstract_key(), whole),
+    ).compile()
+
+
+def tpu_devices(target: Target) -> list[Any]:
+    """Devices of a slice to compile for; ValueError if libtpu knows no such slice."""
+    name = f"{target.kind}:{'x'.join(map(str, target.topology))}"
+    try:
+        options = {"num_slices": target.slices} if target.slices > 1 else {}
+        found = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
+    except Exception as error:
+        raise ValueError(f"libtpu cannot compile for {name}: {error}") from error
+    return list(found.devices)
+
+
+def _mesh(devices: list[Any], mesh: AbstractMesh) -> Mesh:
+    sizes = tuple(mesh.shape.values())
+    if len(devices) != mesh.size:
+        raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
+    return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def _placed(shapes: Any, where: Any) -> Any:
+    return jax.tree.map(
+        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, where
+    )

@@ -1,0 +1,75 @@
+"""Text encoders whose weights are not here, as shapes: the four that people train with."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusion_jax.text import clip, precomputed, registry, t5
+from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.registry import Text
+
+# By encoder and width. T5-11b and T5 v1.1 XXL; the fields of T5Encoder.
+_T5 = {
+    1024: t5.T5Encoder(32128, 1024, 65536, 128, 128, 24),
+    4096: t5.T5Encoder(32128, 4096, 10240, 64, 64, 24, activation="gelu_new", gated=True),
+}
+# CLIP ViT-L/14 and OpenCLIP ViT-H/14: width, of the MLP, heads, layers.
+_CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
+
+
+def open_encoder(text: Text) -> tuple[TextEncoder, tuple[str, ...]]:
+    """The encoder of a config and notes; by its known shape where its weights cannot be opened.
+
+    A store that is not here counts as stored embeddings. ValueError for an unknown shape.
+    """
+    try:
+        return registry.open_encoder(text), ()
+    except (OSError, ValueError) as error:
+        if text.store:
+            return precomputed.encoder(text.width, text.max_tokens), ()
+        known = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
+        if text.width not in known:
+            raise
+        note = f"the text encoder {text.encoder} by its known shape ({error})".splitlines()[0]
+        return (_t5(text) if text.encoder == "t5" else _clip(text)), (note,)
+
+
+def _t5(text: Text) -> TextEncoder:
+    dtype = jnp.dtype(text.dtype)
+    model = _T5[text.width].clone(dtype=dtype)
+
+    def encode(frozen: Any, batch: Batch):
+        mask = jnp.asarray(batch["text_mask"])[:, : text.max_tokens]
+        out: Any = model.apply(frozen, jnp.asarray(batch["text_ids"]), batch["text_mask"])
+        return out[:, : text.max_tokens], mask
+
+    def tokens(texts):
+        shape = len(texts), text.read_tokens
+        return {"text_ids": np.zeros(shape, np.int32), "text_mask": np.ones(shape, bool)}
+
+    frozen = _as(t5.abstract_params(model), dtype)
+    return TextEncoder("t5", text.width, text.max_tokens, tokens, frozen, encode)
+
+
+def _clip(text: Text) -> TextEncoder:
+    dtype = jnp.dtype(text.dtype)
+    width, mlp, heads, layers = _CLIP[text.width]
+    layers -= text.encoder == "clip_penultimate"
+    tower = clip.TextTower(
+        49408, text.max_tokens, width, mlp, heads, layers, None, "gelu", None, dtype=dtype
+    )
+
+    def encode(frozen: Any, batch: Batch):
+        ids = jnp.asarray(batch["text_ids"])
+        out: Any = tower.apply(frozen, ids)
+        return out.last, jnp.ones(ids.shape, bool)
+
+    tokens = lambda texts: {"text_ids": np.zeros((len(texts), text.max_tokens), np.int32)}
+    frozen = _as(clip.abstract_params(tower), dtype)
+    return TextEncoder("clip", text.width, text.max_tokens, tokens, frozen, encode)
+
+
+def _as(shapes: Any, dtype: Any) -> Any:
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), shapes)

@@ -1,0 +1,141 @@
+"""What the devices of a mesh send each other in a train step, and how long that takes."""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from launch.targets import Target
+
+Groups: TypeAlias = Int[np.ndarray, "G D"]
+_KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, "f64": 8, "s64": 8,
+          "u64": 8}  # fmt: skip
+
+
+class Collective(NamedTuple):
+    """One exchange; `size` is in bytes, of the whole array on one device: gathered, or reduced."""
+
+    kind: str
+    size: int
+    groups: Groups
+    """The devices that exchange with each other, a group a row."""
+
+
+def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
+    """What a step must exchange for parameters that live in `layout` on a mesh of `sizes`.
+
+    Parameters that are split over fsdp are gathered in the dtype of the computation: kernels of
+    convolutions twice, since the backward pass reverses them, others once. Each gradient is summed
+    over all that hold parts of the batch. Activations, which only a mesh with tensor > 1 exchanges,
+    are not counted.
+    """
+    ids = np.arange(math.prod(sizes)).reshape(sizes)
+    by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
+    by_replica = ids.transpose(1, 2, 0).reshape(-1, sizes[0])
+    by_batch = ids.transpose(2, 0, 1).reshape(-1, sizes[0] * sizes[1])
+    gathered = scattered = summed = 0
+    for leaf, where in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
+        ways = _ways(where.spec, "tensor", sizes[2])
+        size = leaf.size * itemsize // ways
+        if "fsdp" in _names(where.spec):
+            gathered, scattered = gathered + size * (1 + (leaf.ndim == 4)), scattered + size
+        else:
+            summed += size
+    found = [
+        Collective("all-gather", gathered, by_fsdp),
+        Collective("reduce-scatter", scattered, by_fsdp),
+        Collective("all-reduce", scattered // sizes[1], by_replica),
+        Collective("all-reduce", summed, by_batch),
+    ]
+    return [c for c in found if c.size and c.groups.shape[1] > 1]
+
+
+def of_hlo(text: str) -> list[Collective]:
+    """The collectives of a compiled program; those in loops count once."""
+    return list(_read(text))
+
+
+def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
+    """Bytes that each device sends, by kind, in rings."""
+    sent: dict[str, int] = {}
+    for c in collectives:
+        members = c.groups.shape[1]
+        sent[c.kind] = sent.get(c.kind, 0) + int(_rounds(c.kind) * c.size * (members - 1) / members)
+    return sent
+
+
+def seconds(collectives: Sequence[Collective], target: Target) -> float:
+    """How long they take one after the other, at the full bandwidth of the links they cross.
+
+    Within a node or slice each device sends size * (n - 1) / n (twice as much for an all-reduce).
+    Between m of them, every one receives size * (m - 1) / m over the network cards of all its
+    members. Both at once: the slower counts. Latency is left out.
+    """
+    return sum(max(_times(c, target)) for c in collectives)
+
+
+def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
+    """Busy seconds of the links within a node or slice, and of the network between them."""
+    times = [_times(c, target) for c in collectives]
+    return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}
+
+
+def _times(c: Collective, target: Target) -> tuple[float, float]:
+    accelerator, members = target.accelerator, c.groups.shape[1]
+    islands = len(set(c.groups[0] // target.island))
+    size = _rounds(c.kind) * c.size
+    inside = 0.0 if islands == members else size * (members - 1) / members / accelerator.link
+    cards = members / islands * accelerator.network
+    return inside, size * (islands - 1) / islands / cards
+
+
+def _rounds(kind: str) -> int:
+    return 2 if kind == "all-reduce" else 1
+
+
+def _names(spec: Any) -> set[str]:
+    return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
+
+
+def _ways(spec: Any, axis: str, size: int) -> int:
+    return size if axis in _names(spec) else 1
+
+
+def _read(text: str) -> Iterator[Collective]:
+    pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
+    for match in re.finditer(pattern, text):
+        kind, rest = match[2], match[4]
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+        sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
+        # The result of an asynchronous start holds its inputs too: the larger half is the result.
+        size = max(sizes) if match[3] and kind != "all-reduce" else sum(sizes)
+        groups = _groups(rest)
+        if groups.shape[1] > 1:
+            scattered = kind == "reduce-scatter"  # Whose result is a part of what is reduced.
+            yield Collective(kind, size * (groups.shape[1] if scattered else 1), groups)
+
+
+def _groups(text: str) -> Groups:
+    """{{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}; or pairs."""
+    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, grid, order = (_numbers(match[i] or "") for i in (1, 2, 3))
+        return np.arange(math.prod(grid)).reshape(grid).transpose(order or None).reshape(shape)
+    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
+        axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
+        inside = [axis for axis in axes if f"'{axis}'" in match[2]]
+        ids = np.arange(math.prod(map(int, axes.values()))).reshape([*map(int, axes.values())])
+        order = [axis for axis in axes if axis not in inside] + inside
+        members = math.prod(int(axes[axis]) for axis in inside)
+        return ids.transpose([list(axes).index(axis) for axis in order]).reshape(-1, members)
+    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", text):
+        return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])])
+    return np.zeros((1, 1), int)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",") if number]

@@ -1,0 +1,86 @@
+"""The real UNet on every mesh: the same losses, parameters and pictures as on one device."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax import drawing, loop, sharding, train_state
+from diffusion_jax.text import registry
+from imagen_jax import task
+from imagen_jax.settings import read_settings
+
+MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
+
+
+@functools.cache
+def system():
+    c = quickstart.get_config()
+    c.unet.update(embed_dim=32, head_dim=32, cond_dim=32)
+    c.text.update(encoder="precomputed", width=32)
+    c.sampler.update(name="ddim", eta=0.0, steps=2)
+    # With Adam's own epsilon a step would not depend on the size of a gradient, but on the sign of
+    # what float32 leaves of it.
+    c.optimizer.update(schedule="constant", warmup=0, lr=1e-2, eps=0.1)
+    settings = read_settings({**c.to_dict(), "prompts": ("a",)})
+    rng = np.random.default_rng(0)
+    texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
+    encoder = registry.open_encoder(settings.text)
+    batch = {"image": rng.integers(0, 256, (8, 16, 16, 3), np.uint8), **encoder.tokenize(texts)}
+    return settings, task.make_task(settings, encoder), batch
+
+
+@functools.cache
+def run(sizes):
+    """The losses of three steps, the parameters after them, and the pictures they draw."""
+    settings, imagen, batch = system()
+    mesh = sharding.make_mesh(*sizes)
+    tx = loop.make_optimizer(settings.optimizer, 10)
+    create = lambda key: train_state.init_state(imagen.init(key), tx, (0.9,))
+    key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
+    # Also what is too small to be worth splitting.
+    where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
+    # Zeros would hide much of the network: see the rest of the tests.
+    noisy = lambda p: p + 0.02 * jax.random.normal(jax.random.key(5), p.shape)
+    start = jax.tree.map(noisy, initial())
+    state = jax.device_put(train_state.init_state(start, tx, (0.9,)), where)
+    placed = jax.device_put(batch, sharding.batch_sharding(mesh))
+    optimizer = settings.optimizer._replace(ema_decays=(0.9,))
+    step = loop.make_step(imagen, optimizer, tx, where)
+    losses = []
+    for _ in range(3):
+        state, metrics = step(state, (), placed, key)
+        losses.append(float(metrics["loss"]))
+    pictures = None
+    if sizes in [(1, 1, 1), (1, 8, 1), (1, 2, 4)]:
+        texts = {k: v for k, v in batch.items() if k != "image"}
+        draw = drawing.make_draw(imagen, (), mesh)
+        pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
+    return losses, jax.device_get(state.params), pictures
+
+
+@functools.cache
+def initial():
+    return jax.device_get(jax.jit(system()[1].init)(jax.random.key(1)))
+
+
+@pytest.mark.parametrize("sizes", MESHES)
+def test_every_mesh_trains_and_draws_as_one_device(sizes):
+    losses, params, pictures = run(sizes)
+    expected = run((1, 1, 1))
+    assert len(set(expected[0])) == 3  # They change.
+    np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
+    # float32 sums in other orders: gradients of 1 or so are off by 1e-6 of it, and move by 0.1.
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected[1])
+    if pictures is not None:
+        np.testing.assert_allclose(pictures, expected[2], atol=1e-4)
+
+
+def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs():
+    shapes = jax.eval_shape(system()[1].init, jax.random.key(0))
+    mesh = sharding.make_mesh(1, 2, 4)
+    places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"]["mid_res_0"]
+    assert places["conv1"]["kernel"].spec == (None, None, "fsdp", "tensor")
+    assert places["conv2"]["kernel"].spec == (None, None, "tensor", "fsdp")

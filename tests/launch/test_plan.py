@@ -1,0 +1,125 @@
+"""The planner's command: targets, errors that give the arithmetic, and its figures."""
+
+import json
+
+import numpy as np
+import pytest
+
+from launch import targets, traffic
+from tests.imagen_jax import commands
+
+TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32")
+
+
+@pytest.mark.parametrize(
+    ("text", "devices", "island"),
+    [("v5p:4x4x4", 64, 64), ("v5e:4x8*2", 64, 32), ("h100:64", 64, 8), ("a100-80gb:4", 4, 8)],
+)
+def test_targets_have_their_devices(text, devices, island):
+    target = targets.parse(text)
+    assert (target.devices, target.island) == (devices, island)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h1000:8", r"unknown target 'h1000:8': did you mean h100\? known are v4, v5e, v5p"),
+        ("h100", r"cannot read the target 'h100': write h100:64"),
+        ("v5e:2x2x2", r"v5e takes a torus of 2 sizes, such as v5e:4x4"),
+        ("h100:2x4", r"h100 takes a number of GPUs, such as h100:64"),
+        ("h100:8*2", r"takes a number of GPUs"),
+        ("v5p:4x4x0", r"such as v5p:4x4x4"),
+    ],
+)
+def test_a_target_that_is_none_is_an_error_that_shows_one(text, message):
+    with pytest.raises(ValueError, match=message):
+        targets.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "size", "groups"),
+    [
+        ("%a = f32[8,4]{1,0} all-gather(%x), replica_groups=[2,4]<=[8], x", "all-gather", 128,
+         [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        ("%a = bf16[8]{0} all-reduce(%x), replica_groups=[2,2]<=[2,2]T(1,0)", "all-reduce", 16,
+         [[0, 2], [1, 3]]),
+        ("%a = (f32[2]{0}, f32[3]{0}) all-reduce(%x, %y), replica_groups={{0,1},{2,3}}, t",
+         "all-reduce", 20, [[0, 1], [2, 3]]),
+        ("%a = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, d",
+         "reduce-scatter", 16, [[0, 2], [1, 3]]),
+        ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups=[1,4]<=[4]", "all-gather", 32,
+         [[0, 1, 2, 3]]),
+    ],
+)  # fmt: skip
+def test_collectives_are_read_from_compiled_programs(line, kind, size, groups):
+    (found,) = traffic.of_hlo(line)
+    assert (found.kind, found.size) == (kind, size)
+    np.testing.assert_array_equal(found.groups, groups)
+
+
+def test_the_slower_of_link_and_network_decides():
+    one_node, nodes = np.arange(8)[None], np.arange(16)[None]
+    gather = lambda groups: [traffic.Collective("all-gather", 8_000_000_000, groups)]
+    target = targets.parse("h100:16")
+    # 7/8 of 8 GB come over NVLink, at 450 GB/s.
+    assert traffic.seconds(gather(one_node), target) == pytest.approx(7e9 / 450e9)
+    # Each node gets half of them over 8 cards of 50 GB/s: 10 ms. By NVLink 15/16: 16.7 ms.
+    assert traffic.seconds(gather(nodes), target) == pytest.approx(7.5e9 / 450e9)
+    # One GPU of each of two nodes has one card.
+    pair = [traffic.Collective("all-reduce", 8_000_000_000, np.array([[0, 8]]))]
+    assert traffic.seconds(pair, target) == pytest.approx(8e9 / 50e9)
+    assert traffic.bytes_by_kind(pair) == {"all-reduce": 8_000_000_000}
+
+
+@pytest.fixture(scope="module")
+def figures():
+    ended = commands.run(
+        "launch.plan", *TINY, "--target=h100:16", "--fast", "--json", "--config.batch_size=64"
+    )
+    assert ended.code == 0, ended.err
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def test_the_figures_belong_together(figures):
+    f = figures
+    assert f["mesh"] == {"replica": 1, "fsdp": 16, "tensor": 1}
+    need = f["bytes_per_device"]
+    assert need["ema"] == need["parameters"]
+    # Two moments, the number of updates, and the schedule's two scalars.
+    assert need["optimizer"] == 2 * need["parameters"] + 12
+    parts = ("parameters", "optimizer", "ema", "frozen", "batch", "temporary")
+    assert need["total"] == sum(need[part] for part in parts)
+    assert f["fits"] and f["largest_batch"] > 64
+    seconds = f["seconds"]
+    arithmetic = 64 / 16 * f["tflop_per_sample"] * 1e12 / (0.4 * 989.4e12)
+    assert seconds["arithmetic"] == pytest.approx(arithmetic)
+    exposed = sum(seconds[part] for part in ("arithmetic", "update", "communication"))
+    assert f["samples_per_second"]["exposed"] == pytest.approx(64 / exposed)
+    assert f["device_hours"] == pytest.approx(16 * 1200 * exposed / 3600)
+    assert f["disk"]["checkpoint"] == 4 * (4 * f["parameters"]) + 4 * 5
+    assert f["disk"]["checkpoints_kept"] == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--target=h10:8",), "error: unknown target 'h10:8': did you mean h100?"),
+        (("--target=h100:6", "--config.mesh.fsdp=4"), "4 does not divide 6"),
+        (("--target=h100:8", "--config.mesh.fsdp=4"), "uses 4 of the target's 8 devices"),
+        (("--target=h100:8", "--config.batch_size=12"),
+         "batch_size 12 does not divide over accumulate 1 x replica 1 x fsdp 8 = 8"),
+        (("--target=h100:8", "--mfu=40"), "error: --mfu=40.0: it must be above 0 and at most 1"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_planned_is_one_line(arguments, message):
+    ended = commands.run("launch.plan", *TINY, "--fast", *arguments)
+    assert ended.code == 2 and message in ended.err and "Traceback" not in ended.err
+
+
+def test_the_table_says_whether_it_fits_and_what_to_do():
+    big = ("--config=configs/quickstart.py", "--config.batch_size=8388608", "--target=v5e:2x2")
+    ended = commands.run("launch.plan", *big, "--fast")
+    assert ended.code == 0, ended.err
+    assert "DOES NOT FIT" in ended.out
+    assert "--config.unet.remat=True: batches up to" in ended.out
+    assert "--config.optimizer.accumulate=" in ended.out
