@@ -57,11 +57,13 @@ class Checkpoint(NamedTuple):
 
     unet: UNetPart | None
     vae: VAEPart | None
-    text: TextPart | None
-    predicts: str | None
-    """What the UNet predicts, "eps" or "v", where the checkpoint says it."""
     report: list[str]
     """A line for each part: where it was found, and what it is."""
+    text: TextPart | None = None
+    predicts: str | None = None
+    """What the UNet predicts, "eps" or "v", where the checkpoint says it."""
+    latent_size: int = 64
+    """The side of the latents that it was made for, where the checkpoint says it."""
 
 
 def load(
@@ -206,7 +208,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def _from_folder(folder: pathlib.Path) -> Checkpoint:
-    unet_part, vae_part, text_part, report = None, None, None, []
+    unet_part, vae_part, text_part, latent_size, report = None, None, None, 64, []
     # A pipeline's folder, or that of one network.
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     config = {} if places else pretrained.read_json(folder / "config.json")
@@ -217,6 +219,7 @@ def _from_folder(folder: pathlib.Path) -> Checkpoint:
         if part == "unet":
             unet, width = formats.unet_from_diffusers(config), names.text_width(state)
             unet_part = UNetPart(unet, width, names.unet_from_torch(state, unet, width))
+            latent_size = config.get("sample_size") or latent_size
             report.append(_line(part, state, "diffusers", unet_part.params))
         else:
             vae = formats.vae_from_diffusers(config)
@@ -227,7 +230,7 @@ def _from_folder(folder: pathlib.Path) -> Checkpoint:
         state = jax.tree.leaves(text_part.params)
         report.append(_line("text", state, "transformers", text_part.params))
     predicts = _read_predicts(folder / "scheduler" / "scheduler_config.json")
-    return Checkpoint(unet_part, vae_part, text_part, predicts, report)
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size)
 
 
 def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpoint:
@@ -256,7 +259,7 @@ def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpo
         text_part = text.from_ldm(parts["text"])
         report.append(_text_line(parts["text"], text_part))
     predicts = config.get("parameterization")
-    return Checkpoint(unet_part, vae_part, text_part, predicts, report)
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts)
 
 
 def _for_diffusers(
