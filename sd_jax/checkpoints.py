@@ -20,7 +20,7 @@ from diffusion_jax.torch_weights import StateDict
 from sd_jax import formats, names, text
 from sd_jax.text import TextPart
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
+from sd_jax.vae import SCALE, VAE
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
@@ -64,6 +64,8 @@ class Checkpoint(NamedTuple):
     """What the UNet predicts, "eps" or "v", where the checkpoint says it."""
     latent_size: int = 64
     """The side of the latents that it was made for, where the checkpoint says it."""
+    scale: float = SCALE
+    """What the UNet sees is this times a sample of the VAE's posterior; likewise."""
 
 
 def load(
@@ -209,6 +211,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
 
 def _from_folder(folder: pathlib.Path) -> Checkpoint:
     unet_part, vae_part, text_part, latent_size, report = None, None, None, 64, []
+    scale = SCALE
     # A pipeline's folder, or that of one network.
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     config = {} if places else pretrained.read_json(folder / "config.json")
@@ -224,13 +227,14 @@ def _from_folder(folder: pathlib.Path) -> Checkpoint:
         else:
             vae = formats.vae_from_diffusers(config)
             vae_part = VAEPart(vae, names.vae_from_torch(state, vae))
+            scale = config.get("scaling_factor", SCALE)
             report.append(_line(part, state, "diffusers", vae_part.params))
     if (folder / "text_encoder").is_dir():
         text_part = text.from_folder(folder / "text_encoder")
         state = jax.tree.leaves(text_part.params)
         report.append(_line("text", state, "transformers", text_part.params))
     predicts = _read_predicts(folder / "scheduler" / "scheduler_config.json")
-    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size)
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size, scale)
 
 
 def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpoint:
@@ -270,12 +274,14 @@ def _for_diffusers(
     if checkpoint.unet:
         unet, text_width, params = checkpoint.unet
         config = formats.unet_to_diffusers(unet, text_width)
+        config |= {"sample_size": checkpoint.latent_size}
         state = names.unet_to_torch(params, unet, "diffusers")
         written["unet"] = "diffusers", WEIGHTS, config, state
     if checkpoint.vae:
         vae, params = checkpoint.vae
+        config = formats.vae_to_diffusers(vae) | {"scaling_factor": checkpoint.scale}
         state = names.vae_to_torch(params, vae, "diffusers")
-        written["vae"] = "diffusers", WEIGHTS, formats.vae_to_diffusers(vae), state
+        written["vae"] = "diffusers", WEIGHTS, config, state
     if checkpoint.text:
         model = text.to_transformers(checkpoint.text)
         written["text_encoder"] = "transformers", "model.safetensors", *model

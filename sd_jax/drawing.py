@@ -17,13 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import logging
-from diffusion_jax.trained import Model
 from jax.typing import DTypeLike
 from jaxtyping import UInt8
 
-from diffusion_jax import drawing, loop, pretrained, sharding, sheets
+from diffusion_jax import drawing, pretrained, sharding, sheets
 from diffusion_jax.drawing import Images
 from diffusion_jax.text import TextEncoder, clip, tokenize
+from diffusion_jax.trained import Model
 from sd_jax import checkpoints, sampling, task, trained
 from sd_jax import settings as settings_module
 from sd_jax import text as text_module
@@ -60,10 +60,13 @@ def load(
     `file` is for the last two. FileNotFoundError, or ValueError that says what is missing or wrong.
     """
     choice = choice or Choice()
-    if (pathlib.Path(path) / loop.CHECKPOINTS).is_dir():
-        model = trained.load_model(path, choice)
-        return Model(*model)._replace(settings=trained.pipeline(model.settings, choice))
-    return _open_checkpoint(pathlib.Path(path), choice, file or File())
+    path = pathlib.Path(path)
+    if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
+        return _open_checkpoint(path, choice, file or File())
+    if not path.is_dir():
+        raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
+    model = trained.load_model(path, choice)
+    return Model(**{**model._asdict(), "settings": trained.pipeline(model.settings, choice)})
 
 
 def draw(
@@ -165,7 +168,7 @@ def _pipeline(
             "give --prediction=eps (512 pixels) or --prediction=v (768 pixels, MLPerf's)"
         )
     size = opened.latent_size * vae_module.factor(vae)
-    latents = Latents(image_size=size, scale=vae_module.SCALE, pixels="symmetric")
+    latents = Latents(image_size=size, scale=opened.scale, pixels="symmetric")
     diffusion = Diffusion(predicts, offset_noise=0.0, min_snr=0.0)
     conditioning = Conditioning(drop_to="empty", pad_to=0)
     return Pipeline(unet, vae, conditioning, latents, diffusion, sampler, choice.strength)

@@ -1,14 +1,22 @@
 """A trained model, read from the workdir of its run."""
 
 import os
+import pathlib
 from typing import NamedTuple
 
-from diffusion_jax import settings, sharding, trained
+import jax
+import jax.numpy as jnp
+
+from diffusion_jax import checkpoint, loop, pretrained, settings, sharding, trained
 from diffusion_jax.trained import Encoders, Model, with_weights
-from sd_jax import task
+from sd_jax import names, task
+from sd_jax import vae as vae_module
+from sd_jax.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.pretrained import read_vae
 from sd_jax.sampling import Preview, make_sample
 from sd_jax.settings import Pipeline, Sampler, Settings, check, check_pipeline, read_settings
+from sd_jax.text import from_folder
+from sd_jax.vae import VAE
 
 __all__ = ["Choice", "Encoders", "Model", "load_model", "read_run", "with_weights"]
 
@@ -89,3 +97,23 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 def pipeline(s: Settings, choice: Choice) -> Pipeline:
     """What drawing needs to know of a run's settings and a choice."""
     return s.pipeline._replace(strength=choice.strength)
+
+
+def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoint:
+    """The weights of a run with its VAE and its text encoder, where it has them, to be written."""
+    s = read_run(workdir, Choice())
+    abstract = names.abstract_unet(s.unet, s.text.width)
+    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = jax.device_get(checkpoint.load_params(folder, abstract, ema))
+    plain = {"dtype": jnp.float32, "attention_impl": "xla"}
+    unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
+    vae = text = None
+    if s.vae_weights:
+        plain = {"dtype": jnp.float32, "query_chunk": VAE.query_chunk}
+        vae = VAEPart(s.vae.clone(**plain), read_vae(s.vae_weights, s.vae))
+    if s.text.encoder.startswith("clip") and s.text.weights:
+        text = from_folder(pretrained.locate(s.text.weights))
+    report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
+    size = s.latents.image_size // vae_module.factor(s.vae)
+    return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)

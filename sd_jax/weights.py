@@ -4,10 +4,11 @@
         [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER]
 
 takes UNet, VAE and text encoder out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo,
-.safetensors, .npz) or a diffusers directory. --to is a file (.safetensors, .npz; LDM's names, or
-NeMo's), or otherwise a new diffusers directory, with the tokenizer of --tokenizer, or of --from if
-that is a diffusers directory too. It prints what it mapped, opens what it wrote, and compares the
-two to the last bit. Files do not show MLPerf's 16 groups, nor that a model predicts v: say so.
+.safetensors, .npz), a diffusers directory, or the workdir of a run. --to is a file (.safetensors,
+.npz; LDM's names, or NeMo's), or otherwise a new diffusers directory, with the tokenizer of
+--tokenizer, or of --from if that is a diffusers directory too. It prints what it mapped, opens what
+it wrote, and compares the two to the last bit. Files do not show MLPerf's 16 groups, nor that a
+model predicts v: say so.
 
     python -m sd_jax.weights verify CASE.npz
 
@@ -26,15 +27,15 @@ import sys
 
 from absl import flags
 
-from diffusion_jax import cli, torch_weights
-from sd_jax import checkpoints
+from diffusion_jax import cli, loop, torch_weights
+from sd_jax import checkpoints, trained
 from sd_jax.verify import verify, within_tolerance
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
            [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]
        python -m sd_jax.weights verify CASE.npz"""
 
-_FROM = flags.DEFINE_string("from", None, "What is read: a file, or a diffusers directory.")
+_FROM = flags.DEFINE_string("from", None, "What is read: a file, a diffusers directory, a run.")
 _TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
 _NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nemo".')
 _EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
@@ -60,7 +61,9 @@ def main(argv: list[str]) -> None:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Converts as the flags say, and opens the result; ValueError if it is not the same."""
     target = pathlib.Path(target)
-    read = checkpoints.load(source, _EMA.value, _GROUPS.value)
+    is_run = (pathlib.Path(source) / loop.CHECKPOINTS).is_dir()
+    opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value)
+    read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
     for line in read.report:
         print(line)
     if target.suffix in (".safetensors", ".npz"):

@@ -1,6 +1,7 @@
 """Models from elsewhere draw: the same image alone, in a batch, on one device, from a file."""
 
 import re
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from diffusion_jax import sharding
 from sd_jax import drawing, vae
 from sd_jax.drawing import Choice, File
+from sd_jax.settings import read_settings
+from tests.sd_jax import tiny
 from tests.sd_jax.test_checkpoints import compvis
 
 CHOICE = Choice(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
@@ -71,6 +74,35 @@ def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
     model = drawing.load(published / "d", CHOICE, File(dtype="bfloat16"))
     layer = model.params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A workdir at step 0, with a VAE beside it; its texts are hashed words."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
+    s = read_settings(config.to_dict())
+    made = task.make_task(s, registry.open_encoder(s.text), None)
+    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    params = tiny.random_params(made)
+    settings.claim(workdir, config)
+    saved = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
+    state = train_state.init_state(params, tx, s.optimizer.ema_decays)
+    batches = SimpleNamespace(get_state=lambda: b"{}")
+    saved.save(0, state, batches, config.to_dict())
+    saved.close()
+    return workdir
+
+
+def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
+    model = drawing.load(run, Choice(steps=2))
+    images = drawing.draw(model, ["a red one"], [3])
+    assert (images.shape, model.settings.sampler.name) == ((1, 8, 8, 3), "ddim")
+    written = trained.to_checkpoint(run)
+    checkpoints.save_diffusers(written, tmp_path / "d")
+    read = checkpoints.load(tmp_path / "d")
+    assert checkpoints.equal(read, written)
+    assert (read.predicts, read.latent_size, read.scale) == ("v", 4, 0.5)
 
 
 @pytest.mark.parametrize(
