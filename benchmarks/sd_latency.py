@@ -18,6 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
+
+from diffusion_jax import cli, hardware
+from diffusion_jax.text import TextEncoder, clip
+from diffusion_jax.text.clip import TextTower
+from sd_jax import names, sampling
+from sd_jax import vae as vae_module
 from sd_jax.settings import (
     Conditioning,
     Diffusion,
@@ -26,12 +32,6 @@ from sd_jax.settings import (
     Sampler,
     check_pipeline,
 )
-
-from diffusion_jax import cli, hardware
-from diffusion_jax.text import TextEncoder, clip
-from diffusion_jax.text.clip import TextTower
-from sd_jax import names, sampling
-from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 

@@ -22,7 +22,7 @@ from jaxtyping import UInt8
 
 from diffusion_jax import drawing, pretrained, sharding, sheets
 from diffusion_jax.drawing import Images
-from diffusion_jax.text import TextEncoder, clip, tokenize
+from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.trained import Model
 from sd_jax import checkpoints, sampling, task, trained
 from sd_jax import settings as settings_module
@@ -155,12 +155,8 @@ def _pipeline(
     cudnn = jax.default_backend() == "gpu" and jnp.dtype(on["dtype"]).itemsize == 2
     unet = _part(path, opened.unet, "UNet").network
     unet = unet.clone(**on, attention_impl="cudnn" if cudnn else "xla")
-    vae = (
-        VAE()
-        if opened.vae is None and choice.vae_weights
-        else _part(path, opened.vae, "VAE").network
-    )
-    vae = vae.clone(**on)
+    published = VAEPart(VAE(), None) if choice.vae_weights else None  # The VAE of all versions.
+    vae = _part(path, opened.vae or published, "VAE").network.clone(**on)
     predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
     if not predicts:
         raise ValueError(
@@ -189,22 +185,19 @@ def _encoder(
     dtype: DTypeLike,
 ) -> TextEncoder:
     """The checkpoint's text encoder, or that of choice.text_weights, and its tokenizer."""
-    part, places = opened.text, [path / "tokenizer"]
+    part, folder = opened.text, path / "tokenizer"
     if choice.text_weights:
         folder = pretrained.locate(choice.text_weights)
-        part, places = text_module.from_folder(folder), [folder, folder.parent / "tokenizer"]
+        part = text_module.from_folder(folder)
     part = _part(path, part, "text encoder (else say where one is with --text_weights=FOLDER)")
     if file.tokenizer:
-        places = [pathlib.Path(file.tokenizer)]
-    tokenizer = None
-    for place in places:
-        if place.is_dir():
-            tokenizer = tokenize.clip(place, open_clip=part.pads_with_0)
-    if tokenizer is None:
+        folder = pathlib.Path(file.tokenizer)
+    if not folder.is_dir():
         raise ValueError(
             f"{path} holds no tokenizer, as single files never do: name a folder that has CLIP's "
             "(vocab.json and merges.txt) with --tokenizer=FOLDER"
         )
+    tokenizer = clip.open_tokenizer(folder, part.pads_with_0)
     if part.tower.width != width:
         raise ValueError(
             f"the UNet in {path} attends to text {width} wide, and the text encoder is "

@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 from absl import app, flags
-from diffusion_jax.trained import Model
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
 from diffusion_jax import cli, gallery, sheets
+from diffusion_jax.trained import Model
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.sampling import Preview
@@ -79,6 +79,8 @@ def main(argv: list[str]) -> None:
             raise ValueError(
                 "give --workdir=FOLDER of a training run, or --model=PATH: one of them"
             )
+        if _WORKDIR.value and any(value is not None for value in _file()):
+            raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
         prompts = gallery.read_prompts(_PROMPT.value, _PROMPTS.value)
         if not prompts:
             raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")

@@ -64,10 +64,14 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     model = (f"--model={published / 'a.npz'}", f"--tokenizer={published / 'tokenizer'}")
     picture = f"--image={tmp_path / 'start.png'}"
     arguments = (*model, "--prediction=v", "--prompt=b", picture, *SMALL)
-    some, few, _ = draw(tmp_path / "0.25", *arguments, "--strength=0.25", devices=1)
+    quarter = ("--strength=0.25", "--preview_every=1")
+    some, few, _ = draw(tmp_path / "0.25", *arguments, *quarter, devices=1)
     every, all_steps, _ = draw(tmp_path / "1", *arguments, "--strength=1", devices=1)
     assert (some[0]["strength"], some[0]["steps_taken"]) == (0.25, 1)
     assert some[0]["image"] == str(tmp_path / "start.png") and "strength" not in every[0]
+    # A sketch of 3x2 latents, enlarged, over its noise level.
+    assert Image.open(tmp_path / "0.25" / "preview.png").size == (136, 214)
+    assert not (tmp_path / "1" / "preview.png").exists()
     assert np.abs(few[0].astype(int) - all_steps[0]).max() > 5
 
 
@@ -75,6 +79,10 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     ("arguments", "message"),
     [
         ((), "give --workdir=FOLDER of a training run, or --model=PATH: one of them"),
+        (
+            ("--workdir={d}", "--prompt=a", "--dtype=float32"),
+            "--prediction, --tokenizer, --norm_groups and --dtype are for --model",
+        ),
         (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
         (("--model={d}", "--prompts=nope.txt"), "nope.txt"),
         (("--model={d}", "--prompt=a", "--height=9"), "sampler.height is 9: latents are images 2"),

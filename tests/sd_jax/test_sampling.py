@@ -8,6 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+
+from diffusion_jax import noise, samplers, torch_weights
+from diffusion_jax.text import TextEncoder, clip, clip_weights
+from diffusion_jax.text import verify as text_verify
+from sd_jax import formats, names, sampling, vae
 from sd_jax.settings import (
     SAMPLERS,
     Conditioning,
@@ -17,11 +22,6 @@ from sd_jax.settings import (
     Sampler,
     check_pipeline,
 )
-
-from diffusion_jax import noise, samplers, torch_weights
-from diffusion_jax.text import TextEncoder, clip, clip_weights
-from diffusion_jax.text import verify as text_verify
-from sd_jax import formats, names, sampling, vae
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 
