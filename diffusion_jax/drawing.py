@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from diffusion_jax.sharding import batch_sharding, place, replicated
-from diffusion_jax.task import Task
+from diffusion_jax.task import Sample
 from diffusion_jax.train_state import Params
 
 # What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
@@ -23,8 +23,8 @@ Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pi
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 
 
-def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
-    """Returns draw(params, batch of texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
+def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
+    """Of a task's `sample` draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
     `guidance` None draws without guidance, at half the cost. Compiles once for each B.
     """
@@ -32,14 +32,14 @@ def make_draw(task: Task, frozen: Any, mesh: Mesh) -> Draw:
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
 
     @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
-    def sample(params, frozen, batch, seeds, guidance):
-        return task.sample(params, frozen, batch, jax.vmap(jax.random.key)(seeds), guidance)
+    def from_seeds(params, frozen, batch, seeds, guidance):
+        return sample(params, frozen, batch, jax.vmap(jax.random.key)(seeds), guidance)
 
     def draw(params, batch, seeds, guidance):
         rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.
         inputs = {"batch": batch, "seeds": np.asarray(seeds, np.uint32), "guidance": guidance}
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
-        images = sample(params, frozen, **inputs)
+        images = from_seeds(params, frozen, **inputs)
         return jax.device_get(images)[: len(seeds)]
 
     return draw

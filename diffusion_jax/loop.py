@@ -89,7 +89,7 @@ def train(
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        draw = drawing.make_draw(task, frozen, mesh)
+        draw = drawing.make_draw(task.sample, frozen, mesh)
         draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)

@@ -56,7 +56,7 @@ def spaced_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
 
 def uniform_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
     """Even times of a table from its last to 0, mostly between whole ones: DPM-Solver's."""
-    return jnp.linspace(steps - 1, 0, n + 1, dtype=jnp.float32)
+    return jnp.asarray(np.linspace(steps - 1, 0, n + 1, dtype=np.float32))
 
 
 def ending_at_zero(sigmas: Sigmas) -> Sigmas:

@@ -12,6 +12,7 @@ from diffusion_jax.sharding import Rules
 from diffusion_jax.train_state import Batch, Frozen, LossFn, Metrics, Params
 
 Guidance = float | Float[Array, "B"]
+Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
 _LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
 
 
@@ -22,7 +23,7 @@ class Task(NamedTuple):
     """The initial parameters."""
     loss: LossFn
     """(params, frozen, batch, key) to a scalar and metrics."""
-    sample: Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
+    sample: Sample
     """(params, frozen, batch of texts, a key an image, guidance) to images, about [-1, 1].
 
     An image depends on its own key, text and guidance alone, not on its batch. None skips the

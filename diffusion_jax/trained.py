@@ -39,7 +39,7 @@ def open_model(
         abstract,
         places,
     )
-    draw = drawing.make_draw(task, frozen, mesh)
+    draw = drawing.make_draw(task.sample, frozen, mesh)
     return Model(workdir, s, encoder, draw, placed, "", 0)
 
 

@@ -18,20 +18,17 @@ with what is needed to draw an image again. Image n of the command has seed --se
 on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of --seed=0 again.
 """
 
-import json
 import pathlib
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from absl import app, flags, logging
+from absl import app, flags
 from PIL import Image
 
-from diffusion_jax import cli, files, sheets
+from diffusion_jax import cli, gallery, sheets
 from diffusion_jax.drawing import Texts
-from diffusion_jax.log import clock
 from diffusion_jax.text import precomputed
 from imagen_jax import cascade
 from imagen_jax.trained import Choice, Model
@@ -121,9 +118,7 @@ def _choices() -> list[Choice]:
 
 def _texts(stages: Sequence[Model]) -> tuple[list[str], list[Texts]]:
     """Captions, and what each stage reads of them: tokens or embeddings."""
-    prompts = list(_PROMPT.value)
-    if _PROMPTS.value:
-        prompts += [p for p in pathlib.Path(_PROMPTS.value).read_text().splitlines() if p.strip()]
+    prompts = gallery.read_prompts(_PROMPT.value, _PROMPTS.value)
     names = {stage.encoder.name for stage in stages}
     needs_embeddings = "precomputed" in names
     if needs_embeddings and len(names) > 1:
@@ -162,30 +157,19 @@ def _draw(out, stages, texts, seeds, sizes, low_res, origins) -> None:
     """Draws, and writes each batch as soon as it is there; of several processes the first does."""
     lines, images = [], []
     batches = cascade.draw_batches(stages, texts, seeds, sizes, low_res)
-    for by_stage in _with_progress(batches, len(seeds)):
+    pixels = (
+        list(zip(*(sheets.to_uint8(drawn) for drawn in by_stage), strict=True))
+        for by_stage in batches
+    )
+    for batch in gallery.with_progress(pixels, len(seeds)):
         if jax.process_index():
             continue
-        pixels = [sheets.to_uint8(drawn) for drawn in by_stage]
-        for drawn in zip(*pixels, strict=True):
+        for drawn in batch:
             n = len(lines)
             lines.append(_write_image(out, drawn, origins[n], seeds[n], stages))
             images.append(drawn[-1])
-    if jax.process_index():
-        return
-    files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    captions = [origin["text"] for origin in origins]
-    sheets.write_png(out / "sheet.png", sheets.contact_sheet(np.stack(images), captions))
-    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
-
-
-def _with_progress(batches: Iterator[Any], total: int) -> Iterator[Any]:
-    start, done = time.time(), 0
-    for by_stage in batches:
-        done += len(by_stage[0])
-        rate = done / (time.time() - start)
-        left = clock((total - done) / rate)
-        logging.info("%d/%d images | %.2f images/s | %s left", done, total, rate, left)
-        yield by_stage
+    if jax.process_index() == 0:
+        gallery.write_index(out, lines, images, [origin["text"] for origin in origins])
 
 
 def _write_image(out, drawn, origin, seed, stages) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Whole Stable Diffusion checkpoints of every origin, opened as UNet and VAE, and written.
+"""Whole Stable Diffusion checkpoints of every origin, opened as UNet, VAE and text, and written.
 
 CompVis', Stability's and MLPerf's files (.ckpt, .safetensors), NeMo's (.ckpt, .nemo), and
 directories of diffusers. Nothing that lies in a file is ever run.
@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -17,9 +17,10 @@ import numpy as np
 
 from diffusion_jax import files, pretrained, torch_files, torch_weights
 from diffusion_jax.torch_weights import StateDict
-from sd_jax import formats, names
+from sd_jax import formats, names, text
+from sd_jax.text import TextPart
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
+from sd_jax.vae import SCALE, VAE
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
@@ -52,12 +53,19 @@ class VAEPart(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds; its text encoder is opened by diffusion_jax.text."""
+    """What a checkpoint holds."""
 
     unet: UNetPart | None
     vae: VAEPart | None
     report: list[str]
     """A line for each part: where it was found, and what it is."""
+    text: TextPart | None = None
+    predicts: str | None = None
+    """What the UNet predicts, "eps" or "v", where the checkpoint says it."""
+    latent_size: int = 64
+    """The side of the latents that it was made for, where the checkpoint says it."""
+    scale: float = SCALE
+    """What the UNet sees is this times a sample of the VAE's posterior; likewise."""
 
 
 def load(
@@ -109,14 +117,16 @@ def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]
 def save_diffusers(
     checkpoint: Checkpoint,
     folder: str | os.PathLike[str],
-    predicts: str = "eps",
-    source: str | os.PathLike[str] | None = None,
+    predicts: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    scheduler: str | os.PathLike[str] | None = None,
 ) -> None:
     """Writes a directory for StableDiffusionPipeline.from_pretrained, whole or not at all.
 
-    `source`: a diffusers directory whose text encoder, tokenizer and scheduler are copied. Without,
-    the scheduler is DDIM's for a model that predicts "eps" or "v", and text encoder and tokenizer
-    are for from_pretrained's caller to give. ValueError for networks that diffusers does not have.
+    `tokenizer` and `scheduler`: diffusers directories that these are copied from, if they have
+    them. Otherwise the scheduler is DDIM's for a UNet that `predicts` "eps" or "v" (by default what
+    the checkpoint says, or eps), and the tokenizer is for from_pretrained's caller to give.
+    ValueError for networks that diffusers does not have.
     """
     folder = pathlib.Path(folder)
     if folder.exists() and any(folder.iterdir()):
@@ -125,28 +135,20 @@ def save_diffusers(
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
     index |= {"requires_safety_checker": False, "scheduler": ["diffusers", "DDIMScheduler"]}
     index |= {"text_encoder": [None, None], "tokenizer": [None, None]}
-    written = {}
-    if checkpoint.unet:
-        unet, text_width, params = checkpoint.unet
-        config = formats.unet_to_diffusers(unet, text_width)
-        written["unet"] = config, names.unet_to_torch(params, unet, "diffusers")
-    if checkpoint.vae:
-        vae, params = checkpoint.vae
-        written["vae"] = formats.vae_to_diffusers(vae), names.vae_to_torch(params, vae, "diffusers")
+    ddim = _scheduler(predicts or checkpoint.predicts or "eps")
     temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
-        for part, (config, state) in written.items():
+        for part, (library, name, config, state) in _for_diffusers(checkpoint).items():
             _write_json(temporary / part / "config.json", config)
-            save_state(state, temporary / part / WEIGHTS)
-            index[part] = ["diffusers", config["_class_name"]]
-        _write_json(temporary / "scheduler" / "scheduler_config.json", _scheduler(predicts))
-        if source is not None and (pathlib.Path(source) / "model_index.json").is_file():
-            theirs = pretrained.read_json(pathlib.Path(source) / "model_index.json")
-            for part in ("text_encoder", "tokenizer", "scheduler"):
-                if (pathlib.Path(source) / part).is_dir():
-                    there = temporary / part
-                    shutil.copytree(pathlib.Path(source) / part, there, dirs_exist_ok=True)
-                    index[part] = theirs.get(part, index[part])
+            save_state(state, temporary / part / name)
+            index[part] = [library, config.get("_class_name") or config["architectures"][0]]
+        _write_json(temporary / "scheduler" / "scheduler_config.json", ddim)
+        for part, source in (("tokenizer", tokenizer), ("scheduler", scheduler)):
+            if source is not None and (pathlib.Path(source) / part).is_dir():
+                there = temporary / part
+                shutil.copytree(pathlib.Path(source) / part, there, dirs_exist_ok=True)
+                theirs = pretrained.read_json(pathlib.Path(source) / "model_index.json")
+                index[part] = theirs.get(part, index[part])
         _write_json(temporary / "model_index.json", index)
         if folder.exists():
             folder.rmdir()
@@ -156,7 +158,7 @@ def save_diffusers(
 
 
 def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str = "ldm") -> None:
-    """Writes UNet and VAE into one .safetensors or .npz file under LDM's or NeMo's names."""
+    """Writes all parts into one .safetensors or .npz file under LDM's or NeMo's names."""
     if dialect not in ("ldm", "nemo"):
         raise ValueError(f"a file has the names 'ldm' or 'nemo', not {dialect!r}")
     parts, which = {}, 1 if dialect == "ldm" else 0
@@ -166,6 +168,8 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
     if checkpoint.vae:
         vae, params = checkpoint.vae
         parts["vae"] = names.vae_to_torch(params, vae, dialect)
+    if checkpoint.text:
+        parts["text"] = text.to_ldm(checkpoint.text)
     state = {
         _PREFIXES[part][which] + name: array
         for part, arrays in parts.items()
@@ -195,17 +199,19 @@ def save_state(state: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
     """Whether two hold the same parts, the same to the last bit."""
-    pairs = ((a.unet, b.unet), (a.vae, b.vae))
+    pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
     return all(
         (x is None) == (y is None)
-        and (x is None or y is None or x.network == y.network)
+        # The network comes first; what follows is the same where it is.
+        and (x is None or y is None or x[0] == y[0])
         and (x is None or y is None or jax.tree.all(jax.tree.map(_same, x.params, y.params)))
         for x, y in pairs
     )
 
 
 def _from_folder(folder: pathlib.Path) -> Checkpoint:
-    unet_part, vae_part, report = None, None, []
+    unet_part, vae_part, text_part, latent_size, report = None, None, None, 64, []
+    scale = SCALE
     # A pipeline's folder, or that of one network.
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     config = {} if places else pretrained.read_json(folder / "config.json")
@@ -216,19 +222,26 @@ def _from_folder(folder: pathlib.Path) -> Checkpoint:
         if part == "unet":
             unet, width = formats.unet_from_diffusers(config), names.text_width(state)
             unet_part = UNetPart(unet, width, names.unet_from_torch(state, unet, width))
+            latent_size = config.get("sample_size") or latent_size
             report.append(_line(part, state, "diffusers", unet_part.params))
         else:
             vae = formats.vae_from_diffusers(config)
             vae_part = VAEPart(vae, names.vae_from_torch(state, vae))
+            scale = config.get("scaling_factor", SCALE)
             report.append(_line(part, state, "diffusers", vae_part.params))
-    return Checkpoint(unet_part, vae_part, report)
+    if (folder / "text_encoder").is_dir():
+        text_part = text.from_folder(folder / "text_encoder")
+        state = jax.tree.leaves(text_part.params)
+        report.append(_line("text", state, "transformers", text_part.params))
+    predicts = _read_predicts(folder / "scheduler" / "scheduler_config.json")
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size, scale)
 
 
 def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpoint:
     state = torch_files.read_state_dict(path)
     parts = split(state, ema)
     config = torch_files.read_nemo_config(path) if path.suffix == ".nemo" else {}
-    unet_part, vae_part, report = None, None, []
+    unet_part, vae_part, text_part, report = None, None, None, []
     if "unet" in parts:
         arrays = parts["unet"]
         dialect, width = names.unet_dialect(arrays), names.text_width(arrays)
@@ -247,8 +260,32 @@ def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpo
         vae_part = VAEPart(vae, names.vae_from_torch(parts["vae"], vae))
         report.append(_line("vae", parts["vae"], "ldm", vae_part.params))
     if "text" in parts:
-        report.append(f"text: {len(parts['text'])} arrays, left to diffusion_jax.text")
-    return Checkpoint(unet_part, vae_part, report)
+        text_part = text.from_ldm(parts["text"])
+        report.append(_text_line(parts["text"], text_part))
+    predicts = config.get("parameterization")
+    return Checkpoint(unet_part, vae_part, report, text_part, predicts)
+
+
+def _for_diffusers(
+    checkpoint: Checkpoint,
+) -> dict[str, tuple[str, str, dict[str, Any], dict[str, np.ndarray]]]:
+    """The library, file name, config and arrays of each part."""
+    written = {}
+    if checkpoint.unet:
+        unet, text_width, params = checkpoint.unet
+        config = formats.unet_to_diffusers(unet, text_width)
+        config |= {"sample_size": checkpoint.latent_size}
+        state = names.unet_to_torch(params, unet, "diffusers")
+        written["unet"] = "diffusers", WEIGHTS, config, state
+    if checkpoint.vae:
+        vae, params = checkpoint.vae
+        config = formats.vae_to_diffusers(vae) | {"scaling_factor": checkpoint.scale}
+        state = names.vae_to_torch(params, vae, "diffusers")
+        written["vae"] = "diffusers", WEIGHTS, config, state
+    if checkpoint.text:
+        model = text.to_transformers(checkpoint.text)
+        written["text_encoder"] = "transformers", "model.safetensors", *model
+    return written
 
 
 def _open(folder: pathlib.Path) -> Mapping[str, np.ndarray]:
@@ -297,7 +334,35 @@ def _scheduler(predicts: str) -> dict[str, Any]:
     }
 
 
-def _line(part: str, state: StateDict, dialect: str, params: Any) -> str:
+def _read_predicts(path: pathlib.Path) -> str | None:
+    """What a scheduler says that the UNet predicts; ValueError if its betas are not ours."""
+    if not path.is_file():
+        return None
+    config, ours = pretrained.read_json(path), _scheduler("eps")
+    names = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
+    strange = [name for name in names if config.get(name, ours[name]) != ours[name]]
+    strange += [name for name in ("trained_betas", "rescale_betas_zero_snr") if config.get(name)]
+    if strange:
+        raise ValueError(
+            f"{path} says {strange[0]} {config[strange[0]]!r}: only Stable Diffusion's own "
+            "schedule is built here, scaled_linear from 0.00085 to 0.012 in 1000 steps"
+        )
+    kind = config.get("prediction_type", "epsilon")
+    known = {theirs: predicts for predicts, theirs in PREDICTS.items()}
+    if kind not in known:
+        raise ValueError(f"{path} says prediction_type {kind!r}: known are {', '.join(known)}")
+    return known[kind]
+
+
+def _text_line(arrays: StateDict, part: TextPart | None) -> str:
+    if part is None:
+        return f"text: {len(arrays)} arrays of another kind than CLIP's, left out"
+    count = sum(leaf.size for leaf in jax.tree.leaves(part.params))
+    last = ", the last layer of OpenCLIP's left out" if part.pads_with_0 else ""
+    return f"text: {len(arrays)} arrays{last}, {count:,} parameters"
+
+
+def _line(part: str, state: Sized, dialect: str, params: Any) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(params))
     return f"{part}: {len(state)} arrays ({dialect}), {count:,} parameters, each used once"
 

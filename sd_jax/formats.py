@@ -12,7 +12,7 @@ from diffusion_jax.torch_weights import StateDict
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet, blocks_per_level
-from sd_jax.vae import SCALE, VAE
+from sd_jax.vae import VAE
 
 Config = Mapping[str, Any]
 
@@ -189,7 +189,6 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
         "norm_eps": 1e-5,
         "norm_num_groups": 32,
         "out_channels": unet.out_channels,
-        "sample_size": 64,
         "transformer_layers_per_block": unet.transformer_depth,
         "up_block_types": ["CrossAttnUpBlock2D" if a else "UpBlock2D" for a in attends[::-1]],
         "use_linear_projection": unet.linear_projections,
@@ -211,7 +210,6 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
         "norm_num_groups": 32,
         "out_channels": vae.image_channels,
         "sample_size": 512,
-        "scaling_factor": SCALE,
         "up_block_types": ["UpDecoderBlock2D"] * levels,
     }
 

@@ -64,6 +64,32 @@ class Sampler(NamedTuple):
     width: int
 
 
+class Pipeline(NamedTuple):
+    """What drawing needs to know of a model, trained here or elsewhere.
+
+    `strength` is the share of the steps that image-to-image takes: 1 keeps least of the picture.
+    """
+
+    unet: UNet
+    vae: VAE
+    conditioning: Conditioning
+    latents: Latents
+    diffusion: Diffusion
+    sampler: Sampler
+    strength: float = 1.0
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Height and width of what is drawn."""
+        size = self.latents.image_size
+        return self.sampler.height or size, self.sampler.width or size
+
+    @property
+    def steps_taken(self) -> int:
+        """Of sampler.steps, those that image-to-image takes."""
+        return round(self.strength * self.sampler.steps)
+
+
 class Settings(NamedTuple):
     """A whole config, checked.
 
@@ -87,15 +113,15 @@ class Settings(NamedTuple):
     data: Data
 
     @property
-    def output_shape(self) -> tuple[int, int]:
-        """Height and width of what is drawn."""
-        size = self.latents.image_size
-        return self.sampler.height or size, self.sampler.width or size
+    def pipeline(self) -> Pipeline:
+        """What drawing needs to know."""
+        groups = self.conditioning, self.latents, self.diffusion, self.sampler
+        return Pipeline(self.unet, self.vae, *groups)
 
     @property
     def output_size(self) -> int:
         """The side of the square that is drawn; ValueError if it is none."""
-        height, width = self.output_shape
+        height, width = self.pipeline.output_shape
         if height != width:
             raise ValueError(
                 f"sampler.height is {height} and sampler.width {width}: only squares are scored"
@@ -161,46 +187,52 @@ def check(s: Settings) -> None:
     checks.check_text(s.text)
     checks.check_prompts(s.run, s.text)
     unet_module.check(s.unet)
-    choices = [
-        ("diffusion.predicts", s.diffusion.predicts, PRECONDS),
-        ("sampler.name", s.sampler.name, SAMPLERS),
-        ("latents.pixels", s.latents.pixels, PIXELS),
-        ("conditioning.drop_to", s.conditioning.drop_to, DROP_TO),
-    ]
-    for field, value, known in choices:
-        settings.one_of(field, value, known)
-    settings.positive(latents__scale=s.latents.scale)
-    settings.within(1, _STEPS, sampler__steps=s.sampler.steps)
-    settings.within(
-        0, 1, sampler__eta=s.sampler.eta, diffusion__offset_noise=s.diffusion.offset_noise
-    )
-    settings.within(0, 1000, sampler__guidance=s.sampler.guidance,
-                    diffusion__min_snr=s.diffusion.min_snr)  # fmt: skip
-    _check_sizes(s)
+    settings.one_of("conditioning.drop_to", s.conditioning.drop_to, DROP_TO)
+    settings.within(0, 1, diffusion__offset_noise=s.diffusion.offset_noise)
+    settings.within(0, 1000, diffusion__min_snr=s.diffusion.min_snr)
+    check_size(s.pipeline, "latents.image_size", s.latents.image_size)
+    check_pipeline(s.pipeline)
     _check_text(s)
     _check_data(s)
 
 
-def check_size(s: Settings, field: str, size: int) -> None:
-    """ValueError unless images of `size` pixels have latents that the UNet can halve."""
-    unit = vae_module.factor(s.vae) * 2 ** (len(s.unet.channel_mult) - 1)
-    if size < unit or size % unit:
+def check_pipeline(p: Pipeline) -> None:
+    """ValueError for values that nothing can be drawn with."""
+    settings.one_of("diffusion.predicts", p.diffusion.predicts, PRECONDS)
+    settings.one_of("latents.pixels", p.latents.pixels, PIXELS)
+    settings.positive(latents__scale=p.latents.scale)
+    check_sampler(p.sampler)
+    check_size(p, "sampler.height", p.output_shape[0])
+    check_size(p, "sampler.width", p.output_shape[1])
+    if not 0 < p.strength <= 1 or p.steps_taken < 1:
         raise ValueError(
-            f"{field} is {size}: latents are images {vae_module.factor(s.vae)} times smaller, "
-            f"which the UNet halves {len(s.unet.channel_mult) - 1} times, so take multiples of "
-            f"{unit}"
+            f"strength {p.strength} of {p.sampler.steps} steps are {p.steps_taken} steps: it is a "
+            "share from 0 to 1 that must give one or more"
         )
-
-
-def _check_sizes(s: Settings) -> None:
-    check_size(s, "latents.image_size", s.latents.image_size)
-    check_size(s, "sampler.height", s.output_shape[0])
-    check_size(s, "sampler.width", s.output_shape[1])
-    channels = (s.vae.latent_channels, s.unet.in_channels, s.unet.out_channels)
+    channels = (p.vae.latent_channels, p.unet.in_channels, p.unet.out_channels)
     if len(set(channels)) > 1:
         raise ValueError(
             f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: they "
             "must be the same"
+        )
+
+
+def check_sampler(sampler: Sampler) -> None:
+    """ValueError for values that no model can draw with."""
+    settings.one_of("sampler.name", sampler.name, SAMPLERS)
+    settings.within(1, _STEPS, sampler__steps=sampler.steps)
+    settings.within(0, 1, sampler__eta=sampler.eta)
+    settings.within(0, 1000, sampler__guidance=sampler.guidance)
+
+
+def check_size(p: Pipeline, field: str, size: int) -> None:
+    """ValueError unless images of `size` pixels have latents that the UNet can halve."""
+    factor, halvings = vae_module.factor(p.vae), len(p.unet.channel_mult) - 1
+    unit = factor * 2**halvings
+    if size < unit or size % unit:
+        raise ValueError(
+            f"{field} is {size}: latents are images {factor} times smaller, which the UNet halves "
+            f"{halvings} times, so take multiples of {unit}"
         )
 
 

@@ -24,7 +24,7 @@ from diffusion_jax import loop, pretrained, sharding, training
 from diffusion_jax.data import moments
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.text import TextEncoder, registry
-from sd_jax import task
+from sd_jax import sampling, task
 from sd_jax import vae as vae_module
 from sd_jax.pretrained import read_unet, read_vae
 from sd_jax.settings import Settings, read_settings, uses_moments
@@ -35,7 +35,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     encoder = registry.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
-    tokenize = lambda texts: task.prompts(encoder, texts, s.sampler.negative_prompt)
+    tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
     # Also where nothing is drawn: a store of embeddings must hold what training needs.
     examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
     evaluation = training.evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)

@@ -1,13 +1,22 @@
 """A trained model, read from the workdir of its run."""
 
 import os
+import pathlib
 from typing import NamedTuple
 
-from diffusion_jax import settings, sharding, trained
+import jax
+import jax.numpy as jnp
+
+from diffusion_jax import checkpoint, loop, pretrained, settings, sharding, trained
 from diffusion_jax.trained import Encoders, Model, with_weights
-from sd_jax import task
+from sd_jax import names, task
+from sd_jax import vae as vae_module
+from sd_jax.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.pretrained import read_vae
-from sd_jax.settings import Settings, check, read_settings
+from sd_jax.sampling import Preview, make_sample
+from sd_jax.settings import Pipeline, Sampler, Settings, check, check_pipeline, read_settings
+from sd_jax.text import from_folder
+from sd_jax.vae import VAE
 
 __all__ = ["Choice", "Encoders", "Model", "load_model", "read_run", "with_weights"]
 
@@ -30,6 +39,10 @@ class Choice(NamedTuple):
     """Where the text encoder's weights are: a folder or a Hugging Face name."""
     vae_weights: str | None = None
     """Where the VAE's are: a file, a diffusers directory or a workdir."""
+    strength: float = 1.0
+    """See settings.Pipeline."""
+    preview: Preview | None = None
+    """See sampling.make_sample."""
 
 
 def load_model(
@@ -40,7 +53,7 @@ def load_model(
     """The model of a training run; ValueError or FileNotFoundError if there is no such one.
 
     Models that are loaded with the same `encoders` (a dict, empty at first) share the weights of
-    their text encoders. What they draw from is `task.prompts`.
+    their text encoders. What they draw from is sampling.prompts.
     """
     choice = choice or Choice()
     s = read_run(workdir, choice)
@@ -54,8 +67,16 @@ def load_model(
     vae_params = read_vae(s.vae_weights, s.vae)
     frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
     made = task.make_task(s, encoder, vae_params)
+    made = made._replace(sample=make_sample(pipeline(s, choice), encoder, choice.preview))
     model = trained.open_model(str(workdir), s, encoder, made, frozen, mesh)
     return with_weights(model, choice.ema, choice.checkpoint)
+
+
+def chosen_sampler(sampler: Sampler, choice: Choice) -> Sampler:
+    """The sampler with what was chosen in place of its own."""
+    fields = ("guidance", "steps", "eta", "negative_prompt", "height", "width")
+    asked = {"name": choice.sampler} | {name: getattr(choice, name) for name in fields}
+    return sampler._replace(**{k: v for k, v in asked.items() if v is not None})
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
@@ -64,11 +85,35 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
     s = read_settings(settings.load(workdir).to_dict())
-    fields = ("guidance", "steps", "eta", "negative_prompt", "height", "width")
-    asked = {"name": choice.sampler} | {name: getattr(choice, name) for name in fields}
-    sampler = s.sampler._replace(**{k: v for k, v in asked.items() if v is not None})
+    sampler = chosen_sampler(s.sampler, choice)
     text = s.text if choice.text_weights is None else s.text._replace(weights=choice.text_weights)
     vae_weights = s.vae_weights if choice.vae_weights is None else choice.vae_weights
     s = s._replace(sampler=sampler, text=text, vae_weights=vae_weights)
     check(s)
+    check_pipeline(pipeline(s, choice))
     return s
+
+
+def pipeline(s: Settings, choice: Choice) -> Pipeline:
+    """What drawing needs to know of a run's settings and a choice."""
+    return s.pipeline._replace(strength=choice.strength)
+
+
+def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoint:
+    """The weights of a run with its VAE and its text encoder, where it has them, to be written."""
+    s = read_run(workdir, Choice())
+    abstract = names.abstract_unet(s.unet, s.text.width)
+    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = jax.device_get(checkpoint.load_params(folder, abstract, ema))
+    plain = {"dtype": jnp.float32, "attention_impl": "xla"}
+    unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
+    vae = text = None
+    if s.vae_weights:
+        plain = {"dtype": jnp.float32, "query_chunk": VAE.query_chunk}
+        vae = VAEPart(s.vae.clone(**plain), read_vae(s.vae_weights, s.vae))
+    if s.text.encoder.startswith("clip") and s.text.weights:
+        text = from_folder(pretrained.locate(s.text.weights))
+    report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
+    size = s.latents.image_size // vae_module.factor(s.vae)
+    return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)

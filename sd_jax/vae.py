@@ -5,6 +5,7 @@ B batch, C channels, Z channels of the latents.
 """
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -186,12 +187,21 @@ def sample(moments: Moments, eps: Latents) -> Latents:
     return mean + std * eps
 
 
-def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, size: int) -> Any:
-    """decode(z), `size` images at a time, in the memory of as many: the same numbers.
+def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
+    """decode(z), in the memory of about `at_once` images a device: the same numbers.
 
-    With VAE.query_chunk, it is how large images are decoded: no tiles, hence no seams.
+    With VAE.query_chunk, it is how large images are decoded: no tiles, hence no seams. Rows of z
+    that follow each other are taken to lie on one device, as in a batch over a mesh.
     """
-    return jax.lax.map(lambda one: decode(one[None])[0], z, batch_size=size)
+    devices = math.gcd(len(z), jax.device_count())
+    own = len(z) // devices
+    slices = next(n for n in range(-(-own // at_once), own + 1) if own % n == 0)
+    if slices == 1:
+        return decode(z)
+    parts = z.reshape(devices, slices, -1, *z.shape[1:]).swapaxes(0, 1)
+    images = jax.lax.map(lambda part: decode(part.reshape(-1, *z.shape[1:])), parts)
+    images = images.reshape(slices, devices, -1, *images.shape[2:]).swapaxes(0, 1)
+    return images.reshape(len(z), *images.shape[3:])
 
 
 def check(vae: VAE) -> None:

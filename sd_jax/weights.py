@@ -1,13 +1,14 @@
 """Stable Diffusion weights between their formats, and the proof that they give the same numbers.
 
     python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
-        [--norm_groups=16] [--predicts=v] [--text=FOLDER]
+        [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER]
 
-takes UNet and VAE out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo, .safetensors,
-.npz) or a diffusers directory. --to is a file (.safetensors, .npz; LDM's names, or NeMo's), or
-otherwise a new diffusers directory, with text encoder, tokenizer and scheduler of --text, or of
---from if that is one too. It prints what it mapped, opens what it wrote, and compares the two to
-the last bit. Files do not show MLPerf's 16 groups, nor that a model predicts v: say so.
+takes UNet, VAE and text encoder out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo,
+.safetensors, .npz), a diffusers directory, or the workdir of a run. --to is a file (.safetensors,
+.npz; LDM's names, or NeMo's), or otherwise a new diffusers directory, with the tokenizer of
+--tokenizer, or of --from if that is a diffusers directory too. It prints what it mapped, opens what
+it wrote, and compares the two to the last bit. Files do not show MLPerf's 16 groups, nor that a
+model predicts v: say so.
 
     python -m sd_jax.weights verify CASE.npz
 
@@ -26,21 +27,21 @@ import sys
 
 from absl import flags
 
-from diffusion_jax import cli, torch_weights
-from sd_jax import checkpoints
+from diffusion_jax import cli, loop, torch_weights
+from sd_jax import checkpoints, trained
 from sd_jax.verify import verify, within_tolerance
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
-           [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--text=FOLDER]
+           [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]
        python -m sd_jax.weights verify CASE.npz"""
 
-_FROM = flags.DEFINE_string("from", None, "What is read: a file, or a diffusers directory.")
+_FROM = flags.DEFINE_string("from", None, "What is read: a file, a diffusers directory, a run.")
 _TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
 _NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nemo".')
 _EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
-_PREDICTS = flags.DEFINE_string("predicts", "eps", 'What the UNet predicts: "eps" or "v".')
-_TEXT = flags.DEFINE_string("text", None, "A diffusers directory with the text encoder to copy.")
+_PREDICTS = flags.DEFINE_string("predicts", None, 'What the UNet predicts: "eps" or "v".')
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A diffusers directory, to copy its tokenizer.")
 
 
 def main(argv: list[str]) -> None:
@@ -60,13 +61,17 @@ def main(argv: list[str]) -> None:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Converts as the flags say, and opens the result; ValueError if it is not the same."""
     target = pathlib.Path(target)
-    read = checkpoints.load(source, _EMA.value, _GROUPS.value)
+    is_run = (pathlib.Path(source) / loop.CHECKPOINTS).is_dir()
+    opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value)
+    read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
     for line in read.report:
         print(line)
     if target.suffix in (".safetensors", ".npz"):
         checkpoints.save_file(read, target, _NAMES.value)
     else:
-        checkpoints.save_diffusers(read, target, _PREDICTS.value, _TEXT.value or source)
+        predicts, tokenizer = _PREDICTS.value, _TOKENIZER.value or source
+        scheduler = None if predicts else source
+        checkpoints.save_diffusers(read, target, predicts, tokenizer, scheduler)
     written = checkpoints.load(target, norm_groups=read.unet and read.unet.network.norm_groups)
     if not checkpoints.equal(read, written):
         raise ValueError(

@@ -5,6 +5,7 @@ Letters: B batch, L tokens, D width, E width of the space that text and image sh
 """
 
 import os
+import pathlib
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -132,10 +133,24 @@ def encoder(
     folder = pretrained.locate(weights)
     found = clip_weights.open_clip(folder)
     tower, table = text_tower(found, dtype, skip=int(layer == "penultimate"))
-    tokenizer = tokenize.clip(folder, open_clip=found.pads_with_0)
+    tokenizer = open_tokenizer(folder, found.pads_with_0)
     _check(folder, tower, tokenizer, width, max_tokens, layer)
     state = clip_weights.tower_state(found, table)
     frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
+    return of_tower(tower, frozen, tokenizer, max_tokens)
+
+
+def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
+    """The tokenizer in a folder, or beside it as in diffusers' text_encoder and tokenizer."""
+    beside = folder.parent / "tokenizer"
+    folder = beside if folder.name == "text_encoder" and beside.is_dir() else folder
+    return tokenize.clip(folder, open_clip=pads_with_0)
+
+
+def of_tower(
+    tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
+) -> TextEncoder:
+    """An encoder that gives the tower's last layer; `frozen` is the tower's params."""
 
     def encode(frozen: Any, batch: Batch):
         ids = jnp.asarray(batch["text_ids"])
@@ -145,7 +160,10 @@ def encoder(
     def to_ids(texts):
         return {"text_ids": tokenizer(texts, max_tokens)["text_ids"]}
 
-    return TextEncoder("clip", width, max_tokens, to_ids, frozen, encode)
+    def cut_off(texts):
+        return tokenizer.cut_off(texts, max_tokens)
+
+    return TextEncoder("clip", tower.width, max_tokens, to_ids, frozen, encode, cut_off=cut_off)
 
 
 def text_tower(

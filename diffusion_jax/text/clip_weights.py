@@ -128,6 +128,32 @@ def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
     return {name: array for name, array in clip.state.items() if wanted(name)}
 
 
+def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
+    """A text tower's arrays under OpenCLIP's names; q, k and v in one."""
+    arrays, thirds = {}, {}
+    for name, array in state.items():
+        for pattern, replacement in _TO_OPEN_CLIP:
+            name = re.sub(pattern, replacement, name)
+        fused = re.match(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)$", name)
+        if fused:
+            thirds.setdefault(f"{fused[1]}in_proj_{fused[3]}", {})[fused[2]] = array
+        else:
+            arrays[name] = array
+    return arrays | {
+        name: np.concatenate([parts[n] for n in "qkv"]) for name, parts in thirds.items()
+    }
+
+
+_TO_OPEN_CLIP = (
+    (rf"^{TEXT}\.embeddings\.token_embedding\.", "token_embedding."),
+    (rf"^{TEXT}\.embeddings\.position_embedding\.weight$", "positional_embedding"),
+    (rf"^{TEXT}\.final_layer_norm\.", "ln_final."),
+    (rf"^{TEXT}\.encoder\.layers\.", "transformer.resblocks."),
+    (r"\.layer_norm([12])\.", r".ln_\1."),
+    (r"\.self_attn\.", ".attn."),
+    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
+    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
+)
 _PATCH = Layout(lambda w: w.transpose(2, 3, 1, 0), lambda w: w.transpose(3, 2, 0, 1))
 
 

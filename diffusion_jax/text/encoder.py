@@ -34,6 +34,8 @@ class TextEncoder(NamedTuple):
     """
     cut: bool = False
     """Whether all of a batch's arrays [B, L] may be cut to its longest text, with equal results."""
+    cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
+    """The end that each text loses, "" where all of it fits, or where an encoder cannot tell."""
 
 
 def embed(

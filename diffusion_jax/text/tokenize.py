@@ -9,11 +9,11 @@ import html
 import os
 import pathlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
 _SPLIT = (
@@ -53,14 +53,25 @@ class Tokenize:
         ids = np.full((len(texts), length), self.pad, np.int32)
         mask = np.zeros((len(texts), length), bool)
         first = [] if self.begin is None else [self.begin]
-        cleaned = [self._clean(_checked(text)) for text in texts]
-        encoded = self._tokenizer.encode_batch(cleaned, add_special_tokens=False)
-        for row, encoding in enumerate(encoded):
+        for row, (_, encoding) in enumerate(self._encode(texts)):
             begun = [*first, *encoding.ids]
             tokens = [*begun[: length - 1], self.end]
             ids[row, : len(tokens)] = tokens
             mask[row, : len(tokens)] = True
         return {"text_ids": ids, "text_mask": mask}
+
+    def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
+        """The end that each text loses, "" where all of it fits."""
+        room = length - 1 - (self.begin is not None)
+        return [
+            text[encoding.offsets[room][0] :] if len(encoding.ids) > room else ""
+            for text, encoding in self._encode(texts)
+        ]
+
+    def _encode(self, texts: Sequence[Any]) -> Iterable[tuple[str, Encoding]]:
+        cleaned = [self._clean(_checked(text)) for text in texts]
+        encoded = self._tokenizer.encode_batch(cleaned, add_special_tokens=False)
+        return zip(cleaned, encoded, strict=True)
 
 
 def t5(path: str | os.PathLike[str]) -> Tokenize:

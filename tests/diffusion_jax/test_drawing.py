@@ -22,7 +22,7 @@ def params():
 @pytest.fixture(scope="module")
 def draw():
     """On one device."""
-    return drawing.make_draw(TASK, TASK.frozen, sharding.make_mesh(1, 1, 1))
+    return drawing.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_eight_devices_draw_the_images_of_one(params, images):
     mesh = sharding.make_mesh(2, 4, 1)
     placed = jax.device_put(params, sharding.shardings(params, mesh, toy.RULES))
     assert not placed["pixels"]["kernel"].sharding.is_fully_replicated
-    draw = drawing.make_draw(TASK, TASK.frozen, mesh)
+    draw = drawing.make_draw(TASK.sample, TASK.frozen, mesh)
     rows = list(range(5))  # Five do not divide over eight devices.
     assert_same(draw(placed, *pick(rows)), images)
 

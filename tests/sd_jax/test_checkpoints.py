@@ -11,6 +11,7 @@ import safetensors.numpy
 from sd_jax import checkpoints
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from tests.diffusion_jax.text.tiny_weights import case, state
 from tests.sd_jax.cases import unet_weights, vae_weights
 
 WIDE = UNet(width=64, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,))
@@ -32,7 +33,17 @@ BUFFERS = {
 }
 
 
-def compvis():
+CLIP, OPEN_CLIP = (
+    {n: w for n, w in state(case(name)).items() if not n.startswith(("vis", "logit_scale"))}
+    for name in ("clip", "open_clip")
+)
+TEXTS = {
+    "1.x": {f"transformer.{n}": w for n, w in CLIP.items() if n.startswith("text_model.")},
+    "2.x": {f"model.{n}": w for n, w in OPEN_CLIP.items()},
+}
+
+
+def compvis(version="1.x"):
     """As CompVis trains: raw weights, averages twice as large, buffers, a text encoder."""
     averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in UNET.items()}
     return {
@@ -40,7 +51,7 @@ def compvis():
         **{f"model.diffusion_model.{name}": w for name, w in UNET.items()},
         **{f"model_ema.{name}": w for name, w in averages.items()},
         **{f"first_stage_model.{name}": w for name, w in VAE_STATE.items()},
-        "cond_stage_model.transformer.text_model.final_layer_norm.weight": np.ones(24),
+        **{f"cond_stage_model.{name}": w for name, w in TEXTS[version].items()},
     }
 
 
@@ -48,6 +59,7 @@ def compvis():
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("compvis")
     np.savez(path / "a.npz", **compvis())
+    np.savez(path / "b.npz", **compvis("2.x"))
     checkpoints.save_diffusers(checkpoints.load(path / "a.npz"), path / "d", "v")
     return path
 
@@ -63,7 +75,7 @@ def test_averages_or_raw_weights_are_chosen_by_name(folder):
     )
     assert [line.partition(",")[0] for line in report[1:]] == [
         "vae: 124 arrays (ldm)",
-        "text: 1 arrays",
+        "text: 36 arrays",
     ]
 
 
@@ -71,6 +83,7 @@ def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
     read = checkpoints.load(folder / "a.npz")
     assert checkpoints.equal(read, checkpoints.load(folder / "d"))
     assert checkpoints.load(folder / "d" / "vae").vae.network == SMALL_VAE
+    assert checkpoints.load(folder / "d").predicts == "v" and read.predicts is None
     raw = checkpoints.load(folder / "a.npz", "raw")
     assert not checkpoints.equal(read, raw) and not checkpoints.equal(read, read._replace(vae=None))
     index = json.loads((folder / "d" / "model_index.json").read_text())
@@ -83,8 +96,9 @@ def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
 
 
 @pytest.mark.parametrize("dialect", ["ldm", "nemo"])
-def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialect):
-    read = checkpoints.load(folder / "d")
+@pytest.mark.parametrize("version", ["a", "b"])
+def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialect, version):
+    read = checkpoints.load(folder / f"{version}.npz")
     path = tmp_path / f"{dialect}.safetensors"
     checkpoints.save_file(read, path, dialect)
     assert checkpoints.equal(read, checkpoints.load(path))
@@ -92,17 +106,68 @@ def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialec
     assert f"{last[dialect]}.bias" in safetensors.numpy.load_file(path)
 
 
-def test_text_encoder_and_tokenizer_are_copied(folder, tmp_path):
+def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_path):
+    read = checkpoints.load(folder / "b.npz")
+    assert (read.text.tower.num_layers, read.text.pads_with_0) == (1, True)
+    assert read.report[2].startswith("text: 29 arrays, the last layer of OpenCLIP's left out, ")
+    checkpoints.save_file(read, tmp_path / "b.npz")
+    written = np.load(tmp_path / "b.npz")
+    for name, array in TEXTS["2.x"].items():
+        if name in ("model.text_projection", "model.logit_scale"):
+            continue
+        wanted = np.zeros_like(array) if ".resblocks.1." in name else array
+        np.testing.assert_array_equal(written[f"cond_stage_model.{name}"], wanted)
+
+
+@pytest.mark.parametrize("version", ["a", "b"])
+def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
+    read = checkpoints.load(folder / f"{version}.npz")
+    checkpoints.save_diffusers(read, tmp_path / "d")
+    assert checkpoints.equal(read, checkpoints.load(tmp_path / "d"))
+    config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
+    assert config["hidden_act"] == {"a": "quick_gelu", "b": "gelu"}[version]
+    assert config["pad_token_id"] == {"a": 39, "b": 0}[version]
+    index = json.loads((tmp_path / "d" / "model_index.json").read_text())
+    assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
+
+
+def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
+    state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
+    np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
+    read = checkpoints.load(tmp_path / "a.npz")
+    assert read.text is None
+    assert read.report[2] == "text: 1 arrays of another kind than CLIP's, left out"
+
+
+def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
     source = tmp_path / "source"
     checkpoints.save_diffusers(checkpoints.load(folder / "d"), source)
-    (source / "text_encoder").mkdir()
-    (source / "text_encoder" / "config.json").write_text("{}")
+    (source / "tokenizer").mkdir()
+    (source / "tokenizer" / "merges.txt").write_text("a b")
     index = json.loads((source / "model_index.json").read_text())
-    index["text_encoder"] = ["transformers", "CLIPTextModel"]
+    index |= {"tokenizer": ["transformers", "CLIPTokenizer"], "scheduler": ["diffusers", "PNDM"]}
     (source / "model_index.json").write_text(json.dumps(index))
-    checkpoints.save_diffusers(checkpoints.load(source), tmp_path / "to", source=source)
-    assert (tmp_path / "to" / "text_encoder" / "config.json").read_text() == "{}"
+    (source / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "epsilon"}')
+    read = checkpoints.load(source)
+    checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source, scheduler=source)
+    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert checkpoints.load(tmp_path / "to").predicts == read.predicts == "eps"
     assert json.loads((tmp_path / "to" / "model_index.json").read_text()) == index
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"beta_schedule": "linear"}, "says beta_schedule 'linear': only Stable Diffusion's own"),
+        ({"rescale_betas_zero_snr": True}, "says rescale_betas_zero_snr True: only Stable"),
+        ({"prediction_type": "sample"}, "prediction_type 'sample': known are epsilon, v_predic"),
+    ],
+)
+def test_another_schedule_is_refused(folder, tmp_path, config, message):
+    checkpoints.save_diffusers(checkpoints.load(folder / "d"), tmp_path / "d")
+    (tmp_path / "d" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(tmp_path / "d")
 
 
 def test_mlperfs_groups_are_said_by_hand(folder):
@@ -123,6 +188,14 @@ def test_names_without_prefixes_are_one_networks(tmp_path):
         ({"cond_model.x": np.zeros(1)}, "1 keys belong to no part: cond_model.x"),
         ({"model.diffusion_model.stray": np.zeros(1)}, "do not fit the weights: missing stray; "),
         ({"first_stage_model.quant_conv.bias": None}, "1 keys are missing: quant_conv.bias"),
+        (
+            {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
+            "1 keys are missing: text_model.final_layer_norm.bias",
+        ),
+        (
+            {"cond_stage_model.transformer.text_model.stray": np.zeros(1)},
+            "1 keys are left over: text_model.stray",
+        ),
         ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; left over none. Take"),
     ],
 )

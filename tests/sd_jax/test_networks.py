@@ -69,6 +69,20 @@ def test_attention_in_slices_and_images_one_by_one_are_exact():
     assert whole.shape == (3, 8, 10, 3)
 
 
+def test_slices_hold_as_many_images_of_each_device_and_keep_their_order():
+    z, seen = jnp.arange(40 * 4.0).reshape(40, 1, 1, 4), []
+
+    def decode(part):
+        seen.append(part[:, 0, 0, 0].tolist())
+        return 2 * part
+
+    with jax.disable_jit():
+        np.testing.assert_array_equal(vae.decode_in_slices(decode, z, 2), 2 * z)
+    # Five on each of eight devices cannot be cut in two.
+    assert [len(rows) for rows in seen] == [8] * 5
+    assert seen[1] == [4.0 * row for row in range(1, 40, 5)]
+
+
 def test_the_posteriors_deviation_is_clamped():
     moments = jnp.zeros((1, 1, 2, 8)).at[..., :4].set(3.0).at[0, 0, :, 4:].set(100.0)
     moments = moments.at[0, 0, 1, 4:].set(-100.0)

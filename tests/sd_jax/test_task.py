@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_jax import samplers, sharding
 from diffusion_jax.text import registry
-from sd_jax import task
+from sd_jax import sampling, task
 from sd_jax.settings import SAMPLERS, Diffusion
 from sd_jax.vae import VAE
 from tests.sd_jax import tiny
@@ -140,8 +140,8 @@ def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
 
 def test_pixels_are_symmetric_or_as_mlperfs():
     images = np.array([0, 255, 51], np.uint8).reshape(1, 1, 3, 1)
-    np.testing.assert_allclose(task.to_pixels(images, "symmetric").ravel(), [-1, 1, -0.6])
-    np.testing.assert_allclose(task.to_pixels(images, "unit").ravel(), [0, 1, 0.2])
+    np.testing.assert_allclose(sampling.to_pixels(images, "symmetric").ravel(), [-1, 1, -0.6])
+    np.testing.assert_allclose(sampling.to_pixels(images, "unit").ravel(), [0, 1, 0.2])
 
 
 def test_min_snr_weights_are_the_papers():
@@ -176,7 +176,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=Thrice(**tiny.VAE_FIELDS))
     made = task.make_task(s, encoder, PARAMS)
     frozen = {"text": (), "vae": {}}
-    batch = task.prompts(encoder, ["a red seven", "a blue three"], "ugly")
+    batch = sampling.prompts(encoder, ["a red seven", "a blue three"], "ugly")
     keys = jax.random.split(jax.random.key(0), 2)
     text = lambda words: np.asarray(encoder.encode((), encoder.tokenize(words))[0]).mean((1, 2))
     cond, negative = text(["a red seven", "a blue three"]), text(["ugly", "ugly"])
@@ -194,7 +194,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
 def test_guidance_1_is_the_conditional_model_to_the_last_bit():
     made, params, s = a_task(), a_network()[1], tiny.settings()
     encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
-    batch = task.prompts(encoder, CAPTIONS, "ugly")
+    batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     keys = jax.random.split(jax.random.key(0), 4)
     sample = jax.jit(made.sample)
     plain = sample(params, frozen, batch, keys, None)
@@ -205,7 +205,7 @@ def test_guidance_1_is_the_conditional_model_to_the_last_bit():
     three = sample(params, frozen, batch, keys, np.full(4, 3, np.float32))
     assert np.abs(three - plain).max() > 1e-3
     other = sample(
-        params, frozen, task.prompts(encoder, CAPTIONS, ""), keys, np.full(4, 3, np.float32)
+        params, frozen, sampling.prompts(encoder, CAPTIONS, ""), keys, np.full(4, 3, np.float32)
     )
     assert np.abs(three - other).max() > 1e-3
 
@@ -215,7 +215,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     s = with_network(tiny.settings(sampler__steps=2), lambda params, x, t, text: 0 * x)
     s = s._replace(vae=Thrice(**tiny.VAE_FIELDS))
     encoder = registry.open_encoder(s.text)
-    batch, keys = task.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
+    batch, keys = sampling.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
     made = task.make_task(s, encoder, PARAMS)
     images = made.sample({}, {"text": (), "vae": {}}, batch, keys, None)
     x = samplers.initial_noise(keys, (4, 4, 4), 1.0)
@@ -227,7 +227,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_number_of_steps_from_1_to_1000_has_as_many_times(name):
     for steps in (1, 2, 3, 7, 27, 50, 333, 500, 501, 999, 1000):
-        sigmas = task.sampling_sigmas(
+        sigmas = sampling.sampling_sigmas(
             tiny.settings(sampler__steps=steps, sampler__name=name).sampler
         )
         assert sigmas.shape == (steps + 1,)

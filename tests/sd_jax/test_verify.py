@@ -54,7 +54,8 @@ def test_options_together_give_numpys_numbers(name):
 
 
 def test_a_vae_gives_numpys_numbers():
-    errors = verify.verify(vae_case(TINY_VAE))
+    """Also of a size that does not halve, whose last pixels the reference leaves out."""
+    errors = verify.verify(vae_case(TINY_VAE, size=(9, 13)))
     assert errors["max_relative_error"] < 5e-6, errors
     assert {"encoder_out", "moments", "mean", "std", "sample", "decode"} < errors.keys()
 

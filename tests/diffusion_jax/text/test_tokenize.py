@@ -51,6 +51,13 @@ def test_a_long_text_keeps_its_beginning_and_an_end(t5):
     assert ids(t5, CORGI, length=6) == [*CORGI_IDS[:5], 1]
 
 
+def test_the_end_that_a_text_loses_is_shown(t5, clip_folder):
+    assert t5.cut_off([CORGI, "a photo"], 6) == ["corgi riding a bike in Times Square.", ""]
+    assert t5.cut_off([CORGI], 17) == [""]
+    clip = tokenize.clip(clip_folder, open_clip=True)
+    assert clip.cut_off(["A  Dog &amp; the Cat", "dog"], 5) == ["the Cat", ""]
+
+
 def test_t5_normalises_characters_and_spaces(t5):
     """By the model's own map: circled and full-width letters, ligatures, runs of white space."""
     assert ids(t5, "  two   spaces ①\n new") == ids(t5, "two spaces 1 new")

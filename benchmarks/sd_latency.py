@@ -1,0 +1,146 @@
+"""Times drawing with Stable Diffusion as NeMo does: from the tokens of a prompt to decoded pixels.
+
+    python -m benchmarks.sd_latency --model=2
+
+On one device, with guidance and random weights, which take as long as trained ones. Prints one line
+of JSON for each batch size (images of one prompt): latency_s is the median of the rounds, from
+before text encoding to after decoding, everything in one program; compile_s is apart.
+nemo_tensorrt_s and nemo_framework_s are NeMo's latencies at 512 pixels and 50 steps of PLMS on an
+A100, null where these were changed. --tiny takes widths that run anywhere, to try the command.
+"""
+
+import json
+import statistics
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from diffusion_jax import cli, hardware
+from diffusion_jax.text import TextEncoder, clip
+from diffusion_jax.text.clip import TextTower
+from sd_jax import names, sampling
+from sd_jax import vae as vae_module
+from sd_jax.settings import (
+    Conditioning,
+    Diffusion,
+    Latents,
+    Pipeline,
+    Sampler,
+    check_pipeline,
+)
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+
+_MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Images drawn at once.")
+_SAMPLER = flags.DEFINE_string("sampler", "plms", "plms, ddim, dpmpp_2m, euler or heun.")
+_STEPS = flags.DEFINE_integer("steps", 50, "Sampling steps.", lower_bound=1)
+_SIZE = flags.DEFINE_integer("size", 512, "Pixels of a side.", lower_bound=64)
+_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the computation.")
+_ATTENTION = flags.DEFINE_enum("attention_impl", "xla", ["xla", "cudnn"], "As unet's.")
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed drawings.", lower_bound=1)
+_TINY = flags.DEFINE_bool("tiny", False, "A model of a tenth of the widths.")
+
+# (TensorRT, framework) on an A100 80GB by model and batch.
+_NEMO = {
+    ("1", 1): (0.9, 3.3), ("1", 2): (1.7, 5.2), ("1", 4): (2.9, 9.2),
+    ("2", 1): (0.9, 3.2), ("2", 2): (1.6, 5.0), ("2", 4): (2.7, 8.5),
+}  # fmt: skip
+
+
+def main(argv: list[str]) -> None:
+    """Compiles, warms up, measures, prints; one batch size after another."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+    cli.start()
+    with cli.bad_input():
+        if not all(size.isdigit() and int(size) for size in _BATCHES.value):
+            raise ValueError(f"--batches={','.join(_BATCHES.value)}: give numbers from 1 on")
+        tower, p = _model()
+        check_pipeline(p)
+    encode = lambda frozen, batch: (tower.apply(frozen, batch["text_ids"]).last, None)
+    encoder = TextEncoder("clip", tower.width, 77, lambda texts: {}, (), encode)
+    frozen = {
+        "text": _random(clip.abstract_params(tower)),
+        "vae": _random(names.abstract_vae(p.vae)),
+    }
+    params = _random(names.abstract_unet(p.unet, tower.width))
+    sample = jax.jit(sampling.make_sample(p, encoder))
+    for size in map(int, _BATCHES.value):
+        print(json.dumps(_measured(sample, params, frozen, size)), flush=True)
+
+
+def _model() -> tuple[TextTower, Pipeline]:
+    dtype, part = jnp.dtype(_DTYPE.value), 10 if _TINY.value else 1
+    on: dict[str, Any] = {"width": 320 // part, "attention_impl": _ATTENTION.value, "dtype": dtype}
+    text: dict[str, Any] = {"vocab_size": 49408, "max_tokens": 77, "projection": None}
+    text |= {"end_id": None, "dtype": dtype}
+    if _MODEL.value == "1":
+        unet = UNet(num_heads=8, linear_projections=False, **on)
+        tower = TextTower(width=768, mlp_width=3072, num_heads=12, num_layers=12,
+                          activation="quick_gelu", **text)  # fmt: skip
+    else:
+        unet = UNet(head_dim=64 // (2 if _TINY.value else 1), **on)
+        tower = TextTower(width=1024, mlp_width=4096, num_heads=16, num_layers=23,
+                          activation="gelu", **text)  # fmt: skip
+    vae = VAE(width=128 // (4 if _TINY.value else 1), dtype=dtype)
+    if _TINY.value:
+        tower = tower.clone(num_layers=2)
+    sampler = Sampler(_SAMPLER.value, _STEPS.value, 0.0, 7.5, "", 0, 0)
+    latents = Latents(_SIZE.value, vae_module.SCALE, "symmetric")
+    diffusion = Diffusion("eps", 0.0, 0.0)
+    return tower, Pipeline(unet, vae, Conditioning("empty", 0), latents, diffusion, sampler)
+
+
+def _random(abstract: Any) -> Any:
+    """Small numbers in the shapes of params; kernels in the type that they are used in."""
+
+    def leaf(path, shape):
+        key = jax.random.key(hash(jax.tree_util.keystr(path)) % 2**31)
+        dtype = _DTYPE.value if path[-1].key == "kernel" else "float32"
+        return 0.02 * jax.random.normal(key, shape.shape, dtype)
+
+    return jax.tree.map_with_path(leaf, abstract)
+
+
+def _measured(sample: Any, params: Any, frozen: Any, size: int) -> dict[str, Any]:
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 49000, (size, 77), np.int32))
+    batch = {"text_ids": ids, f"{sampling.NEGATIVE}text_ids": ids}
+    keys, scales = jax.random.split(jax.random.key(0), size), jnp.full(size, 7.5)
+    start = time.perf_counter()
+    compiled = sample.lower(params, frozen, batch, keys, scales).compile()
+    compile_s = time.perf_counter() - start
+    seconds = []
+    for _ in range(1 + _ROUNDS.value):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(params, frozen, batch, keys, scales))
+        seconds.append(time.perf_counter() - start)
+    seconds = seconds[1:]  # The first one warms up.
+    device, memory = jax.devices()[0], hardware.memory(jax.devices()[0])
+    as_nemo = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
+    tensorrt, framework = _NEMO.get((_MODEL.value, size), (None, None)) if as_nemo else (None, None)
+    return {
+        "model": f"{_MODEL.value}.x" + " tiny" * _TINY.value,
+        "batch": size,
+        "latency_s": statistics.median(seconds),
+        "latency_s_min_max": [min(seconds), max(seconds)],
+        "nemo_tensorrt_s": tensorrt,
+        "nemo_framework_s": framework,
+        "compile_s": compile_s,
+        "sampler": _SAMPLER.value,
+        "steps": _STEPS.value,
+        "size": _SIZE.value,
+        "dtype": _DTYPE.value,
+        "attention_impl": _ATTENTION.value,
+        "peak_memory_gib": memory and memory.peak / 2**30,
+        "device": device.device_kind,
+        "jax": jax.__version__,
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,191 @@
+"""Draws images with a Stable Diffusion model, trained here or elsewhere.
+
+    python -m sd_jax.sample --workdir=runs/sd_quickstart --prompt="a red seven on gray paper" \\
+        --num_images=8 --out=pictures
+
+    python -m sd_jax.sample --model=weights/sd-v1-5 --prompts=captions.txt --out=pictures \\
+        --negative_prompt="blurred" --guidance=7.5 --sampler=dpmpp_2m --steps=25
+
+--workdir is a run of sd_jax.train. --model is a diffusers directory, or a file of CompVis,
+Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz), which needs CLIP's vocabulary beside
+it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is left out is the
+run's, or else 50 steps of PLMS at guidance 7.5 and the size that the model was trained at.
+
+Image-to-image: --image=photo.png --strength=0.6, one picture for all prompts or one for each; the
+last 0.6 of the steps draw over it. Pictures are resized to --height and --width where these are
+given.
+
+--out gets a PNG for each image, sheet.png with all of them and their prompts, and metadata.jsonl
+with what is needed to draw an image again. Image n of the command has seed --seed + n, and depends
+on its seed, prompts and picture alone: --seed=5 --num_images=1 draws the sixth of --seed=0 again.
+"""
+
+import itertools
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags
+from jaxtyping import ArrayLike, UInt8
+from PIL import Image
+
+from diffusion_jax import cli, gallery, sheets
+from diffusion_jax.trained import Model
+from sd_jax import drawing
+from sd_jax.drawing import Choice, File
+from sd_jax.sampling import Preview
+from sd_jax.settings import Pipeline
+
+_WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
+_MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
+_OUT = flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
+_PROMPT = flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated.")
+_PROMPTS = flags.DEFINE_string("prompts", None, "A file with one text a line.")
+_NEGATIVE = flags.DEFINE_string("negative_prompt", None, "What guidance leads away from.")
+_IMAGE = flags.DEFINE_multi_string("image", [], "A picture to start from: one, or one a text.")
+_STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
+_NUM_IMAGES = flags.DEFINE_integer("num_images", 1, "Images for each text.", lower_bound=1)
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1
+)
+_HEIGHT = flags.DEFINE_integer("height", None, "Pixels.", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("width", None, "Pixels.", lower_bound=1)
+_STEPS = flags.DEFINE_integer("steps", None, "Sampling steps, 1 to 1000.")
+_SAMPLER = flags.DEFINE_string("sampler", None, "plms, ddim, dpmpp_2m, euler or heun.")
+_ETA = flags.DEFINE_float("eta", None, "Share of new noise in a step of ddim.")
+_GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance scale; 1 draws without.")
+_BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
+_PREVIEW = flags.DEFINE_integer(
+    "preview_every", 0, "Steps after which preview.png shows what is being drawn; 0: never.",
+    lower_bound=0,
+)  # fmt: skip
+_EMA = flags.DEFINE_string("ema", "ema", 'Of a run a decay, "ema" for the largest, or "raw".')
+_STEP = flags.DEFINE_integer("checkpoint", None, "Of a run a step that was saved; else the last.")
+_TEXT_WEIGHTS = flags.DEFINE_string("text_weights", None, "Folder of another text encoder.")
+_VAE_WEIGHTS = flags.DEFINE_string("vae_weights", None, "File or folder of another VAE.")
+_PREDICTION = flags.DEFINE_enum("prediction", None, ["eps", "v"], "Of --model, if it says none.")
+_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE.")
+_GROUPS = flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's.")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Of --model; float32 on CPUs.")
+
+
+def main(argv: list[str]) -> None:
+    """Reads the texts, loads the model, draws."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
+    cli.start()
+    with cli.bad_input():
+        if bool(_WORKDIR.value) == bool(_MODEL.value):
+            raise ValueError(
+                "give --workdir=FOLDER of a training run, or --model=PATH: one of them"
+            )
+        if _WORKDIR.value and any(value is not None for value in _file()):
+            raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
+        prompts = gallery.read_prompts(_PROMPT.value, _PROMPTS.value)
+        if not prompts:
+            raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
+        pictures = _pictures(len(prompts))
+        model = drawing.load(_WORKDIR.value or _MODEL.value, _choice(pictures), _file())
+        gallery.warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
+        out = pathlib.Path(_OUT.value)
+        out.mkdir(parents=True, exist_ok=True)
+    _draw(out, model, prompts, pictures)
+
+
+def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None) -> Choice:
+    height, width = (_HEIGHT.value, _WIDTH.value) if pictures is None else pictures.shape[1:3]
+    return Choice(
+        ema=_EMA.value,
+        checkpoint=_STEP.value,
+        guidance=_GUIDANCE.value,
+        sampler=_SAMPLER.value,
+        steps=_STEPS.value,
+        eta=_ETA.value,
+        negative_prompt=_NEGATIVE.value,
+        height=height,
+        width=width,
+        text_weights=_TEXT_WEIGHTS.value,
+        vae_weights=_VAE_WEIGHTS.value,
+        strength=1.0 if pictures is None else _STRENGTH.value,
+        preview=_preview() if _PREVIEW.value else None,
+    )
+
+
+def _preview() -> Preview:
+    """Writes a sheet of the sketches that it gets, those of every so many steps."""
+    steps = itertools.count(1)
+
+    def show(sketches: ArrayLike, sigma: ArrayLike) -> None:
+        if next(steps) % _PREVIEW.value == 0:
+            images = sheets.to_uint8(np.asarray(sketches))
+            captions = [f"noise {float(np.asarray(sigma)):.2f}"] * len(images)
+            sheets.write_png(
+                pathlib.Path(_OUT.value) / "preview.png", sheets.contact_sheet(images, captions)
+            )
+
+    return show
+
+
+def _file() -> File:
+    return File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value)
+
+
+def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
+    """The pictures to start from, one for each text; None without any."""
+    opened = [Image.open(path).convert("RGB") for path in _IMAGE.value]
+    if not opened:
+        return None
+    if len(opened) not in (1, num_texts):
+        raise ValueError(f"{len(opened)} pictures and {num_texts} texts: give one, or one for each")
+    size = (_WIDTH.value or opened[0].width, _HEIGHT.value or opened[0].height)
+    if not (_WIDTH.value and _HEIGHT.value) and len({image.size for image in opened}) > 1:
+        raise ValueError("the pictures differ in size: give --height and --width for all")
+    same = [image if image.size == size else image.resize(size, _BICUBIC) for image in opened]
+    return np.stack([np.asarray(image) for image in same] * (num_texts // len(same)))
+
+
+_BICUBIC = Image.Resampling.BICUBIC
+
+
+def _draw(
+    out: pathlib.Path,
+    model: Model[Pipeline],
+    prompts: list[str],
+    pictures: UInt8[np.ndarray, "N H W 3"] | None,
+) -> None:
+    """Draws, and writes each image as soon as it is there; of several processes the first does."""
+    rows = [i for i in range(len(prompts)) for _ in range(_NUM_IMAGES.value)]
+    seeds = [_SEED.value + n for n in range(len(rows))]
+    texts = [prompts[i] for i in rows]
+    starts = None if pictures is None else pictures[rows]
+    lines, images = [], []
+    batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
+    for batch in gallery.with_progress(batches, len(rows)):
+        if jax.process_index():
+            continue
+        for image in sheets.to_uint8(batch):
+            n = len(lines)
+            lines.append({"file_name": f"seed_{seeds[n]:06}.png", "text": texts[n]})
+            if starts is not None:
+                lines[n]["image"] = _IMAGE.value[rows[n] % len(_IMAGE.value)]
+            lines[n] |= {"seed": seeds[n], **_card(model)}
+            sheets.write_png(out / lines[n]["file_name"], image)
+            images.append(image)
+    if jax.process_index() == 0:
+        gallery.write_index(out, lines, images, texts)
+
+
+def _card(model: Model[Pipeline]) -> dict[str, Any]:
+    """What an image was drawn with."""
+    p = model.settings
+    card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
+    height, width = p.output_shape
+    card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
+    card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
+    card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
+    return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
+
+
+if __name__ == "__main__":
+    cli.run(main)

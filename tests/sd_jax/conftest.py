@@ -1,0 +1,25 @@
+"""A tiny model as others publish it: a diffusers directory, and a single file."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from sd_jax import checkpoints
+from tests.diffusion_jax.text import tiny_weights
+from tests.sd_jax.test_checkpoints import compvis
+
+
+@pytest.fixture(scope="session")
+def published(tmp_path_factory):
+    """d (a directory), a.npz (the same in a file) and tokenizer, of 1.x that predicts v."""
+    folder = tmp_path_factory.mktemp("published")
+    np.savez(folder / "a.npz", **compvis())
+    vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")
+    (folder / "tokenizer").mkdir()
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(vocabulary / name, folder / "tokenizer" / name)
+    (folder / "model_index.json").write_text('{"tokenizer": ["transformers", "CLIPTokenizer"]}')
+    read = checkpoints.load(folder / "a.npz")
+    checkpoints.save_diffusers(read, folder / "d", "v", tokenizer=folder)
+    return folder

@@ -1,0 +1,117 @@
+"""diffusers itself, where it is installed: it reads what is written here, and draws the same.
+
+pip install torch diffusers transformers
+"""
+
+import numpy as np
+import pytest
+
+from sd_jax import checkpoints, drawing
+from sd_jax.drawing import Choice
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from tests.sd_jax.cases import unet_weights, vae_weights
+from tests.sd_jax.test_checkpoints import TEXTS
+
+torch = pytest.importorskip("torch")
+diffusers = pytest.importorskip("diffusers")
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.filterwarnings("ignore")  # Theirs.
+
+VERSIONS = {
+    "1.x": UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False),
+    "2.x": UNet(64, (1, 2), 2, (1,), num_heads=0, head_dim=64),
+}
+PREDICTS = {"1.x": "eps", "2.x": "v"}
+
+
+@pytest.fixture(scope="module", params=VERSIONS)
+def version(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def folder(version, published, tmp_path_factory):
+    """A directory written here, of a model in LDM's names."""
+    path = tmp_path_factory.mktemp(version)
+    parts = {
+        "model.diffusion_model": unet_weights(VERSIONS[version]),
+        "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
+        "cond_stage_model": TEXTS[version],
+    }
+    state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
+    np.savez(path / "a.npz", **state)
+    read = checkpoints.load(path / "a.npz")
+    checkpoints.save_diffusers(read, path / "d", PREDICTS[version], tokenizer=published)
+    return path / "d"
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder):
+    return diffusers.StableDiffusionPipeline.from_pretrained(folder)
+
+
+def close(ours, theirs):
+    theirs = theirs.detach().numpy()
+    theirs = theirs.transpose(0, 2, 3, 1) if theirs.ndim == 4 else theirs
+    error = np.abs(np.asarray(ours) - theirs).max() / np.abs(theirs).max()
+    print(f"relative error {error:.2e}")
+    assert error < 1e-5  # Measured: up to 2e-6.
+
+
+def test_the_networks_give_their_outputs(folder, pipeline):
+    read, rng = checkpoints.load(folder), np.random.default_rng(0)
+    draw = lambda *shape: rng.standard_normal(shape, np.float32)
+    to_torch = lambda x: torch.from_numpy(x.transpose(0, 3, 1, 2).copy())
+    x, text, pixels = draw(2, 8, 12, 4), draw(2, 16, 24), draw(1, 24, 40, 3)
+    z, ids = draw(1, 6, 10, 4), rng.integers(0, 40, (2, 16))
+    time = np.array([3.0, 981.0], np.float32)
+    with torch.no_grad():
+        theirs = pipeline.unet(to_torch(x), torch.tensor(time), torch.from_numpy(text)).sample
+        close(read.unet.network.apply(read.unet.params, x, time, text), theirs)
+        encoded = pipeline.vae.encode(to_torch(pixels)).latent_dist.parameters
+        close(read.vae.network.apply(read.vae.params, pixels, method="encode"), encoded)
+        decoded = pipeline.vae.decode(to_torch(z)).sample
+        close(read.vae.network.apply(read.vae.params, z, method="decode"), decoded)
+        states = pipeline.text_encoder(torch.from_numpy(ids)).last_hidden_state
+        close(read.text.tower.apply(read.text.params, ids).last, states)
+
+
+def test_their_own_directory_comes_back_to_the_last_bit(folder, pipeline, tmp_path):
+    pipeline.save_pretrained(tmp_path / "theirs")
+    read = checkpoints.load(tmp_path / "theirs")
+    assert checkpoints.equal(read, checkpoints.load(folder))
+    source = tmp_path / "theirs"
+    checkpoints.save_diffusers(read, tmp_path / "ours", tokenizer=source, scheduler=source)
+    again = diffusers.StableDiffusionPipeline.from_pretrained(tmp_path / "ours")
+    for part in ("unet", "vae", "text_encoder"):
+        before, after = (getattr(p, part).state_dict() for p in (pipeline, again))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+    assert dict(again.scheduler.config) == dict(pipeline.scheduler.config)
+
+
+@pytest.mark.parametrize("sampler", ["ddim", "plms"])
+def test_prompt_to_pixels_is_their_pipeline(folder, pipeline, sampler, monkeypatch):
+    """From the same noise, five steps at guidance 3 with a negative prompt."""
+    choice = Choice(
+        sampler=sampler, steps=5, guidance=3.0, negative_prompt="b", height=32, width=48
+    )
+    model = drawing.load(folder, choice)
+    noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
+    monkeypatch.setattr(
+        "diffusion_jax.samplers.initial_noise", lambda keys, shape, sigma: sigma * noise
+    )
+    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    pipeline.scheduler = {
+        "ddim": diffusers.DDIMScheduler,
+        "plms": diffusers.PNDMScheduler,
+    }[sampler].from_config(pipeline.scheduler.config, skip_prk_steps=True)
+    theirs = pipeline(
+        "a c d", negative_prompt="b", height=32, width=48, num_inference_steps=5,
+        guidance_scale=3.0, latents=torch.from_numpy(noise.transpose(0, 3, 1, 2).copy()),
+        output_type="np",
+    ).images  # fmt: skip
+    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    print(f"{sampler}: {error:.2e}")
+    assert error < 1e-4  # Of pixels from 0 to 1.

@@ -1,0 +1,140 @@
+"""Models from elsewhere draw: the same image alone, in a batch, on one device, from a file."""
+
+import re
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import sharding
+from sd_jax import drawing, vae
+from sd_jax.drawing import Choice, File
+from sd_jax.settings import read_settings
+from tests.sd_jax import tiny
+from tests.sd_jax.test_checkpoints import compvis
+
+CHOICE = Choice(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
+PROMPTS = [*"abcdefghij"]
+
+
+@pytest.fixture(scope="module")
+def model(published):
+    return drawing.load(published / "d", CHOICE)
+
+
+@pytest.fixture(scope="module")
+def ten(model):
+    return drawing.draw(model, PROMPTS, range(10))
+
+
+def same(ours, theirs):
+    """Sums in another order may round a pixel up."""
+    np.testing.assert_allclose(ours.astype(int), theirs.astype(int), atol=1)
+
+
+def test_ten_prompts_are_ten_pictures(ten):
+    assert (ten.shape, ten.dtype) == ((10, 6, 4, 3), np.uint8)
+    assert len({image.tobytes() for image in ten}) == 10
+
+
+def test_a_seed_draws_its_image_alone(model, ten):
+    same(drawing.draw(model, ["d"], [3]), ten[3:4])
+    assert np.abs(drawing.draw(model, ["d"], [4]).astype(int) - ten[3]).max() > 5
+    assert np.abs(drawing.draw(model, ["e"], [3]).astype(int) - ten[3]).max() > 1
+
+
+def test_one_device_draws_what_eight_draw(published, ten, monkeypatch):
+    one = sharding.make_mesh(1, 1, 1)
+    monkeypatch.setattr(sharding, "make_mesh", lambda: one)
+    same(drawing.draw(drawing.load(published / "d", CHOICE), PROMPTS[3:5], [3, 4]), ten[3:5])
+
+
+def test_a_file_draws_what_its_directory_draws(published, ten):
+    file = File(predicts="v", tokenizer=str(published / "tokenizer"))
+    same(drawing.draw(drawing.load(published / "a.npz", CHOICE, file), PROMPTS, range(10)), ten)
+
+
+def test_guidance_and_the_negative_prompt_lead(model, ten):
+    """By the same program: neither is compiled in."""
+    away = drawing.draw(model, PROMPTS, range(10), negative_prompt="b")
+    assert np.abs(away.astype(int) - ten).max() > 1
+    more = drawing.draw(model, PROMPTS, range(10), guidance=4.0)
+    assert np.abs(more.astype(int) - ten).max() > 1
+
+
+def test_the_directory_says_how_it_draws(model):
+    p = model.settings
+    assert (p.diffusion.predicts, p.latents.image_size, p.latents.scale) == ("v", 128, vae.SCALE)
+    assert (p.sampler.name, p.sampler.steps, p.output_shape) == ("ddim", 2, (6, 4))
+    assert drawing.DEFAULTS.name == "plms" and drawing.DEFAULTS.steps == 50
+
+
+def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
+    model = drawing.load(published / "d", CHOICE, File(dtype="bfloat16"))
+    layer = model.params["params"]["init_conv"]
+    assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A workdir at step 0, with a VAE beside it; its texts are hashed words."""
+    workdir = tmp_path_factory.mktemp("run")
+    config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
+    s = read_settings(config.to_dict())
+    made = task.make_task(s, registry.open_encoder(s.text), None)
+    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    params = tiny.random_params(made)
+    settings.claim(workdir, config)
+    saved = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
+    state = train_state.init_state(params, tx, s.optimizer.ema_decays)
+    batches = SimpleNamespace(get_state=lambda: b"{}")
+    saved.save(0, state, batches, config.to_dict())
+    saved.close()
+    return workdir
+
+
+def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
+    model = drawing.load(run, Choice(steps=2))
+    images = drawing.draw(model, ["a red one"], [3])
+    assert (images.shape, model.settings.sampler.name) == ((1, 8, 8, 3), "ddim")
+    written = trained.to_checkpoint(run)
+    checkpoints.save_diffusers(written, tmp_path / "d")
+    read = checkpoints.load(tmp_path / "d")
+    assert checkpoints.equal(read, written)
+    assert (read.predicts, read.latent_size, read.scale) == ("v", 4, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("left_out", "file", "message"),
+    [
+        (
+            (),
+            File(predicts="v"),
+            "holds no tokenizer, as single files never do",
+        ),
+        ("first_stage_model", File(), "a.npz holds no VAE, which drawing needs"),
+        (
+            "cond_stage_model",
+            File(predicts="v"),
+            "holds no text encoder (else say where",
+        ),
+        ((), File(), "does not say what its UNet predicts, and models"),
+    ],
+)
+def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
+    state = compvis()
+    state = {n: w for n, w in state.items() if not n.startswith(left_out)}
+    np.savez(tmp_path / "a.npz", **state)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        drawing.load(tmp_path / "a.npz", CHOICE, file)
+
+
+def test_numbers_that_do_not_fit_are_errors(model):
+    with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed a prompt"):
+        drawing.draw(model, ["a", "b"], [0])
+    images = np.zeros((2, 6, 4, 3), np.uint8)
+    with pytest.raises(ValueError, match="2 images and 1 seeds: give one for each"):
+        drawing.draw(model, ["a"], [0], images=images)
+    with pytest.raises(ValueError, match="the images' height is 5: latents are images 2 times"):
+        drawing.draw(model, ["a"], [0], images=images[:1, :5])

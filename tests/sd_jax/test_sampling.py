@@ -1,0 +1,205 @@
+"""Drawing: guidance, pictures to start from, the number of steps; closed forms in place of nets."""
+
+import json
+import pathlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import noise, samplers, torch_weights
+from diffusion_jax.text import TextEncoder, clip, clip_weights
+from diffusion_jax.text import verify as text_verify
+from sd_jax import formats, names, sampling, vae
+from sd_jax.settings import (
+    SAMPLERS,
+    Conditioning,
+    Diffusion,
+    Latents,
+    Pipeline,
+    Sampler,
+    check_pipeline,
+)
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+
+ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
+TABLE = noise.scaled_linear()
+SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
+PIPELINE = Pipeline(
+    UNet(channel_mult=(1,), attention_levels=(0,)),
+    VAE(width=32, channel_mult=(1, 2)),
+    Conditioning("empty", 0),
+    Latents(8, 0.5, "symmetric"),
+    Diffusion("eps", 0.0, 0.0),
+    SAMPLER,
+)
+KEYS = jax.random.split(jax.random.key(0), 3)
+
+
+def half(self, params, x, method):
+    """In place of the VAE: half the size; four channels, the first three of which are colours."""
+    if method == "decode":
+        return x.repeat(2, 1).repeat(2, 2)[..., :3]
+    small = x[:, ::2, ::2]
+    return jnp.concatenate([small, small[..., :1], jnp.full((*small.shape[:3], 4), 9.0)], -1)
+
+
+def curved(x, t, text):
+    return 0.8 * jnp.sin(x + text[:, :1, :, None]) + x * jnp.cos(t / 300)[:, None, None, None]
+
+
+ENCODER = TextEncoder(
+    "letters",
+    1,
+    2,
+    lambda texts: {"text_ids": np.array([[len(t), 1] for t in texts])},
+    (),
+    lambda frozen, batch: (batch["text_ids"][..., None].astype(np.float32), None),  # pyright: ignore[reportArgumentType]
+)
+
+
+@pytest.fixture
+def draw(monkeypatch):
+    """draw(network=curved, scale=3, strength=1, image=pictures, name="plms", steps=7 ...)."""
+
+    def drawn(
+        network=curved, *, scale: Any = 3.0, strength=1.0, image=None, preview=None, vae=half,
+        **sampler,
+    ):  # fmt: skip
+        apply = lambda self, params, x, time, text: network(x, time, text)
+        monkeypatch.setattr(UNet, "apply", apply)
+        monkeypatch.setattr(VAE, "apply", vae)
+        p = PIPELINE._replace(strength=strength, sampler=SAMPLER._replace(**sampler))
+        batch = dict(sampling.prompts(ENCODER, ["a", "bcd", ""], "ugly"))
+        batch |= {} if image is None else {"image": image}
+        scales = None if scale is None else jnp.full(3, scale)
+        sample = jax.jit(sampling.make_sample(p, ENCODER, preview))
+        return sample({}, {"text": (), "vae": {}}, batch, KEYS, scales)
+
+    return drawn
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_guidance_1_is_the_conditional_model(draw, name):
+    conditional = draw(name=name, eta=0.5, scale=None)
+    alike = draw(name=name, eta=0.5, scale=1.0)
+    np.testing.assert_allclose(alike, conditional, atol=1e-5)  # Of two programs' rounding.
+    assert float(jnp.abs(draw(name=name, eta=0.5, scale=3.0) - conditional).max()) > 0.1
+    assert conditional.shape == (3, 8, 4, 3)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_number_of_steps_is_taken_exactly(name):
+    for steps in range(1, 1001):
+        times = np.asarray(SAMPLERS[name][1](steps))
+        assert len(times) == steps + 1 and times[0] <= 999 and times[-1] == 0
+        assert (np.diff(times) < 0).all()
+    for steps in (1, 37):
+        sigmas = np.asarray(sampling.sampling_sigmas(SAMPLER._replace(name=name, steps=steps)))
+        assert (np.diff(sigmas) < 0).all() and sigmas[-1] > 0
+
+
+@pytest.mark.parametrize("steps", [1, 3, 101])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_where_no_noise_is_found_any_steps_end_where_one_does(draw, name, steps):
+    drawn = draw(lambda x, t, text: 0 * x, name=name, steps=steps)
+    sigmas = sampling.sampling_sigmas(SAMPLER._replace(name=name, steps=steps))
+    eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
+    wanted = eps * jnp.sqrt((1 + sigmas[0] ** 2) / (1 + sigmas[-1] ** 2)) / 0.5
+    np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=2e-4)
+
+
+def test_image_to_image_starts_from_the_picture_under_noise(draw):
+    """The last half of four steps: noise of the third time, which is not taken off here."""
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    drawn = draw(lambda x, t, text: 0 * x, strength=0.5, image=pictures)
+    sigmas = noise.sigma_at(TABLE, jnp.array([251.0, 0.0]))
+    z = 0.5 * (pictures[:, ::2, ::2] / 127.5 - 1)
+    eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
+    wanted = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5
+    np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_sketches_are_the_first_order_of_the_decoder(draw):
+    """Of a VAE that is linear they are its images, as small as latents, at each evaluation."""
+    shown = []
+    matrix = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)
+    linear = lambda self, params, x, method: x @ matrix + 0.5
+    show = lambda images, sigma: shown.append((np.asarray(images), float(sigma)))
+    last = draw(preview=show, vae=linear, steps=3)
+    jax.effects_barrier()
+    sigmas = sampling.sampling_sigmas(SAMPLER._replace(steps=3))
+    assert sorted(sigma for _, sigma in shown) == pytest.approx(sorted(sigmas[:3].tolist()))
+    assert all(images.shape == (3, 4, 2, 3) for images, _ in shown)
+    assert last.shape == (3, 4, 2, 3)
+    found = sampling.colours(PIPELINE, {})
+    np.testing.assert_allclose(found[0], matrix / 0.5, rtol=1e-5)
+    np.testing.assert_allclose(found[1], 0.5, rtol=1e-5)
+
+
+def test_padding_attends_to_zeros():
+    p = PIPELINE._replace(conditioning=Conditioning("empty", 5))
+    text = sampling.attended(p, ENCODER, {"text": ()}, ENCODER.tokenize(["abc"]))
+    assert text.tolist() == [[[3], [1], [0], [0], [0]]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": "ddimm"}, "sampler.name is 'ddimm': did you mean 'ddim'"),
+        ({"steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
+        ({"height": 9}, "sampler.height is 9: latents are images 2 times smaller, which the UNet"),
+        ({"width": 2047}, "sampler.width is 2047: .* so take multiples of 2"),
+        ({"guidance": -1.0}, "sampler.guidance is -1.0: it must be from 0 to 1000"),
+    ],
+)
+def test_what_cannot_be_drawn_with_is_said(change, message):
+    with pytest.raises(ValueError, match=message):
+        check_pipeline(PIPELINE._replace(sampler=SAMPLER._replace(**change)))
+
+
+@pytest.mark.parametrize("strength", [0.0, 0.1, 1.5])
+def test_a_strength_that_takes_no_step_is_an_error(strength):
+    with pytest.raises(ValueError, match=f"strength {strength} of 4 steps are . steps: it is a"):
+        check_pipeline(PIPELINE._replace(strength=strength))
+
+
+@pytest.mark.skipif(not ORACLES.exists(), reason="the saved cases beside the project are not here")
+def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
+    """OpenCLIP's tokens, MLPerf's UNet predicting v, 4 steps of DDIM at guidance 3, the VAE."""
+    case, of_vae, of_text = (
+        torch_weights.read(ORACLES / f"{name}.npz") for name in ("e2e", "vae", "openclip_text")
+    )
+    weights = lambda case: {n[2:]: w.astype(np.float32) for n, w in case.items() if n[:2] == "w/"}
+    meta, of_vae_meta = (json.loads(c["__meta__"].item()) for c in (case, of_vae))
+    unet = formats.unet_from_ldm(meta["config"], meta["norm_groups"])
+    autoencoder = formats.vae_from_ldm(of_vae_meta["config"])
+    found = clip_weights.from_state(
+        weights(of_text), json.loads(of_text["__meta__"].item())["config"]
+    )
+    tower, table = clip.text_tower(found, skip=1)
+    state = clip_weights.tower_state(found, table)
+    frozen = {
+        "text": text_verify.torch_weights.to_params(state, table, clip.abstract_params(tower)),
+        "vae": names.vae_from_torch(weights(of_vae), autoencoder),
+    }
+    encoder = TextEncoder(
+        "clip", 48, 77, lambda texts: {}, (),
+        lambda frozen, batch: (tower.apply(frozen, batch["text_ids"]).last, None),
+    )  # fmt: skip
+    p = Pipeline(
+        unet, autoencoder, Conditioning("empty", 0), Latents(32, vae.SCALE, "symmetric"),
+        Diffusion("v", 0.0, 0.0), SAMPLER._replace(height=32, width=32, steps=meta["steps"]),
+    )  # fmt: skip
+    images = lambda name: jnp.moveaxis(jnp.asarray(case[name]), 1, -1)
+    monkeypatch.setattr(samplers, "initial_noise", lambda keys, shape, s: s * images("xT"))
+    ids = jnp.asarray(of_text["ids"])
+    batch = {"text_ids": ids[1:], "negative_text_ids": ids[:1].repeat(2, 0)}
+    params = names.unet_from_torch(weights(case), unet, 48)
+    sample = jax.jit(sampling.make_sample(p, encoder))
+    drawn = sample(params, frozen, batch, KEYS[:2], jnp.full(2, meta["scale"]))
+    wanted = images("decoded")
+    np.testing.assert_allclose(drawn, wanted, atol=3e-5 * float(jnp.abs(wanted).max()))
