@@ -31,6 +31,7 @@ def start() -> None:
 
     JAX_COMPILATION_CACHE_DIR says where; by default the user's cache. Call it first in main.
     """
+    logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -119,7 +119,7 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         )
     raise FileNotFoundError(
         f"{folder} holds no safetensors: it needs {FILES[0]}, or shards and {INDEX}. Of a model "
-        "that is published as a pickle (pytorch_model.bin), make them once, with torch installed:\n"
+        "that is published as a pickle (pytorch_model.bin), make them once:\n"
         "  python -m diffusion_jax.text convert FOLDER OUT"
     )
 

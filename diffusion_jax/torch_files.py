@@ -41,12 +41,21 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return torch_weights.read(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    with _readable(path):
-        if path.suffix == ".nemo":
-            with _nemo_member(path, _NEMO_WEIGHTS) as file:
-                return _read_torch(file)
-        with path.open("rb") as file:
-            return _read_torch(file)
+    if path.suffix != ".nemo":
+        return dict(stream(path))
+    with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
+        return dict(_read_torch(file))
+
+
+def stream(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The names and arrays of a torch checkpoint for which `wanted(name)`, read one by one.
+
+    FileNotFoundError, or ValueError for another or damaged format.
+    """
+    with _readable(path), open(path, "rb") as file:
+        yield from _read_torch(file, wanted)
 
 
 def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -135,10 +144,13 @@ class _Unpickler(pickle.Unpickler):
         return self.storages.setdefault(str(name), _Storage(str(name), dtype))
 
 
-def _read_torch(file: IO[bytes]) -> dict[str, np.ndarray]:
+def _read_torch(
+    file: IO[bytes], wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, np.ndarray]]:
     if not zipfile.is_zipfile(file):
         file.seek(0)
-        return _read_old(file)
+        yield from _read_old(file, wanted)
+        return
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -149,13 +161,14 @@ def _read_torch(file: IO[bytes]) -> dict[str, np.ndarray]:
             raise ValueError("it is from a big-endian machine, which is not read here")
         with archive.open(pickles[0]) as pickled:
             content = _Unpickler(pickled).load()
-        return _arrays(content, lambda storage: archive.read(f"{root}data/{storage.name}"))
+        read = lambda storage: archive.read(f"{root}data/{storage.name}")
+        yield from _arrays(content, read, wanted)
 
 
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-def _read_old(file: IO[bytes]) -> dict[str, np.ndarray]:
+def _read_old(file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, np.ndarray]]:
     """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
     try:
         magic = _Unpickler(file).load()
@@ -182,12 +195,16 @@ def _read_old(file: IO[bytes]) -> dict[str, np.ndarray]:
             raise ValueError("it ends amid its arrays: download it again")
         return content
 
-    return _arrays(content, read)
+    yield from _arrays(content, read, wanted)
 
 
-def _arrays(content: Any, read: Callable[[_Storage], bytes]) -> dict[str, np.ndarray]:
+def _arrays(
+    content: Any, read: Callable[[_Storage], bytes], wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, np.ndarray]]:
     storages: dict[str, bytes] = {}  # Arrays may share one.
-    return {name: _array(tensor, read, storages) for name, tensor in _state_dict(content).items()}
+    for name, tensor in _state_dict(content).items():
+        if wanted(name):
+            yield name, _array(tensor, read, storages)
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:

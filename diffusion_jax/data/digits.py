@@ -83,7 +83,7 @@ def load(split: str) -> Glyphs:
     """The glyphs of "train" (70 % of each digit, drawn once with a fixed seed) or "test"."""
     from sklearn.datasets import load_digits  # Slow to import, and only the digits need it.
 
-    pixels, digits = load_digits(return_X_y=True)
+    pixels, digits = map(np.asarray, load_digits(return_X_y=True))
     random = np.random.RandomState(0)  # RandomState's stream never changes between versions.
     chosen = np.zeros(len(digits), bool)
     for digit in range(10):

@@ -9,11 +9,12 @@ again. docs/data.md shows each.
 import argparse
 import json
 import pathlib
+import re
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from absl import logging
+from absl import flags
 
 from diffusion_jax import cli, files, sheets
 from diffusion_jax.data import (
@@ -32,7 +33,7 @@ _DAMAGED_EXIT = 1
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
-    logging.set_verbosity(logging.INFO)
+    cli.start()
     given, more = _parser().parse_known_args(arguments)
     if more and given.command != "download":
         _parser().error(f"unknown arguments {' '.join(more)}")
@@ -60,13 +61,21 @@ def _download(given: argparse.Namespace) -> int:
 
 def _reshard(given: argparse.Namespace) -> int:
     identity = {"source": given.source, "path": given.path, "text": given.text}
-    process, processes = map(int, given.part.split("/"))
+    process, processes = _part(given.part)
     counts = reshard.reshard(
         _open(given), pathlib.Path(given.out), num=given.num, format=given.format,
         identity=identity, process=process, processes=processes,
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 0 <= part < parts:
+        raise ValueError(f"--part={text}: give I/N with I from 0 to N - 1, such as 3/8")
+    return part, parts
 
 
 def _index(given: argparse.Namespace) -> int:
@@ -165,4 +174,5 @@ def _add_source(arg) -> None:
 
 
 if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
     main()

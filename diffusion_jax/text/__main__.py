@@ -8,8 +8,8 @@ of parameters. The exit code is 0 within 1e-5, 1 beyond, 2 if the case cannot be
 
     python -m diffusion_jax.text convert FOLDER OUT
 
-makes safetensors of the pickles (pytorch_model*.bin) in FOLDER, with torch, which reads tensors
-from them and runs nothing. The tokenizer and config are copied.
+makes safetensors of the pickles (pytorch_model*.bin) in FOLDER, without torch and without running
+what they hold. The tokenizer and config are copied.
 """
 
 import json
@@ -25,11 +25,12 @@ _USAGE = "Usage: python -m diffusion_jax.text verify CASE.npz | convert FOLDER O
 
 def main(argv: list[str]) -> None:
     """Runs a command."""
+    cli.start()
     match argv[1:]:
         case ["verify", path]:
             _verify(path)
         case ["convert", folder, out]:
-            with cli.bad_input(ImportError):
+            with cli.bad_input():
                 convert.convert(folder, out)
         case _:
             print(_USAGE, file=sys.stderr)

@@ -5,9 +5,11 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
-from typing import Any
 
-from diffusion_jax import pretrained
+import numpy as np
+import safetensors.numpy
+
+from diffusion_jax import files, pretrained, torch_files
 
 _PART = 2**32  # Bytes of a shard, which is held in memory while it is written.
 _COPIED = ("*.json", "*.model", "*.txt", "*.txt.gz")
@@ -17,8 +19,8 @@ _LEFT_OUT = ("decoder.", "lm_head.", "encoder.embed_tokens.")  # The last is sha
 def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     """Writes what encoders need of FOLDER's *.bin to OUT as safetensors, types unchanged.
 
-    ImportError that says how to get torch; FileNotFoundError or ValueError if FOLDER has no
-    pickles or OUT holds something.
+    FileNotFoundError or ValueError if FOLDER has no pickles or OUT holds something. The pickles
+    are not run: see torch_files.
     """
     folder, out = pathlib.Path(folder), pathlib.Path(out)
     pickles = sorted(folder.glob("*.bin"))
@@ -26,12 +28,11 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
         raise FileNotFoundError(f"{folder} holds no .bin files to convert")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
-    torch_save = _torch()[1]
     out.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
-    for i, part in enumerate(_parts(_tensors(pickles))):
+    for i, part in enumerate(_parts(_arrays(pickles))):
         name = f"model-{i + 1:05}.safetensors"
-        torch_save(part, out / name)
+        files.write_whole(out / name, safetensors.numpy.save(part))
         where |= dict.fromkeys(part, name)
     (out / pretrained.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
     for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
@@ -39,30 +40,17 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
             shutil.copy(path, out / path.name)
 
 
-def _torch() -> tuple[Any, Any]:
-    try:
-        import torch  # pyright: ignore[reportMissingImports]
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError(f"reading pickles needs torch: pip install torch ({error})") from error
-    return torch, save_file
-
-
-def _tensors(pickles: Iterable[pathlib.Path]) -> Iterator[tuple[str, Any]]:
-    torch = _torch()[0]
+def _arrays(pickles: Iterable[pathlib.Path]) -> Iterator[tuple[str, np.ndarray]]:
     for path in pickles:
-        # weights_only: tensors and nothing that runs. mmap: read when they are used.
-        tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-        names = [name for name in tensors if not name.startswith(_LEFT_OUT)]
-        yield from ((name, tensors[name].contiguous()) for name in names)
+        yield from torch_files.stream(path, lambda name: not name.startswith(_LEFT_OUT))
 
 
-def _parts(tensors: Iterable[tuple[str, Any]]) -> Iterator[dict[str, Any]]:
+def _parts(arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
     part, size = {}, 0
-    for name, tensor in tensors:
-        if part and size + tensor.nbytes > _PART:
+    for name, array in arrays:
+        if part and size + array.nbytes > _PART:
             yield part
             part, size = {}, 0
-        part[name] = tensor
-        size += tensor.nbytes
+        part[name] = array
+        size += array.nbytes
     yield part

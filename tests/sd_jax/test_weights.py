@@ -12,7 +12,7 @@ from tests.sd_jax.test_checkpoints import WIDE
 
 
 def run(*arguments):
-    return commands.run("weights", *arguments, devices=1, package="sd_jax")
+    return commands.run("sd_jax.weights", *arguments, devices=1)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_convert_says_what_it_mapped_and_that_it_is_the_same(tmp_path):
     assert (
         ended.out.splitlines()[-1] == f"{target}: written and read again, the same to the last bit"
     )
-    assert ended.out.startswith("unet: 92 arrays (ldm), ")
+    assert ended.out.startswith("unet: 168 arrays (ldm), ")
     assert checkpoints.load(target, norm_groups=16).unet.network == WIDE.clone(norm_groups=16)
 
 

@@ -106,3 +106,6 @@ def test_bad_input_is_one_message(tmp_path, capsys):
     assert capsys.readouterr().err.startswith(f"error: no data at {tmp_path}/gone: check")
     assert run("index", "--path=x", "--more=y") == 2
     assert "unknown arguments --more=y" in capsys.readouterr().err
+    for part in ("3", "4/4", "a/b"):
+        assert run("reshard", "--source=folder", "--path=x", "--out=o", f"--part={part}") == 2
+        assert f"--part={part}: give I/N" in capsys.readouterr().err
