@@ -128,6 +128,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 SCHEDULES = {
     "constant": lambda s, steps: optimizer.warmup_constant(s.lr, s.warmup),
+    "ldm": lambda s, steps: optimizer.warmup_ldm(s.lr, s.warmup),
     "cosine": lambda s, steps: optimizer.warmup_cosine(s.lr, s.warmup, steps),
 }
 

@@ -80,14 +80,15 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         if scale is not None:
             denoise = guidance.classifier_free(denoise, scale)
         sigmas = sampling_sigmas(s.sampler)
-        size = (side // vae_module.factor(vae) for side in s.output_shape)
-        shape = (*size, unet.in_channels)
+        height, width = (side // vae_module.factor(vae) for side in s.output_shape)
+        shape = (height, width, unet.in_channels)
         # At its first time a latent of LDM is N(0, 1), whatever is left of the image there.
         x = samplers.initial_noise(keys, shape, jnp.sqrt(1 + sigmas[0] ** 2))
         draws = samplers.gaussian_noise(keys, shape)
         x = SAMPLERS[s.sampler.name][0](s.sampler)(denoise, x, sigmas, draws)
         z = samplers.in_own_coordinates(x, sigmas[-1]) / s.latents.scale
-        return vae.apply(frozen["vae"], z, method="decode")
+        images: Any = vae.apply(frozen["vae"], z, method="decode")
+        return images
 
     return Task(init, loss, sample, {"text": encoder.frozen, "vae": vae_params}, RULES)
 

@@ -18,6 +18,8 @@ continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 
 from typing import Any
 
+import numpy as np
+
 from diffusion_jax import loop, pretrained, sharding, training
 from diffusion_jax.data import moments
 from diffusion_jax.data.pipeline import Batches
@@ -60,7 +62,7 @@ def open_batches(
             moments.check_manifest(path, made_by(s, vae_params))
     pictures = training.open_data(s.data, s.latents.image_size, shape=shape)
     if latent:
-        pictures.read(range(1))  # Of another shape they are an error here, not after compiling.
+        pictures.read(np.arange(1))  # Of another shape they are an error here, not after compiling.
     name = "moments" if latent else "image"
     return training.batches_of(pictures, encoder.tokenize, s.run, s.data, mesh, name)
 

@@ -75,6 +75,15 @@ def read_texts(pictures: Pictures, indices: Int[np.ndarray, "B"]) -> Sequence[An
     return pictures.read(indices)[1]
 
 
+def usable(
+    pictures: Pictures, indices: Int[np.ndarray, "B"]
+) -> tuple[Int[np.ndarray, "N"], np.ndarray, Sequence[Any]]:
+    """Indices, pictures and texts of those that can be used; `read` gives others in their place."""
+    if isinstance(pictures, Decoded):
+        return pictures.usable(indices)
+    return indices, *pictures.read(indices)
+
+
 def open_pictures(
     kind: str,
     *,
@@ -120,7 +129,8 @@ def open_pictures(
     if kind == MOMENTS:
         images = (moments.SUFFIX,)
         records = WebDataset(path, text, uncaptioned, filters.max_broken, images)
-        return Decoded(records, functools.partial(moments.read, shape=shape), filters)
+        # Without a shape only texts can be read.
+        return Decoded(records, functools.partial(moments.read, shape=shape or (0, 0, 0)), filters)
     square = functools.partial(
         transforms.square,
         size=size,
@@ -194,6 +204,20 @@ class Decoded:
                 usable.append(self._usable(index, tuple(place), records))
         images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
+
+    def usable(
+        self, indices: Int[np.ndarray, "B"]
+    ) -> tuple[Int[np.ndarray, "N"], np.ndarray, Sequence[Any]]:
+        """Indices, pictures and texts without those that cannot be used, which are counted."""
+        kept, made = [], []
+        for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
+            try:
+                made.append(self._picture(record, transforms.CENTRE))
+                kept.append(index)
+            except transforms.Unusable as error:
+                self._count(index, record.name, error)
+        images = np.stack([image for image, _ in made]) if made else np.zeros((0,), np.uint8)
+        return np.array(kept, np.int64), images, [text for _, text in made]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """The records' texts, "" for damaged ones; without the images where the source can."""
