@@ -18,7 +18,7 @@ from tests.sd_jax import tiny
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
 # LDM's table: the roots of the betas are evenly spaced.
 ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
-PARAMS = tiny.vae_params()
+PARAMS = jax.tree.map(jnp.asarray, tiny.vae_params())
 
 
 @functools.cache
@@ -92,13 +92,13 @@ def test_the_loss_is_ldms(changes, drop_to):
     apply, params = a_network()
     changes = {f"diffusion__{name}": value for name, value in changes.items()}
     s = tiny.settings(conditioning__drop_to=drop_to, conditioning__pad_to=8, **changes)
-    encoder = registry.open_encoder(s.text)
-    # Of the empty prompt hashed words make zeros: here it is a vector of ones.
+    hashed = registry.open_encoder(s.text)
     encode = lambda frozen, batch: (
-        encoder.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
-        batch["text_mask"],
+        # Of the empty prompt hashed words make zeros: here it is a vector of ones.
+        hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
+        jnp.asarray(batch["text_mask"]),
     )
-    encoder = encoder._replace(encode=encode)
+    encoder = hashed._replace(encode=encode)
     batch, key = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, jax.random.key(3)
     made = task.make_task(with_network(s, apply), encoder, PARAMS)
     frozen = {"text": (), "vae": None}
@@ -216,14 +216,12 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     s = s._replace(vae=Thrice(**tiny.VAE_FIELDS))
     encoder = registry.open_encoder(s.text)
     batch, keys = task.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
-    images = task.make_task(s, encoder, PARAMS).sample(
-        {}, {"text": (), "vae": {}}, batch, keys, None
-    )
+    made = task.make_task(s, encoder, PARAMS)
+    images = made.sample({}, {"text": (), "vae": {}}, batch, keys, None)
     x = samplers.initial_noise(keys, (4, 4, 4), 1.0)
-    # eps is 0: x0 = x / sqrt(abar), times 501, 1 and the first of the table.
-    np.testing.assert_allclose(
-        images, x * np.sqrt(ABAR[0] / ABAR[501]) / s.latents.scale, rtol=1e-4
-    )
+    # eps is 0: x0 = x / sqrt(abar) from time 501 on, through 1, to the first of the table.
+    z = x * np.sqrt(ABAR[0] / ABAR[501])
+    np.testing.assert_allclose(images, 3 * z / s.latents.scale, rtol=1e-4)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -1,6 +1,7 @@
 """A Stable Diffusion model in miniature: config, VAE and weights that compile in seconds."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from configs import sd1_256_pretrain
@@ -57,5 +58,5 @@ def random_params(task):
     """Random numbers in every parameter of a task's network: its zeros would hide bugs."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(task.init, jax.random.key(0))
-    draw = lambda leaf: (rng.normal(size=leaf.shape) * 0.2).astype(np.float32)
+    draw = lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) * 0.2, jnp.float32)
     return jax.tree.map(draw, shapes)
