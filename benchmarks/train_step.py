@@ -20,8 +20,9 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, hardware, loop, sharding, train_state
-from diffusion_jax.text import TextEncoder
+from diffusion_jax.text import TextEncoder, registry
 from imagen_jax import task
+from imagen_jax.settings import Settings, read_settings
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
 _BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
@@ -47,10 +48,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     config, batch_size = _CONFIG.value, int(_BATCH.value or 0)
     with cli.bad_input():
-        s = task.read_settings(config.to_dict())
+        s = read_settings(config.to_dict())
         mesh = sharding.make_mesh(*s.mesh)
         sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
-        encoder = task.text_encoder(s.text)
+        encoder = registry.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
@@ -99,7 +100,7 @@ def main(argv: list[str]) -> None:
     print(json.dumps(result))
 
 
-def _batch(s: task.Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
+def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
     """Random pictures, and texts as long as the encoder keeps them."""
     rng = np.random.default_rng(0)
     side, tokens = s.unet.image_size, s.text.max_tokens

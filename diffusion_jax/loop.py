@@ -23,7 +23,7 @@ from diffusion_jax.checkpoint import Checkpointer
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.log import MetricWriter, progress_line, write_manifest
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.sharding import batch_sharding, place_all, replicated, shardings
+from diffusion_jax.sharding import batch_sharding, place, place_all, replicated, shardings
 from diffusion_jax.task import Task, noise_level_means
 from diffusion_jax.train_state import Metrics, Params, TrainState
 
@@ -60,10 +60,12 @@ def train(
     workdir: pathlib.Path,
     config: Mapping[str, Any],
     evaluation: Evaluation | None = None,
+    start: Callable[[], Params] | None = None,
 ) -> TrainState:
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
-    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
+    `start` reads the first parameters, host arrays, in place of the task's initial ones.
     """
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
@@ -77,6 +79,8 @@ def train(
             Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
         )
         state = _restore_or_create(checkpoints, create, key, layout, batches)
+        if start is not None and int(state.step) == 0:
+            state = _started_from(start(), state, layout)
         first = int(state.step)
         writer = closing(MetricWriter(workdir, first))
         write_manifest(workdir, config, run.seed, first)
@@ -124,6 +128,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 SCHEDULES = {
     "constant": lambda s, steps: optimizer.warmup_constant(s.lr, s.warmup),
+    "ldm": lambda s, steps: optimizer.warmup_ldm(s.lr, s.warmup),
     "cosine": lambda s, steps: optimizer.warmup_cosine(s.lr, s.warmup, steps),
 }
 
@@ -163,6 +168,12 @@ def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:
     )
     logging.info("continuing from the checkpoint of step %d", step)
     return checkpoints.restore(abstract, batches, step)
+
+
+def _started_from(params: Params, state: TrainState, layout: Any) -> TrainState:
+    """Step 0 with these parameters, also as its averages."""
+    copy = lambda: jax.tree.map(place, params, layout.params)
+    return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
 
 
 def _averaged(state: TrainState) -> Params:

@@ -28,6 +28,16 @@ def warmup_constant(lr: float, warmup: int) -> Schedule:
     return schedule
 
 
+def warmup_ldm(lr: float, warmup: int) -> Schedule:
+    """lr (1e-6 + (1 - 1e-6) step / warmup) while step < warmup, then lr (LDM, and so MLPerf's)."""
+
+    def schedule(step):
+        share = jnp.asarray(step, jnp.float32) / max(1, warmup)
+        return lr * jnp.where(share < 1, 1e-6 + (1 - 1e-6) * share, 1.0)
+
+    return schedule
+
+
 def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     """The same warm-up, then half a cosine from lr at step `warmup` to 0 at step `steps`."""
     if steps <= warmup:

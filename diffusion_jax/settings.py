@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from diffusion_jax import files
@@ -103,6 +104,14 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
     values = {key: value for key, value in group.items() if name or not isinstance(value, Mapping)}
     check_fields(values, fields, name)
     return kind(**{key: plain(value) for key, value in values.items()})
+
+
+def read_network(kind: type, group: Mapping[str, Any], name: str) -> Any:
+    """A config group as a network, a Flax module of class `kind`; ValueError as `read`."""
+    values = {key: plain(value) for key, value in group.items()}
+    fields = [field for field in kind.__dataclass_fields__ if field not in ("parent", "name")]
+    check_fields(values, fields, name)
+    return kind(**values | {"dtype": jnp.dtype(values["dtype"])})
 
 
 def check_fields(values: Iterable[str], fields: Iterable[str], name: str) -> None:

@@ -46,8 +46,10 @@ def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    A range that no sample fell into is left out.
+    A range that no sample fell into is left out, and all are of metrics without levels.
     """
+    if "level_loss" not in metrics:
+        return {}
     edges = ("0", *map(str, _LEVELS), "inf")
     names = [f"loss/sigma_{a}_to_{b}" for a, b in itertools.pairwise(edges)]
     rows = zip(names, metrics["level_loss"], metrics["level_count"], strict=True)

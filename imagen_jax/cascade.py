@@ -19,7 +19,7 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax import drawing, sheets
 from diffusion_jax.drawing import Images, Texts
-from imagen_jax.task import Settings
+from imagen_jax.settings import Settings
 from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
 
 _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.

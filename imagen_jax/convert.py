@@ -11,8 +11,8 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import checkpoint, files, loop, settings, torch_files, train_state
-from imagen_jax import nemo, task
-from imagen_jax.task import Settings
+from imagen_jax import nemo
+from imagen_jax.settings import Settings, read_settings
 
 FORMATS = (".safetensors", ".npz")
 
@@ -27,7 +27,7 @@ def to_workdir(
     at the weights. ValueError if file and config do not fit, or the workdir is not empty.
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
-    s = task.read_settings(config.to_dict())
+    s = read_settings(config.to_dict())
     if checkpoint.steps(workdir / loop.CHECKPOINTS):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if source.suffix == ".nemo":
@@ -62,7 +62,7 @@ def from_workdir(
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
-    s = task.read_settings(settings.load(workdir).to_dict())
+    s = read_settings(settings.load(workdir).to_dict())
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     abstract = nemo.abstract_params(s.unet, s.text.width)

@@ -1,18 +1,14 @@
 """A trained model, read from the workdir of its run."""
 
 import os
-import pathlib
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import jax
-
-from diffusion_jax import checkpoint, drawing, loop, settings, sharding
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax import settings, sharding, trained
+from diffusion_jax.trained import Encoders, Model, with_weights
 from imagen_jax import task
-from imagen_jax.task import Settings
+from imagen_jax.settings import Settings, check, read_settings
 
-# Text encoders and their weights on the devices, by the settings that they were read with.
-Encoders = dict[task.Text, tuple[TextEncoder, Any]]
+__all__ = ["Choice", "Encoders", "Model", "load_model", "read_run", "with_weights"]
 
 
 class Choice(NamedTuple):
@@ -31,18 +27,6 @@ class Choice(NamedTuple):
     """Where the text encoder's weights are: a folder or a Hugging Face name."""
 
 
-class Model(NamedTuple):
-    """A trained model, ready to draw as its settings say."""
-
-    workdir: str
-    settings: Settings
-    encoder: TextEncoder
-    draw: drawing.Draw
-    params: Any
-    ema: str
-    step: int
-
-
 def load_model(
     workdir: str | os.PathLike[str],
     choice: Choice | None = None,
@@ -56,31 +40,10 @@ def load_model(
     choice = choice or Choice()
     s = read_run(workdir, choice)
     mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
-    encoder, frozen = _encoder(s.text, mesh, {} if encoders is None else encoders)
+    encoder, frozen = trained.open_encoder(s.text, mesh, task.RULES, encoders)
     imagen = task.make_task(s, encoder)
-    abstract = jax.eval_shape(imagen.init, jax.random.key(0))
-    places = sharding.shardings(abstract, mesh, imagen.rules)
-    placed = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        abstract,
-        places,
-    )
-    draw = drawing.make_draw(imagen, frozen, mesh)
-    model = Model(str(workdir), s, encoder, draw, placed, choice.ema, 0)
+    model = trained.open_model(str(workdir), s, encoder, imagen, frozen, mesh)
     return with_weights(model, choice.ema, choice.checkpoint)
-
-
-def with_weights(model: Model, ema: str, step: int | None) -> Model:
-    """The same model, already compiled, with the weights of another average or checkpoint."""
-    folder = pathlib.Path(model.workdir) / loop.CHECKPOINTS
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
-        model.params,
-    )
-    params = checkpoint.load_params(folder, shapes, ema, step)
-    return model._replace(
-        params=params, ema=ema, step=max(checkpoint.steps(folder)) if step is None else step
-    )
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
@@ -88,7 +51,7 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    s = task.read_settings(settings.load(workdir).to_dict())
+    s = read_settings(settings.load(workdir).to_dict())
     asked = {
         "guidance": choice.guidance,
         "name": choice.sampler,
@@ -101,13 +64,5 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
         sr = sr._replace(aug_sigma=choice.aug_sigma)
     text = s.text if choice.text_weights is None else s.text._replace(weights=choice.text_weights)
     s = s._replace(sampler=sampler, super_resolution=sr, text=text)
-    task.check(s)
+    check(s)
     return s
-
-
-def _encoder(text: task.Text, mesh: sharding.Mesh, encoders: Encoders) -> tuple[TextEncoder, Any]:
-    key = text._replace(drop_prob=0.0)  # All else says what is read.
-    if key not in encoders:
-        encoder = registry.open_online(text)
-        encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, task.RULES)
-    return encoders[key]

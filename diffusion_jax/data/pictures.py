@@ -10,12 +10,13 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, Int, UInt8
 
-from diffusion_jax.data import columns, transforms
+from diffusion_jax.data import columns, moments, transforms
 from diffusion_jax.data.arrayrecord import ArrayRecords
 from diffusion_jax.data.digits import Digits
 from diffusion_jax.data.sources import Folder, Record, Records, TextRecords
 from diffusion_jax.data.webdataset import WebDataset
 
+MOMENTS = "moments"
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Records that are read together, and so held in memory as files.
@@ -74,6 +75,15 @@ def read_texts(pictures: Pictures, indices: Int[np.ndarray, "B"]) -> Sequence[An
     return pictures.read(indices)[1]
 
 
+def usable(
+    pictures: Pictures, indices: Int[np.ndarray, "B"]
+) -> tuple[Int[np.ndarray, "N"], np.ndarray, Sequence[Any]]:
+    """Indices, pictures and texts of those that can be used; `read` gives others in their place."""
+    if isinstance(pictures, Decoded):
+        return pictures.usable(indices)
+    return indices, *pictures.read(indices)
+
+
 def open_pictures(
     kind: str,
     *,
@@ -85,12 +95,14 @@ def open_pictures(
     filters: Filters = Filters(),  # noqa: B008 (it cannot be changed)
     mixture: Sequence[Any] = (),
     embeddings: tuple[int, int] | None = None,
+    shape: tuple[int, int, int] | None = None,
 ) -> Pictures:
-    """The source that a config names: one of SOURCES, "digits", "synthetic" or "mixture".
+    """The source that a config names: in SOURCES, "digits", "synthetic", "moments" or "mixture".
 
     `path`, `text`, `uncaptioned` (see sources.Folder), `resize` (see transforms.square) and
     `filters` are for files; `mixture` holds (weight, kind, path, text) of each part of a mixture;
-    `embeddings` (tokens, width) is for synthetic pictures whose texts are precomputed.
+    `embeddings` (tokens, width) is for synthetic pictures whose texts are precomputed, `shape`
+    [h, w, 2 Z] for moments, which are float32 in the pictures' place.
     """
     if kind == "mixture":
         check_mixture(mixture)
@@ -101,6 +113,7 @@ def open_pictures(
             resize=resize,
             filters=filters,
             embeddings=embeddings,
+            shape=shape,
         )
         parts = [one(kind, path=path, text=text) for _, kind, path, text in mixture]
         return Mixture(parts, [weight for weight, *_ in mixture])
@@ -108,12 +121,24 @@ def open_pictures(
         return Digits(size)
     if kind == "synthetic":
         return Synthetic(size, embeddings)
-    if kind not in SOURCES:
-        known = ", ".join(["digits", *SOURCES, "synthetic", "mixture"])
+    if kind not in (*SOURCES, MOMENTS):
+        known = ", ".join(["digits", *SOURCES, "synthetic", MOMENTS, "mixture"])
         raise ValueError(f"there is no data source {kind!r}: the sources are {known}")
     if not path:  # It would mean the current folder.
         raise ValueError(f"the data source {kind!r} needs data.path: what is it to read?")
-    return Decoded(SOURCES[kind](path, text, uncaptioned, filters), size, filters, resize)
+    if kind == MOMENTS:
+        images = (moments.SUFFIX,)
+        records = WebDataset(path, text, uncaptioned, filters.max_broken, images)
+        # Without a shape only texts can be read.
+        return Decoded(records, functools.partial(moments.read, shape=shape or (0, 0, 0)), filters)
+    square = functools.partial(
+        transforms.square,
+        size=size,
+        resize=resize,
+        min_size=filters.min_size,
+        max_aspect=filters.max_aspect,
+    )
+    return Decoded(SOURCES[kind](path, text, uncaptioned, filters), square, filters)
 
 
 SOURCES: Mapping[str, Callable[[str, str, str, Filters], Records]] = {
@@ -143,7 +168,7 @@ def check_mixture(mixture: Sequence[Any]) -> None:
 
 
 class Decoded:
-    """Records made into square pictures; unusable ones are replaced and counted.
+    """Records made into pictures; unusable ones are replaced and counted.
 
     What replaces a record is drawn at random from the rest, but by its number alone: so the order
     of the data is the same for any number of processes, and after a restart.
@@ -152,19 +177,11 @@ class Decoded:
     def __init__(
         self,
         records: Records,
-        size: int,
+        make: Callable[..., np.ndarray],
         filters: Filters = Filters(),  # noqa: B008
-        resize: int = 0,
     ):
-        """`size` is the side of the pictures; see transforms.square for `resize`."""
-        self._records, self._filters = records, filters
-        self._square = functools.partial(
-            transforms.square,
-            size=size,
-            resize=resize,
-            min_size=filters.min_size,
-            max_aspect=filters.max_aspect,
-        )
+        """`make(image, place=(x, y))` makes a picture of a record's image, or raises Unusable."""
+        self._records, self._make, self._filters = records, make, filters
         self._unusable: dict[int, str] = {}
         self._num_read = self._num_broken = 0
         self._lock = threading.Lock()
@@ -187,6 +204,20 @@ class Decoded:
                 usable.append(self._usable(index, tuple(place), records))
         images, texts = zip(*usable, strict=True)
         return np.stack(images), texts
+
+    def usable(
+        self, indices: Int[np.ndarray, "B"]
+    ) -> tuple[Int[np.ndarray, "N"], np.ndarray, Sequence[Any]]:
+        """Indices, pictures and texts without those that cannot be used, which are counted."""
+        kept, made = [], []
+        for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
+            try:
+                made.append(self._picture(record, transforms.CENTRE))
+                kept.append(index)
+            except transforms.Unusable as error:
+                self._count(index, record.name, error)
+        images = np.stack([image for image, _ in made]) if made else np.zeros((0,), np.uint8)
+        return np.array(kept, np.int64), images, [text for _, text in made]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
         """The records' texts, "" for damaged ones; without the images where the source can."""
@@ -230,7 +261,7 @@ class Decoded:
             raise record.text
         if isinstance(record.text, str):
             transforms.check_caption(record.text, self._filters.min_chars)
-        return self._square(record.image, place=place), record.text
+        return self._make(record.image, place=place), record.text
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
         with self._lock:
@@ -274,7 +305,7 @@ class Mixture:
         for part, rows, inside in self._split(indices):
             read, captions = part.read(inside, None if places is None else places[rows])
             images = (
-                np.empty((len(indices), *read.shape[1:]), np.uint8) if images is None else images
+                np.empty((len(indices), *read.shape[1:]), read.dtype) if images is None else images
             )
             images[rows] = read
             for row, text in zip(rows.tolist(), captions, strict=True):

@@ -108,8 +108,9 @@ def make_batches(
     num_threads: int = 1,
     crop: str = "center",
     flip: bool = False,
+    name: str = "image",
 ) -> Batches:
-    """Batches {"image": uint8 [B, H, W, 3], and what `tokenize` makes of the texts}.
+    """Batches {`name`: the pictures [B, H, W, C], and what `tokenize` makes of the texts}.
 
     `batch_size` counts the rows of all processes together; process p gets rows p*b to (p+1)*b of
     each batch, where b = batch_size / process_count (local_rows gives the two numbers for a
@@ -132,7 +133,7 @@ def make_batches(
         images, texts = pictures.read(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return {"image": images, **tokenize(texts)}
+        return {name: images, **tokenize(texts)}
 
     # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
     # whole batch can be computed together.

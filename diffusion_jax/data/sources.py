@@ -17,7 +17,7 @@ class Record(NamedTuple):
     """One encoded image with its text."""
 
     image: bytes
-    """A JPEG, PNG or WebP file."""
+    """A JPEG, PNG or WebP file, or one of moments."""
     text: Any
     """A caption, an array [tokens, width] of precomputed embeddings, or Unusable if damaged."""
     name: str
@@ -155,13 +155,15 @@ def check_exists(paths: Sequence[str], format: str) -> None:
     raise FileNotFoundError(message)
 
 
-def check_any(num_images: int, place: Any, suffixes: Iterable[str]) -> None:
-    """ValueError if there are no images, saying what there is instead: the suffixes found."""
+def check_any(
+    num_images: int, place: Any, suffixes: Iterable[str], images: Sequence[str] = IMAGE_SUFFIXES
+) -> None:
+    """ValueError if there are no `images`, saying what there is instead: the suffixes found."""
     if num_images == 0:
         found = _list(suffixes)
         tars = "; tars are read by the source 'webdataset'" if "tar" in found else ""
         raise ValueError(
-            f"no images in {place}: looked for {', '.join(IMAGE_SUFFIXES)} "
+            f"no images in {place}: looked for {', '.join(images)} "
             f"and found {found or 'nothing at all'}{tars}"
         )
 

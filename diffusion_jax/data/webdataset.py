@@ -54,7 +54,8 @@ class WebDataset:
     `path` is a tar, a folder (searched recursively), a list of tars that NeMo wrote (wdinfo.pkl),
     or a pattern of these such as "shard-{0000..0099}.tar"; each may be a URL. `text` is that of
     sources.Folder without its tables; `uncaptioned` likewise. Tars that cannot be read at all are
-    left out as long as they are no more than the share `max_broken`.
+    left out as long as they are no more than the share `max_broken`. `images` are the suffixes of
+    what takes the images' place.
     """
 
     def __init__(
@@ -63,18 +64,19 @@ class WebDataset:
         text: str = "txt",
         uncaptioned: str = "error",
         max_broken: float = 0.0,
+        images: Sequence[str] = sources.IMAGE_SUFFIXES,
     ):
         """Reads the tars' headers, or the index; FileNotFoundError or ValueError as Folder."""
         self._text = text
         suffix, _ = sources.check_text(text)
         self._tars, indices, num_broken = _open_all(find(os.fspath(path)), max_broken)
-        spans = [_spans(index, suffix) for index in indices]
+        spans = [_spans(index, images, suffix) for index in indices]
         self._tar_of = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
         self._spans = np.concatenate(spans)  # [N, (image, text), (offset, size)], -1 for no text
         num_truncated = sum(int(index.truncated) for index in indices)
         self._left_out = Counter(truncated_tar=num_truncated, broken_tar=num_broken)
         suffixes = [str(suffix) for index in indices for suffix in np.unique(index.suffix)]
-        sources.check_any(len(self._spans), os.fspath(path), suffixes)
+        sources.check_any(len(self._spans), os.fspath(path), suffixes, images)
         self._drop_bare(uncaptioned, suffixes)
 
     def __len__(self) -> int:
@@ -278,11 +280,11 @@ def _split(name: str) -> tuple[str, str]:
     return (f"{folder}/{stem}" if stem else ""), sources.suffix_of(file)
 
 
-def _spans(index: Index, text: str) -> Int[np.ndarray, "N 2 2"]:
+def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
     """(offset, size) of image and text for each record that has an image; -1 for no text."""
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)
-    for column, wanted in enumerate((sources.IMAGE_SUFFIXES, (text,))):
+    for column, wanted in enumerate((images, (text,))):
         rows = np.isin(index.suffix, wanted)
         spans[index.record[rows], column] = index.span[rows]
     return spans[spans[:, 0, 0] >= 0]

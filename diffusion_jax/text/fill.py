@@ -60,7 +60,7 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
     registry.rule(text)  # Before any weights are opened.
-    captions, source = _captions(data, config["prompts"], captions_file)
+    captions, source = _captions(data, _given(config), captions_file)
     encoder = registry.ENCODERS[text.encoder](text)
     source = {**source, "captions": len(captions)}
     return Job(text, encoder, registry.identity(text, encoder), captions, source)
@@ -140,6 +140,12 @@ def _make_encode(job: Job, work: Work) -> Callable[[Sequence[str]], store.Rows]:
     frozen = sharding.place_all(job.encoder.frozen, mesh, _RULES)
     tokens = work.batch_tokens * mesh.size
     return encode.make_encode(job.encoder, frozen, mesh, work.format, tokens)
+
+
+def _given(config: dict[str, Any]) -> list[str]:
+    """A config's prompts; of systems with a negative prompt also that one, and the empty one."""
+    negative = config.get("sampler", {}).get("negative_prompt")
+    return list(config["prompts"]) + ([] if negative is None else sorted({"", negative}))
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):

@@ -8,7 +8,8 @@ import pytest
 from PIL import Image
 
 from configs import base64_500m, sr256_600m, sr1024_600m
-from imagen_jax import cascade, task
+from imagen_jax import cascade
+from imagen_jax.settings import read_settings
 from imagen_jax.trained import Choice, Model
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -83,7 +84,7 @@ def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, traine
 
 def test_larger_pictures_are_fewer_at_once_on_each_of_eight_devices():
     models = (base64_500m, sr256_600m, sr1024_600m)
-    read = lambda model: task.read_settings(model.get_config().to_dict())
+    read = lambda model: read_settings(model.get_config().to_dict())
     stages = [Model("", read(model), *[None] * 4, 0) for model in models]
     assert cascade.batch_sizes(stages, 10_000) == [512, 512, 32]
     assert cascade.batch_sizes(stages, 5) == [5, 5, 5]

@@ -13,7 +13,9 @@ import pytest
 from configs import base64_500m, sr256_600m
 from diffusion_jax import checkpoint, loop, torch_files
 from diffusion_jax.data import pictures, pipeline
+from diffusion_jax.text import registry
 from imagen_jax import convert, nemo, task, trained
+from imagen_jax.settings import read_settings
 from tests.imagen_jax.cases import random_weights
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -33,7 +35,7 @@ def tiny():
 
 
 def settings(config):
-    return task.read_settings(config.to_dict())
+    return read_settings(config.to_dict())
 
 
 @pytest.fixture(scope="module")
@@ -67,13 +69,13 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: loop.train_state.init_state(
-        task.make_task(s, task.text_encoder(s.text)).init(key),
+        task.make_task(s, registry.open_encoder(s.text)).init(key),
         loop.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))
     digits = pictures.open_pictures("digits", size=16, path="", text="txt")
-    tokenize = task.text_encoder(s.text).tokenize
+    tokenize = registry.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
     checkpoints = checkpoint.Checkpointer(converted / loop.CHECKPOINTS, keep_last=1)
     with batches:

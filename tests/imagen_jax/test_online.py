@@ -6,7 +6,9 @@ import pytest
 
 from configs import base64_500m_online, quickstart
 from diffusion_jax import checkpoint, loop, pretrained, sharding
+from diffusion_jax.text import registry
 from imagen_jax import task
+from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.text import tiny_weights
 
@@ -17,7 +19,7 @@ def settings(**text):
     c.text.update({"encoder": "t5", "width": 16, "max_tokens": 6, "read_tokens": 6} | text)
     c.optimizer.update(schedule="constant")
     c.update(steps=2, batch_size=8, sample_every=0, save_every=2, log_every=1)
-    return task.read_settings(c.to_dict())
+    return read_settings(c.to_dict())
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
     from diffusion_jax.data import pictures, pipeline
 
     s = settings(weights=str(folder), dtype="float32")
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     tiny = toy.task(encoder)._replace(rules=task.RULES)
     mesh = sharding.make_mesh(1, 8, 1)
     placed = []
@@ -71,7 +73,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
 def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
     """Traced, not run: the weights are inputs of the program, and no constants of it."""
     s = settings(weights=str(folder))
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
     assert imagen.frozen is encoder.frozen
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -88,8 +90,8 @@ def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
 
 def test_the_shipped_config_is_nemos():
     c = base64_500m_online.get_config()
-    s = task.read_settings(c.to_dict())
-    assert s.text == task.Text(
+    s = read_settings(c.to_dict())
+    assert s.text == registry.Text(
         encoder="t5",
         weights="weights/t5-11b-encoder",
         store="",
@@ -101,7 +103,7 @@ def test_the_shipped_config_is_nemos():
     )
     assert len(s.run.prompts) == 4
     with pytest.raises(FileNotFoundError, match="weights/t5-11b-encoder"):
-        task.text_encoder(s.text)
+        registry.open_encoder(s.text)
 
 
 @pytest.mark.parametrize(
@@ -120,5 +122,5 @@ def test_mistakes_in_the_config_are_named(text, message):
 def test_clip_is_chosen_by_name(tmp_path, encoder, layer):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     text = settings(encoder=encoder, weights=str(folder), width=24, max_tokens=16).text
-    names = task.text_encoder(text).frozen["params"].keys()
+    names = registry.open_encoder(text).frozen["params"].keys()
     assert max(int(n.split("_")[1]) for n in names if n.startswith("layer_")) == layer

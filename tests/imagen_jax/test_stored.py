@@ -12,7 +12,8 @@ from configs import quickstart
 from diffusion_jax import sharding
 from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.text import fill, registry, store
-from imagen_jax import task, trained
+from imagen_jax import trained
+from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.text import tiny_weights
 
@@ -28,7 +29,7 @@ def config(**text):
 
 
 def settings(**text):
-    return task.read_settings(config(**text).to_dict())
+    return read_settings(config(**text).to_dict())
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,7 @@ def path(tmp_path_factory, weights):
 
 
 def first_batch(s):
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     digits = pictures.open_pictures("digits", size=16)
     with pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0) as batches:
         return encoder, next(batches)
@@ -80,7 +81,7 @@ def test_the_rows_are_ordinary_inputs_of_the_loss(path):
 
 
 def test_a_prompt_that_is_not_stored_names_the_command(path):
-    encoder = task.text_encoder(settings(store=path).text)
+    encoder = registry.open_encoder(settings(store=path).text)
     with pytest.raises(ValueError, match=r"1 of 2 captions are not in .*'what else': encode them"):
         encoder.tokenize([PROMPTS[0], "what else"])
 

@@ -10,7 +10,9 @@ from PIL import Image
 
 from configs import quickstart_sr
 from diffusion_jax import precond, samplers
+from diffusion_jax.text import registry
 from imagen_jax import super_resolution, task
+from imagen_jax.settings import read_settings
 
 CAPTIONS = ["a red seven on gray paper", "a blue three on white paper"] * 32
 
@@ -25,7 +27,7 @@ def settings(**changes):
     for name, value in changes.items():
         group, _, field = name.rpartition("__")
         c[group][field] = value
-    return task.read_settings(c.to_dict())
+    return read_settings(c.to_dict())
 
 
 def seen_by(s, run):
@@ -39,7 +41,7 @@ def seen_by(s, run):
     unet = types.SimpleNamespace(
         image_size=s.unet.image_size, noise_aug=s.unet.noise_aug, apply=apply
     )
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     made = task.make_task(s._replace(unet=unet), encoder)
     return run(made, encoder), calls
 

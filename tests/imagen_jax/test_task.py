@@ -12,8 +12,10 @@ import pytest
 
 from configs import base64_2b, base64_500m, quickstart
 from diffusion_jax import loop, samplers, sharding, train_state
+from diffusion_jax.text import registry
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
+from imagen_jax.settings import PRECONDS, read_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
@@ -33,7 +35,7 @@ def settings(**changes):
     for name, value in changes.items():
         group, _, field = name.rpartition("__")
         (c[group] if group else c)[field] = value
-    return task.read_settings(c.to_dict())
+    return read_settings(c.to_dict())
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def papers_loss(s, f, x0, eps, sigma):
 def test_the_loss_is_the_papers(network, precond, noise, distance):
     apply, params = network
     s = settings(diffusion__precond=precond, diffusion__noise=noise, diffusion__distance=distance)
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     batch, key = a_batch(encoder), jax.random.key(3)
     calls = []
 
@@ -142,7 +144,7 @@ def test_dropped_texts_are_zeros_and_the_others_stay():
 
 def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     s = settings(text__drop_prob=0.999999)
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     batch, seen = a_batch(encoder), []
 
     def record(params, x, time, text, mask, *low_res, **_):
@@ -160,7 +162,7 @@ SIGMA_OF_TIME = {"edm": lambda t: jnp.exp(4 * t)}  # The others: log-SNR.
 
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
-    scalings = task._PRECONDS[s.diffusion.precond](s.diffusion)
+    scalings = PRECONDS[s.diffusion.precond](s.diffusion)
     sigma_of = SIGMA_OF_TIME.get(s.diffusion.precond, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, mask, *low_res):
@@ -177,7 +179,7 @@ def grey(text, mask):
 
 
 def draw(s, scale):
-    encoder = task.text_encoder(s.text)
+    encoder = registry.open_encoder(s.text)
     tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     return tiny.sample(None, (), encoder.tokenize(CAPTIONS), keys, scale)
@@ -287,12 +289,12 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
     with pytest.raises(
         ValueError, match=r"unknown config field unet\.dropuot: did you mean unet\."
     ):
-        task.read_settings(c | {"unet": c["unet"] | {"dropuot": 0.1}})
+        read_settings(c | {"unet": c["unet"] | {"dropuot": 0.1}})
     with pytest.raises(ValueError, match=r"unknown config field sampelr: did you mean sampler\?"):
-        task.read_settings(c | {"sampelr": {}})
+        read_settings(c | {"sampelr": {}})
     del c["optimizer"]["lr"]
     with pytest.raises(ValueError, match=r"the config lacks optimizer\.lr"):
-        task.read_settings(c)
+        read_settings(c)
 
 
 @pytest.mark.parametrize(
@@ -327,7 +329,7 @@ CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.s
 def shipped(name):
     """(module, settings) of a file in configs/."""
     module = importlib.import_module(f"configs.{name}")
-    return module, task.read_settings(module.get_config().to_dict())
+    return module, read_settings(module.get_config().to_dict())
 
 
 @functools.cache
@@ -359,8 +361,8 @@ def test_what_the_super_resolution_configs_draw():
 
 
 def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
-    s = task.read_settings(base64_2b.get_config().to_dict())
-    imagen = task.make_task(s, task.text_encoder(s.text))
+    s = read_settings(base64_2b.get_config().to_dict())
+    imagen = task.make_task(s, registry.open_encoder(s.text))
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     state = jax.eval_shape(create, jax.random.key(0))

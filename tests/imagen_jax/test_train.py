@@ -10,8 +10,9 @@ import pytest
 from diffusion_jax import checkpoint, log, loop, sharding, train_state
 from diffusion_jax import settings as config_settings
 from diffusion_jax.data import digits
-from diffusion_jax.text import precomputed
+from diffusion_jax.text import precomputed, registry
 from imagen_jax import task, train
+from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import SAMPLES, STDERR, TINY
@@ -29,9 +30,9 @@ class Position:
 
 def last_state(workdir):
     """Everything that the last checkpoint holds."""
-    s = task.read_settings(config_settings.load(workdir).to_dict())
+    s = read_settings(config_settings.load(workdir).to_dict())
     tx = loop.make_optimizer(s.optimizer, s.run.steps)
-    imagen = task.make_task(s, task.text_encoder(s.text))
+    imagen = task.make_task(s, registry.open_encoder(s.text))
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     position = Position()
     checkpoints = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=2)
@@ -167,7 +168,7 @@ def tiny(data, encoder):
     c.optimizer.update(schedule="constant")
     c.data.update(data)
     c.update(steps=2, batch_size=8, sample_every=2, save_every=2, log_every=1)
-    return task.read_settings(c.to_dict())
+    return read_settings(c.to_dict())
 
 
 @pytest.fixture

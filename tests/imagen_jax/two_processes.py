@@ -10,24 +10,25 @@ BATCH, STEPS, SAVED = 8, 10, 3
 def settings(path):
     """A folder of pictures, without threads, so that they are read in order."""
     from configs import quickstart
-    from imagen_jax import task
+    from imagen_jax.settings import read_settings
 
     c = quickstart.get_config()
     c.unet.update(image_size=8, patch=2, embed_dim=32, head_dim=32)
     c.unet.attention_resolutions = ()
     c.data.update(source="folder", path=str(path), threads=0)
     c.batch_size = BATCH
-    return task.read_settings(c.to_dict())
+    return read_settings(c.to_dict())
 
 
 def read(path, state=None, steps=STEPS):
     """(the indices of this process's rows of each batch, the position after step SAVED)."""
     from diffusion_jax import sharding
-    from imagen_jax import task, train
+    from diffusion_jax.text import registry
+    from imagen_jax import train
 
     s, taken, saved = settings(path), [], b""
     mesh = sharding.make_mesh(1, -1, 1)
-    with train.open_batches(s, task.text_encoder(s.text), mesh) as batches:
+    with train.open_batches(s, registry.open_encoder(s.text), mesh) as batches:
         read_all = batches.pictures.read
 
         def noting(indices, places=None):

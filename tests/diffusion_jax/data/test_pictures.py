@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import sheets
-from diffusion_jax.data import digits, pictures, sources
+from diffusion_jax.data import digits, pictures
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +58,8 @@ def test_counts_include_what_the_source_left_out(tmp_path):
 
 
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
-    opened = pictures.Decoded(
-        sources.Folder(folder), size=16, filters=pictures.Filters(min_size=17)
+    opened = pictures.open_pictures(
+        "folder", path=str(folder), size=16, filters=pictures.Filters(min_size=17)
     )
     with pytest.raises(ValueError, match=r"unusable, of 40: \{.*'too_small': .*min_size=17"):
         opened.read(np.array([0]))

@@ -1,0 +1,23 @@
+"""Stable Diffusion 1.2 at 512x512, from 1.1: 859,520,964 parameters, predicts eps.
+
+python -m sd_jax.train --config=configs/sd1_512_v1_2.py --workdir=runs/sd1_2 \
+    --config.unet.weights=runs/sd1_1
+
+NeMo: global batch 8192, 150,000 steps, 1.229 billion samples of images from 512 pixels on, a tenth
+of them without their text, 256 GPUs.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import sd1_512_v1_1
+
+
+def get_config() -> ConfigDict:
+    c = sd1_512_v1_1.get_config()
+    c.steps = 150_000
+
+    c.unet.weights = "runs/sd1_1"
+    c.text.drop_prob = 0.1
+    c.optimizer.warmup = 0
+    c.data.min_size = 512
+    return c

@@ -1,0 +1,22 @@
+"""Stable Diffusion 2.0 from random numbers at 256x256: 865,910,724 parameters, predicts eps.
+
+python -m sd_jax.train --config=configs/sd2_256_pretrain.py --workdir=runs/sd2_256 \
+    --config.vae.weights=weights/sd-v2-base --config.text.weights=weights/open-clip-vit-h-14
+
+NeMo: global batch 8192, 140,000 steps, 1.147 billion samples, 64 GPUs. The text is the last layer
+but one of OpenCLIP's ViT-H/14.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import sd1_256_pretrain
+
+
+def get_config() -> ConfigDict:
+    c = sd1_256_pretrain.get_config()
+    c.steps = 140_000
+
+    c.unet.update(num_heads=0, head_dim=64, linear_projections=True)
+    c.vae.weights = "weights/sd-v2-base"
+    c.text.update(encoder="clip_penultimate", weights="weights/open-clip-vit-h-14", width=1024)
+    return c

@@ -1,0 +1,102 @@
+"""Encodes the images of a data set once, for training that reads their moments.
+
+    python -m sd_jax.precache --config=configs/sd1_512_v1_5.py --config.data.path=photos \\
+        --config.vae.weights=weights/sd-v1-5 --out=moments
+    python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
+        --config.data.path=moments --workdir=runs/sd1
+
+The config and its changes are those of training. --out gets webdataset tars of KEY.npy, the means
+and log variances of an image, and KEY.txt, its caption; training draws latents from them afresh
+each time. The manifest beside them says which VAE made them of which pixels: training refuses those
+of another one. Captions are encoded by python -m diffusion_jax.precache.
+
+Killed at any moment, the same command goes on. To share the work between machines or processes, run
+it in each with --workers=N and its own --worker=0 ... N-1, on a folder that all see; the work of
+one that dies is done by the rest. Each uses all its devices.
+"""
+
+import pathlib
+from typing import Any
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from ml_collections import config_flags
+
+from diffusion_jax import cli, sharding, training
+from diffusion_jax.data import encode_moments
+from sd_jax import task
+from sd_jax.pretrained import read_vae
+from sd_jax.settings import Settings, read_settings, uses_moments
+from sd_jax.train import made_by
+
+
+def define_flags() -> None:
+    """Of the command alone: other commands have flags of these names."""
+    config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+    flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
+    flags.DEFINE_integer(
+        "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1
+    )
+    flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
+    flags.DEFINE_integer("worker", None, "The number of this process.", lower_bound=0)
+    flags.DEFINE_integer("workers", None, "How many processes do this.", lower_bound=1)
+    flags.mark_flag_as_required("config")
+
+
+def main(argv: list[str]) -> None:
+    """Checks everything, then encodes."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+    cli.start()
+    given = flags.FLAGS
+    workers = given.workers or jax.process_count()
+    worker = jax.process_index() if given.worker is None else given.worker
+    out = pathlib.Path(given.out)
+    with cli.bad_input():
+        s = read_settings(given.config.to_dict())
+        written = encode(s, out, given.shard_images, given.batch, worker, workers)
+    logging.info("done: %d tars in %s", written, out)
+
+
+def encode(
+    s: Settings, out: pathlib.Path, shard: int, batch: int, worker: int = 0, workers: int = 1
+) -> int:
+    """Writes the moments of a config's images; returns how many tars are there.
+
+    ValueError or OSError for data that cannot be encoded so, or a folder of other moments.
+    """
+    if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
+        raise ValueError(
+            f"data.source is {s.data.source!r}: name the source of the images, such as "
+            "--config.data.source=webdataset; of a mixture, encode each part into its own folder"
+        )
+    if s.data.flip or s.data.crop != "center":
+        raise ValueError(
+            "data.flip or data.crop is set, and moments are of whole images as they are: set "
+            "data.flip=False and data.crop=center"
+        )
+    vae_params = read_vae(s.vae_weights, s.vae)
+    pictures = training.open_data(s.data, s.latents.image_size)
+    mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
+    program = make_encode(s, vae_params, mesh)
+    work = encode_moments.Work(shard, batch * mesh.size, worker, workers)
+    return encode_moments.run(pictures, program, out, made_by(s, vae_params), work)
+
+
+def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:
+    """Returns encode(images, uint8 [B, H, W, 3]) -> moments, on all devices of `mesh`."""
+    where = sharding.batch_sharding(mesh)
+    params = sharding.place_all(vae_params, mesh, task.RULES)
+
+    @jax.jit
+    def program(params, images):
+        pixels = task.to_pixels(images, s.latents.pixels)
+        return s.vae.apply(params, pixels, method="encode")
+
+    return lambda images: np.asarray(program(params, sharding.place(images, where)))
+
+
+if __name__ == "__main__":
+    define_flags()
+    cli.run(main)

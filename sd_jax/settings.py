@@ -1,0 +1,248 @@
+"""The config of a Stable Diffusion model: typed, checked, its names looked up."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from diffusion_jax import checks, precond, samplers, settings
+from diffusion_jax.data import pictures
+from diffusion_jax.noise import LogAlphas, time_of
+from diffusion_jax.precond import Precond
+from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
+from diffusion_jax.text.registry import Text
+from sd_jax import unet as unet_module
+from sd_jax import vae as vae_module
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+
+
+class Latents(NamedTuple):
+    """What the UNet sees: `scale` times a sample of the VAE's posterior, of square images.
+
+    `pixels` is the range in which the VAE sees images: "symmetric", -1 to 1, as it was trained, or
+    "unit", 0 to 1, which MLPerf's published moments are of.
+    """
+
+    image_size: int
+    scale: float
+    pixels: str
+
+
+class Conditioning(NamedTuple):
+    """What the UNet attends to.
+
+    Dropped texts become those of "" where `drop_to` is "empty", as in sampling, or vectors of 0
+    where it is "zeros", as in NeMo. `pad_to` tokens, the further ones 0 (NeMo has 80 for CLIP's
+    77); 0 adds none.
+    """
+
+    drop_to: str
+    pad_to: int
+
+
+class Diffusion(NamedTuple):
+    """What the UNet predicts, "eps" or "v", over LDM's thousand steps.
+
+    `offset_noise` times a draw for each image and channel joins the noise (0: none); `min_snr`
+    bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
+    """
+
+    predicts: str
+    offset_noise: float
+    min_snr: float
+
+
+class Sampler(NamedTuple):
+    """How images are drawn, `height` x `width` pixels large, 0 for those of training."""
+
+    name: str
+    steps: int
+    eta: float
+    guidance: float
+    negative_prompt: str
+    height: int
+    width: int
+
+
+class Settings(NamedTuple):
+    """A whole config, checked.
+
+    `unet_weights` is what training starts from, "" for random numbers; `vae_weights` the frozen
+    VAE. Both are the workdir of a run, a file or a diffusers directory.
+    """
+
+    run: Run
+    unet: UNet
+    unet_weights: str
+    vae: VAE
+    vae_weights: str
+    text: Text
+    conditioning: Conditioning
+    latents: Latents
+    diffusion: Diffusion
+    sampler: Sampler
+    optimizer: Optimizer
+    mesh: MeshShape
+    evaluation: Evaluation
+    data: Data
+
+    @property
+    def output_shape(self) -> tuple[int, int]:
+        """Height and width of what is drawn."""
+        size = self.latents.image_size
+        return self.sampler.height or size, self.sampler.width or size
+
+    @property
+    def output_size(self) -> int:
+        """The side of the square that is drawn; ValueError if it is none."""
+        height, width = self.output_shape
+        if height != width:
+            raise ValueError(
+                f"sampler.height is {height} and sampler.width {width}: only squares are scored"
+            )
+        return height
+
+
+PRECONDS: Mapping[str, Callable[[LogAlphas], Precond]] = {
+    "eps": lambda table: precond.epsilon(time_of(table)),
+    "v": lambda table: precond.velocity(time_of(table)),
+}
+# The sampler, and the times of its steps: DPM-Solver's from the last one, LDM's for the others.
+SAMPLERS: Mapping[str, tuple[Callable[[Sampler], samplers.Sampler], Callable]] = {
+    "ddim": (lambda s: functools.partial(samplers.ddim, eta=s.eta), samplers.spaced_times),
+    "plms": (lambda s: samplers.plms, samplers.spaced_times),
+    "dpmpp_2m": (
+        lambda s: functools.partial(samplers.dpmpp_2m, first_order_end=s.steps < 15),
+        samplers.uniform_times,
+    ),
+    "heun": (lambda s: samplers.heun, samplers.uniform_times),
+    "euler": (lambda s: samplers.euler, samplers.uniform_times),
+}
+PIXELS = ("symmetric", "unit")
+DROP_TO = ("empty", "zeros")
+_STEPS = 1000
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
+    kinds = {"text": Text, "conditioning": Conditioning, "latents": Latents,
+             "diffusion": Diffusion, "sampler": Sampler, "optimizer": Optimizer,
+             "mesh": MeshShape, "evaluation": Evaluation, "data": Data}  # fmt: skip
+    settings.check_groups(config, ("unet", "vae", *kinds))
+    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
+    unet, unet_weights = _read_network(UNet, config["unet"], "unet")
+    vae, vae_weights = read_vae(config["vae"])
+    run = settings.read(Run, config, "")
+    s = Settings(run, unet, unet_weights, vae, vae_weights, **groups)
+    check(s)
+    return s
+
+
+def read_vae(group: Mapping[str, Any]) -> tuple[VAE, str]:
+    """A config's `vae`: the network and its weights; ValueError as read_settings."""
+    vae, weights = _read_network(VAE, group, "vae")
+    vae_module.check(vae)
+    return vae, weights
+
+
+def uses_moments(data: Data) -> bool:
+    """Whether the data are moments; ValueError for a mixture of moments and images."""
+    kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
+    if len({kind == pictures.MOMENTS for kind in kinds}) > 1:
+        raise ValueError(
+            f"data.mixture has the sources {', '.join(kinds)}: moments and images do not mix"
+        )
+    return kinds[0] == pictures.MOMENTS
+
+
+def check(s: Settings) -> None:
+    """ValueError for values that cannot be or do not go together."""
+    checks.check_run(s.run, s.optimizer, s.data)
+    checks.check_text(s.text)
+    checks.check_prompts(s.run, s.text)
+    unet_module.check(s.unet)
+    choices = [
+        ("diffusion.predicts", s.diffusion.predicts, PRECONDS),
+        ("sampler.name", s.sampler.name, SAMPLERS),
+        ("latents.pixels", s.latents.pixels, PIXELS),
+        ("conditioning.drop_to", s.conditioning.drop_to, DROP_TO),
+    ]
+    for field, value, known in choices:
+        settings.one_of(field, value, known)
+    settings.positive(latents__scale=s.latents.scale)
+    settings.within(1, _STEPS, sampler__steps=s.sampler.steps)
+    settings.within(
+        0, 1, sampler__eta=s.sampler.eta, diffusion__offset_noise=s.diffusion.offset_noise
+    )
+    settings.within(0, 1000, sampler__guidance=s.sampler.guidance,
+                    diffusion__min_snr=s.diffusion.min_snr)  # fmt: skip
+    _check_sizes(s)
+    _check_text(s)
+    _check_data(s)
+
+
+def check_size(s: Settings, field: str, size: int) -> None:
+    """ValueError unless images of `size` pixels have latents that the UNet can halve."""
+    unit = vae_module.factor(s.vae) * 2 ** (len(s.unet.channel_mult) - 1)
+    if size < unit or size % unit:
+        raise ValueError(
+            f"{field} is {size}: latents are images {vae_module.factor(s.vae)} times smaller, "
+            f"which the UNet halves {len(s.unet.channel_mult) - 1} times, so take multiples of "
+            f"{unit}"
+        )
+
+
+def _check_sizes(s: Settings) -> None:
+    check_size(s, "latents.image_size", s.latents.image_size)
+    check_size(s, "sampler.height", s.output_shape[0])
+    check_size(s, "sampler.width", s.output_shape[1])
+    channels = (s.vae.latent_channels, s.unet.in_channels, s.unet.out_channels)
+    if len(set(channels)) > 1:
+        raise ValueError(
+            f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: they "
+            "must be the same"
+        )
+
+
+def _check_text(s: Settings) -> None:
+    if s.text.encoder == checks.EMBEDDED:
+        raise ValueError(
+            f"text.encoder is {checks.EMBEDDED!r}, which cannot encode the empty prompt that "
+            "guidance needs: name the encoder, and where its embeddings are with text.store"
+        )
+    if s.data.source in ("folder", "webdataset", "moments") and s.data.text.endswith("npy"):
+        raise ValueError(f"data.text is {s.data.text!r}: captions are read, so set it to txt")
+    if s.conditioning.pad_to and s.conditioning.pad_to < s.text.max_tokens:
+        raise ValueError(
+            f"conditioning.pad_to is {s.conditioning.pad_to} and texts have "
+            f"{s.text.max_tokens} tokens: take 0, or more than these"
+        )
+
+
+def _check_data(s: Settings) -> None:
+    draws = s.run.sample_every or s.evaluation.every
+    if not uses_moments(s.data):
+        if not s.vae_weights:
+            raise ValueError(
+                "vae.weights is empty: say where the VAE is, such as a diffusers directory, a "
+                "checkpoint, or the workdir of python -m sd_jax.train_vae; only training on "
+                "moments (data.source='moments') does without"
+            )
+    elif s.data.flip or s.data.crop != "center" or s.data.resize:
+        raise ValueError(
+            "data.flip, data.crop or data.resize is set, and moments are of whole images: set "
+            "them when the moments are made"
+        )
+    elif draws and not s.vae_weights:
+        raise ValueError(
+            "vae.weights is empty: say where the VAE is, or draw nothing on the way with "
+            "sample_every=0 and evaluation.every=0"
+        )
+
+
+def _read_network(kind: type, group: Mapping[str, Any], name: str) -> tuple[Any, str]:
+    """A network and the `weights` beside its fields."""
+    fields = {key: value for key, value in group.items() if key != "weights"}
+    if "weights" not in group:
+        raise ValueError(f'the config lacks {name}.weights: write "" for none')
+    return settings.read_network(kind, fields, name), group["weights"]

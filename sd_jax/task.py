@@ -1,0 +1,150 @@
+"""A Stable Diffusion model as a Task: diffusion in the latents of a frozen VAE."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, ArrayLike, Float, UInt8
+
+from diffusion_jax import guidance, noise, precond, samplers, sharding
+from diffusion_jax.drawing import Texts
+from diffusion_jax.precond import Sigma
+from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.text import TextEncoder
+from diffusion_jax.train_state import Batch
+from sd_jax import vae as vae_module
+from sd_jax.settings import PRECONDS, SAMPLERS, Diffusion, Sampler, Settings
+from sd_jax.vae import Latents, Moments
+
+RULES: sharding.Rules = [
+    (r"(kernel|embedding)$", sharding.FSDP),
+    (r"(bias|scale)$", sharding.P()),
+]
+NEGATIVE = "negative_"
+
+
+def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
+    """Init, loss and sampler of a model; the weights of text encoder and VAE are its frozen ones.
+
+    A batch for training has what `encoder` tokenizes and "image", uint8, or "moments", float
+    [B, h, w, 2 Z]; one for sampling is `prompts`. `vae_params` may be None for a task that is
+    trained on moments and draws nothing.
+    """
+    unet, vae, table = s.unet, s.vae, noise.scaled_linear()
+    scalings, draw_sigma = PRECONDS[s.diffusion.predicts](table), noise.uniform_steps(table)
+    empty = encoder.tokenize([""])
+
+    def init(key):
+        size = s.latents.image_size // vae_module.factor(vae)
+        x = jnp.zeros((1, size, size, unet.in_channels))
+        return unet.init(key, x, jnp.zeros(1), jnp.zeros((1, 1, s.text.width)))
+
+    def attended(frozen, batch):
+        return pad(encoder.encode(frozen["text"], batch)[0], s.conditioning.pad_to)
+
+    def loss(params, frozen, batch, key):
+        key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
+        x0 = posterior_sample(key_posterior, moments_of(frozen, batch)) * s.latents.scale
+        keep = jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (len(x0),))
+        to_empty = s.conditioning.drop_to == "empty"
+        text = attended(frozen, drop_to_empty(batch, empty, keep) if to_empty else batch)
+        text = text if to_empty else jnp.where(keep[:, None, None], text, 0)
+        sigma = draw_sigma(key_sigma, len(x0))
+        eps = with_offset(key_offset, normal(key_eps, x0), s.diffusion.offset_noise)
+
+        def network(x, time) -> Any:
+            return unet.apply(params, x, time, text)
+
+        per_image = precond.loss(network, scalings, x0, eps, sigma)
+        mean = (per_image * loss_weight(s.diffusion, sigma)).mean()
+        return mean, loss_by_noise_level(per_image, sigma)
+
+    def moments_of(frozen, batch) -> Any:
+        if "moments" in batch:
+            return batch["moments"]
+        images = to_pixels(batch["image"], s.latents.pixels)
+        return vae.apply(frozen["vae"], images, method="encode")
+
+    def sample(params, frozen, batch, keys, scale):
+        text = attended(frozen, batch)
+        if scale is not None:  # Rows 2i with the prompt, 2i + 1 with the negative one.
+            others = {k.removeprefix(NEGATIVE): v for k, v in batch.items() if NEGATIVE in k}
+            text = jnp.stack([text, attended(frozen, others)], axis=1)
+            text = text.reshape(-1, *text.shape[2:])
+
+        def network(x, time) -> Any:
+            return unet.apply(params, x, time, text)
+
+        denoise = precond.denoiser(network, scalings)
+        if scale is not None:
+            denoise = guidance.classifier_free(denoise, scale)
+        sigmas = sampling_sigmas(s.sampler)
+        height, width = (side // vae_module.factor(vae) for side in s.output_shape)
+        shape = (height, width, unet.in_channels)
+        # At its first time a latent of LDM is N(0, 1), whatever is left of the image there.
+        x = samplers.initial_noise(keys, shape, jnp.sqrt(1 + sigmas[0] ** 2))
+        draws = samplers.gaussian_noise(keys, shape)
+        x = SAMPLERS[s.sampler.name][0](s.sampler)(denoise, x, sigmas, draws)
+        z = samplers.in_own_coordinates(x, sigmas[-1]) / s.latents.scale
+        images: Any = vae.apply(frozen["vae"], z, method="decode")
+        return images
+
+    return Task(init, loss, sample, {"text": encoder.frozen, "vae": vae_params}, RULES)
+
+
+def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
+    """What a task draws from: the tokens of texts, and of the negative prompts of all or each."""
+    negatives = [negative] * len(texts) if isinstance(negative, str) else negative
+    tokens = encoder.tokenize(negatives)
+    return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
+
+
+def to_pixels(images: UInt8[ArrayLike, "B H W C"], pixels: str) -> Float[Array, "B H W C"]:
+    """0 ... 255 to [-1, 1], or to [0, 1] where `pixels` is "unit"."""
+    unit = jnp.asarray(images, jnp.float32) / 255
+    return unit if pixels == "unit" else 2 * unit - 1
+
+
+def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
+    """A draw from the posterior of each image, not scaled."""
+    return vae_module.sample(moments, normal(key, moments[..., : moments.shape[-1] // 2]))
+
+
+def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
+    """The tokens of the empty prompt in place of those of the rows that are not kept."""
+    where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
+    return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}
+
+
+def pad(text: Float[Array, "B L D"], tokens: int) -> Float[Array, "B M D"]:
+    """`text` with vectors of 0 up to this number of tokens; attention has no mask against them."""
+    return jnp.pad(text, ((0, 0), (0, max(0, tokens - text.shape[1])), (0, 0)))
+
+
+def normal(key: jax.Array, like: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
+    """Standard normal, drawn flat: a 4-D draw of the same numbers compiles slower on CPUs."""
+    return jax.random.normal(key, (len(like), like[0].size)).reshape(like.shape)
+
+
+def with_offset(
+    key: jax.Array, eps: Float[Array, "B H W C"], offset: float
+) -> Float[Array, "B H W C"]:
+    """eps, each channel of each image shifted by `offset` times a standard normal number."""
+    if not offset:
+        return eps
+    return eps + offset * jax.random.normal(key, (len(eps), 1, 1, eps.shape[-1]))
+
+
+def loss_weight(diffusion: Diffusion, sigma: Sigma) -> Sigma:
+    """Min-SNR weights (Hang et al. 2023): min(snr, gamma) / snr for eps, / (snr + 1) for v."""
+    if not diffusion.min_snr:
+        return jnp.ones_like(sigma)
+    snr = 1 / sigma**2
+    return jnp.minimum(snr, diffusion.min_snr) / (snr + (diffusion.predicts == "v"))
+
+
+def sampling_sigmas(sampler: Sampler) -> Float[Array, "{sampler.steps}+1"]:
+    """The levels of a sampler's times, and at last that of time 0."""
+    times = SAMPLERS[sampler.name][1](sampler.steps)
+    return noise.sigma_at(noise.scaled_linear(), times)

@@ -1,0 +1,78 @@
+"""Trains a Stable Diffusion model.
+
+    python -m sd_jax.train --config=configs/sd1_512_v1_5.py --workdir=runs/sd1 \\
+        --config.unet.weights=runs/sd1_2 --config.vae.weights=weights/sd-v1-5 \\
+        --config.text.weights=weights/clip-vit-large-patch14 --config.data.path=shards
+
+The VAE and the text encoder are frozen: they run in the step, spread over the mesh, and are in no
+checkpoint. Faster on --config.data.source=moments, made once by python -m sd_jax.precache, and with
+--config.text.store, made by python -m diffusion_jax.precache.
+
+Change any value of the config on the command line: --config.optimizer.lr=2e-4. A sharded run is
+--config.mesh.fsdp=8 --config.mesh.replica=4.
+
+The workdir gets metrics.jsonl (and TensorBoard events where TensorFlow is installed), pictures of
+config.prompts under samples/, checkpoints/, config.json and manifest.json. The same command again
+continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from diffusion_jax import loop, pretrained, sharding, training
+from diffusion_jax.data import moments
+from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.text import TextEncoder, registry
+from sd_jax import task
+from sd_jax import vae as vae_module
+from sd_jax.pretrained import read_unet, read_vae
+from sd_jax.settings import Settings, read_settings, uses_moments
+
+
+def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
+    """Opens encoder, VAE, data and evaluation; ValueError or OSError if they cannot be."""
+    encoder = registry.open_encoder(s.text)
+    vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
+    batches = open_batches(s, encoder, vae_params, mesh)
+    tokenize = lambda texts: task.prompts(encoder, texts, s.sampler.negative_prompt)
+    # Also where nothing is drawn: a store of embeddings must hold what training needs.
+    examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
+    evaluation = training.evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)
+    start = None
+    if s.unet_weights:
+        start = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
+    made = task.make_task(s, encoder, vae_params)
+    return training.Prepared(made, batches, examples, evaluation, start)
+
+
+def open_batches(
+    s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh
+) -> Batches:
+    """The training data of a config, this process's rows of it.
+
+    ValueError for moments of another size, or, where they have a manifest, of another VAE.
+    """
+    latent = uses_moments(s.data)
+    side = s.latents.image_size // vae_module.factor(s.vae)
+    shape = (side, side, 2 * s.vae.latent_channels) if latent else None
+    if latent:
+        paths = [part[2] for part in s.data.mixture] or [s.data.path]
+        for path in paths:
+            moments.check_manifest(path, made_by(s, vae_params))
+    pictures = training.open_data(s.data, s.latents.image_size, shape=shape)
+    if latent:
+        pictures.read(np.arange(1))  # Of another shape they are an error here, not after compiling.
+    name = "moments" if latent else "image"
+    return training.batches_of(pictures, encoder.tokenize, s.run, s.data, mesh, name)
+
+
+def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
+    """What decides what moments are, for their manifest; the VAE where its weights are given."""
+    identity = {"image_size": s.latents.image_size, "scale": s.latents.scale,
+                "pixels": s.latents.pixels}  # fmt: skip
+    return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})
+
+
+if __name__ == "__main__":
+    training.command(read_settings, prepare)

@@ -1,0 +1,120 @@
+"""Trains the autoencoder of Stable Diffusion: reconstruction and KL, without an adversary.
+
+    python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
+
+Its workdir is what --config.vae.weights of sd_jax.train takes. The metrics have `latent_std`: one
+over it is the --config.latents.scale with which a UNet sees latents of deviation 1. Reconstructions
+of the first pictures are under samples/. Config, data, checkpoints and SIGTERM are as in
+sd_jax.train.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from diffusion_jax import checks, loop, precond, settings, sharding, training
+from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
+from diffusion_jax.task import Task
+from sd_jax import task
+from sd_jax import vae as vae_module
+from sd_jax.pretrained import read_vae as read_vae_weights
+from sd_jax.settings import read_vae, uses_moments
+from sd_jax.vae import VAE, Moments
+
+DISTANCES = {"l1": precond.l1, "l2": precond.l2}
+_SHOWN = 8
+
+
+class Reconstruction(NamedTuple):
+    """Distance of images and reconstructions, summed, plus `kl` times KL(posterior || N(0, 1)).
+
+    Both sums are divided by the number of pixels' values, so that `kl` is LDM's kl_weight.
+    """
+
+    image_size: int
+    distance: str
+    kl: float
+
+
+class Settings(NamedTuple):
+    """A whole config, checked; `vae_weights` is what training starts from, "" random numbers."""
+
+    run: Run
+    vae: VAE
+    vae_weights: str
+    reconstruction: Reconstruction
+    optimizer: Optimizer
+    mesh: MeshShape
+    data: Data
+
+
+def read_settings(config: Mapping[str, Any]) -> Settings:
+    """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
+    kinds = {"reconstruction": Reconstruction, "optimizer": Optimizer, "mesh": MeshShape,
+             "data": Data}  # fmt: skip
+    settings.check_groups(config, ("vae", *kinds))
+    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
+    s = Settings(settings.read(Run, config, ""), *read_vae(config["vae"]), **groups)
+    checks.check_run(s.run, s.optimizer, s.data)
+    settings.one_of("reconstruction.distance", s.reconstruction.distance, DISTANCES)
+    settings.within(0, 1, reconstruction__kl=s.reconstruction.kl)
+    size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)
+    if size < unit or size % unit:
+        raise ValueError(f"reconstruction.image_size is {size}: take a multiple of {unit}")
+    if uses_moments(s.data):
+        raise ValueError("data.source is 'moments': an autoencoder is trained on images")
+    return s
+
+
+def make_task(s: Settings) -> Task:
+    """Init, loss, and reconstructions of batch["image"], float in [-1, 1], by the means."""
+    size, channels = s.reconstruction.image_size, s.vae.image_channels
+    distance = DISTANCES[s.reconstruction.distance]
+
+    def init(key):
+        images = jnp.zeros((1, size, size, channels))
+        side = size // vae_module.factor(s.vae)
+        return s.vae.init(key, images, jnp.zeros((1, side, side, s.vae.latent_channels)))
+
+    def loss(params, frozen, batch, key):
+        images = task.to_pixels(batch["image"], "symmetric")
+        moments: Any = s.vae.apply(params, images, method="encode")
+        z = task.posterior_sample(key, moments)
+        decoded: Any = s.vae.apply(params, z, method="decode")
+        error = distance(decoded - images).mean()
+        kl = divergence(moments).mean() / images[0].size
+        metrics = {"reconstruction": error, "kl": kl, "latent_std": z.std()}
+        return error + s.reconstruction.kl * kl, metrics
+
+    def sample(params, frozen, batch, keys, scale):
+        moments: Any = s.vae.apply(params, batch["image"], method="encode")
+        mean, _ = vae_module.mean_and_std(moments)
+        images: Any = s.vae.apply(params, mean, method="decode")
+        return images
+
+    return Task(init, loss, sample, (), task.RULES)
+
+
+def divergence(moments: Moments) -> Float[Array, "B"]:
+    """KL(posterior || N(0, 1)) of each image, in nats."""
+    mean, std = vae_module.mean_and_std(moments)
+    return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
+
+
+def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
+    """Opens the data; ValueError or OSError if they cannot be."""
+    pictures = training.open_data(s.data, s.reconstruction.image_size)
+    images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
+    captions = tuple(text if isinstance(text, str) else "" for text in texts)
+    shown = {"image": np.asarray(task.to_pixels(images, "symmetric"))}
+    examples = loop.Examples(shown, captions, guidance=1.0)
+    batches = training.batches_of(pictures, lambda texts: {}, s.run, s.data, mesh)
+    start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
+    return training.Prepared(make_task(s), batches, examples, start=start)
+
+
+if __name__ == "__main__":
+    training.command(read_settings, prepare)

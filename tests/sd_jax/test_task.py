@@ -1,0 +1,287 @@
+"""What a config means: the loss by LDM's formulas, samples by closed forms, what is refused."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax import samplers, sharding
+from diffusion_jax.text import registry
+from sd_jax import task
+from sd_jax.settings import SAMPLERS, Diffusion
+from sd_jax.vae import VAE
+from tests.sd_jax import tiny
+
+CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
+# LDM's table: the roots of the betas are evenly spaced.
+ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
+PARAMS = jax.tree.map(jnp.asarray, tiny.vae_params())
+
+
+@functools.cache
+def a_task(**changes):
+    s = tiny.settings(**changes)
+    return task.make_task(s, registry.open_encoder(s.text), PARAMS)
+
+
+@functools.cache
+def a_network():
+    """(apply, params) of the tiny UNet, compiled once, with random numbers in every parameter."""
+    return jax.jit(tiny.settings().unet.apply), tiny.random_params(a_task())
+
+
+def with_network(s, apply):
+    """The settings with another function in the UNet's place."""
+    return s._replace(unet=types.SimpleNamespace(in_channels=4, channel_mult=(1,), apply=apply))
+
+
+def moments():
+    return jnp.asarray(np.random.default_rng(1).normal(size=(4, 4, 4, 8)), jnp.float32)
+
+
+class Thrice(VAE):
+    """Its images are three times its latents."""
+
+    def setup(self):
+        """No layers."""
+
+    def decode(self, z):
+        return 3 * z
+
+
+def ldm_loss(s, batch, key, f):
+    """Each image's loss in float64, as LDM writes it; f maps x_t, t and text to the prediction."""
+    key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
+    draw = lambda k: np.float64(jax.random.normal(k, (4, 64))).reshape(4, 4, 4, 4)
+    mean, log_variance = np.split(np.float64(batch["moments"]), 2, axis=-1)
+    x0 = s.latents.scale * (mean + np.exp(log_variance / 2) * draw(key_posterior))
+    eps = draw(key_eps)
+    if s.diffusion.offset_noise:
+        shift = np.float64(jax.random.normal(key_offset, (4, 1, 1, 4)))
+        eps = eps + s.diffusion.offset_noise * shift
+    t = np.asarray(jax.random.randint(key_sigma, (4,), 0, 1000))
+    a = np.sqrt(ABAR[t])[:, None, None, None]
+    b = np.sqrt(1 - a**2)
+    keep = np.asarray(jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (4,)))
+    assert 0 < keep.sum() < 4
+    target = eps if s.diffusion.predicts == "eps" else a * eps - b * x0
+    snr = (a**2 / b**2)[:, 0, 0, 0]
+    weight = np.ones(4)
+    if s.diffusion.min_snr:
+        gamma = np.minimum(snr, s.diffusion.min_snr)
+        weight = gamma / snr if s.diffusion.predicts == "eps" else gamma / (snr + 1)
+    loss = ((f(a * x0 + b * eps, t, keep) - target) ** 2).mean((1, 2, 3))
+    return weight * loss, loss
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"predicts": "eps"},
+        {"predicts": "v"},
+        {"predicts": "eps", "offset_noise": 0.1, "min_snr": 5.0},
+        {"predicts": "v", "min_snr": 5.0},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drop_to", ["empty", "zeros"])
+def test_the_loss_is_ldms(changes, drop_to):
+    apply, params = a_network()
+    changes = {f"diffusion__{name}": value for name, value in changes.items()}
+    s = tiny.settings(conditioning__drop_to=drop_to, conditioning__pad_to=8, **changes)
+    hashed = registry.open_encoder(s.text)
+    encode = lambda frozen, batch: (
+        # Of the empty prompt hashed words make zeros: here it is a vector of ones.
+        hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
+        jnp.asarray(batch["text_mask"]),
+    )
+    encoder = hashed._replace(encode=encode)
+    batch, key = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, jax.random.key(3)
+    made = task.make_task(with_network(s, apply), encoder, PARAMS)
+    frozen = {"text": (), "vae": None}
+    actual, metrics = made.loss(params, frozen, batch, key)
+
+    text = np.array(encode((), encoder.tokenize(CAPTIONS))[0])
+    empty = np.array(encode((), encoder.tokenize([""]))[0]) if drop_to == "empty" else 0
+
+    def f(x, t, keep):
+        seen = np.where(keep[:, None, None], text, empty)
+        seen = np.concatenate([seen, np.zeros((4, 2, 24))], axis=1)  # NeMo's padding.
+        return np.float64(apply(params, *(jnp.asarray(a, jnp.float32) for a in (x, t, seen))))
+
+    weighted, plain = ldm_loss(s, batch, key, f)
+    # Float32 against float64; time comes back from sigma to within 1e-3 of a step.
+    np.testing.assert_allclose(actual, weighted.mean(), rtol=1e-4)
+    np.testing.assert_allclose(metrics["level_loss"].sum(), plain.sum(), rtol=1e-4)
+
+
+def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
+    s, made = tiny.settings(), a_task()
+    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
+    images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 3), np.uint8)
+    words, params = encoder.tokenize(CAPTIONS), a_network()[1]
+    loss = jax.jit(lambda batch, key: made.loss(params, frozen, batch, key)[0])
+    encode = jax.jit(lambda x: s.vae.apply(PARAMS, x, method="encode"))
+    stored = encode(jnp.asarray(images, jnp.float32) / 127.5 - 1)
+    online = [loss({"image": images, **words}, jax.random.key(i)) for i in range(2)]
+    cached = [loss({"moments": stored, **words}, jax.random.key(i)) for i in range(2)]
+    np.testing.assert_allclose(online, cached, rtol=1e-5)
+    assert online[0] != online[1]
+
+    sample = task.posterior_sample(jax.random.key(0), jnp.tile(stored[:1], (4096, 1, 1, 1)))
+    mean, log_variance = np.split(np.asarray(stored[0]), 2, axis=-1)
+    # 4096 draws: the mean is known to std / 64, five of these for 64 numbers.
+    np.testing.assert_allclose((sample.mean(0) - mean) / np.exp(log_variance / 2), 0, atol=5 / 64)
+    np.testing.assert_allclose(sample.std(0), np.exp(log_variance / 2), rtol=0.08)
+
+
+def test_pixels_are_symmetric_or_as_mlperfs():
+    images = np.array([0, 255, 51], np.uint8).reshape(1, 1, 3, 1)
+    np.testing.assert_allclose(task.to_pixels(images, "symmetric").ravel(), [-1, 1, -0.6])
+    np.testing.assert_allclose(task.to_pixels(images, "unit").ravel(), [0, 1, 0.2])
+
+
+def test_min_snr_weights_are_the_papers():
+    sigma = jnp.array([0.1, 0.5, 2.0])  # snr 100, 4 and 0.25
+    weigh = lambda *fields: np.asarray(task.loss_weight(Diffusion(*fields), sigma))
+    np.testing.assert_allclose(weigh("eps", 0.0, 5.0), [0.05, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(weigh("v", 0.0, 5.0), [5 / 101, 4 / 5, 0.25 / 1.25], rtol=1e-6)
+    np.testing.assert_array_equal(weigh("v", 0.0, 0.0), 1)
+
+
+def knows_the_answer(s, answer):
+    """A UNet that predicts eps or v of a distribution of one point, the mean of the text."""
+
+    def apply(params, x, time, text):
+        x0 = answer * text.mean((1, 2))[:, None, None, None]
+        a = jnp.sqrt(jnp.interp(time, jnp.arange(1000.0), jnp.asarray(ABAR, jnp.float32)))
+        a = a[:, None, None, None]
+        eps = (x - a * x0) / jnp.sqrt(1 - a**2)
+        return eps if s.diffusion.predicts == "eps" else (eps - x * jnp.sqrt(1 - a**2)) / a
+
+    return apply
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize(("steps", "predicts"), [(1, "eps"), (7, "v"), (50, "eps")])
+def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
+    """With one point of data D is that point: guidance moves it along the difference of texts."""
+    s = tiny.settings(
+        sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16
+    )
+    encoder = registry.open_encoder(s.text)
+    s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=Thrice(**tiny.VAE_FIELDS))
+    made = task.make_task(s, encoder, PARAMS)
+    frozen = {"text": (), "vae": {}}
+    batch = task.prompts(encoder, ["a red seven", "a blue three"], "ugly")
+    keys = jax.random.split(jax.random.key(0), 2)
+    text = lambda words: np.asarray(encoder.encode((), encoder.tokenize(words))[0]).mean((1, 2))
+    cond, negative = text(["a red seven", "a blue three"]), text(["ugly", "ugly"])
+    scale = np.array([1.0, 3.0], np.float32)
+    images = jax.jit(made.sample)({}, frozen, batch, keys, scale)
+    assert images.shape == (2, 8, 4, 4)
+    x0 = 2 * (negative + scale * (cond - negative))
+    # At the last time abar is 0.99915: what is left of the noise is LDM's own.
+    mean = np.asarray(images).mean((1, 2, 3)) * s.latents.scale / 3
+    # One step of DDIM or PLMS starts, as LDM's does, at time 1, where almost no noise can be.
+    tolerance = 3 if steps == 1 and name in ("ddim", "plms") else 0.02
+    np.testing.assert_allclose(mean, ABAR[0] ** 0.5 * x0, atol=tolerance)
+
+
+def test_guidance_1_is_the_conditional_model_to_the_last_bit():
+    made, params, s = a_task(), a_network()[1], tiny.settings()
+    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
+    batch = task.prompts(encoder, CAPTIONS, "ugly")
+    keys = jax.random.split(jax.random.key(0), 4)
+    sample = jax.jit(made.sample)
+    plain = sample(params, frozen, batch, keys, None)
+    assert plain.shape == (4, 8, 8, 3)
+    one = sample(params, frozen, batch, keys, np.ones(4, np.float32))
+    # Twice the rows: sums of a product may run in another order.
+    np.testing.assert_allclose(one, plain, atol=1e-5)
+    three = sample(params, frozen, batch, keys, np.full(4, 3, np.float32))
+    assert np.abs(three - plain).max() > 1e-3
+    other = sample(
+        params, frozen, task.prompts(encoder, CAPTIONS, ""), keys, np.full(4, 3, np.float32)
+    )
+    assert np.abs(three - other).max() > 1e-3
+
+
+def test_ddim_starts_at_n01_and_steps_as_ldm_does():
+    """The whole of a step in LDM's own coordinates, with a network that gives 0."""
+    s = with_network(tiny.settings(sampler__steps=2), lambda params, x, t, text: 0 * x)
+    s = s._replace(vae=Thrice(**tiny.VAE_FIELDS))
+    encoder = registry.open_encoder(s.text)
+    batch, keys = task.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
+    made = task.make_task(s, encoder, PARAMS)
+    images = made.sample({}, {"text": (), "vae": {}}, batch, keys, None)
+    x = samplers.initial_noise(keys, (4, 4, 4), 1.0)
+    # eps is 0: x0 = x / sqrt(abar) from time 501 on, through 1, to the first of the table.
+    z = x * np.sqrt(ABAR[0] / ABAR[501])
+    np.testing.assert_allclose(images, 3 * z / s.latents.scale, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_every_number_of_steps_from_1_to_1000_has_as_many_times(name):
+    for steps in (1, 2, 3, 7, 27, 50, 333, 500, 501, 999, 1000):
+        sigmas = task.sampling_sigmas(
+            tiny.settings(sampler__steps=steps, sampler__name=name).sampler
+        )
+        assert sigmas.shape == (steps + 1,)
+        assert (np.diff(sigmas) < 0).all()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"sampler__name": "ddmi"}, "sampler.name is 'ddmi': did you mean 'ddim'?"),
+        ({"sampler__steps": 1001}, "sampler.steps is 1001: it must be from 1 to 1000"),
+        ({"sampler__steps": 0}, "sampler.steps is 0: it must be from 1 to 1000"),
+        ({"sampler__height": 9}, "sampler.height is 9: latents are images 2 times smaller"),
+        ({"latents__image_size": 13}, "latents.image_size is 13: latents are images 2 times"),
+        ({"latents__scale": 0.0}, "latents.scale is 0.0: it must be above 0"),
+        ({"latents__pixels": "byte"}, "latents.pixels is 'byte': choose from symmetric, unit"),
+        ({"diffusion__predicts": "x0"}, "diffusion.predicts is 'x0': choose from eps, v"),
+        ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5 and texts have 6 tokens"),
+        ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
+        ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which cannot encode"),
+        ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
+        ({"vae__weights": ""}, "vae.weights is empty: say where the VAE is"),
+        ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): they must be the same"),
+        ({"data__source": "moments", "data__flip": True}, "moments are of whole images"),
+        ({"data__source": "moments", "vae__weights": "", "sample_every": 5}, "or draw nothing on"),
+        ({"data__source": "webdataset", "data__text": "npy"}, "data.text is 'npy': captions are"),
+        ({"sample_every": 1, "prompts": ()}, "prompts is empty: give texts to draw on the way"),
+        ({"unet__head_dim": 7}, "unet.head_dim 7 does not divide the width 32"),
+        ({"optimizer__schedule": "linear"}, "optimizer.schedule is 'linear': choose from constant"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_says_what_to_change(changes, message):
+    with pytest.raises(ValueError) as error:
+        tiny.settings(**changes)
+    assert message in str(error.value)
+
+
+def test_unknown_and_missing_fields_are_named():
+    c = tiny.config().to_dict()
+    read = lambda group, **values: tiny.read_settings(c | {group: c[group] | values})
+    with pytest.raises(ValueError, match=r"field latents\.scael: did you mean latents\.scale"):
+        read("latents", scael=1.0)
+    lacking = {k: v for k, v in c["vae"].items() if k != "weights"}
+    with pytest.raises(ValueError, match=r"the config lacks vae\.weights"):
+        tiny.read_settings(c | {"vae": lacking})
+
+
+def test_frozen_weights_are_sharded_and_nowhere_in_the_parameters():
+    made = a_task()
+    assert made.frozen.keys() == {"text", "vae"}
+    mesh = sharding.make_mesh(2, 4, 1)
+    places = sharding.shardings(made.frozen, mesh, made.rules, fsdp_min_size=1)
+    split = [not p.is_fully_replicated for p in jax.tree.leaves(places)]
+    assert 0 < sum(split) < len(split)
+    names = jax.tree.leaves_with_path(jax.eval_shape(made.init, jax.random.key(0)))
+    assert not any("encoder" in jax.tree_util.keystr(path) for path, _ in names)
