@@ -323,7 +323,10 @@ EXACT = {
     "sr1024_600m": 639_193_348,
 }
 SAME = {"base64_500m_ddpm": "base64_500m", "base64_500m_online": "base64_500m"}
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem != "__init__")
+OTHERS = ("__init__", "sd")  # What is no config, and those of Stable Diffusion.
+CONFIGS = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.py") if not path.stem.startswith(OTHERS)
+)
 
 
 def shipped(name):
