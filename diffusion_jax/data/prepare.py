@@ -1,4 +1,4 @@
-"""Prepares data sets: download, reshard, index, merge, validate.
+"""Prepares data sets: fetch, download, reshard, index, merge, validate.
 
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
@@ -19,6 +19,7 @@ from absl import flags
 from diffusion_jax import cli, files, sheets
 from diffusion_jax.data import (
     download,
+    fetch,
     merge,
     pictures,
     progress,
@@ -41,6 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with cli.bad_input():
         code = given.run(given)
     sys.exit(code)
+
+
+def _fetch(given: argparse.Namespace) -> int:
+    urls, sums = fetch.expand(given.url), {}
+    for path in given.sums:
+        sums |= fetch.read_sums(pathlib.Path(path).read_text())
+    if given.hash:
+        if len(urls) > 1:
+            raise ValueError(f"--hash is that of one file, and --url names {len(urls)}")
+        sums |= fetch.read_sums(f"{given.hash}  {fetch.name(urls[0])}")
+    if given.dry_run:
+        for url in urls:
+            print(f"would fetch {url}, hash {sums.get(fetch.name(url), 'unknown')}")
+        return 0
+    out = pathlib.Path(given.out)
+    paths = fetch.fetch(urls, out, sums, threads=given.threads, verify=given.verify)
+    print(f"{len(paths)} files are in {out}")
+    return 0
 
 
 def _download(given: argparse.Namespace) -> int:
@@ -127,6 +146,16 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=help)
         command.set_defaults(run=run)
         return command.add_argument
+
+    arg = add("fetch", _fetch, "Files from the web, checked by their hashes.")
+    arg("--url", action="append", required=True, help="may be repeated, and have braces as in "
+        "https://host/part-{00000..00031}.parquet")  # fmt: skip
+    arg("--out", required=True, help="folder for the files")
+    arg("--sums", action="append", default=[], help="a file of sha1sum, sha256sum or sha512sum")
+    arg("--hash", help="of the one file: sha1, sha256 or sha512")
+    arg("--threads", type=int, default=4, help="files at once")
+    arg("--verify", action="store_true", help="also hash the files that are there")
+    arg("--dry_run", action="store_true", help="print the URLs and hashes")
 
     arg = add("download", _download, "Tables of URLs to tars, by img2dataset; others of its "
               "arguments are passed on.")  # fmt: skip

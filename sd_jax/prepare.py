@@ -1,0 +1,105 @@
+"""Makes the data of the MLPerf benchmark from what one can download; docs/mlperf.md has each step.
+
+    python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
+    python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
+    python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
+
+Every command writes files whole and leaves alone those that are there: killed, it goes on where it
+was when it is started again. --dry_run says what would be done.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Sequence
+
+from absl import flags
+
+from diffusion_jax import cli, files
+from diffusion_jax.data import progress
+from sd_jax import coco, laion
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; bad input is one message and exit code 2."""
+    cli.start()
+    given = _parser().parse_args(arguments)
+    with cli.bad_input():
+        given.run(given)
+
+
+def _laion(given: argparse.Namespace) -> None:
+    source, out = pathlib.Path(given.metadata), pathlib.Path(given.out)
+    tables = sorted(source.glob("*.parquet"))
+    if not tables:
+        raise FileNotFoundError(f"no .parquet in {source}: it is to hold LAION-400M's metadata")
+    missing = [table for table in tables if not (out / table.name).exists()]
+    if given.dry_run:
+        print(f"would filter {len(missing)} of {len(tables)} tables into {out}")
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    counts = (laion.filter_licensed(table, out / table.name) for table in missing)
+    kept, total = 0, 0
+    for table_kept, table_total in progress.reported(counts, len(missing), "tables"):
+        kept, total = kept + table_kept, total + table_total
+    print(f"{kept:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
+
+
+def _captions(given: argparse.Namespace) -> None:
+    path, out = pathlib.Path(given.annotations), pathlib.Path(given.out)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    chosen = coco.choose(coco.read_annotations(path), given.num)
+    if given.dry_run:
+        print(f"would write {len(chosen):,} captions to {out}")
+        return
+    files.write_whole(out, coco.to_tsv(chosen))
+    print(f"{len(chosen):,} captions are in {out}")
+
+
+def _images(given: argparse.Namespace) -> None:
+    captions = coco.read_tsv(pathlib.Path(given.captions))
+    out = pathlib.Path(given.out)
+    if given.dry_run:
+        names = [coco.image_name(row.image_id) for row in captions]
+        missing = sum(not (out / name).exists() for name in names)
+        print(f"would squash {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
+        return
+    done = coco.squash_all(captions, pathlib.Path(given.images), out, given.threads)
+    print(f"{done:,} images done; {len(captions):,} are in {out}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sd_jax.prepare",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name, run, help):
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(run=run)
+        command.add_argument("--dry_run", action="store_true", help="say what would be done")
+        return command.add_argument
+
+    arg = add("laion", _laion, "Tables of LAION-400M to those rows that have a licence.")
+    arg("--metadata", required=True, help="folder of the parquet files")
+    arg("--out", required=True, help="folder for files of the same names")
+
+    arg = add("captions", _captions, "COCO's captions to MLPerf's table of 30,000.")
+    arg("--annotations", required=True, help="captions_val2014.json")
+    arg("--out", required=True, help="the table, .tsv")
+    arg("--num", type=int, default=coco.NUMBER, help="of captions")
+
+    arg = add("images", _images, "The captions' images, squashed to 512 by 512 pixels.")
+    arg("--captions", required=True, help="the table")
+    arg("--images", required=True, help="val2014.zip, or the folder that it unpacks to")
+    arg("--out", required=True, help="folder for the images")
+    arg("--threads", type=int, default=8)
+    return parser
+
+
+if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
+    main(sys.argv[1:])

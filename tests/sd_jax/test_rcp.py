@@ -1,0 +1,87 @@
+"""The command that compares runs with the reference, by what it prints and writes."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from sd_jax import convergence, rcp, results
+from tests.sd_jax import mllog_files
+
+PASSING = {512_000: (240.0, 0.06), 2_560_000: (89.0, 0.16), 3_072_000: (80.0, 0.17)}
+
+
+def test_reads_what_a_run_logged(tmp_path):
+    run = results.read(mllog_files.write(tmp_path / "r.txt", 512, PASSING))
+    assert run.evaluations[512_000] == {"FID": 240.0, "CLIP": 0.06}
+    assert (run.batch_size, run.learning_rate, run.samples_to_target) == (512, 1e-4, 2_560_000)
+    aborted = results.read(mllog_files.write(tmp_path / "a.txt", 512, PASSING, "aborted"))
+    running = results.read(mllog_files.write(tmp_path / "b.txt", 512, PASSING, ""))
+    assert (aborted.status, running.status) == ("aborted", "running")
+    assert aborted.samples_to_target is running.samples_to_target is None
+
+
+@pytest.mark.parametrize(
+    "scores, met",
+    [((90.0, 0.15), True), ((90.0001, 0.15), False), ((90.0, 0.1499), False),
+     ((float("nan"), 0.2), False)],
+)  # fmt: skip
+def test_both_targets_must_be_met_at_once(scores, met):
+    assert results.meets_targets(dict(zip(("FID", "CLIP"), scores, strict=True))) is met
+    assert not results.meets_targets({"FID": 1.0})
+
+
+def test_targets_met_in_different_evaluations_do_not_count(tmp_path):
+    scores = {1: (80.0, 0.1), 2: (95.0, 0.2), 3: (89.0, 0.151)}
+    assert results.read(mllog_files.write(tmp_path / "r", 8, scores)).samples_to_target == 3
+
+
+def test_the_report_and_its_files(tmp_path):
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    for i in range(3):
+        mllog_files.write(folder / f"result_{i}.txt", 512, PASSING)
+    runs = [results.read(path) for path in results.find([folder])]
+    verdict = convergence.judge(rcp.check_alike(runs), [r.samples_to_target for r in runs])
+    text = rcp.describe(runs, verdict)
+    assert "PASS: no faster than the reference" in text
+    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701, and not below" in text
+    assert "a submission has 10 runs: this is a forecast" in text
+    assert " 2,560,000     89.00     83.7 (" in text
+    rcp.write(tmp_path / "out", runs, verdict)
+    written = json.loads((tmp_path / "out" / "rcp.json").read_text())
+    assert [run["samples_to_target"] for run in written["runs"]] == [2_560_000] * 3
+    assert [row["images"] for row in written["curves"]] == [512_000, 2_560_000, 3_072_000]
+    lines, (band,) = rcp.plotted(runs, "FID")
+    assert lines[0].y == [240.0, 89.0, 80.0] and lines[-1].y == [90.0, 90.0]
+    low, high = band.low[4], band.high[4]
+    fids = convergence.read_curves()[512].fid[:, 4]
+    assert (low, high) == (fids.min(), fids.max())
+    for name in ("fid", "clip"):
+        with Image.open(tmp_path / "out" / f"{name}.png") as picture:
+            assert np.asarray(picture).std() > 10
+
+
+def test_a_run_that_did_not_converge_is_null_in_json(tmp_path):
+    nan = float("nan")
+    runs = [results.read(mllog_files.write(tmp_path / "r", 300, {512_000: (nan, 0.1)}, "aborted"))]
+    verdict = convergence.judge(300, [None])
+    rcp.write(tmp_path / "out", runs, verdict)
+    written = json.loads((tmp_path / "out" / "rcp.json").read_text(), parse_constant=pytest.fail)
+    assert written["verdict"]["mean"] is None and not verdict.passed
+    assert "1 of 1 runs did not converge" in rcp.describe(runs, verdict)
+
+
+def test_what_cannot_be_compared_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no result at .*holds result.txt or result_"):
+        results.find([tmp_path])
+    a, b = (results.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
+    with pytest.raises(ValueError, match=r"batch size 512 and .* of 1024: compare runs of one"):
+        rcp.check_alike([a, b])
+    (tmp_path / "log").write_text("step 1\n")
+    with pytest.raises(ValueError, match="logs no global_batch_size"):
+        results.read(tmp_path / "log")
+    (tmp_path / "log").write_text("step 1\n:::MLLOG {\n")
+    with pytest.raises(ValueError, match="line 2 is no line of mllog"):
+        results.read(tmp_path / "log")
