@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,8 @@ from configs import sd2_mlperf
 from diffusion_jax.data import moments, webdataset
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.metrics.features import Gaussian, gaussian
-from sd_jax import coco
+from diffusion_jax.task import Task, loss_by_noise_level
+from sd_jax import coco, task
 from tests.imagen_jax import commands
 from tests.sd_jax import tiny
 
@@ -88,8 +90,34 @@ def extractor(folder, name):
     return toy.extractor(name=name, width=4, prepare=prepare, apply=one)
 
 
-def run(folder, workdir, *arguments, kill="", devices=2, processes=1):
-    """The ended command, of several processes the first; killed by itself where `kill` says."""
+def make_task(s, encoder, vae_params):
+    """One product of matrices in place of all networks: it compiles at once."""
+    del vae_params
+
+    def init(key):
+        return {"kernel": jax.random.normal(key, (8, 3)), "bias": jnp.zeros(3)}
+
+    def predict(params, x):
+        return jnp.tanh(x @ params["kernel"] + params["bias"])
+
+    def loss(params, frozen, batch, key):
+        noise = jax.random.normal(key, (len(batch["moments"]), 3))
+        error = predict(params, batch["moments"].mean((1, 2))) - noise
+        per_image = jnp.square(error).mean(1)
+        return per_image.mean(), loss_by_noise_level(per_image, jnp.ones(len(per_image)))
+
+    def sample(params, frozen, batch, keys, guidance):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+        text = encoder.encode(frozen["text"], batch)[0].mean((1, 2))
+        colour = predict(params, noise + text[:, None])
+        size = s.latents.image_size
+        return jnp.broadcast_to(colour[:, None, None], (len(keys), size, size, 3))
+
+    return Task(init, loss, sample, {"text": encoder.frozen}, task.RULES)
+
+
+def run(folder, workdir, *arguments, kill="", nets="toy", devices=2, processes=1):
+    """The ended processes of the command; each kills itself where `kill` says."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -101,18 +129,18 @@ def run(folder, workdir, *arguments, kill="", devices=2, processes=1):
     )
     given = (f"--config={c}", f"--workdir={workdir}", "--seed=7", "--eval_batch=2", *arguments)
     started = [
-        commands.fork(_command, folder, given, kill, devices, outputs[i], port, i, processes)
+        commands.fork(_command, folder, given, kill, nets, devices, outputs[i], port, i, processes)
         for i in range(processes)
     ]
     for process in started:
         process.join(150)
-    codes = [process.exitcode for process in started]
-    return commands.Ended(codes[0], *(path.read_text() for path in outputs[0])), codes
+    return [
+        commands.Ended(process.exitcode, *(path.read_text() for path in of_one))
+        for process, of_one in zip(started, outputs, strict=True)
+    ]
 
 
-def _command(folder, arguments, kill, devices, outputs, port, process, processes):
-    import jax
-
+def _command(folder, arguments, kill, nets, devices, outputs, port, process, processes):
     from diffusion_jax.metrics import clip_score, extractors, weights
     from diffusion_jax.metrics.clip_score import Clip
 
@@ -121,6 +149,8 @@ def _command(folder, arguments, kill, devices, outputs, port, process, processes
     tokenize = lambda texts: np.array([[len(text)] for text in texts])
     towers = [extractor(folder, name) for name in ("image", "text")]
     clip_score.load = lambda path: Clip(*towers, tokenize)
+    if nets == "toy":
+        task.make_task = make_task
     if kill:
         _KILLS[kill]()
     if processes > 1:
