@@ -106,6 +106,8 @@ def main(argv: list[str]) -> None:
     with cli.bad_input(ModuleNotFoundError):
         run = _open(_seeded(_CONFIG.value, workdir), workdir)
         judge = None if _MODE.value == "train" else benchmark.open_judge(run.s.evaluation)
+    if judge and not judge.inception.official:
+        logging.warning("no closed run: evaluation.inception is not the public file")
     with contextlib.closing(run.log):
         ended = [event for event in run.events if event.key == "run_stop"]
         status = ended[0].metadata["status"] if ended else _go_on(run, judge, began)
