@@ -1,0 +1,72 @@
+"""The rules of MLPerf training 5.0.0 for Stable Diffusion, as far as a config can break them."""
+
+import math
+from typing import Any
+
+from sd_jax.settings import Settings
+
+EVERY = 512_000
+"""Images between evaluations, rounded up to whole steps."""
+
+
+def steps_between(s: Settings) -> int:
+    """Steps from one evaluation to the next."""
+    return -(-s.evaluation.every // s.run.batch_size)
+
+
+def check(s: Settings) -> None:
+    """ValueError for a config that no benchmark can be run with."""
+    if s.evaluation.every < 1 or len(s.evaluation.guidance) != 1:
+        raise ValueError(
+            f"evaluation.every is {s.evaluation.every} and evaluation.guidance "
+            f"{s.evaluation.guidance}: the benchmark evaluates every {EVERY} images, at one scale"
+        )
+    if s.run.steps < steps_between(s):
+        raise ValueError(
+            f"steps is {s.run.steps}, and the first evaluation is after {steps_between(s)}: raise "
+            "it, to about ten times that"
+        )
+    if not s.vae_weights:
+        raise ValueError("vae.weights is empty: the evaluation's images are drawn with the VAE")
+
+
+def departures(s: Settings) -> list[str]:
+    """In what a config is not a run of the closed division, a line each."""
+    o = s.optimizer
+    wanted = [
+        ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
+        ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
+        ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),
+        ("unet.weights", s.unet_weights, ""), ("unet.norm_groups", s.unet.norm_groups, 16),
+        ("text.drop_prob", s.text.drop_prob, 0.0),
+        ("diffusion.predicts", s.diffusion.predicts, "v"),
+        ("diffusion.offset_noise", s.diffusion.offset_noise, 0.0),
+        ("diffusion.min_snr", s.diffusion.min_snr, 0.0),
+        ("latents.image_size", s.latents.image_size, 512),
+        ("latents.pixels", s.latents.pixels, "unit"),
+        ("sampler.name", s.sampler.name, "ddim"), ("sampler.steps", s.sampler.steps, 50),
+        ("sampler.eta", s.sampler.eta, 0.0), ("evaluation.guidance", s.evaluation.guidance, (8.0,)),
+        ("evaluation.every in steps", steps_between(s), -(-EVERY // s.run.batch_size)),
+        ("evaluation.num_prompts", s.evaluation.num_prompts, 30_000),
+    ]  # fmt: skip
+    return [f"{name} is {value}, not {rule}" for name, value, rule in wanted if value != rule]
+
+
+def hyperparameters(s: Settings) -> dict[str, Any]:
+    """What the log says of a config, by the names of the rules.
+
+    The learning rate is the scaled one, after the warm-up.
+    """
+    o = s.optimizer
+    return {
+        "global_batch_size": s.run.batch_size,
+        "gradient_accumulation_steps": o.accumulate,
+        "eval_samples": s.evaluation.num_prompts,
+        "opt_name": "adamw",
+        "opt_adamw_beta_1": o.b1,
+        "opt_adamw_beta_2": o.b2,
+        "opt_adamw_epsilon": o.eps,
+        "opt_adamw_weight_decay": o.weight_decay,
+        "opt_base_learning_rate": o.lr,
+        "opt_learning_rate_warmup_steps": o.warmup,
+    }
