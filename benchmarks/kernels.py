@@ -81,7 +81,7 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
     step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
     arguments = (cotangent, *arguments)
     compiled = step.lower(*arguments).compile()
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     return _seconds(compiled, *arguments), memory.temp_size_in_bytes, compiled(*arguments)
 
 

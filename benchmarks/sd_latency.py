@@ -62,7 +62,11 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--batches={','.join(_BATCHES.value)}: give numbers from 1 on")
         tower, p = _model()
         check_pipeline(p)
-    encode = lambda frozen, batch: (tower.apply(frozen, batch["text_ids"]).last, None)
+
+    def encode(frozen: Any, batch: Any) -> Any:
+        outputs: Any = tower.apply(frozen, batch["text_ids"])
+        return outputs.last, None
+
     encoder = TextEncoder("clip", tower.width, 77, lambda texts: {}, (), encode)
     frozen = {
         "text": _random(clip.abstract_params(tower)),

@@ -31,16 +31,20 @@ def _of_equation(equation: core.JaxprEqn) -> int:
 
 def _of_dot(equation: core.JaxprEqn) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    return 2 * math.prod(equation.outvars[0].aval.shape) * math.prod(left[i] for i in contracted)
+    left = _shape(equation.invars[0])
+    return 2 * math.prod(_shape(equation.outvars[0])) * math.prod(left[i] for i in contracted)
 
 
 def _of_convolution(equation: core.JaxprEqn) -> int:
-    kernel = equation.invars[1].aval.shape
+    kernel = _shape(equation.invars[1])
     outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
     taps = math.prod(kernel) // outputs  # Of one output: its window, and the channels in it.
     zeros = math.prod(equation.params["lhs_dilation"])
-    return 2 * math.prod(equation.outvars[0].aval.shape) * taps // zeros
+    return 2 * math.prod(_shape(equation.outvars[0])) * taps // zeros
+
+
+def _shape(variable: Any) -> tuple[int, ...]:
+    return variable.aval.shape
 
 
 def subjaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:

@@ -3,7 +3,7 @@
 import json
 import pathlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -14,7 +14,7 @@ from diffusion_jax import files, sheets
 from diffusion_jax.log import clock
 from diffusion_jax.text import TextEncoder
 
-Batch = TypeVar("Batch", bound=Sequence[Any])
+Batch = TypeVar("Batch", bound=Sized)
 
 
 def read_prompts(given: Sequence[str], path: str | None) -> list[str]:

@@ -35,7 +35,7 @@ def group_norm(
         offset = offset + shift
     flat = x.reshape(b, -1, c)
     factor, offset = factor.astype(jnp.float32), offset.astype(jnp.float32)
-    return _normalize(flat, factor, offset, groups, eps, silu).reshape(x.shape)
+    return jnp.reshape(_normalize(flat, factor, offset, groups, eps, silu), x.shape)
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:

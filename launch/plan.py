@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")
-        target = targets.parse(_TARGET.value)
+        target = targets.parse(str(_TARGET.value))
         compiling.prepare(target.devices)
         cli.start()
         config = _CONFIG.value.to_dict()
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> None:
     figures = estimate.plan(traced, target, **given, temporary=temporary, found=found)
     figures["advice"] = _advice(config, figures, target, mesh)
     figures["notes"] = notes
-    print(json.dumps(figures) if _JSON.value else table(_TARGET.value, figures))
+    print(json.dumps(figures) if _JSON.value else table(str(_TARGET.value), figures))
 
 
 def table(target: str, f: dict[str, Any]) -> str:

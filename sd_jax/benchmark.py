@@ -24,7 +24,7 @@ from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train_state import Params
-from sd_jax import coco, task
+from sd_jax import coco, sampling
 
 Scores = dict[str, float]
 Evaluate = Callable[[Params, int], Scores]
@@ -90,7 +90,7 @@ def make_evaluate(
     `batch_size` changes an image. Diverged if an image is not finite.
     """
     texts = {
-        **task.prompts(encoder, judge.captions, negative_prompt),
+        **sampling.prompts(encoder, judge.captions, negative_prompt),
         _SCORED: judge.clip.tokenize(judge.captions),
     }
     features = _features(made, judge, mesh, seed, guidance)
@@ -110,7 +110,8 @@ def make_evaluate(
 
         card = judge.card | {"step": step, "seed": seed, "guidance": guidance}
         folder = workdir / sweep.EVALUATION / "mlperf" / f"step_{step:08}"
-        collected = sweep.collect(folder, card, len(judge.captions), size, compute)
+        sweep.claim(folder, {"mlperf": card})
+        collected = sweep.collect(folder, len(judge.captions), size, compute)
         return _scores(judge, collected, step)
 
     return evaluate

@@ -28,7 +28,7 @@ from sd_jax import checkpoints, sampling, task, trained
 from sd_jax import settings as settings_module
 from sd_jax import text as text_module
 from sd_jax import vae as vae_module
-from sd_jax.checkpoints import Checkpoint
+from sd_jax.checkpoints import Checkpoint, VAEPart
 from sd_jax.pretrained import read_vae
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
 from sd_jax.trained import Choice
@@ -54,7 +54,7 @@ class File(NamedTuple):
 
 def load(
     path: str | os.PathLike[str], choice: Choice | None = None, file: File | None = None
-) -> Model[Pipeline]:
+) -> Model:
     """The model of a training run's workdir, a diffusers directory or a single file.
 
     `file` is for the last two. FileNotFoundError, or ValueError that says what is missing or wrong.
@@ -70,7 +70,7 @@ def load(
 
 
 def draw(
-    model: Model[Pipeline],
+    model: Model,
     prompts: Sequence[str],
     seeds: Sequence[int],
     *,
@@ -95,7 +95,7 @@ def draw(
 
 
 def draw_batches(
-    model: Model[Pipeline],
+    model: Model,
     prompts: Sequence[str],
     seeds: Sequence[int],
     negative_prompt: str | None = None,
@@ -118,13 +118,13 @@ def draw_batches(
     yield from drawing.in_batches(model.draw, model.params, batch, seeds, scales, size)
 
 
-def default_batch_size(model: Model[Pipeline]) -> int:
+def default_batch_size(model: Model) -> int:
     """How many images are drawn at once by default: fewer where they are larger."""
     height, width = model.settings.output_shape
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
 
 
-def _open_checkpoint(path: pathlib.Path, choice: Choice, file: File) -> Model[Pipeline]:
+def _open_checkpoint(path: pathlib.Path, choice: Choice, file: File) -> Model:
     sampler = trained.chosen_sampler(DEFAULTS, choice)
     settings_module.check_sampler(sampler)  # Before anything is read.
     opened = checkpoints.load(path, choice.ema, file.norm_groups)

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax import drawing, evaluation
-from sd_jax import task, trained
+from sd_jax import sampling, trained
 from sd_jax.trained import Choice, Model
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
@@ -52,7 +52,7 @@ def _point(model: Model) -> evaluation.Point:
     s = model.settings
 
     def draw(prompts, seeds, scale, size):
-        texts = task.prompts(model.encoder, list(prompts), s.sampler.negative_prompt)
+        texts = sampling.prompts(model.encoder, list(prompts), s.sampler.negative_prompt)
         scales = np.full(len(seeds), scale, np.float32)
         batches = drawing.in_batches(model.draw, model.params, texts, seeds, scales, size)
         return np.concatenate(list(batches))

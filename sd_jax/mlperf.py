@@ -36,7 +36,7 @@ from diffusion_jax import checkpoint, cli, loop, settings, sharding
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
-from sd_jax import benchmark, mllog, results, rules, task, train
+from sd_jax import benchmark, mllog, results, rules, sampling, task, train
 from sd_jax.benchmark import Evaluate, Judge
 from sd_jax.mllog import ResultLog
 from sd_jax.pretrained import read_unet, read_vae
@@ -203,7 +203,7 @@ def _train(run: Run, batches: Batches, step: int) -> None:
         return
     passed = first // run.interval
     run.log.start("block_start", samples_count=run.samples(passed * run.interval))
-    texts = task.prompts(run.encoder, list(s.run.prompts), s.sampler.negative_prompt)
+    texts = sampling.prompts(run.encoder, list(s.run.prompts), s.sampler.negative_prompt)
     examples = loop.Examples(texts, s.run.prompts, s.sampler.guidance)
     every = {"save_every": run.interval, "keep_every": run.interval, "sample_every": 0}
     start = None

@@ -35,7 +35,6 @@ from diffusion_jax.trained import Model
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.sampling import Preview
-from sd_jax.settings import Pipeline
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> None:
         if not prompts:
             raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
         pictures = _pictures(len(prompts))
-        model = drawing.load(_WORKDIR.value or _MODEL.value, _choice(pictures), _file())
+        model = drawing.load(str(_WORKDIR.value or _MODEL.value), _choice(pictures), _file())
         gallery.warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
         out = pathlib.Path(_OUT.value)
         out.mkdir(parents=True, exist_ok=True)
@@ -150,7 +149,7 @@ _BICUBIC = Image.Resampling.BICUBIC
 
 def _draw(
     out: pathlib.Path,
-    model: Model[Pipeline],
+    model: Model,
     prompts: list[str],
     pictures: UInt8[np.ndarray, "N H W 3"] | None,
 ) -> None:
@@ -176,7 +175,7 @@ def _draw(
         gallery.write_index(out, lines, images, texts)
 
 
-def _card(model: Model[Pipeline]) -> dict[str, Any]:
+def _card(model: Model) -> dict[str, Any]:
     """What an image was drawn with."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}

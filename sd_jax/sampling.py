@@ -37,14 +37,14 @@ def make_sample(
 
     def start(frozen, batch, keys):
         if IMAGE not in batch:
-            size = (side // vae_module.factor(vae) for side in p.output_shape)
-            shape = (*size, unet.in_channels)
+            height, width = (side // vae_module.factor(vae) for side in p.output_shape)
+            shape = (height, width, unet.in_channels)
             # At its first time a latent of LDM is N(0, 1), whatever is left of an image there.
             return samplers.initial_noise(keys, shape, jnp.sqrt(1 + sigmas[0] ** 2))
         pixels = to_pixels(batch[IMAGE], p.latents.pixels)
         moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
         z = p.latents.scale * vae_module.mean_and_std(moments)[0]
-        return z + samplers.initial_noise(keys, z.shape[1:], sigmas[0])
+        return z + samplers.initial_noise(keys, _size(z), sigmas[0])
 
     def sample(params, frozen, batch, keys, scale):
         text = attended(p, encoder, frozen, batch)
@@ -63,13 +63,18 @@ def make_sample(
         if preview is not None:
             denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
         x = start(frozen, batch, keys)
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, x.shape[1:]))
+        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, _size(x)))
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * vae_module.factor(vae) ** 2))
         decode = lambda z: vae.apply(frozen["vae"], z, method="decode")
         return vae_module.decode_in_slices(decode, z, at_once)
 
     return sample
+
+
+def _size(images: Images) -> tuple[int, int, int]:
+    _, height, width, channels = images.shape
+    return height, width, channels
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
