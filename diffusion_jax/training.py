@@ -17,7 +17,7 @@ from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batc
 from diffusion_jax.metrics import scorers
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
-from diffusion_jax.train_state import Params
+from diffusion_jax.train_state import Params, TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -86,10 +86,15 @@ def _train(
         state = loop.train(
             task, s.run, s.optimizer, mesh, batches, examples, workdir, config, evaluation, start
         )
-    if int(state.step) < s.run.steps:
+    exit_if_stopped(state, s.run.steps)
+    logging.info("done: %s", workdir)
+
+
+def exit_if_stopped(state: TrainState, steps: int) -> None:
+    """Exits with 143 if the loop ended before `steps`, as it does at SIGTERM."""
+    if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(distributed.PREEMPTED)
-    logging.info("done: %s", workdir)
 
 
 def open_data(

@@ -49,10 +49,10 @@ def compile_step(model: Model, mesh: Mesh) -> Any:
     tx = loop.make_optimizer(model.optimizer, model.run.steps)
     step = loop.make_step(model.task, model.optimizer, tx, where)
     return step.lower(
-        _placed(model.state, where),
-        _placed(frozen, by_rules),
-        _placed(batch, jax.tree.map(lambda _: split, batch)),
-        _placed(systems.abstract_key(), whole),
+        sharding.placed(model.state, where),
+        sharding.placed(frozen, by_rules),
+        sharding.placed(batch, jax.tree.map(lambda _: split, batch)),
+        sharding.placed(systems.abstract_key(), whole),
     ).compile()
 
 
@@ -72,9 +72,3 @@ def _mesh(devices: list[Any], mesh: AbstractMesh) -> Mesh:
     if len(devices) != mesh.size:
         raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
     return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def _placed(shapes: Any, where: Any) -> Any:
-    return jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, where
-    )
