@@ -15,8 +15,13 @@ SHORT = (
     "--config.steps=3", "--config.batch_size=8", "--config.log_every=1", "--config.sample_every=0",
     "--config.optimizer.warmup=2",
 )  # fmt: skip
-VAE = ("--config.vae.channel_mult=(1,1)", "--config.vae.num_res_blocks=1")
-UNET = ("--config.unet.width=32", "--config.text.width=32", "--config.sampler.steps=2")
+VAE = ("--config.vae.channel_mult=(1,)", "--config.vae.num_res_blocks=1")
+UNET = (
+    "--config.unet.width=32",
+    "--config.unet.attention_levels=()",
+    "--config.text.width=32",
+    "--config.sampler.steps=2",
+)
 NOTEBOOKS = {
     "imagen_quickstart": {
         "CONFIG": shlex.join([*TINY, "--config.steps=3"]),
