@@ -36,7 +36,6 @@ from sd_jax.vae import VAE
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
 """For models from elsewhere; as NeMo draws."""
-_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 class File(NamedTuple):
@@ -120,8 +119,7 @@ def draw_batches(
 
 def default_batch_size(model: Model) -> int:
     """How many images are drawn at once by default: fewer where they are larger."""
-    height, width = model.settings.output_shape
-    return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
+    return drawing.default_batch_size(*model.settings.output_shape)
 
 
 def _open_checkpoint(path: pathlib.Path, choice: Choice, file: File) -> Model:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import sharding
-from sd_jax import drawing, vae
+from diffusion_jax import checkpoint, loop, settings, sharding, train_state
+from diffusion_jax.text import registry
+from sd_jax import checkpoints, drawing, task, trained, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
 from tests.sd_jax import tiny
@@ -88,7 +89,7 @@ def run(tmp_path_factory):
     settings.claim(workdir, config)
     saved = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
     state = train_state.init_state(params, tx, s.optimizer.ema_decays)
-    batches = SimpleNamespace(get_state=lambda: b"{}")
+    batches = SimpleNamespace(get_state=lambda: b"{}", set_state=lambda state: None)
     saved.save(0, state, batches, config.to_dict())
     saved.close()
     return workdir
