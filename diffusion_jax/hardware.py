@@ -4,20 +4,20 @@ from typing import Any, NamedTuple
 
 # Dense bfloat16 FLOP/s of one device as its maker gives them (without sparsity), by what is found
 # in `device_kind`. The first match counts, so that a variant stands before its family.
-_PEAKS = (
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H200 NVL", 835e12),
-    ("H100", 989.4e12),
-    ("H200", 989.4e12),
-    ("B200", 2250e12),
-    ("A100", 312e12),
-    ("TPU v4", 275e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),  # v5p: its kind is "TPU v5" or "TPU v5p".
-    ("TPU v6", 918e12),
-)
+PEAKS = {
+    "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989.4e12,
+    "H200": 989.4e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,  # v5p: its kind is "TPU v5" or "TPU v5p".
+    "TPU v6": 918e12,
+}
 
 
 class Memory(NamedTuple):
@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 
 def peak_flops(device_kind: str) -> float | None:
     """Dense bfloat16 FLOP/s of one device of this `jax.Device.device_kind`; None if unknown."""
-    return next((peak for name, peak in _PEAKS if name in device_kind), None)
+    return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
 
 
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:

@@ -10,7 +10,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, distributed, drawing, loop, settings, sharding, sheets
+from diffusion_jax import cli, distributed, drawing, loop, settings, sharding
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
@@ -146,13 +146,14 @@ def evaluation_of(
     prompts = prompt_files.read(asked.prompts, asked.num_prompts) if asked.prompts else []
     scorer = scorers.make(source, size, prompts, asked.reference, asked.inception, asked.clip)
 
+    most = drawing.default_batch_size(size, size)
+    batch_size = drawing.even_batch_size(most, len(scorer.prompts))
+
     def score(draw, params):
         def images(prompts, seeds, scale):
             scales = np.full(len(seeds), scale, np.float32)
-            batch = tokenize(list(prompts))
-            parts = drawing.in_batches(draw, params, batch, list(seeds), scales, 64)
-            return sheets.to_uint8(np.concatenate(list(parts)))
+            return draw(params, tokenize(list(prompts)), seeds, scales)
 
-        return scorers.score_now(scorer, images, asked.guidance)
+        return scorers.score_now(scorer, images, asked.guidance, batch_size)
 
     return loop.Evaluation(asked.every, score)

@@ -1,74 +1,135 @@
-"""The accelerators that can be booked, by the names that commands take: v5p:4x4x4, h100:64."""
+"""What can be booked, by the names that commands take: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
 
 import math
 import re
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from diffusion_jax import settings
+from diffusion_jax.hardware import PEAKS
 
-
-class Kind(NamedTuple):
-    """A sort of accelerator. `pool` is what GKE labels its node pools with."""
-
-    pool: str
-    axes: int = 0
-    """How many sizes a TPU's topology has; 0 for GPUs, which are counted."""
-    on_one_host: tuple[int, ...] = ()
-    """Slices of so many chips have one host; larger ones have hosts of four."""
-
-
-class Accelerator(NamedTuple):
-    """What a job runs on: one TPU slice, or GPUs."""
-
-    name: str
-    pool: str
-    topology: str
-    """Of a TPU slice, such as 4x4x4; "" for GPUs."""
-    hosts: int
-    chips_per_host: int
-
-    @property
-    def is_tpu(self) -> bool:
-        """Whether it is a TPU slice."""
-        return bool(self.topology)
-
-
-KINDS = {
-    "v4": Kind("tpu-v4-podslice", 3),
-    "v5e": Kind("tpu-v5-lite-podslice", 2, (1, 4, 8)),
-    "v5p": Kind("tpu-v5p-slice", 3),
-    "v6e": Kind("tpu-v6e-slice", 2, (1, 4, 8)),
-    "a100": Kind("nvidia-tesla-a100"),
-    "a100-80gb": Kind("nvidia-a100-80gb"),
-    "h100": Kind("nvidia-h100-80gb"),
-    "h200": Kind("nvidia-h200-141gb"),
-    "b200": Kind("nvidia-b200"),
-}
+GB = 1e9
 _GPUS = 8  # Of a host.
 
 
-def parse(text: str) -> Accelerator:
-    """The accelerator of a name; ValueError, with what would do, if there is none."""
+class Kind(NamedTuple):
+    """One device, as its maker gives it. Bandwidths are bytes/s of a device, one way."""
+
+    peak: float
+    """Dense bfloat16 FLOP/s."""
+    memory: float
+    """Bytes."""
+    memory_bandwidth: float
+    link: float
+    """To the others of a host (NVLink) or of a slice (all inter-chip links together)."""
+    network: float
+    """To other hosts or slices."""
+    pool: str
+    """What GKE labels its node pools with."""
+    torus: int = 0
+    """Sizes of a TPU's topology; 0 for GPUs, which are counted."""
+    on_one_host: tuple[int, ...] = ()
+    """TPU slices of so many chips have one host; larger ones have hosts of four."""
+
+
+# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, whose links are given for both ways
+# together (v4: 2400 Gbit/s one way). Network: v5p 50 Gbit/s a chip, v5e 6.4 Tbit/s a pod of 256,
+# v6e 25.6 Tbit/s a pod of 256; v4's is not given, so v5p's.
+# GPUs, the SXM ones: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the
+# systems DGX A100, H100, H200 and B200 (a card of 200 or 400 Gbit/s a GPU; memory of the system
+# divided by 8). NVLink is given for both ways together.
+KINDS: Mapping[str, Kind] = {
+    "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
+               "tpu-v4-podslice", 3),
+    "v5e": Kind(PEAKS["TPU v5e"], 16 * GB, 819 * GB, 200 * GB, 3.125 * GB,
+                "tpu-v5-lite-podslice", 2, (1, 4, 8)),
+    "v5p": Kind(PEAKS["TPU v5"], 95 * 2**30, 2765 * GB, 600 * GB, 6.25 * GB,
+                "tpu-v5p-slice", 3),
+    "v6e": Kind(PEAKS["TPU v6"], 32 * GB, 1638 * GB, 400 * GB, 12.5 * GB,
+                "tpu-v6e-slice", 2, (1, 4, 8)),
+    "a100": Kind(PEAKS["A100"], 40 * GB, 1555 * GB, 300 * GB, 25 * GB, "nvidia-tesla-a100"),
+    "a100-80gb": Kind(PEAKS["A100"], 80 * GB, 2039 * GB, 300 * GB, 25 * GB, "nvidia-a100-80gb"),
+    "h100": Kind(PEAKS["H100"], 80 * GB, 3350 * GB, 450 * GB, 50 * GB, "nvidia-h100-80gb"),
+    "h200": Kind(PEAKS["H200"], 141 * GB, 4800 * GB, 450 * GB, 50 * GB, "nvidia-h200-141gb"),
+    "b200": Kind(PEAKS["B200"], 180 * GB, 8000 * GB, 900 * GB, 50 * GB, "nvidia-b200"),
+}  # fmt: skip
+
+
+class Target(NamedTuple):
+    """Devices of one kind: one TPU slice or several alike, or GPUs."""
+
+    name: str
+    sizes: tuple[int, ...]
+    """Of a slice; (devices,) for GPUs."""
+    slices: int = 1
+
+    @property
+    def kind(self) -> Kind:
+        """What each device can do."""
+        return KINDS[self.name]
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether it is made of slices."""
+        return self.kind.torus > 0
+
+    @property
+    def topology(self) -> str:
+        """Of a slice, such as 4x4x4; the number of GPUs."""
+        return "x".join(map(str, self.sizes))
+
+    @property
+    def devices(self) -> int:
+        """Of all slices."""
+        return math.prod(self.sizes) * self.slices
+
+    @property
+    def devices_per_host(self) -> int:
+        """Of each host alike."""
+        devices = math.prod(self.sizes)
+        if self.is_tpu:
+            return devices if devices in self.kind.on_one_host else 4
+        return min(devices, _GPUS)
+
+    @property
+    def hosts(self) -> int:
+        """Of a slice, or of all GPUs."""
+        return math.prod(self.sizes) // self.devices_per_host
+
+    @property
+    def island(self) -> int:
+        """Devices that are joined by links: a slice, or the GPUs of a host."""
+        return math.prod(self.sizes) if self.is_tpu else _GPUS
+
+
+def parse(text: str) -> Target:
+    """The target of a name; ValueError, with what would do, if there is none."""
     name, _, size = text.partition(":")
     settings.one_of("accelerator", name, KINDS)
-    kind = KINDS[name]
-    if not kind.axes:
-        return _gpus(name, kind.pool, size)
-    if not re.fullmatch("x".join([r"[1-9]\d*"] * kind.axes), size):
-        example = f"{name}:{'x'.join(['4'] * kind.axes)}"
-        raise ValueError(
-            f"accelerator {text!r}: a {name} slice has {kind.axes} sizes, such as {example}"
-        )
-    chips = math.prod(map(int, size.split("x")))
-    per_host = chips if chips in kind.on_one_host else 4
-    if chips % per_host:
-        raise ValueError(
-            f"accelerator {text!r} has {chips} chips, which do not fill hosts of {per_host}"
-        )
-    return Accelerator(name, kind.pool, size, chips // per_host, per_host)
+    return _slices(name, size) if KINDS[name].torus else _gpus(name, size)
 
 
-def _gpus(name: str, pool: str, size: str) -> Accelerator:
+def _slices(name: str, size: str) -> Target:
+    torus = KINDS[name].torus
+    number = r"([1-9]\d*)"
+    match = re.fullmatch("x".join([number] * torus) + rf"(?:\*{number})?", size)
+    if not match:
+        example = f"{name}:{'x'.join(['4'] * torus)}"
+        raise ValueError(
+            f"accelerator '{name}:{size}': a {name} slice has {torus} sizes, such as {example}; "
+            f"{example}*2 are two"
+        )
+    target = Target(name, tuple(map(int, match.groups()[:-1])), int(match.groups()[-1] or 1))
+    chips = math.prod(target.sizes)
+    if chips % target.devices_per_host:
+        raise ValueError(
+            f"accelerator '{name}:{size}' has {chips} chips, which do not fill hosts of "
+            f"{target.devices_per_host}"
+        )
+    return target
+
+
+def _gpus(name: str, size: str) -> Target:
     if not re.fullmatch(r"[1-9]\d*", size):
         raise ValueError(f"accelerator '{name}:{size}': say how many, such as {name}:{_GPUS}")
     count = int(size)
@@ -78,4 +139,4 @@ def _gpus(name: str, pool: str, size: str) -> Accelerator:
             f"accelerator '{name}:{size}': hosts have {_GPUS} GPUs, so take {name}:{below} or "
             f"{name}:{below + _GPUS}"
         )
-    return Accelerator(name, pool, "", max(1, count // _GPUS), min(count, _GPUS))
+    return Target(name, (count,))

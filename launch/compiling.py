@@ -11,8 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffusion_jax import loop, sharding
 from launch import systems, traffic
+from launch.accelerators import Target
 from launch.systems import Model
-from launch.targets import Target
 from launch.traffic import Collective
 
 
@@ -27,12 +27,11 @@ def analyse(
     model: Model, target: Target, mesh: AbstractMesh
 ) -> tuple[int | None, list[Collective], list[str]]:
     """Temporary bytes a device (None if no compiler tells), the collectives, and notes."""
-    tpu = target.accelerator.torus > 0
-    if tpu and importlib.util.find_spec("libtpu") is None:
+    if target.is_tpu and importlib.util.find_spec("libtpu") is None:
         note = "libtpu is not installed (pip install libtpu): memory is the model's, and the "
         compiled = compile_step(model, _mesh(jax.devices(), mesh))
         return None, traffic.of_hlo(compiled.as_text()), [note + "collectives are the CPU's"]
-    if not tpu:
+    if not target.is_tpu:
         compiled = compile_step(model, _mesh(jax.devices(), mesh))
         return None, traffic.of_hlo(compiled.as_text()), []
     compiled = compile_step(model, _mesh(tpu_devices(target), mesh))
@@ -58,7 +57,7 @@ def compile_step(model: Model, mesh: Mesh) -> Any:
 
 def tpu_devices(target: Target) -> list[Any]:
     """Devices of a slice to compile for; ValueError if libtpu knows no such slice."""
-    name = f"{target.kind}:{'x'.join(map(str, target.topology))}"
+    name = f"{target.name}:{target.topology}"
     try:
         options = {"num_slices": target.slices} if target.slices > 1 else {}
         found = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)

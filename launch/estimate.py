@@ -9,9 +9,9 @@ from jax.sharding import AbstractMesh, AxisType
 from diffusion_jax import flops, sharding
 from diffusion_jax.text import cost
 from launch import memory, systems, traffic
+from launch.accelerators import Target
 from launch.memory import Lifetimes, Program
 from launch.systems import Model
-from launch.targets import Target
 from launch.traffic import Collective
 
 USABLE = 0.9
@@ -171,13 +171,13 @@ def step_time(
     traced: Traced, mesh: AbstractMesh, target: Target, mfu: float, found: list[Collective]
 ) -> Step:
     """Seconds of a step."""
-    model, accelerator = traced.model, target.accelerator
+    model, kind = traced.model, target.kind
     samples = local_batch(model, mesh) * model.optimizer.accumulate
     tensor = mesh.shape["tensor"]
-    arithmetic = samples * traced.flops / (tensor * accelerator.peak * mfu)
+    arithmetic = samples * traced.flops / (tensor * kind.peak * mfu)
     layout = sharding.shardings(model.state, mesh, model.task.rules)
     state = _bytes(model.state, layout)
-    update = (2 * state + _bytes(model.state.params, layout.params)) / accelerator.memory_bandwidth
+    update = (2 * state + _bytes(model.state.params, layout.params)) / kind.memory_bandwidth
     return Step(arithmetic, update, traffic.seconds(found, target))
 
 
@@ -196,13 +196,13 @@ def plan(
     need = bytes_per_device(traced, mesh)
     if temporary is not None:
         need = need._replace(temporary=temporary)
-    limit = USABLE * target.accelerator.memory
+    limit = USABLE * target.kind.memory
     found = collectives(traced, mesh) if found is None else found
     step = step_time(traced, mesh, target, mfu, found)
     batch, steps = model.run.batch_size, model.run.steps
     hours = step.exposed * steps / 3600
     return {
-        "target": {"kind": target.kind, "devices": target.devices, "slices": target.slices},
+        "target": {"kind": target.name, "devices": target.devices, "slices": target.slices},
         "mesh": dict(mesh.shape),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.state.params)),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},

@@ -24,7 +24,7 @@ from absl import app, flags
 
 from diffusion_jax import cli, settings
 from launch import job as jobs
-from launch.accelerators import Accelerator
+from launch.accelerators import Target
 from launch.job import Job, Run
 
 PORT = 55527
@@ -52,11 +52,11 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
-        job, accelerator, groups = jobs.read()
+        job, target, groups = jobs.read()
         gke = settings.read(Gke, groups["gke"], "gke")
         check(job)
         runs = jobs.runs(job)
-        manifests = [render(job, gke, accelerator, run) for run in runs]
+        manifests = [render(job, gke, target, run) for run in runs]
         jobs.check_commands([jobs.with_workdir(run, mounted(run.workdir)) for run in runs])
     text = yaml.dump_all(manifests, Dumper=_Plain, sort_keys=False)
     print(jobs.table(runs), file=sys.stderr)
@@ -94,14 +94,14 @@ def mounted(workdir: str) -> str:
     return workdir.replace("gs://", "/gcs/", 1)
 
 
-def render(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, Any]:
+def render(job: Job, gke: Gke, target: Target, run: Run) -> dict[str, Any]:
     """The JobSet of a run."""
     queue = {"kueue.x-k8s.io/queue-name": gke.queue} if gke.queue else {}
     # One slice is one node pool: its hosts must not be given to two jobs.
     pool = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
     metadata: dict[str, Any] = {"name": run.name, "namespace": gke.namespace}
     metadata |= {"labels": {"app": job.name, **queue}}
-    metadata |= {"annotations": pool} if accelerator.is_tpu else {}
+    metadata |= {"annotations": pool} if target.is_tpu else {}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -112,8 +112,8 @@ def render(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, 
             "replicatedJobs": [
                 {
                     "name": _WORKER,
-                    "replicas": job.slices,
-                    "template": {"spec": _job(job, gke, accelerator, run)},
+                    "replicas": target.slices,
+                    "template": {"spec": _job(job, gke, target, run)},
                 }
             ],
         },
@@ -133,13 +133,13 @@ def _failure_policy(gke: Gke) -> dict[str, Any]:
     }
 
 
-def _job(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, Any]:
+def _job(job: Job, gke: Gke, target: Target, run: Run) -> dict[str, Any]:
     """A slice, or all hosts with GPUs: a pod on each host."""
     known = {"containerName": _MAIN, "operator": "In", "values": [_BAD_INPUT, _PREEMPTED]}
     gone = {"type": "DisruptionTarget", "status": "True"}
     return {
-        "parallelism": accelerator.hosts,
-        "completions": accelerator.hosts,
+        "parallelism": target.hosts,
+        "completions": target.hosts,
         "completionMode": "Indexed",
         "backoffLimit": 0,
         "podFailurePolicy": {
@@ -150,19 +150,19 @@ def _job(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, An
         },
         "template": {
             "metadata": {"annotations": {"gke-gcsfuse/volumes": "true"}},
-            "spec": _pod(job, gke, accelerator, run),
+            "spec": _pod(job, gke, target, run),
         },
     }
 
 
-def _pod(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, Any]:
+def _pod(job: Job, gke: Gke, target: Target, run: Run) -> dict[str, Any]:
     bucket = run.workdir.removeprefix("gs://").split("/")[0]
     options = {"bucketName": bucket, "mountOptions": "implicit-dirs"}
     pod: dict[str, Any] = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": gke.grace,
-        "nodeSelector": _nodes(gke, accelerator),
-        "containers": [_container(job, gke, accelerator, run, bucket)],
+        "nodeSelector": _nodes(gke, target),
+        "containers": [_container(job, gke, target, run, bucket)],
         "volumes": [
             {"name": "bucket", "csi": {
                 "driver": "gcsfuse.csi.storage.gke.io", "volumeAttributes": options}},
@@ -177,26 +177,24 @@ def _pod(job: Job, gke: Gke, accelerator: Accelerator, run: Run) -> dict[str, An
     return pod
 
 
-def _nodes(gke: Gke, accelerator: Accelerator) -> dict[str, str]:
+def _nodes(gke: Gke, target: Target) -> dict[str, str]:
     prefix = "cloud.google.com/gke-"
     spot = {f"{prefix}spot": "true"} if gke.spot else {}
-    if not accelerator.is_tpu:
-        return {f"{prefix}accelerator": accelerator.pool, **spot}
-    slice_of = {f"{prefix}tpu-accelerator": accelerator.pool}
-    return slice_of | {f"{prefix}tpu-topology": accelerator.topology, **spot}
+    if not target.is_tpu:
+        return {f"{prefix}accelerator": target.kind.pool, **spot}
+    slice_of = {f"{prefix}tpu-accelerator": target.kind.pool}
+    return slice_of | {f"{prefix}tpu-topology": target.topology, **spot}
 
 
-def _container(
-    job: Job, gke: Gke, accelerator: Accelerator, run: Run, bucket: str
-) -> dict[str, Any]:
-    resource = "google.com/tpu" if accelerator.is_tpu else "nvidia.com/gpu"
-    count = {resource: accelerator.chips_per_host}
+def _container(job: Job, gke: Gke, target: Target, run: Run, bucket: str) -> dict[str, Any]:
+    resource = "google.com/tpu" if target.is_tpu else "nvidia.com/gpu"
+    count = {resource: target.devices_per_host}
     return {
         "name": _MAIN,
         "image": job.image,
         "command": ["python", "-m"],
         "args": jobs.with_workdir(run, mounted(run.workdir)),
-        "env": [*_joining(accelerator, run), *(_secret(name, gke) for name in job.secrets)],
+        "env": [*_joining(target, run), *(_secret(name, gke) for name in job.secrets)],
         "resources": {"requests": count, "limits": count},
         "volumeMounts": [
             {"name": "bucket", "mountPath": f"/gcs/{bucket}"},
@@ -205,15 +203,15 @@ def _container(
     }
 
 
-def _joining(accelerator: Accelerator, run: Run) -> list[dict[str, Any]]:
+def _joining(target: Target, run: Run) -> list[dict[str, Any]]:
     """Who the others are. On TPUs GKE says so itself, to JAX."""
-    if accelerator.is_tpu:
+    if target.is_tpu:
         return []
     index = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
     first = f"{run.name}-{_WORKER}-0-0.{run.name}:{PORT}"
     return [
         {"name": "JAX_COORDINATOR_ADDRESS", "value": first},
-        {"name": "JAX_NUM_PROCESSES", "value": str(accelerator.hosts)},
+        {"name": "JAX_NUM_PROCESSES", "value": str(target.hosts)},
         {"name": "JAX_PROCESS_ID", "valueFrom": {"fieldRef": {"fieldPath": index}}},
     ]
 

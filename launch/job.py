@@ -20,7 +20,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import settings
 from launch import accelerators
-from launch.accelerators import Accelerator
+from launch.accelerators import Target
 
 FLAG = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
 _GROUPS = ("gke", "slurm")
@@ -41,8 +41,7 @@ class Job(NamedTuple):
     sweep: tuple[tuple[str, ...], ...]
     """Further overrides, of which each becomes a run of its own; empty for one run."""
     accelerator: str
-    slices: int
-    """TPU slices that work on one run."""
+    """Such as v5p:4x4x4; several slices work on one run."""
     image: str
     workdir: str
     secrets: tuple[str, ...]
@@ -58,8 +57,8 @@ class Run(NamedTuple):
     overrides: tuple[str, ...]
 
 
-def read() -> tuple[Job, Accelerator, Mapping[str, Any]]:
-    """The job of --job, its accelerator, and the launchers' groups; ValueError if it cannot be."""
+def read() -> tuple[Job, Target, Mapping[str, Any]]:
+    """The job of --job, its accelerators, and the launchers' groups; ValueError if it cannot be."""
     values = FLAG.value.to_dict()
     settings.check_groups(values, _GROUPS)
     job = settings.read(Job, values, "")
@@ -77,11 +76,6 @@ def check(job: Job) -> None:
         raise ValueError("job.workdir is empty: say where the run is kept, --job.workdir=...")
     if job.config and not os.path.exists(job.config):
         raise ValueError(f"job.config is {job.config!r}, and there is no such file")
-    settings.positive(job__slices=job.slices)
-    if job.slices > 1 and not accelerators.parse(job.accelerator).is_tpu:
-        raise ValueError(
-            f"job.slices is {job.slices}, but {job.accelerator} is no TPU: ask for more GPUs"
-        )
 
 
 def runs(job: Job) -> list[Run]:

@@ -30,7 +30,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli
-from launch import compiling, estimate, systems, targets
+from launch import accelerators, compiling, estimate, systems
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 or h100:64.")
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")
-        target = targets.parse(str(_TARGET.value))
+        target = accelerators.parse(str(_TARGET.value))
         compiling.prepare(target.devices)
         cli.start()
         config = _CONFIG.value.to_dict()

@@ -11,9 +11,9 @@ from absl import app, flags
 from jax.sharding import AbstractMesh
 
 from diffusion_jax import cli, sharding
-from launch import compiling, estimate, systems, targets
+from launch import compiling, estimate, systems
+from launch.accelerators import KINDS, Target
 from launch.estimate import Traced
-from launch.targets import Target
 
 CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
 _KINDS = ("h100", "v5p")
@@ -97,7 +97,7 @@ def best(traced: Traced, target: Target, mfu: float) -> Point:
 def _point(traced: Traced, target: Target, replica: int, fsdp: int, mfu: float) -> Point | None:
     mesh = AbstractMesh((replica, fsdp, 1), sharding.AXES)
     model = traced.model
-    largest = estimate.largest_batch(traced, mesh, estimate.USABLE * target.accelerator.memory)
+    largest = estimate.largest_batch(traced, mesh, estimate.USABLE * target.kind.memory)
     batch = model.run.batch_size
     for accumulate in itertools.takewhile(lambda n: n * target.devices <= batch, _powers()):
         if batch // accumulate <= largest:
@@ -114,8 +114,7 @@ def _powers() -> Any:
 
 
 def _target(kind: str, devices: int) -> Target:
-    topology = _TORUS[devices] if targets.ACCELERATORS[kind].torus else (devices,)
-    return Target(kind, topology, 1)
+    return Target(kind, _TORUS[devices] if KINDS[kind].torus else (devices,))
 
 
 def _cells(point: Point, one: Point, devices: int) -> str:

@@ -19,7 +19,7 @@ from absl import app, flags
 
 from diffusion_jax import cli, settings
 from launch import job as jobs
-from launch.accelerators import Accelerator
+from launch.accelerators import Target
 from launch.job import Job, Run
 
 
@@ -41,11 +41,11 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
-        job, accelerator, groups = jobs.read()
+        job, target, groups = jobs.read()
         slurm = settings.read(Slurm, groups["slurm"], "slurm")
-        check(job, accelerator)
+        check(job, target)
         runs = jobs.runs(job)
-        scripts = [render(job, slurm, accelerator, run) for run in runs]
+        scripts = [render(job, slurm, target, run) for run in runs]
         jobs.check_commands([jobs.with_workdir(run, run.workdir) for run in runs])
     print(jobs.table(runs), file=sys.stderr)
     if jobs.DRY_RUN.value:
@@ -56,9 +56,9 @@ def main(argv: list[str]) -> None:
             _submit(script)
 
 
-def check(job: Job, accelerator: Accelerator) -> None:
+def check(job: Job, target: Target) -> None:
     """ValueError for what the cluster could not start."""
-    if accelerator.is_tpu:
+    if target.is_tpu:
         raise ValueError(f"job.accelerator is {job.accelerator}: Slurm has GPUs, such as h100:64")
     if not job.workdir.startswith("/"):
         raise ValueError(
@@ -67,13 +67,13 @@ def check(job: Job, accelerator: Accelerator) -> None:
         )
 
 
-def render(job: Job, slurm: Slurm, accelerator: Accelerator, run: Run) -> str:
+def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     """The sbatch script of a run."""
     options = {
         "job-name": run.name,
-        "nodes": accelerator.hosts,
+        "nodes": target.hosts,
         "ntasks-per-node": 1,
-        "gpus-per-node": accelerator.chips_per_host,
+        "gpus-per-node": target.devices_per_host,
         "time": slurm.time,
         "signal": f"B:USR1@{slurm.grace}",
         "partition": slurm.partition,
@@ -93,7 +93,7 @@ def render(job: Job, slurm: Slurm, accelerator: Accelerator, run: Run) -> str:
         "",
         *needed,
         *([slurm.setup] if slurm.setup else []),
-        f"export JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(accelerator.chips_per_host)))}",
+        f"export JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(target.devices_per_host)))}",
         "",
         "# Near the time limit the run is told to save, and queued again once it has (code 143).",
         "out_of_time=",

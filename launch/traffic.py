@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from launch.targets import Target
+from launch.accelerators import Target
 
 Groups: TypeAlias = Int[np.ndarray, "G D"]
 _KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -86,11 +86,11 @@ def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[s
 
 
 def _times(c: Collective, target: Target) -> tuple[float, float]:
-    accelerator, members = target.accelerator, c.groups.shape[1]
+    kind, members = target.kind, c.groups.shape[1]
     islands = len(set(c.groups[0] // target.island))
     size = _rounds(c.kind) * c.size
-    inside = 0.0 if islands == members else size * (members - 1) / members / accelerator.link
-    cards = members / islands * accelerator.network
+    inside = 0.0 if islands == members else size * (members - 1) / members / kind.link
+    cards = members / islands * kind.network
     return inside, size * (islands - 1) / islands / cards
 
 

@@ -20,7 +20,7 @@ from absl import app, flags
 
 from diffusion_jax import cli
 from launch import job as jobs
-from launch.accelerators import Accelerator
+from launch.accelerators import Target
 from launch.gke import mounted
 from launch.job import Job, Run
 
@@ -32,8 +32,8 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
-        job, accelerator, _ = jobs.read()
-        check(job, accelerator, _EXECUTOR.value)
+        job, target, _ = jobs.read()
+        check(job, target, _EXECUTOR.value)
         runs = jobs.runs(job)
         commands = [arguments(run, _EXECUTOR.value) for run in runs]
         jobs.check_commands([command[1:] for command in commands])
@@ -42,10 +42,10 @@ def main(argv: list[str]) -> None:
         print("\n".join(shlex.join(["python", *command]) for command in commands))
         return
     with cli.bad_input(ImportError):
-        _submit(job, accelerator, runs, commands)
+        _submit(job, target, runs, commands)
 
 
-def check(job: Job, accelerator: Accelerator, executor: str) -> None:
+def check(job: Job, target: Target, executor: str) -> None:
     """ValueError for what XManager could not start."""
     if job.secrets:
         raise ValueError("job.secrets: XManager keeps none; set them where the run starts")
@@ -53,7 +53,7 @@ def check(job: Job, accelerator: Accelerator, executor: str) -> None:
         if "://" in job.workdir:
             raise ValueError(f"job.workdir is {job.workdir!r}: give a folder of this machine")
         return
-    if accelerator.name != "a100" or accelerator.hosts > 1:
+    if target.name != "a100" or target.hosts > 1:
         raise ValueError(
             f"job.accelerator is {job.accelerator}: XManager finds machines on Vertex for a100:1 "
             "to a100:8 alone; use launch.gke"
@@ -70,7 +70,7 @@ def arguments(run: Run, executor: str) -> list[str]:
     return ["-m", *jobs.with_workdir(run, folder)]
 
 
-def _submit(job: Job, accelerator: Accelerator, runs: list[Run], commands: list[list[str]]) -> None:
+def _submit(job: Job, target: Target, runs: list[Run], commands: list[list[str]]) -> None:
     try:
         from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -80,7 +80,7 @@ def _submit(job: Job, accelerator: Accelerator, runs: list[Run], commands: list[
         executor = xm_local.Local()
         package = xm.binary(executor.Spec(), path=sys.executable)
     else:
-        needs = xm.JobRequirements(a100=accelerator.chips_per_host)
+        needs = xm.JobRequirements(a100=target.devices_per_host)
         executor = xm_local.Vertex(requirements=needs)
         # The image's entry point is `python -m`.
         package = xm.container(executor.Spec(), image_path=job.image)

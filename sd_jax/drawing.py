@@ -12,7 +12,6 @@ import os
 import pathlib
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 from jaxtyping import UInt8
 
@@ -22,8 +21,6 @@ from diffusion_jax.trained import Model
 from sd_jax import published, sampling, settings, trained
 from sd_jax.published import File
 from sd_jax.trained import Choice
-
-_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def load(
@@ -39,8 +36,7 @@ def load(
         return published.load_model(path, choice, file or File())
     if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
-    model = trained.load_model(path, choice)
-    return model._replace(settings=trained.pipeline(model.settings, choice))
+    return trained.load_model(path, choice)
 
 
 def draw(
@@ -94,5 +90,4 @@ def draw_batches(
 
 def default_batch_size(model: Model) -> int:
     """How many images are drawn at once by default: fewer where they are larger."""
-    height, width = model.settings.output_shape
-    return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
+    return drawing.default_batch_size(*model.settings.output_shape)

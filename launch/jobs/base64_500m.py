@@ -12,8 +12,7 @@ def get_config() -> ConfigDict:
     c.flags = ()
     c.sweep = ()  # Such as (("seed=1",), ("seed=2",)): a run for each.
 
-    c.accelerator = "v5p:4x4x4"  # Or h100:64; launch/accelerators.py lists them.
-    c.slices = 1
+    c.accelerator = "v5p:4x4x4"  # Or v5p:4x4x4*2, h100:64; launch/accelerators.py lists them.
     c.image = ""
     c.workdir = ""
     c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".

@@ -31,7 +31,7 @@ SAMPLES = "taken"
 
 
 class Interrupted(NamedTuple):
-    """A run in five processes: to step 4, until SIGTERM, twice until SIGKILL, to `steps`."""
+    """A run in four processes: to step 4, until SIGTERM, until SIGKILL, to `steps`."""
 
     workdir: pathlib.Path
     steps: int
@@ -54,7 +54,7 @@ def interrupted(tmp_path_factory):
         lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
 
     record(_train(workdir, 4))
-    for number in (signal.SIGTERM, signal.SIGKILL, signal.SIGKILL):
+    for number in (signal.SIGTERM, signal.SIGKILL):
         process = _train(workdir, 10**6)
         # Any step, and any moment of it, must do.
         more = 5 if number == signal.SIGTERM else random.randint(1, 6)

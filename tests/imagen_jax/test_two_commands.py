@@ -14,7 +14,7 @@ from tests.processes import Group
 
 # As many pictures as a batch of the scores has, so that both are drawn by one program.
 PICTURES = ("--prompt=a red seven on gray paper", "--num_images=64", "--guidance=3")
-SCORES = ("--guidance=1,3", "--num_heldout=1", "--batch_size=64")
+SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 
 def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):

@@ -134,7 +134,7 @@ def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
     assert None not in errors.values() and verify.within_tolerance(errors), errors
 
 
-@pytest.mark.skipif(not SHARED, reason="the saved cases beside the project are not here")
+@pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_every_case_at_hand_gives_its_numbers(path):
     errors = verify.verify(torch_weights.read(path))

@@ -6,24 +6,25 @@ from launch import accelerators
 
 
 @pytest.mark.parametrize(
-    ("name", "pool", "hosts", "per_host"),
+    ("name", "devices", "hosts", "per_host", "island"),
     [
-        ("v5p:4x4x4", "tpu-v5p-slice", 16, 4),
-        ("v4:2x2x1", "tpu-v4-podslice", 1, 4),
-        ("v5e:1x1", "tpu-v5-lite-podslice", 1, 1),
-        ("v5e:2x4", "tpu-v5-lite-podslice", 1, 8),
-        ("v6e:4x4", "tpu-v6e-slice", 4, 4),
-        ("v6e:16x16", "tpu-v6e-slice", 64, 4),
-        ("h100:1", "nvidia-h100-80gb", 1, 1),
-        ("h200:8", "nvidia-h200-141gb", 1, 8),
-        ("h100:64", "nvidia-h100-80gb", 8, 8),
+        ("v5p:4x4x4", 64, 16, 4, 64),
+        ("v4:2x2x1", 4, 1, 4, 4),
+        ("v5e:1x1", 1, 1, 1, 1),
+        ("v5e:2x4", 8, 1, 8, 8),
+        ("v5e:4x8*2", 64, 8, 4, 32),
+        ("v6e:16x16", 256, 64, 4, 256),
+        ("h100:1", 1, 1, 1, 8),
+        ("a100-80gb:4", 4, 1, 4, 8),
+        ("h100:64", 64, 8, 8, 8),
     ],
 )
-def test_a_name_says_how_many_hosts_there_are(name, pool, hosts, per_host):
+def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, per_host, island):
     found = accelerators.parse(name)
-    assert (found.pool, found.hosts, found.chips_per_host) == (pool, hosts, per_host)
-    assert found.is_tpu == name.startswith("v")
-    assert found.topology == (name.partition(":")[2] if found.is_tpu else "")
+    assert (found.devices, found.hosts, found.devices_per_host) == (devices, hosts, per_host)
+    assert found.island == island
+    assert found.devices == found.hosts * found.devices_per_host * found.slices
+    assert f"{found.name}:{found.topology}" == name.removesuffix("*2")
 
 
 @pytest.mark.parametrize(
@@ -31,11 +32,13 @@ def test_a_name_says_how_many_hosts_there_are(name, pool, hosts, per_host):
     [
         ("h10:8", "accelerator is 'h10': did you mean 'h100'?"),
         ("m4:1", "accelerator is 'm4': choose from v4, v5e, v5p, v6e, a100, "),
-        ("v5p", "a v5p slice has 3 sizes, such as v5p:4x4x4"),
+        ("v5p", "a v5p slice has 3 sizes, such as v5p:4x4x4; v5p:4x4x4*2 are two"),
         ("v5p:4x4", "a v5p slice has 3 sizes, such as v5p:4x4x4"),
+        ("v5p:4x4x0", "a v5p slice has 3 sizes, such as v5p:4x4x4"),
         ("v6e:64", "a v6e slice has 2 sizes, such as v6e:4x4"),
         ("v6e:1x3", "has 3 chips, which do not fill hosts of 4"),
         ("h100", "say how many, such as h100:8"),
+        ("h100:8*2", "say how many, such as h100:8"),
         ("h100:12", "hosts have 8 GPUs, so take h100:8 or h100:16"),
     ],
 )

@@ -55,7 +55,7 @@ def rendered(validator):
 @pytest.fixture(scope="module")
 def tpu(rendered):
     ((manifest,), _) = rendered(
-        BASE, *THERE, "--job.accelerator=v6e:16x16", "--job.slices=2", "--job.gke.spot=true",
+        BASE, *THERE, "--job.accelerator=v6e:16x16*2", "--job.gke.spot=true",
         "--job.gke.queue=team", "--job.secrets=('HF_TOKEN',)",
         "--job.overrides=('optimizer.lr=2e-4',)",
     )  # fmt: skip
@@ -187,7 +187,6 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
         ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
-        ((*THERE, "--job.accelerator=h100:8", "--job.slices=2"), "h100:8 is no TPU"),
         ((*THERE, "--job.sweep=(('seed=1',), ('optimizer.lrr=1',), ('seed=2',))"),
          "unknown config field optimizer.lrr: did you mean optimizer.lr?"),
         ((*THERE, "--job.config=nope.py"), "job.config is 'nope.py', and there is no such file"),

@@ -28,7 +28,7 @@ def test_encoders_that_are_not_here_have_their_known_shapes(encoder, width, para
     text = Text(encoder, "nowhere/at/all", "", width, 77, 77, "bfloat16", 0.0)
     opened, notes = encoders.open_encoder(text)
     assert size(opened.frozen) == parameters
-    assert {leaf.dtype for leaf in jax.tree.leaves(opened.frozen)} == {jax.numpy.bfloat16}
+    assert {leaf.dtype for leaf in jax.tree.leaves(opened.frozen)} == {jax.numpy.dtype("bfloat16")}
     assert len(notes) == 1 and f"the text encoder {encoder} by its known shape" in notes[0]
 
 

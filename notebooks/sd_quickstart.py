@@ -1,0 +1,86 @@
+# ---
+# jupyter:
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # Stable Diffusion's quick start
+# Trains a small autoencoder on handwritten digits in named colours, then a latent diffusion model
+# on what it encodes, and draws from it. Some minutes on a GPU or on two CPU cores.
+#
+# On Colab, set `REPOSITORY` to where your copy of the project is. The cell installs one exact set
+# of packages; it does nothing where the project is installed already.
+
+# %%
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+
+REPOSITORY = "https://github.com/YOUR-NAME/imagen-sd-jax"
+
+if os.path.isdir("../imagen_jax"):  # Opened from the project's own folder.
+    os.chdir("..")
+if importlib.util.find_spec("imagen_jax") is None:
+    if not os.path.isdir("imagen-sd-jax"):
+        subprocess.run(["git", "clone", "--depth=1", REPOSITORY], check=True)
+    os.chdir("imagen-sd-jax")
+    packages = ["-r", "requirements.txt", "-c", "constraints.txt"]
+    packages += ["jax[cuda13]"] if shutil.which("nvidia-smi") else []
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+
+# %% [markdown]
+# ## Train the autoencoder
+# Pictures of 16x16 become latents of 4x4, among which the diffusion model works.
+
+# %%
+WORKDIR = os.environ.get("WORKDIR", "runs/sd_quickstart")
+VAE_WORKDIR = f"{WORKDIR}_vae"
+VAE_CONFIG = os.environ.get("VAE_CONFIG", "--config=configs/sd_quickstart_vae.py")
+
+# !{sys.executable} -m sd_jax.train_vae {VAE_CONFIG} --workdir={VAE_WORKDIR}
+
+# %% [markdown]
+# ## Train the diffusion model
+# The same command in a terminal does the same. Any value of `configs/sd_quickstart.py` can be
+# changed by a flag; killed at any moment, the command goes on where it was.
+
+# %%
+CONFIG = os.environ.get("CONFIG", "--config=configs/sd_quickstart.py")
+
+# !{sys.executable} -m sd_jax.train {CONFIG} --config.vae.weights={VAE_WORKDIR} --workdir={WORKDIR}
+
+# %%
+import json
+
+from matplotlib import pyplot as plt
+
+with open(f"{WORKDIR}/metrics.jsonl") as file:
+    lines = [json.loads(line) for line in file]
+plt.plot([line["step"] for line in lines], [line["loss"] for line in lines])
+plt.xlabel("step")
+plt.ylabel("loss")
+plt.show()
+
+# %% [markdown]
+# ## Draw
+# An image depends on its prompt and its seed alone. Change either and run the cell again. From here
+# on this notebook holds the device, so that commands as above would find no memory on a GPU.
+
+# %%
+from sd_jax import drawing
+
+model = drawing.load(WORKDIR)
+prompts = ["a red seven on gray paper", "a white two on cyan paper", "a blue three on black paper"]
+images = drawing.draw(model, prompts, seeds=[0, 1, 2])
+
+figure, axes = plt.subplots(1, len(prompts), figsize=(9, 3))
+for axis, image, prompt in zip(axes, images, prompts, strict=True):
+    axis.imshow(image)
+    axis.set_title(prompt, fontsize=8)
+    axis.axis("off")
+plt.show()
