@@ -25,7 +25,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, sharding, training
 from diffusion_jax.data import encode_moments
-from sd_jax import task
+from sd_jax import sampling, task
 from sd_jax.pretrained import read_vae
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
@@ -91,7 +91,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
 
     @jax.jit
     def program(params, images):
-        pixels = task.to_pixels(images, s.latents.pixels)
+        pixels = sampling.to_pixels(images, s.latents.pixels)
         return s.vae.apply(params, pixels, method="encode")
 
     return lambda images: np.asarray(program(params, sharding.place(images, where)))

@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_jax import loop, settings, sharding
 from diffusion_jax.data import digits, encode_moments, moments, pictures, webdataset
-from sd_jax import precache, pretrained, task, train, trained
+from sd_jax import precache, pretrained, sampling, train, trained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4
@@ -63,7 +63,7 @@ def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
     kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
     assert len(kept) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
-    expected = np.asarray(program(params, task.to_pixels(read, "symmetric")))
+    expected = np.asarray(program(params, sampling.to_pixels(read, "symmetric")))
     found = records(stored)
     assert list(found) == [f"{index:09}.npy" for index in kept]
     for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):
@@ -152,7 +152,7 @@ def test_a_trained_model_draws_as_chosen(whole, vae):
     choice = trained.Choice(sampler="euler", steps=1, height=16, negative_prompt="ugly")
     model = trained.load_model(whole[0], choice)
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
-    batch = task.prompts(model.encoder, ["a red seven"] * 2, "ugly")
+    batch = sampling.prompts(model.encoder, ["a red seven"] * 2, "ugly")
     drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))
     assert drawn.shape == (2, 16, 8, 3)
     alone = model.draw(model.params, {k: v[:1] for k, v in batch.items()}, [4], np.float32([2]))
