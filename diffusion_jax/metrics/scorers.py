@@ -235,7 +235,7 @@ class Digits:
         right, n = features["right"], self._num_seen
         row = _accuracies("seen", right[:n]) | _accuracies("heldout", right[n:])
         seen = features["digits"][:n]
-        return {"digits": row | _distance("fd_digits", seen, self._real)}
+        return {"digits": row | _distance("fd_digits", seen, self._real, replicates=1000)}
 
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
@@ -246,11 +246,11 @@ def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]
 
 
 def _distance(
-    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference
+    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference, replicates: int = 30
 ) -> dict[str, float]:
     """The Fréchet distance with its interval."""
     score = lambda rows: frechet.distance(rows, real)
-    ends = bootstrap.interval(score, features)
+    ends = bootstrap.interval(score, features, replicates=replicates)
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 
