@@ -127,13 +127,21 @@ def lifetimes(traced: Traced, mesh: AbstractMesh) -> Lifetimes:
     frozen = systems.frozen_shapes(traced.model.task)
     layout = sharding.shardings((params, frozen), mesh, traced.model.task.rules)
     leaves, places = jax.tree.leaves((params, frozen)), jax.tree.leaves(layout)
-    kept = [place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places, strict=True)]
-    parts = {v for v, leaf, part in zip(program.inputs, leaves, kept, strict=False)
-             if part != leaf.shape}  # fmt: skip
+    gathered = _inputs_over("fsdp", program, places)
+    halves, _ = memory.split(program, _inputs_over("tensor", program, places))
     trained = len(jax.tree.leaves(params))
-    gradients = zip(program.outputs[-trained:], leaves, kept, strict=False)
-    results = {v: leaf.dtype.itemsize * math.prod(part) for v, leaf, part in gradients}
-    return memory.lifetimes(program, _SAMPLES, parts, results)
+    gradients = zip(program.outputs[-trained:], leaves, places, strict=False)
+    results = {
+        v: leaf.dtype.itemsize * math.prod(at.shard_shape(leaf.shape)) for v, leaf, at in gradients
+    }
+    ways = dict.fromkeys(halves, mesh.shape["tensor"])
+    return memory.lifetimes(program, _SAMPLES, gathered, results, ways)
+
+
+def _inputs_over(axis: str, program: Program, places: list[Any]) -> set[int]:
+    """The inputs that this axis of the mesh splits, of weights in these places."""
+    pairs = zip(program.inputs, places, strict=False)
+    return {v for v, place in pairs if axis in traffic.axes(place.spec)}
 
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:

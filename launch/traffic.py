@@ -42,7 +42,7 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
     for leaf, where in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
         ways = _ways(where.spec, "tensor", sizes[2])
         size = leaf.size * itemsize // ways
-        if "fsdp" in _names(where.spec):
+        if "fsdp" in axes(where.spec):
             gathered, scattered = gathered + size * (1 + (leaf.ndim == 4)), scattered + size
         else:
             summed += size
@@ -98,12 +98,13 @@ def _rounds(kind: str) -> int:
     return 2 if kind == "all-reduce" else 1
 
 
-def _names(spec: Any) -> set[str]:
+def axes(spec: Any) -> set[str]:
+    """The mesh's axes that a PartitionSpec names."""
     return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
 
 
 def _ways(spec: Any, axis: str, size: int) -> int:
-    return size if axis in _names(spec) else 1
+    return size if axis in axes(spec) else 1
 
 
 def _read(text: str) -> Iterator[Collective]:
