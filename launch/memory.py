@@ -113,6 +113,12 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
     return found, summed
 
 
+def size(program: Program, var: int) -> int:
+    """Bytes of a variable."""
+    shape, itemsize = program.arrays[var]
+    return math.prod(shape) * itemsize
+
+
 def lifetimes(
     program: Program,
     samples: int,
@@ -142,18 +148,17 @@ def lifetimes(
         stop = max(last.get(var, start), start)
         # Elementwise work can write its result over what it reads for the last time.
         in_place = start < stop < end and program.equations[stop].name not in _OPAQUE
-        shape, itemsize = program.arrays[var]
-        size = math.prod(shape) / ways.get(var, 1)
-        varies = size and math.prod(shape) % samples == 0
+        varies = math.prod(program.arrays[var][0]) % samples == 0
+        each = size(program, var) / ways.get(var, 1)
         rows.append(
             (
                 start,
                 stop + (not in_place),
-                0 if varies else size * itemsize,
-                size * itemsize / samples if varies else 0,
+                0 if varies else each,
+                each / samples if varies else 0,
             )
         )
-    rows += [(made.get(var, end) + 1, end + 1, size, 0) for var, size in results.items()]
+    rows += [(made.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
     columns = np.array(rows, np.float64).T
     return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
 
@@ -182,7 +187,7 @@ def _schedule(
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
     """The variables that take memory, and which of them are read at which equation."""
     whole, users = _needed_whole(program), _users(program)
-    size = lambda v: math.prod(program.arrays[v][0])
+    elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}
     costly: set[int] = set()
     stored = [v for v in program.inputs if v in parts and v in whole]
@@ -198,7 +203,7 @@ def _schedule(
         read = frozenset[int]().union(*(sources.get(v, ()) for v in inputs))
         out = outputs[0]
         if name not in _OPAQUE | _REDUCTIONS and len(outputs) == 1:
-            grown = max((size(v) for v in inputs if v >= 0), default=0) < size(out)
+            grown = max((elements(v) for v in inputs if v >= 0), default=0) < elements(out)
             if name in _EXPENSIVE or (not grown and not costly.isdisjoint(inputs)):
                 costly.add(out)
             if out not in whole and not (out in costly and users[out] > 1):
