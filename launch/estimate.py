@@ -4,6 +4,7 @@ import math
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import AbstractMesh, AxisType
 
 from diffusion_jax import flops, sharding
@@ -16,7 +17,7 @@ from launch.traffic import Collective
 
 USABLE = 0.9
 """Of a device's memory: the rest is for the runtime and for gaps between arrays."""
-_COPIES = 1.3  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
+_COPIES = 1.25  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
 _SAMPLES = 1009  # A prime, so that a size which it divides is one of the batch.
 _TOKENS, _CAPTION = 25, 100  # Of a caption, on average: T5 tokens, bytes.
 
@@ -127,13 +128,21 @@ def lifetimes(traced: Traced, mesh: AbstractMesh) -> Lifetimes:
     frozen = systems.frozen_shapes(traced.model.task)
     layout = sharding.shardings((params, frozen), mesh, traced.model.task.rules)
     leaves, places = jax.tree.leaves((params, frozen)), jax.tree.leaves(layout)
-    kept = [place.shard_shape(leaf.shape) for leaf, place in zip(leaves, places, strict=True)]
-    parts = {v for v, leaf, part in zip(program.inputs, leaves, kept, strict=False)
-             if part != leaf.shape}  # fmt: skip
+    gathered = _inputs_over("fsdp", program, places)
+    halves, _ = memory.split(program, _inputs_over("tensor", program, places))
     trained = len(jax.tree.leaves(params))
-    gradients = zip(program.outputs[-trained:], leaves, kept, strict=False)
-    results = {v: leaf.dtype.itemsize * math.prod(part) for v, leaf, part in gradients}
-    return memory.lifetimes(program, _SAMPLES, parts, results)
+    gradients = zip(program.outputs[-trained:], leaves, places, strict=False)
+    results = {
+        v: leaf.dtype.itemsize * math.prod(at.shard_shape(leaf.shape)) for v, leaf, at in gradients
+    }
+    ways = dict.fromkeys(halves, mesh.shape["tensor"])
+    return memory.lifetimes(program, _SAMPLES, gathered, results, ways)
+
+
+def _inputs_over(axis: str, program: Program, places: list[Any]) -> set[int]:
+    """The inputs that this axis of the mesh splits, of weights in these places."""
+    pairs = zip(program.inputs, places, strict=False)
+    return {v for v, place in pairs if axis in traffic.axes(place.spec)}
 
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
@@ -159,10 +168,16 @@ def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
     """What the parameters' places demand of a step; each micro batch's gradients are summed."""
-    model = traced.model
+    model, program = traced.model, traced.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
     sizes = tuple(mesh.shape[axis] for axis in sharding.AXES)
     found = traffic.of_state(model.state.params, layout, sizes, model.itemsize)
+    if mesh.shape["tensor"] > 1:
+        over_tensor = _inputs_over("tensor", program, jax.tree.leaves(layout))
+        _, summed = memory.split(program, over_tensor)
+        size = sum(memory.size(program, v) for v in summed) // _SAMPLES * local_batch(model, mesh)
+        groups = np.arange(mesh.size).reshape(-1, mesh.shape["tensor"])
+        found.append(traffic.Collective("all-reduce", size, groups))
     times = model.optimizer.accumulate
     return [c._replace(size=c.size * times) for c in found]
 

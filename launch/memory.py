@@ -10,6 +10,7 @@ import collections
 import dataclasses
 import functools
 import math
+import types
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
@@ -21,7 +22,9 @@ from diffusion_jax.flops import subjaxprs
 
 _ALIASES = {"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "stop_gradient",
             "optimization_barrier", "sharding_constraint", "name", "reduce_precision"}  # fmt: skip
-_OPAQUE = {"dot_general", "conv_general_dilated", "sort", "scatter", "scatter-add", "gather",
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+_BATCHED = "batched_dot_general"
+_OPAQUE = {*_PRODUCTS, _BATCHED, "sort", "scatter", "scatter-add", "gather",
            "cumsum", "while", "scan", "cond", "top_k", "custom_call"}  # fmt: skip
 _REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
 _EXPENSIVE = {"exp", "log", "logistic", "tanh", "erf", "erf_inv", "pow", "sin", "cos", "rsqrt",
@@ -84,7 +87,7 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
                 known.update(zip(equation.outvars, outputs, strict=True))
             else:
                 outputs = tuple(map(read, equation.outvars))
-                equations.append(Equation(equation.primitive.name, inputs, outputs))
+                equations.append(Equation(_name(equation), inputs, outputs))
         return tuple(map(read, jaxpr.outvars))
 
     known = {var: number(var) for var in jaxpr.invars}
@@ -93,14 +96,42 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
     return Program(_needed(equations, outputs), inputs, outputs, arrays)
 
 
+def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
+    """What is split over devices if these inputs are, and what products sum over them.
+
+    A product of an array that is split with one that is not is split by its outputs; of two that
+    are, the sum is: so are the first and the second of two layers. In products of batches, as in
+    attention, what is split are the batches.
+    """
+    found, summed = set(inputs), []
+    for name, sources, outputs in program.equations:
+        parts = [v in found for v in sources]
+        if name in _PRODUCTS and all(parts):
+            summed += outputs
+        elif any(parts):
+            found.update(outputs)
+    return found, summed
+
+
+def size(program: Program, var: int) -> int:
+    """Bytes of a variable."""
+    shape, itemsize = program.arrays[var]
+    return math.prod(shape) * itemsize
+
+
 def lifetimes(
-    program: Program, samples: int, parts: Set[int], results: Mapping[int, int]
+    program: Program,
+    samples: int,
+    parts: Set[int],
+    results: Mapping[int, int],
+    ways: Mapping[int, int] = types.MappingProxyType({}),
 ) -> Lifetimes:
     """When the arrays of a program live that was traced with a batch of `samples`.
 
     `samples` is a prime that divides no other size, so that an array whose size it divides is one
     of the batch. Inputs take nothing here, but those in `parts`, which are kept in parts and
-    collected where they are used whole. `results` holds the bytes of outputs that stay.
+    collected where they are used whole. `results` holds the bytes of outputs that stay, `ways` over
+    how many devices variables are split all the time.
     """
     stored, reads = _schedule(program, frozenset(parts))
     made = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
@@ -117,18 +148,17 @@ def lifetimes(
         stop = max(last.get(var, start), start)
         # Elementwise work can write its result over what it reads for the last time.
         in_place = start < stop < end and program.equations[stop].name not in _OPAQUE
-        shape, itemsize = program.arrays[var]
-        size = math.prod(shape)
-        varies = size and size % samples == 0
+        varies = math.prod(program.arrays[var][0]) % samples == 0
+        each = size(program, var) / ways.get(var, 1)
         rows.append(
             (
                 start,
                 stop + (not in_place),
-                0 if varies else size * itemsize,
-                size * itemsize / samples if varies else 0,
+                0 if varies else each,
+                each / samples if varies else 0,
             )
         )
-    rows += [(made.get(var, end) + 1, end + 1, size, 0) for var, size in results.items()]
+    rows += [(made.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
     columns = np.array(rows, np.float64).T
     return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
 
@@ -157,7 +187,7 @@ def _schedule(
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
     """The variables that take memory, and which of them are read at which equation."""
     whole, users = _needed_whole(program), _users(program)
-    size = lambda v: math.prod(program.arrays[v][0])
+    elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}
     costly: set[int] = set()
     stored = [v for v in program.inputs if v in parts and v in whole]
@@ -173,7 +203,7 @@ def _schedule(
         read = frozenset[int]().union(*(sources.get(v, ()) for v in inputs))
         out = outputs[0]
         if name not in _OPAQUE | _REDUCTIONS and len(outputs) == 1:
-            grown = max((size(v) for v in inputs if v >= 0), default=0) < size(out)
+            grown = max((elements(v) for v in inputs if v >= 0), default=0) < elements(out)
             if name in _EXPENSIVE or (not grown and not costly.isdisjoint(inputs)):
                 costly.add(out)
             if out not in whole and not (out in costly and users[out] > 1):
@@ -210,6 +240,12 @@ def _users(program: Program) -> Mapping[int, int]:
         else:
             count.update(set(inputs))
     return count
+
+
+def _name(equation: core.JaxprEqn) -> str:
+    name = equation.primitive.name
+    batched = name == "dot_general" and equation.params["dimension_numbers"][1][0]
+    return _BATCHED if batched else name
 
 
 def _itemsize(aval: Any) -> int:

@@ -31,8 +31,7 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
 
     Parameters that are split over fsdp are gathered in the dtype of the computation: kernels of
     convolutions twice, since the backward pass reverses them, others once. Each gradient is summed
-    over all that hold parts of the batch. Activations, which only a mesh with tensor > 1 exchanges,
-    are not counted.
+    over all that hold parts of the batch. Activations are not counted.
     """
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
@@ -42,7 +41,7 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
     for leaf, where in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
         ways = _ways(where.spec, "tensor", sizes[2])
         size = leaf.size * itemsize // ways
-        if "fsdp" in _names(where.spec):
+        if "fsdp" in axes(where.spec):
             gathered, scattered = gathered + size * (1 + (leaf.ndim == 4)), scattered + size
         else:
             summed += size
@@ -98,12 +97,13 @@ def _rounds(kind: str) -> int:
     return 2 if kind == "all-reduce" else 1
 
 
-def _names(spec: Any) -> set[str]:
+def axes(spec: Any) -> set[str]:
+    """The mesh's axes that a PartitionSpec names."""
     return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
 
 
 def _ways(spec: Any, axis: str, size: int) -> int:
-    return size if axis in _names(spec) else 1
+    return size if axis in axes(spec) else 1
 
 
 def _read(text: str) -> Iterator[Collective]:
@@ -120,21 +120,36 @@ def _read(text: str) -> Iterator[Collective]:
             yield Collective(kind, size * (groups.shape[1] if scattered else 1), groups)
 
 
+_IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"
+_GRID = re.compile(rf"replica_groups=\[([\d,]+)\]<={_IOTA}")
+_MESH = re.compile(rf"replica_groups=mesh\[(.*?)\](?:, device_ids=\({_IOTA}\))? \{{(.*?)\}}")
+_LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
+
+
 def _groups(text: str) -> Groups:
-    """{{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}; or pairs."""
-    if match := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        shape, grid, order = (_numbers(match[i] or "") for i in (1, 2, 3))
-        return np.arange(math.prod(grid)).reshape(grid).transpose(order or None).reshape(shape)
-    if match := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
-        axes = dict(re.findall(r"'(\w+)'=(\d+)", match[1]))
-        inside = [axis for axis in axes if f"'{axis}'" in match[2]]
-        ids = np.arange(math.prod(map(int, axes.values()))).reshape([*map(int, axes.values())])
-        order = [axis for axis in axes if axis not in inside] + inside
-        members = math.prod(int(axes[axis]) for axis in inside)
-        return ids.transpose([list(axes).index(axis) for axis in order]).reshape(-1, members)
-    if match := re.search(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}", text):
+    """{{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}; or pairs.
+
+    A mesh may also be of other devices than 0, 1, ...: mesh[...], device_ids=([2,2]T(1,0)) {'a'}.
+    ValueError for what is none of these.
+    """
+    if match := _GRID.search(text):
+        shape, grid, order = (_numbers(part or "") for part in match.groups())
+        return _iota(grid, order).reshape(shape)
+    if match := _MESH.search(text):
+        axes = {axis: int(size) for axis, size in re.findall(r"'(\w+)'=(\d+)", match[1])}
+        sizes = [*axes.values()]
+        ids = _iota(_numbers(match[2] or str(math.prod(sizes))), _numbers(match[3] or ""))
+        inside = [axis for axis in axes if f"'{axis}'" in match[4]]
+        order = sorted(range(len(axes)), key=lambda i: [*axes][i] in inside)
+        members = math.prod(axes[axis] for axis in inside)
+        return ids.reshape(sizes).transpose(order).reshape(-1, members)
+    if match := _LIST.search(text):
         return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])])
-    return np.zeros((1, 1), int)
+    raise ValueError(f"cannot read which devices exchange in {text[:200]!r}: use --fast")
+
+
+def _iota(grid: list[int], order: list[int]) -> Int[np.ndarray, "..."]:
+    return np.arange(math.prod(grid)).reshape(grid).transpose(order or None)
 
 
 def _numbers(text: str) -> list[int]:

@@ -22,7 +22,7 @@ class ResultLog:
     """Writes `WORKDIR/result.txt` as things happen; each line is in the file when it is said."""
 
     def __init__(self, workdir: pathlib.Path):
-        """Opens the file behind what it holds; see `resume`. ModuleNotFoundError with a remedy."""
+        """Opens the file behind what it holds; see `recover`. ModuleNotFoundError with a remedy."""
         self.path = workdir / results.RESULT
         self._logger: Any = None
         if jax.process_index() == 0:

@@ -264,8 +264,7 @@ def _say_header(run: Run, began: int) -> None:
 
 def _trained(workdir: pathlib.Path) -> int:
     """The step of the last checkpoint; 0 without one."""
-    folder = workdir / loop.CHECKPOINTS
-    return max(checkpoint.steps(folder), default=0) if folder.exists() else 0
+    return max(checkpoint.steps(workdir / loop.CHECKPOINTS), default=0)
 
 
 if __name__ == "__main__":

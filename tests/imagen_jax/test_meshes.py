@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from configs import quickstart
 from diffusion_jax import drawing, loop, sharding, train_state
@@ -54,9 +55,9 @@ def run(sizes):
         state, metrics = step(state, (), placed, key)
         losses.append(float(metrics["loss"]))
     pictures = None
-    if sizes in [(1, 1, 1), (1, 8, 1), (1, 2, 4)]:
+    if sizes in [(1, 1, 1), (1, 2, 4)]:
         texts = {k: v for k, v in batch.items() if k != "image"}
-        draw = drawing.make_draw(imagen, (), mesh)
+        draw = drawing.make_draw(imagen.sample, (), mesh)
         pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
     return losses, jax.device_get(state.params), pictures
 
@@ -82,5 +83,5 @@ def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs():
     shapes = jax.eval_shape(system()[1].init, jax.random.key(0))
     mesh = sharding.make_mesh(1, 2, 4)
     places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"]["mid_res_0"]
-    assert places["conv1"]["kernel"].spec == (None, None, "fsdp", "tensor")
-    assert places["conv2"]["kernel"].spec == (None, None, "tensor", "fsdp")
+    assert places["conv1"]["kernel"].spec == P(None, None, "fsdp", "tensor")
+    assert places["conv2"]["kernel"].spec == P(None, None, "tensor", "fsdp")

@@ -22,6 +22,8 @@ TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--confi
          "all-reduce", 20, [[0, 1], [2, 3]]),
         ("%a = f32[2]{0} reduce-scatter(%x), replica_groups=mesh['a'=2,'b'=2] {'a'}, d",
          "reduce-scatter", 16, [[0, 2], [1, 3]]),
+        ("%a = f32[2]{0} all-reduce(%x), replica_groups=mesh['a'=2,'b'=1,'c'=3], "
+         "device_ids=([3,2]T(1,0)) {'c'}, x={1}", "all-reduce", 8, [[0, 2, 4], [1, 3, 5]]),
         ("%a = (f32[2], f32[8]) all-gather-start(%x), replica_groups=[1,4]<=[4]", "all-gather", 32,
          [[0, 1, 2, 3]]),
     ],
@@ -30,6 +32,11 @@ def test_collectives_are_read_from_compiled_programs(line, kind, size, groups):
     (found,) = traffic.of_hlo(line)
     assert (found.kind, found.size) == (kind, size)
     np.testing.assert_array_equal(found.groups, groups)
+
+
+def test_groups_that_cannot_be_read_are_an_error_and_not_left_out():
+    with pytest.raises(ValueError, match=r"cannot read which devices .*nobody.*: use --fast"):
+        traffic.of_hlo("%a = f32[8] all-reduce(%x), replica_groups=nobody, x")
 
 
 def test_the_slower_of_link_and_network_decides():

@@ -16,7 +16,7 @@ from sd_jax import benchmark, rules
 from sd_jax.benchmark import Judge
 from sd_jax.settings import read_settings
 from tests.diffusion_jax.metrics import toy
-from tests.sd_jax import tiny_benchmark, tiny_mlperf
+from tests.sd_jax import tiny_benchmark
 
 CAPTIONS = [f"picture {i}" for i in range(11)]
 
@@ -102,7 +102,7 @@ def test_features_of_another_sampler_are_refused(tmp_path):
 def asked(tmp_path, monkeypatch):
     """A config's evaluation, of toy extractors."""
     folder = tiny_benchmark.write(tmp_path)
-    made = tiny_mlperf.inception()
+    made = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
     monkeypatch.setattr(weights, "load", lambda path: None)
     monkeypatch.setattr(extractors, "inception_extractor", lambda weights, mode: made)
     monkeypatch.setattr(clip_score, "load", lambda path: Clip(made, made, lambda texts: texts))
