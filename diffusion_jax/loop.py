@@ -100,8 +100,8 @@ def train(
         draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
-        step_fn, flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
-        progress = _Progress(run, writer, flops, mesh.size, batches)
+        step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
+        progress = _Progress(run, writer, step_flops, mesh.size, batches)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()

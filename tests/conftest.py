@@ -28,6 +28,11 @@ _TRAINED = {
 _SLOW = {"test_meshes.py", "test_memory.py", "test_flops.py", "test_systems.py"}
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    return (os.cpu_count() or 1) + 1  # Those with processes of their own mostly wait for them.
+
+
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in _TRAINED)  # The longest group first.
     for item in items:
