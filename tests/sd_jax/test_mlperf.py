@@ -137,11 +137,7 @@ def test_stopped_anywhere_it_ends_alike(whole, folder):
 def test_two_processes_say_the_same(whole, folder):
     workdir, _ = run(folder, "two", "--toy", count=2, devices=1)
     assert complies(workdir / "result.txt")
-    ours, theirs = said(workdir / "result.txt"), said(whole / "result.txt")
-    assert [(key, metadata) for key, _, metadata in ours] == [(k, m) for k, _, m in theirs]
-    for (key, a, _), (_, b, _) in zip(ours, theirs, strict=True):
-        # Sums of two processes' gradients are rounded in another order.
-        assert a == (pytest.approx(b, rel=1e-5) if key == "eval_accuracy" else b)
+    assert said(workdir / "result.txt") == said(whole / "result.txt")
 
 
 def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
