@@ -1,7 +1,8 @@
 """The benchmark in miniature from start to result, judged by MLPerf's own checkers.
 
 Its processes draw ten pictures for each of two evaluations, of which the second meets the targets.
-One run has the real networks, tiny; in the others grey images stand for theirs (see tiny_mlperf).
+One run has the real networks, tiny, and one evaluation, for they take long to compile; in the
+others grey images stand for theirs (see tiny_mlperf).
 """
 
 import numpy as np
@@ -65,22 +66,19 @@ def features(workdir, step):
 
 
 def test_the_real_networks_meet_their_target(tmp_path):
-    folder = tiny_benchmark.write(tmp_path)
-    workdir, _ = run(folder, "real", devices=1)
+    folder = tiny_benchmark.write(tmp_path, mean=0.0)
+    once = f"--config.steps={INTERVAL}"
+    workdir, _ = run(folder, "real", once, devices=1)
     path = workdir / "result.txt"
     result = results.read(path)
-    assert result.status == "aborted" and list(result.evaluations) == [FIRST, SECOND]
-    assert not complies(path)
-    # The target becomes what the second draws, and its evaluation is taken back.
-    tiny_benchmark.write_reference(folder, gaussian(features(workdir, 2 * INTERVAL)["inception"]))
-    lines = path.read_text().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if '"key": "eval_start"' in line)
-    path.write_text("".join(lines[:last]))
-    run(folder, "real", devices=1)
+    assert result.status == "aborted" and result.evaluations[FIRST]["FID"] > 90
+    # The target becomes what was drawn, and the log ends where its evaluation began.
+    tiny_benchmark.write_reference(folder, gaussian(features(workdir, INTERVAL)["inception"]))
+    path.write_text(path.read_text().partition('"key": "eval_start"')[0])
+    run(folder, "real", once, devices=1)
     result = results.read(path)
-    assert result.samples_to_target == SECOND and result.evaluations[FIRST]["FID"] > 90
-    assert result.evaluations[SECOND]["FID"] == pytest.approx(0, abs=1e-3)
-    assert complies(path)
+    assert result.samples_to_target == FIRST
+    assert result.evaluations[FIRST]["FID"] == pytest.approx(0, abs=1e-3)
 
 
 def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
