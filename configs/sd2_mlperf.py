@@ -1,6 +1,6 @@
 """MLPerf's Stable Diffusion v2 at 512x512: 865,910,724 parameters, predicts v.
 
-python -m sd_jax.train --config=configs/sd2_mlperf.py:1024 --workdir=runs/mlperf
+python -m sd_jax.mlperf --config=configs/sd2_mlperf.py:1024 --workdir=runs/mlperf/0
 
 The number is the global batch: 512 (the default), 1024 and 2048 are MLPerf's. On moments of images
 in 0 to 1, as published; every text is kept; no EMA, no clipping. It is done when FID is at most 90

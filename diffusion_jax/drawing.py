@@ -21,6 +21,7 @@ from diffusion_jax.train_state import Params
 Texts = Mapping[str, np.ndarray]
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
+_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
@@ -59,3 +60,13 @@ def in_batches(
         rows = np.arange(start, start + batch_size) % len(seeds)
         part = jax.tree.map(lambda x, rows=rows: x[rows], inputs)
         yield draw(params, *part)[: len(seeds) - start]
+
+
+def default_batch_size(height: int, width: int) -> int:
+    """How many images are drawn at once unless said otherwise: fewer where they are larger."""
+    return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
+
+
+def even_batch_size(most: int, total: int) -> int:
+    """`most` or a little less, such that the last batch of `total` is about full too."""
+    return -(-total // -(-total // most))

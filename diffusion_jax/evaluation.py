@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli, figures, files, log, report, sharding, sheets, sweep
+from diffusion_jax import cli, drawing, figures, files, log, report, sharding, sheets, sweep
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.drawing import Images
 from diffusion_jax.metrics import scorers
@@ -34,8 +34,8 @@ class Point(NamedTuple):
     checkpoint: int
     ema: str
     params: Sequence[Params]
-    draw: Callable[[Sequence[str], Sequence[int], float, int], Images]
-    """(prompts [B], seeds [B], guidance scale, images at once) to images [B, H, W, 3]."""
+    draw: Callable[[Sequence[str], Sequence[int], float], Images]
+    """(prompts [B], seeds [B], guidance scale) to images [B, H, W, 3], all at once."""
     card: Card
     """Sampler, steps, precision, and what else the pictures depend on."""
 
@@ -48,8 +48,8 @@ class System(NamedTuple):
     """The training data's; "digits" have prompts and a judge of their own."""
     size: int
     """The pictures' side."""
-    batch_size: Callable[[int], int]
-    """How many of so many images are drawn at once, at most, unless said otherwise."""
+    batch_size: int
+    """How many images are drawn at once, at most, unless said otherwise."""
     at: Callable[[str, int | None], Point]
     """With the weights of an average and a checkpoint, None for the last."""
 
@@ -155,32 +155,29 @@ def _features(
 ) -> tuple[dict[str, Card], sweep.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
     folder, prompts, total = out / "features" / name, scorer.prompts, len(scorer.prompts)
-    batch_size = _even(asked.batch_size or system.batch_size(total), total)
+    batch_size = drawing.even_batch_size(asked.batch_size or system.batch_size, total)
     shown = np.isin(np.arange(total), scorer.shown)
     with cli.bad_input():
         begun = sweep.claim(folder, {k: made | card for k, made in scorer.cards.items()})
 
     def compute(rows):
-        start, texts = time.time(), [prompts[i] for i in rows]
-        drawn = point.draw(texts, (rows + asked.seed).tolist(), card["guidance"], batch_size)
+        filled = rows[np.arange(batch_size) % len(rows)]  # One program for all batches.
+        start, texts = time.time(), [prompts[i] for i in filled]
+        drawn = point.draw(texts, (filled + asked.seed).tolist(), card["guidance"])
         with cli.bad_input():
-            _check_finite(drawn, rows, card["guidance"])
+            _check_finite(drawn[: len(rows)], rows, card["guidance"])
         images = sheets.to_uint8(drawn)
         half = time.time()
-        if asked.save_images and jax.process_index() == 0:
-            _save(out / f"images_guidance_{card['guidance']:g}", rows, images)
-        features = scorer.features(images, texts)
+        features = {k: made[: len(rows)] for k, made in scorer.features(images, texts).items()}
         with cli.bad_input():
             _check_features(features)
         seconds = np.array([[half - start, time.time() - half]])
+        images = images[: len(rows)]
+        if asked.save_images and jax.process_index() == 0:
+            _save(out / f"images_guidance_{card['guidance']:g}", rows, images)
         return {**features, "images": images[shown[rows]], "seconds": seconds}
 
     return begun, sweep.collect(folder, total, batch_size, compute)
-
-
-def _even(most: int, total: int) -> int:
-    """Batches of the same size, so that none is filled up in vain."""
-    return -(-total // -(-total // most))
 
 
 def _check_finite(images: np.ndarray, rows: np.ndarray, scale: float) -> None:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -54,6 +55,10 @@ def plot(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> F
             axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
         for i, line in enumerate(lines):
             _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
+        axes.margins(0.08)
+        axes.autoscale_view()  # What stands beside a point needs to know where the others are.
+        for i, line in enumerate(lines):
+            _label(axes, line, _COLOURS[i % len(_COLOURS)])
         axes.set_xlabel(x)
         axes.set_ylabel(y)
         if len(lines) + len(bands) > 1:
@@ -87,13 +92,26 @@ def to_svg(figure: Figure, lines: Sequence[Line]) -> str:
 def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
     axes.plot(line.x, line.y, color=colour, lw=1.6, label=line.name)
     if line.low:
-        axes.vlines(line.x, line.low, line.high, color=colour, lw=1, alpha=0.6)
+        axes.vlines(line.x, line.low, line.high, color=colour, lw=0.9, alpha=0.35)
     for n in range(len(line.hover)):
         (mark,) = axes.plot(line.x[n], line.y[n], "o", color=colour, ms=5, mec="white")
         mark.set_gid(f"point-{number}-{n}")
+
+
+def _label(axes: Any, line: Line, colour: str) -> None:
+    """Each point's text, away from its neighbours on the line."""
+    points = axes.transData.transform(np.column_stack([line.x, line.y]))
     for n, label in enumerate(line.labels):
-        place = {"xytext": (5, 5), "textcoords": "offset points"}
-        axes.annotate(label, (line.x[n], line.y[n]), fontsize=7.5, color=colour, **place)
+        steps = points[n] - np.delete(points[max(0, n - 1) : n + 2], min(n, 1), axis=0)
+        steps /= np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
+        away = steps.sum(0)
+        if np.hypot(*away) < 0.2:  # On a straight line: beside it; at one place with them: above.
+            away = np.array([-steps[0, 1], steps[0, 0]] if steps.any() else [0.0, 1.0])
+        axes.annotate(
+            label, (line.x[n], line.y[n]), xytext=tuple(10 * away / np.hypot(*away)),
+            textcoords="offset points", ha="center", va="center", fontsize=7.5, color=colour,
+            bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
+        )  # fmt: skip
 
 
 def _escape(text: str) -> str:

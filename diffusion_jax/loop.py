@@ -23,7 +23,14 @@ from diffusion_jax.checkpoint import Checkpointer
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.log import MetricWriter, progress_line, write_manifest
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.sharding import batch_sharding, place, place_all, replicated, shardings
+from diffusion_jax.sharding import (
+    batch_sharding,
+    place,
+    place_all,
+    placed,
+    replicated,
+    shardings,
+)
 from diffusion_jax.task import Task, noise_level_means
 from diffusion_jax.train_state import Metrics, Params, TrainState
 from diffusion_jax.watchdog import Watchdog
@@ -173,13 +180,8 @@ def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:
     step = checkpoints.latest_step()
     if step is None:
         return jax.jit(create, out_shardings=layout)(key)
-    abstract = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        jax.eval_shape(create, key),
-        layout,
-    )
     logging.info("continuing from the checkpoint of step %d", step)
-    return checkpoints.restore(abstract, batches, step)
+    return checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
 
 
 def _started_from(params: Params, state: TrainState, layout: Any) -> TrainState:

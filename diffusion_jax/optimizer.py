@@ -33,7 +33,7 @@ def warmup_ldm(lr: float, warmup: int) -> Schedule:
 
     def schedule(step):
         share = jnp.asarray(step, jnp.float32) / max(1, warmup)
-        return lr * jnp.where(share < 1, 1e-6 + (1 - 1e-6) * share, 1.0)
+        return lr * jnp.where(step < warmup, 1e-6 + (1 - 1e-6) * share, 1.0)
 
     return schedule
 

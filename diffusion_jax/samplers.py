@@ -41,22 +41,24 @@ def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "{n}+1"]:
     return sigma_of(log_snr(jnp.linspace(1, 0, n + 1)))
 
 
-def spaced_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
+def spaced_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
     """Times of a table for DDIM and PLMS in exactly n steps, 1 <= n <= steps, and then 0.
 
     Where n divides `steps` up to half of it, LDM's own: 1, 1 + steps / n, ... from below, so that
     few steps start below the last time. Otherwise the same evenly spaced, between whole times;
     above steps / 2 they run from 1 to steps - 1. ValueError for another n.
+
+    In numpy, like `uniform_times`: in JAX each length would compile a program.
     """
     if not 1 <= n <= steps:
         raise ValueError(f"{n} sampling steps: a table of {steps} times has 1 to {steps} of them")
     gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
-    return jnp.asarray(np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32))
+    return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
 
 
-def uniform_times(n: int, steps: int = 1000) -> Float[Array, "{n}+1"]:
+def uniform_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
     """Even times of a table from its last to 0, mostly between whole ones: DPM-Solver's."""
-    return jnp.asarray(np.linspace(steps - 1, 0, n + 1, dtype=np.float32))
+    return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
 
 
 def ending_at_zero(sigmas: Sigmas) -> Sigmas:

@@ -92,6 +92,12 @@ def shardings(
     return jax.tree_util.tree_map_with_path(place, tree)
 
 
+def placed(shapes: Any, where: Any) -> Any:
+    """A jax.ShapeDtypeStruct with its sharding a leaf: what restoring and compiling ask for."""
+    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
+    return jax.tree.map(place, shapes, where)
+
+
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """The first axis split over replica and fsdp: every array of a batch."""
     return NamedSharding(mesh, P(("replica", "fsdp")))

@@ -39,11 +39,11 @@ class Score(NamedTuple):
     """Scores of one axis share a figure; by default the label is that of the axis."""
 
 
-_ALL_RIGHT = "share of pictures with digit, ink and paper all right"
+_ALL_RIGHT = "share all right (digit, ink, paper)"
 SCORES = {
     "fid": Score("FID", True),
     "fd_inception": Score("Fréchet distance (stand-in Inception)", True),
-    "fd_digits": Score("Fréchet distance (digits)", True),
+    "fd_digits": Score("Fréchet distance (digits, prompts seen)", True),
     "kid": Score("KID", True),
     "cmmd": Score("CMMD", True),
     "clip_score": Score("CLIP score"),

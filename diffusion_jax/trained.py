@@ -32,13 +32,8 @@ def open_model(
     workdir: str, s: Any, encoder: TextEncoder, task: Task, frozen: Any, mesh: Mesh
 ) -> Model:
     """A model whose `params` are shapes in their places yet: see with_weights."""
-    abstract = jax.eval_shape(task.init, jax.random.key(0))
-    places = sharding.shardings(abstract, mesh, task.rules)
-    placed = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        abstract,
-        places,
-    )
+    shapes = jax.eval_shape(task.init, jax.random.key(0))
+    placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
     draw = drawing.make_draw(task.sample, frozen, mesh)
     return Model(workdir, s, encoder, draw, placed, "", 0)
 

@@ -10,14 +10,14 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, distributed, drawing, loop, settings, sharding, sheets
+from diffusion_jax import cli, distributed, drawing, loop, settings, sharding
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
 from diffusion_jax.metrics import scorers
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
-from diffusion_jax.train_state import Params
+from diffusion_jax.train_state import Params, TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -86,10 +86,15 @@ def _train(
         state = loop.train(
             task, s.run, s.optimizer, mesh, batches, examples, workdir, config, evaluation, start
         )
-    if int(state.step) < s.run.steps:
+    exit_if_stopped(state, s.run.steps)
+    logging.info("done: %s", workdir)
+
+
+def exit_if_stopped(state: TrainState, steps: int) -> None:
+    """Exits with 143 if the loop ended before `steps`, as it does at SIGTERM."""
+    if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(distributed.PREEMPTED)
-    logging.info("done: %s", workdir)
 
 
 def open_data(
@@ -146,13 +151,14 @@ def evaluation_of(
     prompts = prompt_files.read(asked.prompts, asked.num_prompts) if asked.prompts else []
     scorer = scorers.make(source, size, prompts, asked.reference, asked.inception, asked.clip)
 
+    most = drawing.default_batch_size(size, size)
+    batch_size = drawing.even_batch_size(most, len(scorer.prompts))
+
     def score(draw, params):
         def images(prompts, seeds, scale):
             scales = np.full(len(seeds), scale, np.float32)
-            batch = tokenize(list(prompts))
-            parts = drawing.in_batches(draw, params, batch, list(seeds), scales, 64)
-            return sheets.to_uint8(np.concatenate(list(parts)))
+            return draw(params, tokenize(list(prompts)), seeds, scales)
 
-        return scorers.score_now(scorer, images, asked.guidance)
+        return scorers.score_now(scorer, images, asked.guidance, batch_size)
 
     return loop.Evaluation(asked.every, score)

@@ -13,7 +13,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 
-import jax
 import numpy as np
 from jaxtyping import Float, UInt8
 
@@ -21,8 +20,6 @@ from diffusion_jax import drawing, sheets
 from diffusion_jax.drawing import Images, Texts
 from imagen_jax.settings import Settings
 from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
-
-_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def load(
@@ -110,8 +107,8 @@ def draw_batches(
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
     """How many images each stage draws at once by default: fewer where they are larger."""
-    a_device = [_PIXELS // stage.settings.output_size**2 for stage in stages]
-    return [min(jax.device_count() * min(64, max(1, n)), num_images) for n in a_device]
+    sides = [stage.settings.output_size for stage in stages]
+    return [min(drawing.default_batch_size(side, side), num_images) for side in sides]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from diffusion_jax import evaluation
+from diffusion_jax import drawing, evaluation
 from imagen_jax import cascade, trained
 from imagen_jax.trained import Choice, Model
 
@@ -41,17 +41,17 @@ def open_system(workdirs: Sequence[str], choice: evaluation.Choice) -> evaluatio
     def at(ema, step):
         return _point((trained.with_weights(stages[0], ema, step), *stages[1:]))
 
-    last = stages[-1].settings
-    batch_size = lambda total: 2 * min(cascade.batch_sizes(stages, total))
+    last, first_size = stages[-1].settings, stages[0].settings.output_size
+    batch_size = drawing.default_batch_size(first_size, first_size)
     return evaluation.System(
         pathlib.Path(workdirs[0]), last.data.source, last.output_size, batch_size, at
     )
 
 
 def _point(stages: Sequence[Model]) -> evaluation.Point:
-    def draw(prompts, seeds, scale, size):
+    def draw(prompts, seeds, scale):
         texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-        sizes = [size] * len(stages)
+        sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
         batches = cascade.draw_batches(stages, texts, seeds, sizes, None, scale)
         return np.concatenate([by_stage[-1] for by_stage in batches])
 

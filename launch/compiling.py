@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib.util
+import inspect
 import json
 import os
 import pathlib
@@ -35,7 +36,7 @@ def analyse(
     here = target.is_tpu and importlib.util.find_spec("libtpu") is not None
     devices = tpu_devices(target) if here else jax.devices()
     mesh_here = _mesh(devices, mesh)
-    temporary, found = _kept(lower_step(model, mesh_here), devices[0])
+    temporary, found = _kept(lower_step(model, mesh_here), target, devices[0])
     if here:
         return temporary, found, []
     missing = "libtpu is not installed (pip install libtpu): memory is the model's, and the "
@@ -52,31 +53,42 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     tx = loop.make_optimizer(model.optimizer, model.run.steps)
     step = loop.make_step(model.task, model.optimizer, tx, where)
     return step.lower(
-        _placed(model.state, where),
-        _placed(frozen, by_rules),
-        _placed(batch, jax.tree.map(lambda _: split, batch)),
-        _placed(systems.abstract_key(), whole),
+        sharding.placed(model.state, where),
+        sharding.placed(frozen, by_rules),
+        sharding.placed(batch, jax.tree.map(lambda _: split, batch)),
+        sharding.placed(systems.abstract_key(), whole),
     )
 
 
-def _kept(lowered: jax.stages.Lowered, device: Any) -> tuple[int, list[Collective]]:
+def _kept(lowered: jax.stages.Lowered, target: Target, device: Any) -> tuple[int, list[Collective]]:
     """Temporary bytes a device, and the collectives; beside the programs that JAX keeps.
 
     JAX itself keeps none for devices that are not here.
     """
-    version = jax.__version__, device.client.platform_version, device.device_kind
-    name = hashlib.sha256("\n".join([*version, lowered.as_text()]).encode()).hexdigest()
-    path = pathlib.Path(jax.config.jax_compilation_cache_dir or ".", f"plan-{name}.json")
-    if not path.exists():
-        compiled = lowered.compile()
-        found = traffic.of_hlo(compiled.as_text())
+    folder = jax.config.jax_compilation_cache_dir
+    name = _fingerprint(lowered, target, device)
+    path = pathlib.Path(folder, f"plan-{name}.json") if folder else None
+    if path is not None and path.exists():
+        kept = json.loads(path.read_text())
+        found = [Collective(kind, size, np.array(g)) for kind, size, g in kept["collectives"]]
+        return kept["temporary"], found
+    compiled = lowered.compile()
+    found = traffic.of_hlo(compiled.as_text())
+    temporary = compiled.memory_analysis().temp_size_in_bytes
+    if path is not None:
         rows = [(c.kind, c.size, c.groups.tolist()) for c in found]
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = compiled.memory_analysis().temp_size_in_bytes
         files.write_whole(path, json.dumps({"temporary": temporary, "collectives": rows}))
-    kept = json.loads(path.read_text())
-    found = [Collective(kind, size, np.array(g)) for kind, size, g in kept["collectives"]]
-    return kept["temporary"], found
+    return temporary, found
+
+
+def _fingerprint(lowered: jax.stages.Lowered, target: Target, device: Any) -> str:
+    """Of all that changes what is found: program, place, compiler, its options, and the reader."""
+    options = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
+    options.append(jax.config.jax_optimization_level)
+    compiler = jax.__version__, device.client.platform_version
+    parts = [lowered.as_text(), target, *compiler, *options, inspect.getsource(traffic)]
+    return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()
 
 
 def tpu_devices(target: Target) -> list[Any]:
@@ -95,9 +107,3 @@ def _mesh(devices: list[Any], mesh: AbstractMesh) -> Mesh:
     if len(devices) != mesh.size:
         raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
     return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
-
-
-def _placed(shapes: Any, where: Any) -> Any:
-    return jax.tree.map(
-        lambda s, at: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=at), shapes, where
-    )

@@ -135,7 +135,7 @@ def lifetimes(traced: Traced, mesh: AbstractMesh) -> Lifetimes:
     results = {
         v: leaf.dtype.itemsize * math.prod(at.shard_shape(leaf.shape)) for v, leaf, at in gradients
     }
-    ways = dict.fromkeys(halves, mesh.shape["tensor"])
+    ways = {v: mesh.shape["tensor"] for v in halves}
     return memory.lifetimes(program, _SAMPLES, gathered, results, ways)
 
 

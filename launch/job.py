@@ -34,6 +34,7 @@ class Job(NamedTuple):
     command: str
     """A module, such as imagen_jax.train."""
     config: str
+    """A file, with what it takes behind a colon: configs/sd2_mlperf.py:2048."""
     overrides: tuple[str, ...]
     """Changes of the config, such as "optimizer.lr=2e-4"."""
     flags: tuple[str, ...]
@@ -74,7 +75,7 @@ def check(job: Job) -> None:
         )
     if not job.workdir:
         raise ValueError("job.workdir is empty: say where the run is kept, --job.workdir=...")
-    if job.config and not os.path.exists(job.config):
+    if job.config and not os.path.exists(job.config.partition(":")[0]):
         raise ValueError(f"job.config is {job.config!r}, and there is no such file")
 
 

@@ -4,6 +4,8 @@ Each image is drawn, resized and put through both networks inside one program, s
 was drawn, not rounded to 8 bits, and no image leaves the devices.
 """
 
+import contextlib
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 from diffusion_jax import sharding, sweep
 from diffusion_jax.data import prompts as prompt_files
@@ -24,15 +26,13 @@ from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train_state import Params
+from diffusion_jax.watchdog import Watchdog
 from sd_jax import coco, sampling
+from sd_jax.settings import Settings
 
 Scores = dict[str, float]
 Evaluate = Callable[[Params, int], Scores]
 _WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
-
-
-class Diverged(ValueError):
-    """An image is not finite."""
 
 
 class Judge(NamedTuple):
@@ -42,17 +42,6 @@ class Judge(NamedTuple):
     real: frechet.Reference
     inception: Extractor
     clip: Clip
-
-    @property
-    def card(self) -> dict[str, Any]:
-        """What scores are worth only together with."""
-        return {
-            "prompts": prompt_files.fingerprint(self.captions),
-            "images": len(self.captions),
-            "inception": self.inception.weights,
-            "official_inception": self.inception.official,
-            "clip": self.clip.image.weights,
-        }
 
 
 def open_judge(asked: Evaluation) -> Judge:
@@ -80,49 +69,57 @@ def open_judge(asked: Evaluation) -> Judge:
 
 
 def make_evaluate(
-    made: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh, workdir: pathlib.Path, *,
-    seed: int, guidance: float, negative_prompt: str, batch_size: int,
+    s: Settings, made: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh,
+    workdir: pathlib.Path, batch_size: int,
 ) -> Evaluate:  # fmt: skip
     """Returns evaluate(params, step) -> {"FID", "CLIP"}, the same in every process.
 
-    Features are kept below `workdir` batch by batch, so that a kill loses no more than one. Noise
-    is a function of (seed, step, number of the caption): neither the number of devices nor
-    `batch_size` changes an image. Diverged if an image is not finite.
+    Features are kept below `workdir` batch by batch, so that a kill loses no more than one;
+    ValueError if there are such of other captions, networks, seed or sampler. Noise is a function
+    of (seed, step, number of the caption): neither the number of devices nor `batch_size`, which
+    must divide over them, changes an image. Both scores are NaN if an image is not finite.
     """
-    texts = {
-        **sampling.prompts(encoder, judge.captions, negative_prompt),
-        _SCORED: judge.clip.tokenize(judge.captions),
-    }
-    features = _features(made, judge, mesh, seed, guidance)
+    tokens = sampling.prompts(encoder, judge.captions, s.sampler.negative_prompt)
+    texts = {**tokens, _SCORED: judge.clip.tokenize(judge.captions)}
+    features = _features(made, judge, mesh, s.run.seed, s.evaluation.guidance[0])
     where = sharding.batch_sharding(mesh)
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    size = -(-batch_size // ways) * ways
+    folder = workdir / sweep.EVALUATION / "mlperf"
+    sweep.claim(folder, {"mlperf": _card(s, judge)})
 
     def evaluate(params: Params, step: int) -> Scores:
         networks = _placed(made, judge, mesh)
 
         def compute(rows):
-            filled = rows[np.arange(size) % len(rows)]  # One program for all batches.
+            watchdog.beat()
+            filled = rows[np.arange(batch_size) % len(rows)]  # One program for all batches.
             batch = {name: sharding.place(array[filled], where) for name, array in texts.items()}
             places = sharding.place(filled.astype(np.uint32), where)
             found = features(params, networks, batch, places, np.uint32(step))
             return _kept({name: np.asarray(f)[: len(rows)] for name, f in found.items()})
 
-        card = judge.card | {"step": step, "seed": seed, "guidance": guidance}
-        folder = workdir / sweep.EVALUATION / "mlperf" / f"step_{step:08}"
-        sweep.claim(folder, {"mlperf": card})
-        collected = sweep.collect(folder, len(judge.captions), size, compute)
+        at = folder / f"step_{step:08}"
+        at.mkdir(parents=True, exist_ok=True)
+        with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
+            collected = sweep.collect(at, len(judge.captions), batch_size, compute)
         return _scores(judge, collected, step)
 
     return evaluate
 
 
-def to_8_bits(pixels: Float[Array, "B H W 3"]) -> Float[Array, "B H W 3"]:
-    """0 ... 255 as the reference's pictures for CLIP: cut off, not rounded."""
-    return jnp.floor(pixels)
-
-
 _SCORED = "scored_ids"
+
+
+def _card(s: Settings, judge: Judge) -> dict[str, Any]:
+    """What features are worth only together with."""
+    return {
+        "prompts": prompt_files.fingerprint(judge.captions),
+        "images": len(judge.captions),
+        "inception": judge.inception.weights,
+        "clip": judge.clip.image.weights,
+        "seed": s.run.seed,
+        "guidance": s.evaluation.guidance,
+        "sampler": s.sampler._asdict(),
+    }
 
 
 def _features(made: Task, judge: Judge, mesh: Mesh, seed: int, guidance: float) -> Callable:
@@ -135,13 +132,12 @@ def _features(made: Task, judge: Judge, mesh: Mesh, seed: int, guidance: float) 
         scale = jnp.full(len(places), guidance)
         images = made.sample(params, networks["frozen"], texts, keys, scale)
         pixels = jnp.clip((images.astype(jnp.float32) + 1) / 2, 0, 1) * 255
-        seen = judge.clip.image.prepare(to_8_bits(pixels))
+        apply = lambda name, net, x: net.apply(networks[name], net.prepare(x))
         return {
-            "inception": judge.inception.apply(
-                networks["inception"], judge.inception.prepare(pixels)
-            ),
-            "image": judge.clip.image.apply(networks["image"], seen),
-            "text": judge.clip.text.apply(networks["text"], ids),
+            "inception": apply("inception", judge.inception, pixels),
+            # The reference's pictures for CLIP are cut off to 8 bits, not rounded.
+            "image": apply("image", judge.clip.image, jnp.floor(pixels)),
+            "text": apply("text", judge.clip.text, ids),
             "fine": jnp.isfinite(images).all((1, 2, 3)),
         }
 
@@ -167,10 +163,9 @@ def _kept(found: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def _scores(judge: Judge, collected: dict[str, np.ndarray], step: int) -> Scores:
     if broken := int((~collected["fine"]).sum()):
-        raise Diverged(
-            f"{broken} of {len(judge.captions)} images of step {step} are not finite: the model "
-            "has diverged, and there is no score of it"
-        )
+        total = len(judge.captions)
+        logging.error("%d of %d images of step %d are not finite: no score", broken, total, step)
+        return {"FID": math.nan, "CLIP": math.nan}
     # Moments in float64, never the few-images formula: the rules know covariances alone.
     fid = frechet.distance(gaussian(collected["inception"]), judge.real)
     return {"FID": fid, "CLIP": float(collected["clip"].mean())}

@@ -17,16 +17,15 @@ python -m diffusion_jax.report WORKDIR --rcp).
 
 import pathlib
 
-import jax
 import numpy as np
 from absl import flags
 
-from diffusion_jax import drawing, evaluation
-from sd_jax import sampling, trained
+from diffusion_jax import evaluation
+from sd_jax import drawing, trained
+from sd_jax.settings import Settings
 from sd_jax.trained import Choice, Model
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
-_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
 def open_system(
@@ -36,25 +35,22 @@ def open_system(
     chosen = Choice(
         ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps, vae_weights=vae_weights
     )
-    model = trained.load_model(workdir, chosen)
-    size = model.settings.output_size
-    most = jax.device_count() * max(1, _PIXELS // size**2)
+    s, model = trained.read_run(workdir, chosen), drawing.load(workdir, chosen)
     return evaluation.System(
         pathlib.Path(workdir),
-        model.settings.data.source,
-        size,
-        lambda total: min(most, total),
-        lambda ema, step: _point(trained.with_weights(model, ema, step)),
+        s.data.source,
+        s.output_size,
+        drawing.default_batch_size(model),
+        lambda ema, step: _point(trained.with_weights(model, ema, step), s),
     )
 
 
-def _point(model: Model) -> evaluation.Point:
-    s = model.settings
-
-    def draw(prompts, seeds, scale, size):
-        texts = sampling.prompts(model.encoder, list(prompts), s.sampler.negative_prompt)
-        scales = np.full(len(seeds), scale, np.float32)
-        batches = drawing.in_batches(model.draw, model.params, texts, seeds, scales, size)
+def _point(model: Model, s: Settings) -> evaluation.Point:
+    def draw(prompts, seeds, scale):
+        all_at_once = len(seeds)
+        batches = drawing.draw_batches(
+            model, prompts, seeds, guidance=scale, batch_size=all_at_once
+        )
         return np.concatenate(list(batches))
 
     card = {

@@ -15,7 +15,6 @@ from diffusion_jax import files
 from sd_jax import results
 from sd_jax.results import Event
 
-SUCCESS, ABORTED = "success", "aborted"
 _INSTALL = "the benchmark's log needs a package of MLCommons: pip install mlperf-logging"
 
 
@@ -23,7 +22,7 @@ class ResultLog:
     """Writes `WORKDIR/result.txt` as things happen; each line is in the file when it is said."""
 
     def __init__(self, workdir: pathlib.Path):
-        """Opens the file behind what it holds; see `resume`. ModuleNotFoundError with a remedy."""
+        """Opens the file behind what it holds; see `recover`. ModuleNotFoundError with a remedy."""
         self.path = workdir / results.RESULT
         self._logger: Any = None
         if jax.process_index() == 0:
@@ -66,10 +65,10 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
     events = results.parse(lines, str(path))
     if len(events) < len(lines):
         raise ValueError(f"{path} holds lines that are none of mllog: move it elsewhere")
-    kept = _whole(events, samples)
+    whole = _whole(events, samples)
     if jax.process_index() == 0:
-        files.write_whole(path, "".join(f"{lines[i]}\n" for i in kept))
-    return [events[i] for i in kept]
+        files.write_whole(path, "".join(f"{line}\n" for line in lines[:whole]))
+    return events[:whole]
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
@@ -77,25 +76,15 @@ def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
 
 
-def _whole(events: Sequence[Event], samples: int) -> list[int]:
-    """The numbers of the events of the header, and of whole blocks and evaluations."""
-    keys = [event.key for event in events]
-    if "run_start" not in keys or not samples:
-        return []
-    kept: list[int] = []
-    waiting: list[int] = []
-    inside = ""
-    for i, event in enumerate(events):
-        if event.key in ("block_start", "eval_start"):
-            inside, waiting = event.key.removesuffix("_start"), [i]
-        elif inside:
-            waiting.append(i)
-            if event.key == f"{inside}_stop":
-                kept += waiting if event.metadata["samples_count"] <= samples else []
-                inside = ""
-        else:
-            kept.append(i)
-    return kept
+def _whole(events: Sequence[Event], samples: int) -> int:
+    """How many events come before what is half said, or said of more images."""
+    whole = 0
+    for i, event in enumerate(events, 1):
+        if not samples or event.metadata.get("samples_count", 0) > samples:
+            break
+        if event.key not in ("block_start", "eval_start", "eval_accuracy"):
+            whole = i
+    return whole if "run_start" in [event.key for event in events[:whole]] else 0
 
 
 def _mllogger(path: pathlib.Path) -> Any:

@@ -20,7 +20,6 @@ import contextlib
 import itertools
 import pathlib
 import secrets
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -32,14 +31,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from diffusion_jax import checkpoint, cli, loop, settings, sharding
+from diffusion_jax import checkpoint, cli, loop, settings, sharding, training
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
-from sd_jax import benchmark, mllog, results, rules, sampling, task, train
-from sd_jax.benchmark import Evaluate, Judge
+from sd_jax import benchmark, mllog, results, rules, task, train
+from sd_jax.benchmark import Evaluate
 from sd_jax.mllog import ResultLog
-from sd_jax.pretrained import read_unet, read_vae
+from sd_jax.pretrained import read_vae
 from sd_jax.results import Event
 from sd_jax.settings import Settings, read_settings
 
@@ -52,7 +51,9 @@ _MODE = flags.DEFINE_enum(
     "inline: train and evaluate in turn. train: train alone, to the end, keeping the checkpoints; "
     "then evaluate: score these, until one meets the targets, in time that does not count.",
 )  # fmt: skip
-_SEED = flags.DEFINE_integer("seed", None, "Default: drawn from the system for each new run.")
+_SEED = flags.DEFINE_integer(
+    "seed", None, "Takes the place of the config's. Default: drawn from the system for a new run."
+)
 _EVAL_BATCH = flags.DEFINE_integer(
     "eval_batch", 8, "Images that a device draws at once.", lower_bound=1
 )
@@ -63,8 +64,6 @@ _STATUS = flags.DEFINE_enum("status", "onprem", ["onprem", "cloud", "research"],
 _CLEARED = flags.DEFINE_bool(
     "cache_cleared", False, "Say that the systems' caches were cleared: the rules ask for it."
 )
-
-_FAILED_EXIT, _STOPPED_EXIT = 1, 143
 
 
 class Run(NamedTuple):
@@ -105,26 +104,24 @@ def main(argv: list[str]) -> None:
     workdir = pathlib.Path(_WORKDIR.value)
     with cli.bad_input(ModuleNotFoundError):
         run = _open(_seeded(_CONFIG.value, workdir), workdir)
-        judge = None if _MODE.value == "train" else benchmark.open_judge(run.s.evaluation)
-    if judge and not judge.inception.official:
-        logging.warning("no closed run: evaluation.inception is not the public file")
+        evaluate = None if _MODE.value == "train" else _open_evaluate(run)
     with contextlib.closing(run.log):
-        ended = [event for event in run.events if event.key == "run_stop"]
-        status = ended[0].metadata["status"] if ended else _go_on(run, judge, began)
-    if status is not None:
-        logging.info("%s: %s; python -m sd_jax.rcp %s", run.log.path, status, workdir)
-    sys.exit(_FAILED_EXIT if status == mllog.ABORTED else 0)
+        status = results.status_of(run.events)
+        if status == results.RUNNING:
+            status = _go_on(run, evaluate, began)
+    logging.info("%s: %s", run.log.path, status)
 
 
-def _seeded(given: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
+def _seeded(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
     """The config with --seed, that of the workdir's run, or a new one of the system's."""
-    config = ConfigDict(given.to_dict())
-    there = (workdir / settings.CONFIG).exists()
-    new: Any = settings.load(workdir).seed if there else secrets.randbelow(2**31)
-    if jax.process_count() > 1:
-        new = int(multihost_utils.broadcast_one_to_all(np.uint32(new)))
-    config.seed = new if _SEED.value is None else _SEED.value
-    return config.lock()
+    if _SEED.value is not None:
+        config.seed = _SEED.value
+    elif (workdir / settings.CONFIG).exists():
+        config.seed = settings.load(workdir).seed
+    else:
+        drawn = np.uint32(secrets.randbelow(2**31))
+        config.seed = int(multihost_utils.broadcast_one_to_all(drawn))
+    return config
 
 
 def _open(config: ConfigDict, workdir: pathlib.Path) -> Run:
@@ -145,52 +142,50 @@ def _open(config: ConfigDict, workdir: pathlib.Path) -> Run:
     return Run(s, config.to_dict(), workdir, mesh, encoder, vae_params, made, log, events)
 
 
-def _go_on(run: Run, judge: Judge | None, began: int) -> str | None:
-    """The run's status; None if there is more to do that this mode does not."""
-    if _MODE.value == "evaluate" and judge is not None:
-        with cli.bad_input():
-            if not run.events:
-                raise ValueError(f"{run.workdir} holds no checkpoint yet: first --mode=train")
-        return _rounds(run, judge, lambda step: None)
+def _open_evaluate(run: Run) -> Evaluate:
+    if _MODE.value == "evaluate" and not run.events:
+        raise ValueError(f"{run.workdir} holds no checkpoint yet: first --mode=train")
+    judge = benchmark.open_judge(run.s.evaluation)
+    if not judge.inception.official:
+        logging.warning("no closed run: evaluation.inception is not the public file")
+    size = _EVAL_BATCH.value * run.mesh.size
+    return benchmark.make_evaluate(run.s, run.made, run.encoder, judge, run.mesh, run.workdir, size)
+
+
+def _go_on(run: Run, evaluate: Evaluate | None, began: int) -> str:
+    """The run's status then."""
+    if evaluate and _MODE.value == "evaluate":
+        return _rounds(run, evaluate, lambda step: None)
     if not run.events:
         _say_header(run, began)
     with cli.bad_input():
         batches = train.open_batches(run.s, run.encoder, run.vae_params, run.mesh)
     with batches:
-        if "train_samples" not in {event.key for event in run.events}:
+        if not run.events:
             run.log.event("train_samples", len(batches.pictures))
-        if judge is not None:
-            return _rounds(run, judge, lambda step: _train(run, batches, step))
+        if evaluate:
+            return _rounds(run, evaluate, lambda step: _train(run, batches, step))
         _train(run, batches, run.last)
     logging.info("trained: --mode=evaluate scores the checkpoints")
-    return None
+    return results.RUNNING
 
 
-def _rounds(run: Run, judge: Judge, reach: Callable[[int], None]) -> str | None:
+def _rounds(run: Run, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
     """Evaluation after evaluation, until one meets the targets or the steps are over.
 
-    `reach` trains to a step. None if a checkpoint is not there then.
+    `reach` trains to a step. "running" if a checkpoint is not there then.
     """
-    s, done = run.s, results.evaluations_of(run.events)
-    evaluate = benchmark.make_evaluate(
-        run.made, run.encoder, judge, run.mesh, run.workdir, seed=s.run.seed,
-        guidance=s.evaluation.guidance[0], negative_prompt=s.sampler.negative_prompt,
-        batch_size=_EVAL_BATCH.value * run.mesh.size,
-    )  # fmt: skip
+    done = results.evaluations_of(run.events)
     for step in range(run.interval, run.last + 1, run.interval):
         if run.samples(step) not in done:
             reach(step)
             if step > _trained(run.workdir):
                 logging.warning("no checkpoint of step %d yet: go on with --mode=train", step)
-                return None
-            try:
-                done[run.samples(step)] = _evaluated(run, evaluate, step)
-            except benchmark.Diverged as error:
-                logging.error("%s", error)
-                return _stop(run, mllog.ABORTED, step)
+                return results.RUNNING
+            done[run.samples(step)] = _evaluated(run, evaluate, step)
         if results.meets_targets(done[run.samples(step)]):
-            return _stop(run, mllog.SUCCESS, step)
-    return _stop(run, mllog.ABORTED, run.last)
+            return _stop(run, results.SUCCESS, step)
+    return _stop(run, results.ABORTED, run.last)
 
 
 def _train(run: Run, batches: Batches, step: int) -> None:
@@ -198,24 +193,19 @@ def _train(run: Run, batches: Batches, step: int) -> None:
 
     SIGTERM saves and exits with 143.
     """
-    s, first = run.s, _trained(run.workdir)
+    first = _trained(run.workdir)
     if first >= step:
         return
     passed = first // run.interval
     run.log.start("block_start", samples_count=run.samples(passed * run.interval))
-    texts = sampling.prompts(run.encoder, list(s.run.prompts), s.sampler.negative_prompt)
-    examples = loop.Examples(texts, s.run.prompts, s.sampler.guidance)
-    every = {"save_every": run.interval, "keep_every": run.interval, "sample_every": 0}
-    start = None
-    if s.unet_weights:
-        start = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
+    goal = run.s.run._replace(
+        steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
+    )
     state = loop.train(
-        run.made, s.run._replace(steps=step, **every), s.optimizer, run.mesh, batches, examples,
-        run.workdir, run.config, _blocks(run, passed, step), start,
+        run.made, goal, run.s.optimizer, run.mesh, batches, loop.Examples({}, (), 0.0),
+        run.workdir, run.config, _blocks(run, passed, step),
     )  # fmt: skip
-    if int(state.step) < step:
-        logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
-        sys.exit(_STOPPED_EXIT)
+    training.exit_if_stopped(state, step)
 
 
 def _blocks(run: Run, passed: int, last: int) -> loop.Evaluation:
@@ -237,14 +227,9 @@ def _evaluated(run: Run, evaluate: Evaluate, step: int) -> dict[str, float]:
     """The scores of a checkpoint, which are in the log then."""
     samples = run.samples(step)
     run.log.start("eval_start", samples_count=samples)
-    abstract = jax.eval_shape(run.made.init, jax.random.key(0))
-    places = sharding.shardings(abstract, run.mesh, run.made.rules)
-    shapes = jax.tree.map(
-        lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
-        abstract,
-        places,
-    )
-    params = checkpoint.load_params(run.workdir / loop.CHECKPOINTS, shapes, "raw", step)
+    shapes = jax.eval_shape(run.made.init, jax.random.key(0))
+    placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.made.rules))
+    params = checkpoint.load_params(run.workdir / loop.CHECKPOINTS, placed, "raw", step)
     scores = evaluate(params, step)
     for metric, score in scores.items():
         run.log.event("eval_accuracy", score, samples_count=samples, metric=metric)
@@ -279,8 +264,7 @@ def _say_header(run: Run, began: int) -> None:
 
 def _trained(workdir: pathlib.Path) -> int:
     """The step of the last checkpoint; 0 without one."""
-    folder = workdir / loop.CHECKPOINTS
-    return max(checkpoint.steps(folder), default=0) if folder.exists() else 0
+    return max(checkpoint.steps(workdir / loop.CHECKPOINTS), default=0)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, sharding, training
 from diffusion_jax.data import encode_moments
-from sd_jax import task
+from diffusion_jax.data.encode_moments import Work
+from sd_jax import sampling, task
 from sd_jax.pretrained import read_vae
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
@@ -41,6 +42,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
     flags.DEFINE_integer("worker", None, "The number of this process.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "How many processes do this.", lower_bound=1)
+    flags.DEFINE_bool("dry_run", False, "Say what would be done, and write nothing.")
     flags.mark_flag_as_required("config")
 
 
@@ -55,16 +57,15 @@ def main(argv: list[str]) -> None:
     out = pathlib.Path(given.out)
     with cli.bad_input():
         s = read_settings(given.config.to_dict())
-        written = encode(s, out, given.shard_images, given.batch, worker, workers)
-    logging.info("done: %d tars in %s", written, out)
+        work = Work(given.shard_images, given.batch, worker, workers, given.dry_run)
+        logging.info("%d tars are in %s", encode(s, out, work), out)
 
 
-def encode(
-    s: Settings, out: pathlib.Path, shard: int, batch: int, worker: int = 0, workers: int = 1
-) -> int:
+def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
     """Writes the moments of a config's images; returns how many tars are there.
 
-    ValueError or OSError for data that cannot be encoded so, or a folder of other moments.
+    `work.batch` is that of a device. ValueError or OSError for data that cannot be encoded so, or
+    a folder of other moments.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
@@ -80,7 +81,7 @@ def encode(
     pictures = training.open_data(s.data, s.latents.image_size)
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     program = make_encode(s, vae_params, mesh)
-    work = encode_moments.Work(shard, batch * mesh.size, worker, workers)
+    work = work._replace(batch=work.batch * mesh.size)
     return encode_moments.run(pictures, program, out, made_by(s, vae_params), work)
 
 
@@ -91,7 +92,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
 
     @jax.jit
     def program(params, images):
-        pixels = task.to_pixels(images, s.latents.pixels)
+        pixels = sampling.to_pixels(images, s.latents.pixels)
         return s.vae.apply(params, pixels, method="encode")
 
     return lambda images: np.asarray(program(params, sharding.place(images, where)))

@@ -22,7 +22,7 @@ from sd_jax import coco, laion
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
-    cli.start()
+    cli.start(alone=True)
     given = _parser().parse_args(arguments)
     with cli.bad_input():
         given.run(given)

@@ -5,15 +5,13 @@
 Each argument is a result file of mllog lines, of any program, or a folder that holds result.txt
 (a workdir of sd_jax.mlperf) or result_*.txt (a submission). It prints each run's samples to target,
 their olympic mean and MLPerf's verdict (ruleset 5.0.0), then FID and CLIP beside the reference's
-curves. --out gets rcp.json, fid.png and clip.png. The exit code is 1 where the verdict is a fail.
+curves. --out gets fid.png and clip.png. The exit code is 1 where the verdict is a fail.
 """
 
-import json
 import math
 import pathlib
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from absl import flags
@@ -21,7 +19,7 @@ from absl import flags
 from diffusion_jax import cli, figures, files
 from diffusion_jax.figures import Band, Line
 from sd_jax import convergence, results
-from sd_jax.convergence import Curve, Verdict
+from sd_jax.convergence import Verdict
 from sd_jax.results import Result
 
 _FAILED_EXIT = 1
@@ -30,7 +28,7 @@ _LABELS = {"FID": "FID", "CLIP": "CLIP score"}
 
 def main(argv: list[str]) -> None:
     """Reads, prints, and writes into --out."""
-    cli.start()
+    cli.start(alone=True)
     with cli.bad_input():
         if len(argv) < 2:
             raise ValueError("name one result or more: python -m sd_jax.rcp runs/mlperf/0")
@@ -39,7 +37,7 @@ def main(argv: list[str]) -> None:
     verdict = convergence.judge(batch_size, [run.samples_to_target for run in runs])
     print(describe(runs, verdict))
     if out := flags.FLAGS.out:
-        write(pathlib.Path(out), runs, verdict)
+        write(pathlib.Path(out), runs)
     sys.exit(0 if verdict.passed else _FAILED_EXIT)
 
 
@@ -59,10 +57,9 @@ def describe(runs: Sequence[Result], verdict: Verdict) -> str:
     return "\n".join([*_runs(runs), "", *_verdict(runs, verdict), "", *_curves(runs)])
 
 
-def write(out: pathlib.Path, runs: Sequence[Result], verdict: Verdict) -> None:
-    """rcp.json, fid.png and clip.png into a folder, made if need be."""
+def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
+    """fid.png and clip.png into a folder, made if need be."""
     out.mkdir(parents=True, exist_ok=True)
-    files.write_whole(out / "rcp.json", json.dumps(_plain(runs, verdict), indent=1))
     for metric, label in _LABELS.items():
         lines, bands = plotted(runs, metric)
         figure = figures.plot(lines, "million images", label, bands)
@@ -70,21 +67,18 @@ def write(out: pathlib.Path, runs: Sequence[Result], verdict: Verdict) -> None:
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """Each run's scores, the target, and the range of the reference's runs."""
+    """The runs in one colour, the target, and the range of the reference's runs."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
-    scores = _scores(curve, metric)
-    reference = f"MLPerf reference, batch {size}"
+    scores = curve.fid if metric == "FID" else curve.clip
     images = (curve.images / 1e6).tolist()
-    band = Band(reference, images, scores.min(0).tolist(), scores.max(0).tolist())
-    lines = []
+    band = Band(f"MLPerf reference, batch {size}", images, scores.min(0), scores.max(0))
+    x, y = [], []
     for run in runs:
-        points = [(n / 1e6, s[metric]) for n, s in run.evaluations.items() if metric in s]
-        lines.append(
-            Line(pathlib.Path(run.name).name, [x for x, _ in points], [y for _, y in points])
-        )
-    most = max([*images, *(x for line in lines for x in line.x)])
-    target = results.TARGETS[metric]
-    return [*lines, Line("target", [0, most], [target, target])], [band]
+        x += [*(n / 1e6 for n in run.evaluations), math.nan]  # Which parts one from the next.
+        y += [*(found.get(metric, math.nan) for found in run.evaluations.values()), math.nan]
+    target, ends = results.TARGETS[metric], [0, np.nanmax([*x, *images])]
+    name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return [Line(name, x, y), Line(f"target {target:g}", ends, [target, target])], [band]
 
 
 def _runs(runs: Sequence[Result]) -> list[str]:
@@ -116,66 +110,30 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
 
 
 def _curves(runs: Sequence[Result]) -> list[str]:
+    """At each of the reference's evaluations that a run has too (the nearest, within a tenth)."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     lines = [f"beside the reference of batch size {size}, its mean (and lowest to highest run):"]
     lines.append("    images       FID             reference     CLIP                    reference")
-    for row in _compared(runs, curve):
-        fid, clip = row["FID"], row["CLIP"]
-        lines.append(
-            f"{row['images']:10,} {fid['mean']:9.2f}  {fid['reference']:7.1f} "
-            f"({fid['low']:5.1f} to {fid['high']:5.1f})  {clip['mean']:7.4f}  "
-            f"{clip['reference']:.4f} ({clip['low']:.4f} to {clip['high']:.4f})"
-        )
+    for column, images in enumerate(curve.images.tolist()):
+        fid, clip = (_near(runs, metric, images) for metric in _LABELS)
+        if fid and clip:
+            fids, clips = curve.fid[:, column], curve.clip[:, column]
+            lines.append(
+                f"{images:10,} {np.mean(fid):9.2f}  {fids.mean():7.1f} ({fids.min():5.1f} to "
+                f"{fids.max():5.1f})  {np.mean(clip):7.4f}  {clips.mean():.4f} ({clips.min():.4f} "
+                f"to {clips.max():.4f})"
+            )
     return lines
 
 
-def _compared(runs: Sequence[Result], curve: Curve) -> list[dict[str, Any]]:
-    """At each of the reference's evaluations that a run has too (the nearest, within a tenth)."""
-    rows = []
-    for column, images in enumerate(curve.images.tolist()):
-        row: dict[str, Any] = {"images": images}
-        for metric in _LABELS:
-            ours = [_at(run, metric, images) for run in runs]
-            ours = [value for value in ours if value is not None]
-            theirs = _scores(curve, metric)[:, column]
-            ends = {"low": float(theirs.min()), "high": float(theirs.max())}
-            if ours:
-                row[metric] = {"mean": float(np.mean(ours)), "reference": float(theirs.mean())}
-                row[metric] |= ends
-        if len(row) == 1 + len(_LABELS):
-            rows.append(row)
-    return rows
-
-
-def _at(run: Result, metric: str, images: int) -> float | None:
-    """Evaluations lie at multiples of the batch size, so rarely at exactly so many images."""
-    near = [n for n, s in run.evaluations.items() if metric in s and abs(n - images) < images / 10]
-    closest = min(near, key=lambda n: abs(n - images), default=None)
-    return None if closest is None else run.evaluations[closest][metric]
-
-
-def _scores(curve: Curve, metric: str) -> np.ndarray:
-    return curve.fid if metric == "FID" else curve.clip
-
-
-def _plain(runs: Sequence[Result], verdict: Verdict) -> dict[str, Any]:
-    _, curve = convergence.nearest_curve(runs[0].batch_size)
-    point = verdict.point
-    reference = {**point._asdict(), "lowest": point.lowest} if point else None
-    named = [{**run._asdict(), "samples_to_target": run.samples_to_target} for run in runs]
-    verdict_of = {**verdict._asdict(), "point": reference}
-    return _finite({"runs": named, "verdict": verdict_of, "curves": _compared(runs, curve)})
-
-
-def _finite(tree: Any) -> Any:
-    """JSON has neither NaN nor infinity: they become null."""
-    if isinstance(tree, dict):
-        return {key: _finite(value) for key, value in tree.items()}
-    if isinstance(tree, list):
-        return [_finite(value) for value in tree]
-    return None if isinstance(tree, float) and not math.isfinite(tree) else tree
+def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
+    """Runs evaluate at multiples of their batch size, so rarely at exactly so many images."""
+    nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
+    pairs = zip(runs, nearest, strict=True)
+    scores = [run.evaluations[n] for run, n in pairs if abs(n - images) < images / 10]
+    return [found[metric] for found in scores if metric in found]
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Folder for rcp.json, fid.png and clip.png; default: none.")
+    flags.DEFINE_string("out", None, "Folder for fid.png and clip.png; default: none.")
     cli.run(main)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 TARGETS = {"FID": 90.0, "CLIP": 0.15}
 """Of one evaluation, FID at most and CLIP at least (MLPerf training 3.1 to 5.0)."""
+RUNNING, SUCCESS, ABORTED = "running", "success", "aborted"
 RESULT = "result.txt"
 _TOKEN = ":::MLLOG "
 
@@ -30,7 +31,7 @@ class Result(NamedTuple):
     learning_rate: float | None
     """The scaled one, or whatever the run's program took the key to mean."""
     status: str
-    """Of run_stop: "success" or "aborted"; "running" before it."""
+    """"running" until there is a run_stop, which says "success" or "aborted"."""
     evaluations: dict[int, dict[str, float]]
     """{samples: {"FID": ..., "CLIP": ...}}, ascending; a score may still be missing."""
 
@@ -38,7 +39,7 @@ class Result(NamedTuple):
     def samples_to_target(self) -> int | None:
         """Samples at the first evaluation that meets both targets; None unless it succeeded."""
         passing = (n for n, scores in self.evaluations.items() if meets_targets(scores))
-        return next(passing, None) if self.status == "success" else None
+        return next(passing, None) if self.status == SUCCESS else None
 
 
 def meets_targets(scores: Mapping[str, float]) -> bool:
@@ -72,14 +73,20 @@ def read(path: str | os.PathLike[str]) -> Result:
     last = {event.key: event for event in events}
     if "global_batch_size" not in last:
         raise ValueError(f"{path} logs no global_batch_size: it is no result of a benchmark run")
-    rate, stop = last.get("opt_base_learning_rate"), last.get("run_stop")
+    rate = last.get("opt_base_learning_rate")
     return Result(
         name=str(path.parent if path.name == RESULT else path),
         batch_size=int(last["global_batch_size"].value),
         learning_rate=float(rate.value) if rate else None,
-        status=str(stop.metadata.get("status")) if stop else "running",
+        status=status_of(events),
         evaluations=evaluations_of(events),
     )
+
+
+def status_of(events: Sequence[Event]) -> str:
+    """Of the event "run_stop"; RUNNING without one."""
+    stops = [event.metadata.get("status") for event in events if event.key == "run_stop"]
+    return str(stops[-1]) if stops else RUNNING
 
 
 def evaluations_of(events: Sequence[Event]) -> dict[int, dict[str, float]]:

@@ -26,6 +26,8 @@ def check(s: Settings) -> None:
             f"steps is {s.run.steps}, and the first evaluation is after {steps_between(s)}: raise "
             "it, to about ten times that"
         )
+    if s.unet_weights:
+        raise ValueError(f"unet.weights is {s.unet_weights!r}: a run starts from random numbers")
     if not s.vae_weights:
         raise ValueError("vae.weights is empty: the evaluation's images are drawn with the VAE")
 
@@ -37,7 +39,7 @@ def departures(s: Settings) -> list[str]:
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
         ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
         ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),
-        ("unet.weights", s.unet_weights, ""), ("unet.norm_groups", s.unet.norm_groups, 16),
+        ("unet.norm_groups", s.unet.norm_groups, 16),
         ("text.drop_prob", s.text.drop_prob, 0.0),
         ("diffusion.predicts", s.diffusion.predicts, "v"),
         ("diffusion.offset_noise", s.diffusion.offset_noise, 0.0),

@@ -125,4 +125,4 @@ def to_pixels(images: UInt8[ArrayLike, "B H W C"], pixels: str) -> Float[Array, 
 def sampling_sigmas(sampler: Sampler) -> Float[Array, "{sampler.steps}+1"]:
     """The levels of a sampler's times, and at last that of time 0."""
     times = SAMPLERS[sampler.name][1](sampler.steps)
-    return noise.sigma_at(noise.scaled_linear(), times)
+    return noise.sigma_at(noise.scaled_linear(), jnp.asarray(times))

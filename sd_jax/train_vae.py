@@ -18,7 +18,7 @@ from jaxtyping import Array, Float
 from diffusion_jax import checks, loop, precond, settings, sharding, training
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
-from sd_jax import task
+from sd_jax import sampling, task
 from sd_jax import vae as vae_module
 from sd_jax.pretrained import read_vae as read_vae_weights
 from sd_jax.settings import read_vae, uses_moments
@@ -80,7 +80,7 @@ def make_task(s: Settings) -> Task:
         return s.vae.init(key, images, jnp.zeros((1, side, side, s.vae.latent_channels)))
 
     def loss(params, frozen, batch, key):
-        images = task.to_pixels(batch["image"], "symmetric")
+        images = sampling.to_pixels(batch["image"], "symmetric")
         moments: Any = s.vae.apply(params, images, method="encode")
         z = task.posterior_sample(key, moments)
         decoded: Any = s.vae.apply(params, z, method="decode")
@@ -109,7 +109,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     pictures = training.open_data(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
-    shown = {"image": np.asarray(task.to_pixels(images, "symmetric"))}
+    shown = {"image": np.asarray(sampling.to_pixels(images, "symmetric"))}
     examples = loop.Examples(shown, captions, guidance=1.0)
     batches = training.batches_of(pictures, lambda texts: {}, s.run, s.data, mesh)
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 
 from diffusion_jax import checkpoint, loop, pretrained, settings, sharding, trained
-from diffusion_jax.trained import Encoders, Model, with_weights
+from diffusion_jax.trained import Model, with_weights
 from sd_jax import names, task
 from sd_jax import vae as vae_module
 from sd_jax.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.pretrained import read_vae
 from sd_jax.sampling import Preview, make_sample
-from sd_jax.settings import Pipeline, Sampler, Settings, check, check_pipeline, read_settings
+from sd_jax.settings import Sampler, Settings, check, check_pipeline, read_settings
 from sd_jax.text import from_folder
 from sd_jax.vae import VAE
 
-__all__ = ["Choice", "Encoders", "Model", "load_model", "read_run", "with_weights"]
+__all__ = ["Choice", "Model", "load_model", "read_run", "with_weights"]
 
 
 class Choice(NamedTuple):
@@ -45,15 +45,10 @@ class Choice(NamedTuple):
     """See sampling.make_sample."""
 
 
-def load_model(
-    workdir: str | os.PathLike[str],
-    choice: Choice | None = None,
-    encoders: Encoders | None = None,
-) -> Model:
-    """The model of a training run; ValueError or FileNotFoundError if there is no such one.
+def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) -> Model:
+    """The model of a training run; its settings are a Pipeline, it draws from sampling.prompts.
 
-    Models that are loaded with the same `encoders` (a dict, empty at first) share the weights of
-    their text encoders. What they draw from is sampling.prompts.
+    ValueError or FileNotFoundError if there is no such run or choice.
     """
     choice = choice or Choice()
     s = read_run(workdir, choice)
@@ -63,12 +58,13 @@ def load_model(
             "is, --vae_weights=PATH"
         )
     mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
-    encoder, text = trained.open_encoder(s.text, mesh, task.RULES, encoders)
+    encoder, text = trained.open_encoder(s.text, mesh, task.RULES)
     vae_params = read_vae(s.vae_weights, s.vae)
     frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
+    p = s.pipeline._replace(strength=choice.strength)
     made = task.make_task(s, encoder, vae_params)
-    made = made._replace(sample=make_sample(pipeline(s, choice), encoder, choice.preview))
-    model = trained.open_model(str(workdir), s, encoder, made, frozen, mesh)
+    made = made._replace(sample=make_sample(p, encoder, choice.preview))
+    model = trained.open_model(str(workdir), p, encoder, made, frozen, mesh)
     return with_weights(model, choice.ema, choice.checkpoint)
 
 
@@ -90,13 +86,8 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     vae_weights = s.vae_weights if choice.vae_weights is None else choice.vae_weights
     s = s._replace(sampler=sampler, text=text, vae_weights=vae_weights)
     check(s)
-    check_pipeline(pipeline(s, choice))
+    check_pipeline(s.pipeline._replace(strength=choice.strength))
     return s
-
-
-def pipeline(s: Settings, choice: Choice) -> Pipeline:
-    """What drawing needs to know of a run's settings and a choice."""
-    return s.pipeline._replace(strength=choice.strength)
 
 
 def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoint:

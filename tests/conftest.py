@@ -20,13 +20,18 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
 
 # These share the runs that tests/imagen_jax/conftest.py trains.
 _TRAINED = {
-    "test_train.py", "test_sample.py", "test_cascade.py", "test_evaluate.py",
-    "test_two_commands.py",
-}  # fmt: skip
+    ROOT / "tests" / "imagen_jax" / f"test_{name}.py"
+    for name in ("train", "sample", "cascade", "evaluate", "two_commands")
+}
+
+# On two cores all tests take longer than people wait: `pytest -m slow` runs these.
+_SLOW = {"test_meshes.py", "test_memory.py", "test_flops.py", "test_systems.py"}
 
 
 def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: item.path.name not in _TRAINED)  # The longest group first.
+    items.sort(key=lambda item: item.path not in _TRAINED)  # The longest group first.
     for item in items:
-        group = "trained" if item.path.name in _TRAINED else str(item.path)
+        group = "trained" if item.path in _TRAINED else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
+        if item.path.name in _SLOW:
+            item.add_marker(pytest.mark.slow)

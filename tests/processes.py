@@ -15,7 +15,7 @@ PATIENCE = 240  # Seconds, of a machine that has other work.
 class Group:
     """The processes of one command; PROCESS in its arguments is the number of each."""
 
-    def __init__(self, folder, count, name, *arguments, only=None):
+    def __init__(self, folder, count, name, *arguments, only=None, devices=1):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
@@ -26,7 +26,7 @@ class Group:
         self.processes = [
             commands.start(
                 name, *(argument.replace("PROCESS", str(i)) for argument in (*arguments, *joined)),
-                devices=1, outputs=self.outputs[i],
+                devices=devices, outputs=self.outputs[i],
             )
             for i in range(count)
             if only in (None, i)

@@ -29,6 +29,7 @@ class Work(NamedTuple):
     batch: int
     worker: int = 0
     workers: int = 1
+    dry_run: bool = False
 
 
 def run(
@@ -45,10 +46,16 @@ def run(
         )
     total = -(-len(source) // work.shard)
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
-    _claim(out, manifest)
+    begun = _begun(out, manifest)
     paths = [out / f"{shard:06}.tar" for shard in range(total)]
     missing = [i for i in plan.turns(total, work.worker, work.workers) if not paths[i].exists()]
     logging.info("%d of %d shards are there", total - len(missing), total)
+    if work.dry_run:
+        print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
+        return total - len(missing)
+    if not begun:
+        out.mkdir(parents=True, exist_ok=True)
+        files.write_whole(out / moments.MANIFEST, json.dumps(manifest))
     for shard in progress.reported(missing, len(missing), "shards"):
         if not paths[shard].exists():  # Another worker may have been faster.
             first = shard * work.shard
@@ -78,12 +85,11 @@ def _encoded(
                 yield {webdataset.KEY: key, "npy": moments.write(array), "txt": text.encode()}
 
 
-def _claim(out: pathlib.Path, manifest: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    before = moments.find_manifest(out)
+def _begun(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether `out` has a manifest; ValueError if it is another one."""
+    before = moments.find_manifest(out) if out.is_dir() else None
     if before is None:
-        files.write_whole(out / moments.MANIFEST, json.dumps(manifest))
-        return
+        return False
     differing = [
         f"{name} {before.get(name)!r} there, {value!r} now"
         for name, value in manifest.items()
@@ -94,3 +100,4 @@ def _claim(out: pathlib.Path, manifest: Mapping[str, Any]) -> None:
             f"{out} was begun with something else ({'; '.join(differing)}): go on with that, or "
             "write into another folder"
         )
+    return True

@@ -17,6 +17,7 @@ from diffusion_jax.data.sources import Folder, Record, Records, TextRecords
 from diffusion_jax.data.webdataset import WebDataset
 
 MOMENTS = "moments"
+Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pictures, or their moments.
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Records that are read together, and so held in memory as files.
@@ -34,7 +35,7 @@ class Pictures(Protocol):
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
+    ) -> tuple[Rows, Sequence[Any]]:
         """The pictures of these indices and their texts, a function of the arguments alone.
 
         `places` in [0, 1] says where pictures larger than needed are cut; None means the centre.
@@ -192,7 +193,7 @@ class Decoded:
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
+    ) -> tuple[Rows, Sequence[Any]]:
         """Decodes; ValueError if no substitute can be used, or too many records are damaged."""
         rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
         usable = []
@@ -298,7 +299,7 @@ class Mixture:
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
-    ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
+    ) -> tuple[Rows, Sequence[Any]]:
         """The pictures of the parts that hold these indices."""
         images: Any = None
         texts: list[Any] = [None] * len(indices)

@@ -6,11 +6,13 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import numpy as np
+from absl import logging
 from jaxtyping import Float, UInt8
 
-from diffusion_jax import sharding
+from diffusion_jax import sharding, sheets
 from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.drawing import Images
 from diffusion_jax.metrics import (
     bootstrap,
     cards,
@@ -70,16 +72,40 @@ def make(
 
 def score_now(
     scorer: Scorer,
-    draw: Callable[[Sequence[str], Sequence[int], float], UInt8[np.ndarray, "B H W 3"]],
+    draw: Callable[[Sequence[str], Sequence[int], float], Images],
     guidance: Sequence[float],
+    batch_size: int,
 ) -> dict[str, float]:
-    """{"evaluation/guidance_2/fid": ...}: all prompts at once, nothing kept on disk."""
+    """{"evaluation/guidance_2/fid": ...}: all prompts, `batch_size` at once, nothing kept on disk.
+
+    Of a scale at which images are not finite it is {"evaluation/guidance_2/images_not_finite": 3}.
+    """
     scores = {}
     for scale in guidance:
-        images = draw(scorer.prompts, range(len(scorer.prompts)), scale)
-        row = columns(scorer.score(scorer.features(images, scorer.prompts)))
+        features, bad = _features_at(scorer, draw, scale, batch_size)
+        row = {"images_not_finite": float(bad)} if bad else columns(scorer.score(features))
+        if bad:
+            logging.warning("%d images at guidance %g are not finite: no score of it", bad, scale)
         scores |= {f"evaluation/guidance_{scale:g}/{name}": value for name, value in row.items()}
     return scores
+
+
+def _features_at(
+    scorer: Scorer,
+    draw: Callable[[Sequence[str], Sequence[int], float], Images],
+    scale: float,
+    batch_size: int,
+) -> tuple[Features, int]:
+    """What is kept of the pictures of all prompts, and how many of them are not finite."""
+    total, bad, parts = len(scorer.prompts), 0, []
+    for first in range(0, total, batch_size):
+        rows = np.arange(first, first + batch_size) % total  # One program for all batches.
+        texts = [scorer.prompts[i] for i in rows]
+        images = draw(texts, rows.tolist(), scale)
+        bad += int((~np.isfinite(images[: total - first])).any(axis=(1, 2, 3)).sum())
+        features = scorer.features(sheets.to_uint8(np.nan_to_num(images)), texts)
+        parts.append({name: made[: total - first] for name, made in features.items()})
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, bad
 
 
 def columns(scores: Scores) -> dict[str, float]:
@@ -209,7 +235,7 @@ class Digits:
         right, n = features["right"], self._num_seen
         row = _accuracies("seen", right[:n]) | _accuracies("heldout", right[n:])
         seen = features["digits"][:n]
-        return {"digits": row | _distance("fd_digits", seen, self._real)}
+        return {"digits": row | _distance("fd_digits", seen, self._real, replicates=1000)}
 
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
@@ -220,11 +246,11 @@ def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]
 
 
 def _distance(
-    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference
+    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference, replicates: int = 30
 ) -> dict[str, float]:
     """The Fréchet distance with its interval."""
     score = lambda rows: frechet.distance(rows, real)
-    ends = bootstrap.interval(score, features)
+    ends = bootstrap.interval(score, features, replicates=replicates)
     return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
 
 

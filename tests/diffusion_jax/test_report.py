@@ -67,8 +67,8 @@ def digit_sweep(name, **card):
 def test_prompts_seen_and_never_shown_share_figures():
     runs = [digit_sweep("a")]
     plots = report.plots(runs)
-    share = "share of pictures with digit, ink and paper all right"
-    distance = "Fréchet distance (digits)"
+    share = "share all right (digit, ink, paper)"
+    distance = "Fréchet distance (digits, prompts seen)"
     axes = [(share, distance), ("guidance", share), ("guidance", distance)]
     assert sorted((p.x, p.y) for p in plots) == sorted(axes)
     seen, held_out = plots[0].lines

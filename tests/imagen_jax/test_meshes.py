@@ -5,6 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from configs import quickstart
 from diffusion_jax import drawing, loop, sharding, train_state
@@ -79,5 +80,5 @@ def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs():
     shapes = jax.eval_shape(system()[1].init, jax.random.key(0))
     mesh = sharding.make_mesh(1, 2, 4)
     places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"]["mid_res_0"]
-    assert places["conv1"]["kernel"].spec == (None, None, "fsdp", "tensor")
-    assert places["conv2"]["kernel"].spec == (None, None, "tensor", "fsdp")
+    assert places["conv1"]["kernel"].spec == P(None, None, "fsdp", "tensor")
+    assert places["conv2"]["kernel"].spec == P(None, None, "tensor", "fsdp")

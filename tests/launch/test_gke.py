@@ -189,7 +189,7 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
         ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
         ((*THERE, "--job.sweep=(('seed=1',), ('optimizer.lrr=1',), ('seed=2',))"),
          "unknown config field optimizer.lrr: did you mean optimizer.lr?"),
-        ((*THERE, "--job.config=nope.py"), "job.config is 'nope.py', and there is no such file"),
+        ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2', and there is no such"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):

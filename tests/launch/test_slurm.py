@@ -98,6 +98,14 @@ def test_a_sweep_is_a_script_each(rendered):
     assert table.splitlines()[2] == "quickstart-2  /shared/runs/2  seed=2"
 
 
+def test_a_config_may_take_an_argument():
+    text, _ = printed(
+        "slurm", BASE, "--job.command=sd_jax.mlperf", "--job.config=configs/sd2_mlperf.py:2048",
+        "--job.workdir=/x", "--job.accelerator=h100:8", "--job.flags=('--mode=train',)",
+    )  # fmt: skip
+    assert "sd_jax.mlperf --config=configs/sd2_mlperf.py:2048 --mode=train --workdir=/x" in text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

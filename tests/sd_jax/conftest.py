@@ -7,12 +7,13 @@ import pytest
 
 from sd_jax import checkpoints
 from tests.diffusion_jax.text import tiny_weights
-from tests.sd_jax.test_checkpoints import compvis
 
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
     """d (a directory), a.npz (the same in a file) and tokenizer, of 1.x that predicts v."""
+    from tests.sd_jax.test_checkpoints import compvis  # It takes seconds to make.
+
     folder = tmp_path_factory.mktemp("published")
     np.savez(folder / "a.npz", **compvis())
     vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")

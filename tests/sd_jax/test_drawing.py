@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import sharding
-from sd_jax import drawing, vae
+from diffusion_jax import checkpoint, loop, settings, sharding, train_state
+from diffusion_jax.text import registry
+from sd_jax import checkpoints, drawing, published, task, trained, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
 from tests.sd_jax import tiny
@@ -67,7 +68,7 @@ def test_the_directory_says_how_it_draws(model):
     p = model.settings
     assert (p.diffusion.predicts, p.latents.image_size, p.latents.scale) == ("v", 128, vae.SCALE)
     assert (p.sampler.name, p.sampler.steps, p.output_shape) == ("ddim", 2, (6, 4))
-    assert drawing.DEFAULTS.name == "plms" and drawing.DEFAULTS.steps == 50
+    assert published.DEFAULTS[:4] == ("plms", 50, 0.0, 7.5)
 
 
 def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
@@ -88,7 +89,7 @@ def run(tmp_path_factory):
     settings.claim(workdir, config)
     saved = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
     state = train_state.init_state(params, tx, s.optimizer.ema_decays)
-    batches = SimpleNamespace(get_state=lambda: b"{}")
+    batches = SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
     saved.save(0, state, batches, config.to_dict())
     saved.close()
     return workdir
@@ -108,17 +109,10 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
 @pytest.mark.parametrize(
     ("left_out", "file", "message"),
     [
-        (
-            (),
-            File(predicts="v"),
-            "holds no tokenizer, as single files never do",
-        ),
-        ("first_stage_model", File(), "a.npz holds no VAE, which drawing needs"),
-        (
-            "cond_stage_model",
-            File(predicts="v"),
-            "holds no text encoder (else say where",
-        ),
+        ((), File(predicts="v"), "holds no tokenizer, as single files never do"),
+        (("model.diffusion_model", "model_ema"), File(), "a.npz holds no UNet: name a whole model"),
+        ("first_stage_model", File(), "a.npz holds no VAE: say where one is with --vae_weights"),
+        ("cond_stage_model", File(), "holds no text encoder: say where one is with --text_weigh"),
         ((), File(), "does not say what its UNet predicts, and models"),
     ],
 )

@@ -21,7 +21,7 @@ from diffusion_jax import (
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import scorers
 from diffusion_jax.text import registry
-from sd_jax import evaluate, task, trained
+from sd_jax import evaluate, sampling, task, trained
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)
@@ -64,7 +64,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     assert points == [("2", 1), ("2", 4), ("4", 1), ("4", 4)]
     model = trained.load_model(workdir, trained.Choice(steps=3, checkpoint=4))
     scorer = scorers.Digits(tiny.SIZE, num_heldout=1)
-    texts = task.prompts(model.encoder, scorer.prompts, "")
+    texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
     drawn = drawing.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
     read = judges.fit_judge()(sheets.to_uint8(np.concatenate(list(drawn))))[:272]

@@ -70,7 +70,8 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     assert (some[0]["strength"], some[0]["steps_taken"]) == (0.25, 1)
     assert some[0]["image"] == str(tmp_path / "start.png") and "strength" not in every[0]
     # A sketch of 3x2 latents, enlarged, over its noise level.
-    assert Image.open(tmp_path / "0.25" / "preview.png").size == (136, 214)
+    with Image.open(tmp_path / "0.25" / "preview.png") as preview:
+        assert preview.size == (136, 214)
     assert not (tmp_path / "1" / "preview.png").exists()
     assert np.abs(few[0].astype(int) - all_steps[0]).max() > 5
 

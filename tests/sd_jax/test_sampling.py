@@ -94,7 +94,7 @@ def test_guidance_1_is_the_conditional_model(draw, name):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_number_of_steps_is_taken_exactly(name):
     for steps in range(1, 1001):
-        times = np.asarray(SAMPLERS[name][1](steps))
+        times = SAMPLERS[name][1](steps)
         assert len(times) == steps + 1 and times[0] <= 999 and times[-1] == 0
         assert (np.diff(times) < 0).all()
     for steps in (1, 37):

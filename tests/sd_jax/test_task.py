@@ -191,7 +191,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     np.testing.assert_allclose(mean, ABAR[0] ** 0.5 * x0, atol=tolerance)
 
 
-def test_guidance_1_is_the_conditional_model_to_the_last_bit():
+def test_guidance_1_of_a_real_network_is_the_conditional_model():
     made, params, s = a_task(), a_network()[1], tiny.settings()
     encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
@@ -199,15 +199,10 @@ def test_guidance_1_is_the_conditional_model_to_the_last_bit():
     sample = jax.jit(made.sample)
     plain = sample(params, frozen, batch, keys, None)
     assert plain.shape == (4, 8, 8, 3)
-    one = sample(params, frozen, batch, keys, np.ones(4, np.float32))
+    guided = [sample(params, frozen, batch, keys, np.full(4, n, np.float32)) for n in (1, 3)]
     # Twice the rows: sums of a product may run in another order.
-    np.testing.assert_allclose(one, plain, atol=1e-5)
-    three = sample(params, frozen, batch, keys, np.full(4, 3, np.float32))
-    assert np.abs(three - plain).max() > 1e-3
-    other = sample(
-        params, frozen, sampling.prompts(encoder, CAPTIONS, ""), keys, np.full(4, 3, np.float32)
-    )
-    assert np.abs(three - other).max() > 1e-3
+    np.testing.assert_allclose(guided[0], plain, atol=1e-5)
+    assert np.abs(guided[1] - plain).max() > 1e-3
 
 
 def test_ddim_starts_at_n01_and_steps_as_ldm_does():
@@ -222,16 +217,6 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     # eps is 0: x0 = x / sqrt(abar) from time 501 on, through 1, to the first of the table.
     z = x * np.sqrt(ABAR[0] / ABAR[501])
     np.testing.assert_allclose(images, 3 * z / s.latents.scale, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", SAMPLERS)
-def test_every_number_of_steps_from_1_to_1000_has_as_many_times(name):
-    for steps in (1, 2, 3, 7, 27, 50, 333, 500, 501, 999, 1000):
-        sigmas = sampling.sampling_sigmas(
-            tiny.settings(sampler__steps=steps, sampler__name=name).sampler
-        )
-        assert sigmas.shape == (steps + 1,)
-        assert (np.diff(sigmas) < 0).all()
 
 
 @pytest.mark.parametrize(

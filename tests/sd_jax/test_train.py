@@ -9,7 +9,8 @@ import pytest
 
 from diffusion_jax import loop, settings, sharding
 from diffusion_jax.data import digits, encode_moments, moments, pictures, webdataset
-from sd_jax import precache, pretrained, task, train, trained
+from diffusion_jax.data.encode_moments import Work
+from sd_jax import precache, pretrained, sampling, train, trained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4
@@ -38,7 +39,7 @@ def source(images):
 def stored(tmp_path_factory, vae, images):
     """Their moments in three tars."""
     out = tmp_path_factory.mktemp("moments")
-    assert precache.encode(tiny.settings(vae, **source(images)), out, SHARD, 1) == 3
+    assert precache.encode(tiny.settings(vae, **source(images)), out, Work(SHARD, 1)) == 3
     return out
 
 
@@ -63,7 +64,7 @@ def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
     kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
     assert len(kept) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
-    expected = np.asarray(program(params, task.to_pixels(read, "symmetric")))
+    expected = np.asarray(program(params, sampling.to_pixels(read, "symmetric")))
     found = records(stored)
     assert list(found) == [f"{index:09}.npy" for index in kept]
     for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):
@@ -72,7 +73,9 @@ def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
         np.testing.assert_allclose(array.transpose(1, 2, 0), mean, atol=1e-5)
 
 
-def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(tmp_path, stored, vae, images):
+def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
+    tmp_path, stored, vae, images, capsys
+):
     s = tiny.settings(vae, **source(images))
     opened = pictures.open_pictures("folder", path=str(images), size=tiny.SIZE)
     mesh = sharding.make_mesh(1, -1, 1)
@@ -85,20 +88,25 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(tmp_path, store
         return encode(batch)
 
     identity = train.made_by(s, tiny.vae_params())
-    work = encode_moments.Work(SHARD, 8, worker=1, workers=2)  # Begins in the middle.
+    work = Work(SHARD, 8, worker=1, workers=2)  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
+    assert precache.encode(s, tmp_path, Work(SHARD, 1, dry_run=True)) == 1
+    assert "would encode 2 of 3 shards of 4 images into" in capsys.readouterr().out
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]
+    assert precache.encode(s, tmp_path / "new", Work(SHARD, 1, dry_run=True)) == 0
+    assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match=r"unfinished: the command that began them goes on"):
         moments.check_manifest(tmp_path, identity)
-    assert precache.encode(s, tmp_path, SHARD, 1) == 3
+    assert precache.encode(s, tmp_path, Work(SHARD, 1)) == 3
     names = [path.name for path in sorted(stored.glob("*.tar"))]
     assert [path.name for path in sorted(tmp_path.glob("*.tar"))] == names
     for name in names:
         assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
     moments.check_manifest(tmp_path, identity)
     with pytest.raises(ValueError, match=r"begun with something else \(shard 4 there, 5 now\)"):
-        precache.encode(s, tmp_path, 5, 1)
+        precache.encode(s, tmp_path, Work(5, 1))
 
 
 def on_moments(stored, vae, **changes):
@@ -152,7 +160,7 @@ def test_a_trained_model_draws_as_chosen(whole, vae):
     choice = trained.Choice(sampler="euler", steps=1, height=16, negative_prompt="ugly")
     model = trained.load_model(whole[0], choice)
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
-    batch = task.prompts(model.encoder, ["a red seven"] * 2, "ugly")
+    batch = sampling.prompts(model.encoder, ["a red seven"] * 2, "ugly")
     drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))
     assert drawn.shape == (2, 16, 8, 3)
     alone = model.draw(model.params, {k: v[:1] for k, v in batch.items()}, [4], np.float32([2]))
@@ -222,4 +230,4 @@ def test_what_cannot_be_encoded_is_refused(tmp_path, vae, changes, message):
     s = tiny.settings(vae)
     fields = {name.removeprefix("data__"): value for name, value in changes.items()}
     with pytest.raises(ValueError, match=message):
-        precache.encode(s._replace(data=s.data._replace(**fields)), tmp_path, SHARD, 1)
+        precache.encode(s._replace(data=s.data._replace(**fields)), tmp_path, Work(SHARD, 1))

@@ -82,14 +82,22 @@ def test_pictures_without_prompts_of_their_own_need_some():
         scorers.make("folder", 64, [], "", "", "")
 
 
-def test_scores_on_the_way_are_named_by_scale(judge):
+def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
     asked = []
 
     def draw(prompts, seeds, scale):
-        asked.append((len(prompts), list(seeds)[:3], scale))
-        return pictures(prompts)
+        asked.append((seeds, scale))
+        images = pictures(prompts) / 127.5 - 1
+        if scale == 9:
+            images[np.isin(seeds, [3, 415]), 2, 2, 1] = np.nan
+        return images
 
-    scores = scorers.score_now(judge, draw, (1.0, 2.5))
-    assert asked == [(416, [0, 1, 2], 1.0), (416, [0, 1, 2], 2.5)]
-    assert scores["evaluation/guidance_2.5/seen_prompt_accuracy"] > 0.95
-    assert scores.keys() >= {"evaluation/guidance_1/fd_digits"}
+    scores = scorers.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
+    assert [scale for _, scale in asked] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
+    rows = [*range(416), *range(34)]  # The last batch is filled up with the first prompts.
+    assert [seeds for seeds, _ in asked[:3]] == [rows[:150], rows[150:300], rows[300:]]
+    whole = judge.score(judge.features(pictures(judge.prompts), judge.prompts))["digits"]
+    for name, value in whole.items():
+        assert scores[f"evaluation/guidance_2.5/{name}"] == pytest.approx(value, rel=1e-9)
+    (name,) = (name for name in scores if "guidance_9" in name)
+    assert (name, scores[name]) == ("evaluation/guidance_9/images_not_finite", 2)

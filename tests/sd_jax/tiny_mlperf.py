@@ -1,0 +1,129 @@
+"""The benchmark's command with extractors of a few numbers, and a kill where it is asked for.
+
+    python -m tests.sd_jax.tiny_mlperf --config=tests/sd_jax/tiny_benchmark.py:FOLDER --workdir=...
+
+FOLDER is what tiny_benchmark.write wrote. --toy also replaces the networks.
+"""
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import flags
+
+from diffusion_jax import checkpoint, cli, sweep
+from diffusion_jax.data import pipeline
+from diffusion_jax.metrics import clip_score, extractors, weights
+from diffusion_jax.metrics.clip_score import Clip
+from diffusion_jax.task import Task, loss_by_noise_level
+from sd_jax import mlperf, task
+from tests.diffusion_jax.metrics import toy
+from tests.sd_jax.tiny_benchmark import INTERVAL
+
+_TOY = flags.DEFINE_bool("toy", False, "Grey images, darker by a step of Adam after each step.")
+_KILL = flags.DEFINE_enum("kill", "", ["", "training", "stop", "saving", "evaluation"], "When.")
+
+
+def main(argv):
+    """As the real command's."""
+    extractors.inception_extractor = lambda weights, mode: inception()
+    weights.load = lambda path: None
+    clip_score.load = lambda path: clip()
+    if _TOY.value:
+        task.make_task = make_task
+    if _KILL.value:
+        _KILLS[_KILL.value]()
+    mlperf.main(argv)
+
+
+def inception():
+    """The mean colour of images 0 ... 255."""
+    return toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
+
+
+def clip():
+    """The cosine of an image's colour and a text's length, both beside a 1."""
+    one = lambda x: jnp.concatenate([jnp.ones((len(x), 1)), x], 1)
+    image = toy.extractor(
+        width=4, prepare=lambda x: x / 255, apply=lambda params, x: one(x.mean((1, 2)))
+    )
+    text = toy.extractor(
+        width=4, prepare=lambda ids: ids, apply=lambda params, ids: one(jnp.repeat(ids, 3, 1) / 10)
+    )
+    return Clip(image, text, lambda texts: np.array([[len(text)] for text in texts]))
+
+
+def make_task(s, encoder, vae_params):
+    """Adam's steps are of the learning rate, since the gradient is 1 but for the data and noise."""
+    del vae_params
+
+    def init(key):
+        return {"bias": jnp.zeros(3)}
+
+    def loss(params, frozen, batch, key):
+        noise = jax.random.normal(key, (len(batch["moments"]), 3))
+        slope = 1 + 0.1 * (batch["moments"].mean((1, 2, 3))[:, None] + noise)
+        per_image = (slope * params["bias"]).sum(1)
+        return per_image.mean(), loss_by_noise_level(per_image, jnp.ones(len(per_image)))
+
+    def sample(params, frozen, batch, keys, guidance):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (3,)))(keys)
+        text = encoder.encode(frozen["text"], batch)[0].mean((1, 2))
+        colour = params["bias"] + 0.02 * (noise + text[:, None])
+        size = s.latents.image_size
+        return jnp.broadcast_to(colour[:, None, None], (len(keys), size, size, 3))
+
+    return Task(init, loss, sample, {"text": encoder.frozen}, task.RULES)
+
+
+def _die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_batch(number, act):
+    take, taken = pipeline.Batches.__next__, []
+
+    def counting(self):
+        taken.append(1)
+        if len(taken) == number:
+            act()
+        return take(self)
+
+    pipeline.Batches.__next__ = counting
+
+
+def _in_saving():
+    """While the first checkpoint of this process is written."""
+    save = checkpoint.Checkpointer.save
+
+    def dying(self, *arguments):
+        save(self, *arguments)
+        _die()
+
+    checkpoint.Checkpointer.save = dying
+
+
+def _in_evaluation():
+    """After the second batch's features."""
+    write, written = sweep.files.write_whole, []
+
+    def dying(path, content):
+        write(path, content)
+        written.append(path)
+        if len([path for path in written if path.suffix == ".npz"]) == 2:
+            _die()
+
+    sweep.files.write_whole = dying
+
+
+_KILLS = {
+    "training": lambda: _at_batch(INTERVAL + 1, _die),  # The first of the second interval.
+    "stop": lambda: _at_batch(1, lambda: os.kill(os.getpid(), signal.SIGTERM)),
+    "saving": _in_saving,
+    "evaluation": _in_evaluation,
+}
+
+if __name__ == "__main__":
+    cli.run(main)
