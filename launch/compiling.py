@@ -66,14 +66,15 @@ def _kept(lowered: jax.stages.Lowered, target: Target, device: Any) -> tuple[int
 
     JAX itself keeps none for devices that are not here.
     """
-    folder = jax.config.jax_compilation_cache_dir
+    config: Any = jax.config
+    folder = config.jax_compilation_cache_dir
     name = _fingerprint(lowered, target, device)
     path = pathlib.Path(folder, f"plan-{name}.json") if folder else None
     if path is not None and path.exists():
         kept = json.loads(path.read_text())
         found = [Collective(kind, size, np.array(g)) for kind, size, g in kept["collectives"]]
         return kept["temporary"], found
-    compiled = lowered.compile()
+    compiled: Any = lowered.compile()
     found = traffic.of_hlo(compiled.as_text())
     temporary = compiled.memory_analysis().temp_size_in_bytes
     if path is not None:
@@ -85,8 +86,8 @@ def _kept(lowered: jax.stages.Lowered, target: Target, device: Any) -> tuple[int
 
 def _fingerprint(lowered: jax.stages.Lowered, target: Target, device: Any) -> str:
     """Of all that changes what is found: program, place, compiler, its options, and the reader."""
-    options = [os.environ.get(name, "") for name in ("XLA_FLAGS", "LIBTPU_INIT_ARGS")]
-    options.append(jax.config.jax_optimization_level)
+    names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
+    options = [os.environ.get(name, "") for name in names]
     compiler = jax.__version__, device.client.platform_version
     parts = [lowered.as_text(), target, *compiler, *options, inspect.getsource(traffic)]
     return hashlib.sha256("\n".join(map(str, parts)).encode()).hexdigest()

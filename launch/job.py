@@ -130,7 +130,8 @@ def check_mesh(run: Run, target: Target) -> None:
     config = values["config"].value
     if config is None or "mesh" not in config:
         return
-    given = {name: value for name, _, value in (argument.partition("=") for argument in run.argv)}
+    pairs = (argument.partition("=") for argument in run.argv)
+    given: dict[str, Any] = {name: value for name, _, value in pairs}
     default = lambda name: operator.attrgetter(name)(config)
     number = lambda name: int(given.get(f"--config.{name}", default(name)))
     sizes = tuple(number(f"mesh.{axis}") for axis in sharding.AXES)

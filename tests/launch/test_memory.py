@@ -83,7 +83,7 @@ def tiny(kind):
         c.unet.update(image_size=32, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 2))
         c.unet.update(attention_levels=(1,), head_dim=32, dtype="float32")
         c.super_resolution.factor = 4
-    c.batch_size = 16
+    c.batch_size = 64 if kind == "blocks" else 16
     return c
 
 
@@ -120,7 +120,7 @@ def blocks(c):
 @pytest.mark.parametrize(
     ("kind", "sizes"),
     [
-        ("blocks", (1, 8, 1)),
+        ("blocks", (1, 2, 4)),
         pytest.param("unet", (1, 8, 1), marks=pytest.mark.slow),
         pytest.param("unet", (1, 4, 2), marks=pytest.mark.slow),
         pytest.param("efficient", (1, 2, 4), marks=pytest.mark.slow),
