@@ -41,7 +41,9 @@ _NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nem
 _EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
 _PREDICTS = flags.DEFINE_string("predicts", None, 'What the UNet predicts: "eps" or "v".')
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "A diffusers directory, to copy its tokenizer.")
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "A diffusers directory of that version, to copy its tokenizer."
+)
 
 
 def main(argv: list[str]) -> None:

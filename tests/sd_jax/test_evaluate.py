@@ -51,7 +51,7 @@ def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
     choice = evaluation.Choice("ema", None, 3)
     system = evaluate.open_system(str(workdir), choice)
-    asked = evaluation.Sweep((1.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
+    asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
     out = evaluation.evaluate(system, scorers.Digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
@@ -61,7 +61,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     """Drawn here again."""
     rows, _ = evaluated
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
-    assert points == [("2", 1), ("2", 4), ("4", 1), ("4", 4)]
+    assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
     model = trained.load_model(workdir, trained.Choice(steps=3, checkpoint=4))
     scorer = scorers.Digits(tiny.SIZE, num_heldout=1)
     texts = sampling.prompts(model.encoder, scorer.prompts, "")

@@ -13,7 +13,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights, vae_weights
 
-TINY = UNet(width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,), head_dim=16)
+TINY = UNet(width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(), head_dim=16)
 TINY_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
 X, TEXT = (jax.random.normal(jax.random.key(i), s) for i, s in ((0, (2, 4, 4, 4)), (1, (2, 3, 24))))
 T = jnp.array([3.0, 981.0])
@@ -34,9 +34,9 @@ def test_an_untrained_unet_gives_0_from_layers_that_start_as_torchs():
     flat = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf
             for p, leaf in jax.tree.leaves_with_path(params)}  # fmt: skip
     zeros = {name for name, leaf in flat.items() if not leaf.any()}
-    # The second convolution of 5 residual blocks, the way out of 4 transformers, and the last one.
+    # The second convolution of 5 residual blocks, the way out of the transformer, and the last one.
     ends = [n for n in zeros if re.search(r"(conv2|attn/out|out_conv)/(kernel|bias)$", n)]
-    assert len(ends) == 2 * (5 + 4 + 1)
+    assert len(ends) == 2 * (5 + 1 + 1)
     kernel = flat["params/down_0_0_res/conv1/kernel"]
     limit = (9 * 32) ** -0.5
     assert np.abs(kernel).max() <= limit and kernel.std() > 0.9 * limit / 3**0.5

@@ -167,6 +167,7 @@ def test_a_strength_that_takes_no_step_is_an_error(strength):
         check_pipeline(PIPELINE._replace(strength=strength))
 
 
+@pytest.mark.oracles
 @pytest.mark.skipif(not ORACLES.exists(), reason="the saved cases beside the project are not here")
 def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
     """OpenCLIP's tokens, MLPerf's UNet predicting v, 4 steps of DDIM at guidance 3, the VAE."""

@@ -27,10 +27,11 @@ def a_task(**changes):
     return task.make_task(s, registry.open_encoder(s.text), PARAMS)
 
 
-@functools.cache
-def a_network():
-    """(apply, params) of the tiny UNet, compiled once, with random numbers in every parameter."""
-    return jax.jit(tiny.settings().unet.apply), tiny.random_params(a_task())
+def plain_network(params, x, time, text):
+    """In a UNet's place: each of its inputs counts, and each place in the text."""
+    places = jnp.arange(1.0, 1 + text.shape[1])[:, None]
+    seen = jnp.sin(time / 100) + (text * places).mean((1, 2))
+    return jnp.tanh(x + seen[:, None, None, None])
 
 
 def with_network(s, apply):
@@ -42,11 +43,15 @@ def moments():
     return jnp.asarray(np.random.default_rng(1).normal(size=(4, 4, 4, 8)), jnp.float32)
 
 
-class Thrice(VAE):
-    """Its images are three times its latents."""
+class PlainVAE(VAE):
+    """Its images are three times its latents, its moments means of pixels."""
 
     def setup(self):
         """No layers."""
+
+    def encode(self, images):
+        means = images.reshape(-1, 4, 2, 4, 2, 3).mean((2, 4))
+        return jnp.tile(means, 3)[..., :8]
 
     def decode(self, z):
         return 3 * z
@@ -89,7 +94,6 @@ def ldm_loss(s, batch, key, f):
 )
 @pytest.mark.parametrize("drop_to", ["empty", "zeros"])
 def test_the_loss_is_ldms(changes, drop_to):
-    apply, params = a_network()
     changes = {f"diffusion__{name}": value for name, value in changes.items()}
     s = tiny.settings(conditioning__drop_to=drop_to, conditioning__pad_to=8, **changes)
     hashed = registry.open_encoder(s.text)
@@ -100,9 +104,8 @@ def test_the_loss_is_ldms(changes, drop_to):
     )
     encoder = hashed._replace(encode=encode)
     batch, key = {"moments": moments(), **encoder.tokenize(CAPTIONS)}, jax.random.key(3)
-    made = task.make_task(with_network(s, apply), encoder, PARAMS)
-    frozen = {"text": (), "vae": None}
-    actual, metrics = made.loss(params, frozen, batch, key)
+    made = task.make_task(with_network(s, plain_network), encoder, PARAMS)
+    actual, metrics = jax.jit(made.loss)((), {"text": (), "vae": None}, batch, key)
 
     text = np.array(encode((), encoder.tokenize(CAPTIONS))[0])
     empty = np.array(encode((), encoder.tokenize([""]))[0]) if drop_to == "empty" else 0
@@ -110,7 +113,7 @@ def test_the_loss_is_ldms(changes, drop_to):
     def f(x, t, keep):
         seen = np.where(keep[:, None, None], text, empty)
         seen = np.concatenate([seen, np.zeros((4, 2, 24))], axis=1)  # NeMo's padding.
-        return np.float64(apply(params, *(jnp.asarray(a, jnp.float32) for a in (x, t, seen))))
+        return np.float64(plain_network((), *(jnp.asarray(a, jnp.float32) for a in (x, t, seen))))
 
     weighted, plain = ldm_loss(s, batch, key, f)
     # Float32 against float64; time comes back from sigma to within 1e-3 of a step.
@@ -119,13 +122,13 @@ def test_the_loss_is_ldms(changes, drop_to):
 
 
 def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
-    s, made = tiny.settings(), a_task()
-    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
+    s = with_network(tiny.settings(), plain_network)._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
+    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": {}}
+    made = task.make_task(s, encoder, PARAMS)
     images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 3), np.uint8)
-    words, params = encoder.tokenize(CAPTIONS), a_network()[1]
-    loss = jax.jit(lambda batch, key: made.loss(params, frozen, batch, key)[0])
-    encode = jax.jit(lambda x: s.vae.apply(PARAMS, x, method="encode"))
-    stored = encode(jnp.asarray(images, jnp.float32) / 127.5 - 1)
+    words = encoder.tokenize(CAPTIONS)
+    loss = jax.jit(lambda batch, key: made.loss((), frozen, batch, key)[0])
+    stored = s.vae.encode(jnp.asarray(images, jnp.float32) / 127.5 - 1)
     online = [loss({"image": images, **words}, jax.random.key(i)) for i in range(2)]
     cached = [loss({"moments": stored, **words}, jax.random.key(i)) for i in range(2)]
     np.testing.assert_allclose(online, cached, rtol=1e-5)
@@ -173,7 +176,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
         sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16
     )
     encoder = registry.open_encoder(s.text)
-    s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=Thrice(**tiny.VAE_FIELDS))
+    s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     made = task.make_task(s, encoder, PARAMS)
     frozen = {"text": (), "vae": {}}
     batch = sampling.prompts(encoder, ["a red seven", "a blue three"], "ugly")
@@ -192,7 +195,8 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
 
 
 def test_guidance_1_of_a_real_network_is_the_conditional_model():
-    made, params, s = a_task(), a_network()[1], tiny.settings()
+    made, s = a_task(), tiny.settings()
+    params = tiny.random_params(made)
     encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     keys = jax.random.split(jax.random.key(0), 4)
@@ -208,11 +212,11 @@ def test_guidance_1_of_a_real_network_is_the_conditional_model():
 def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     """The whole of a step in LDM's own coordinates, with a network that gives 0."""
     s = with_network(tiny.settings(sampler__steps=2), lambda params, x, t, text: 0 * x)
-    s = s._replace(vae=Thrice(**tiny.VAE_FIELDS))
+    s = s._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     encoder = registry.open_encoder(s.text)
     batch, keys = sampling.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
     made = task.make_task(s, encoder, PARAMS)
-    images = made.sample({}, {"text": (), "vae": {}}, batch, keys, None)
+    images = jax.jit(made.sample)({}, {"text": (), "vae": {}}, batch, keys, None)
     x = samplers.initial_noise(keys, (4, 4, 4), 1.0)
     # eps is 0: x0 = x / sqrt(abar) from time 501 on, through 1, to the first of the table.
     z = x * np.sqrt(ABAR[0] / ABAR[501])

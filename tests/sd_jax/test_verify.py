@@ -17,7 +17,7 @@ from tests.sd_jax.cases import TINY, TINY_VAE, unet_case, vae_case
 
 ROOT = pathlib.Path(__file__).parents[2]
 ORACLES = ROOT.parent / "shared" / "oracles" / "sd"
-SHARED = [path for name in ("unet_mlperf", "vae") if (path := ORACLES / f"{name}.npz").exists()]
+SHARED = sorted([*ORACLES.glob("unet_*.npz"), *ORACLES.glob("vae.npz")])
 
 OPTIONS = {
     # 1.x with two layers a transformer, blocks that differ by level, latents that are not square.
@@ -85,7 +85,7 @@ def test_a_block_of_mlperfs_reference_gives_its_numbers():
     np.testing.assert_allclose(y, images("input_blocks.1"), atol=1e-5)
 
 
-@pytest.mark.skipif(not SHARED, reason="the saved cases beside the project are not here")
+@pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_a_case_of_the_reference_gives_its_numbers(path):
     errors = verify.verify(torch_weights.read(path))

@@ -18,7 +18,7 @@ def config(vae="vae.safetensors", **changes):
     """8x8 digits, 4x4 latents, words; diffusion__predicts="v" changes config.diffusion.predicts."""
     c = sd1_256_pretrain.get_config()
     c.unet.update(
-        width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,), num_heads=0,
+        width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(), num_heads=0,
         head_dim=16, dtype="float32",
     )  # fmt: skip
     c.vae.update(weights=str(vae), dtype="float32", **VAE_FIELDS)

@@ -1,0 +1,110 @@
+"""Training the autoencoder: its loss by the formulas, a whole run, and what is refused."""
+
+import functools
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import sd_quickstart_vae
+from diffusion_jax import checkpoint, loop, settings, sharding
+from diffusion_jax.data import digits
+from sd_jax import names, pretrained, train_vae
+from tests.sd_jax import tiny
+
+
+def config(**changes):
+    """The tiny VAE on 8x8 digits; reconstruction__kl=1.0 changes config.reconstruction.kl."""
+    c = sd_quickstart_vae.get_config()
+    c.vae.update(tiny.VAE_FIELDS, latent_channels=4)
+    c.reconstruction.image_size = tiny.SIZE
+    c.optimizer.update(warmup=5, lr=2e-3)
+    c.update(steps=20, batch_size=8, log_every=1, sample_every=20, save_every=20)
+    for name, value in changes.items():
+        group, _, field = name.rpartition("__")
+        (c[group] if group else c)[field] = value
+    return c
+
+
+def read(**changes):
+    return train_vae.read_settings(config(**changes).to_dict())
+
+
+@pytest.mark.parametrize(("distance", "power"), [("l1", 1), ("l2", 2)])
+def test_the_loss_is_the_error_and_the_divergence_of_each_value(distance, power):
+    s = read(reconstruction__distance=distance, reconstruction__kl=0.1)
+    params = jax.tree.map(jnp.asarray, tiny.vae_params())
+    images = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
+    key, x = jax.random.key(1), images / 127.5 - 1
+    loss, metrics = jax.jit(train_vae.make_task(s).loss)(params, (), {"image": images}, key)
+    encode, decode = (
+        jax.jit(functools.partial(s.vae.apply, method=m)) for m in ("encode", "decode")
+    )
+    moments = encode(params, jnp.float32(x))
+    mean, log_variance = np.split(np.float64(moments), 2, axis=-1)
+    draw = np.float64(jax.random.normal(key, (2, 64))).reshape(mean.shape)
+    z = mean + np.exp(log_variance / 2) * draw
+    decoded = np.float64(decode(params, jnp.float32(z)))
+    error = (np.abs(decoded - x) ** power).mean()
+    kl = (mean**2 + np.exp(log_variance) - 1 - log_variance).sum() / 2 / images.size
+    found = [loss, metrics["reconstruction"], metrics["kl"], metrics["latent_std"]]
+    np.testing.assert_allclose(found, [error + 0.1 * kl, error, kl, z.std()], rtol=1e-5)
+
+
+def test_the_divergence_is_that_of_normal_distributions():
+    """Of N(3, 1) from N(0, 1) it is 9 / 2; of N(0, e^2), (e^2 - 1) / 2 - 1."""
+    moments = jnp.array([[3.0, 0.0], [0.0, 2.0]]).reshape(2, 1, 1, 2)
+    np.testing.assert_allclose(
+        train_vae.divergence(moments), [4.5, (np.e**2 - 1) / 2 - 1], rtol=1e-6
+    )
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """(workdir, metrics by step) of 20 steps, each of the same eight pictures."""
+    workdir, pictures = (tmp_path_factory.mktemp(name) for name in ("vae", "pictures"))
+    digits.write_examples(pictures, 8, size=tiny.SIZE)
+    c = config(data__source="folder", data__path=str(pictures))
+    s = train_vae.read_settings(c.to_dict())
+    settings.claim(workdir, c)
+    mesh = sharding.make_mesh(1, 1, 1)
+    made, batches, examples, _, _ = train_vae.prepare(s, mesh)
+    with batches:
+        loop.train(made, s.run, s.optimizer, mesh, batches, examples, workdir, {})
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return workdir, [json.loads(line) for line in lines]
+
+
+def test_it_learns_to_reconstruct(run):
+    workdir, lines = run
+    errors = [line["reconstruction"] for line in lines]
+    assert np.mean(errors[-5:]) < 0.8 * np.mean(errors[:5]), errors
+    assert all(line["latent_std"] > 0 for line in lines)
+    assert list((workdir / "samples").glob("*.png"))
+
+
+def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
+    vae = read().vae
+    params = pretrained.read_vae(run[0], vae)
+    folder, abstract = run[0] / loop.CHECKPOINTS, names.abstract_vae(vae)
+    raw, average = (checkpoint.load_params(folder, abstract, ema) for ema in ("raw", "0.99"))
+    jax.tree.map(np.testing.assert_array_equal, params, average)
+    assert not np.array_equal(jax.tree.leaves(raw)[0], jax.tree.leaves(params)[0])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reconstruction__image_size": 7}, "reconstruction.image_size is 7: take a multiple of 2"),
+        ({"reconstruction__distance": "l3"}, "reconstruction.distance is 'l3': choose from l1, l2"),
+        ({"reconstruction__kl": 2.0}, "reconstruction.kl is 2.0: it must be from 0 to 1"),
+        ({"data__source": "moments", "data__path": "x"}, "an autoencoder is trained on images"),
+        ({"vae__width": 48}, "vae.width * 1 is 48: group normalisation has 32 groups"),
+    ],
+)
+def test_what_cannot_be_says_what_to_change(changes, message):
+    with pytest.raises(ValueError) as error:
+        read(**changes)
+    assert message in str(error.value)
