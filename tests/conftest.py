@@ -24,9 +24,6 @@ _TRAINED = {
     for name in ("train", "sample", "cascade", "evaluate", "two_commands")
 }
 
-# On two cores all tests take longer than people wait: `pytest -m slow` runs these.
-_SLOW = {"test_meshes.py", "test_memory.py", "test_flops.py", "test_systems.py"}
-
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
@@ -38,5 +35,3 @@ def pytest_collection_modifyitems(items):
     for item in items:
         group = "trained" if item.path in _TRAINED else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-        if item.path.name in _SLOW:
-            item.add_marker(pytest.mark.slow)
