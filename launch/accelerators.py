@@ -5,7 +5,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from diffusion_jax import settings
+from jax.sharding import AbstractMesh, AxisType
+
+from diffusion_jax import settings, sharding
 from diffusion_jax.hardware import PEAKS
 
 GB = 1e9
@@ -107,6 +109,18 @@ def parse(text: str) -> Target:
     name, _, size = text.partition(":")
     settings.one_of("accelerator", name, KINDS)
     return _slices(name, size) if KINDS[name].torus else _gpus(name, size)
+
+
+def mesh_over(sizes: tuple[int, ...], devices: int) -> AbstractMesh:
+    """The mesh of these sizes, which must use all devices; ValueError that gives the arithmetic."""
+    sizes = sharding.mesh_sizes(sizes, devices)
+    if math.prod(sizes) != devices:
+        named = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
+        raise ValueError(
+            f"mesh {named} uses {math.prod(sizes)} of the target's {devices} devices: "
+            "set one size to -1, or book fewer"
+        )
+    return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
 
 
 def _slices(name: str, size: str) -> Target:

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh
 
 from diffusion_jax import flops, sharding
 from diffusion_jax.text import cost
-from launch import memory, systems, traffic
+from launch import accelerators, memory, systems, traffic
 from launch.accelerators import Target
 from launch.memory import Lifetimes, Program
 from launch.systems import Model
@@ -83,14 +83,7 @@ def trace(model: Model) -> Traced:
 
 def mesh_of(model: Model, devices: int) -> AbstractMesh:
     """The config's mesh over that many devices; ValueError that gives the arithmetic."""
-    sizes = sharding.mesh_sizes(tuple(model.mesh), devices)
-    if math.prod(sizes) != devices:
-        named = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
-        raise ValueError(
-            f"mesh {named} uses {math.prod(sizes)} of the target's {devices} devices: "
-            "set one size to -1, or book fewer"
-        )
-    return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    return accelerators.mesh_over(tuple(model.mesh), devices)
 
 
 def local_batch(model: Model, mesh: AbstractMesh) -> int:

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> None:
         runs = jobs.runs(job)
         manifests = [render(job, gke, target, run) for run in runs]
         jobs.check_commands([jobs.with_workdir(run, mounted(run.workdir)) for run in runs])
+        for run in runs:
+            jobs.check_mesh(run, target)
     text = yaml.dump_all(manifests, Dumper=_Plain, sort_keys=False)
     print(jobs.table(runs), file=sys.stderr)
     if jobs.DRY_RUN.value:

@@ -8,6 +8,7 @@ Before anything is rendered the commands are parsed by their own entry points, s
 field of a config costs seconds here and not a booking there.
 """
 
+import operator
 import os
 import re
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from diffusion_jax import settings
+from diffusion_jax import settings, sharding
 from launch import accelerators
 from launch.accelerators import Target
 
@@ -119,3 +120,20 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
         lines = ended.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "rror" in line] or lines
         raise ValueError(f"the command refuses its flags: {errors[-1]}")
+
+
+def check_mesh(run: Run, target: Target) -> None:
+    """ValueError, with the arithmetic, unless a run's mesh and batch suit what is to be booked."""
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    values(["", *(argument for argument in run.argv if argument.startswith("--config="))])
+    config = values["config"].value
+    if config is None or "mesh" not in config:
+        return
+    pairs = (argument.partition("=") for argument in run.argv)
+    given: dict[str, Any] = {name: value for name, _, value in pairs}
+    default = lambda name: operator.attrgetter(name)(config)
+    number = lambda name: int(given.get(f"--config.{name}", default(name)))
+    sizes = tuple(number(f"mesh.{axis}") for axis in sharding.AXES)
+    mesh = accelerators.mesh_over(sizes, target.devices)
+    sharding.check_batch(number("batch_size"), number("optimizer.accumulate"), mesh)

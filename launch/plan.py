@@ -73,25 +73,25 @@ def table(target: str, f: dict[str, Any]) -> str:
     """The figures for people."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
-    gib = lambda size: f"{size / 2**30:,.2f} GiB"
+    size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"
+    ms = lambda seconds: f"{1e3 * seconds:,.3g} ms" if seconds < 1 else f"{seconds:,.3f} s"
     names = ("parameters", "optimizer", "ema", "frozen", "batch", "temporary")
     seconds, busy, rate = f["seconds"], f["seconds"]["busy"], f["samples_per_second"]
-    sent = ", ".join(f"{kind} {gib(size)}" for kind, size in f["bytes_sent"].items()) or "nothing"
+    sent = ", ".join(f"{kind} {size(n)}" for kind, n in f["bytes_sent"].items()) or "nothing"
     disk = f["disk"]
     rows = [
         ("target", f"{target}, {f['target']['devices']} devices; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
-        ("memory a device", ", ".join(f"{name} {gib(need[name])}" for name in names)),
-        ("", f"{gib(need['total'])} of {gib(need['limit'])} usable: "
+        ("memory a device", ", ".join(f"{name} {size(need[name])}" for name in names)),
+        ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {f['memory_source']})"),
         ("batch", f"{f['batch']:,} in {f['accumulate']} parts; the largest that fits in one: "
                   f"{f['largest_batch']:,}"),
-        ("arithmetic", f"{f['tflop_per_sample']:.3f} TFLOP a training sample"),
+        ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP a training sample"),
         ("sent a device, step", sent),
-        ("a step", f"{seconds['arithmetic']:.3f} s arithmetic at {100 * f['mfu']:.0f} % MFU, "
-                   f"{seconds['update']:.3f} s update, {seconds['communication']:.3f} s "
-                   f"communication ({busy['link']:.3f} s of links, {busy['network']:.3f} s of "
-                   "network)"),
+        ("a step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
+                   f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
+                   f"(links {ms(busy['link'])}, network {ms(busy['network'])})"),
         ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, "
                       f"{rate['exposed']:,.0f} with none hidden"),
         ("the recipe", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "

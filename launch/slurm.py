@@ -47,6 +47,8 @@ def main(argv: list[str]) -> None:
         runs = jobs.runs(job)
         scripts = [render(job, slurm, target, run) for run in runs]
         jobs.check_commands([jobs.with_workdir(run, run.workdir) for run in runs])
+        for run in runs:
+            jobs.check_mesh(run, target)
     print(jobs.table(runs), file=sys.stderr)
     if jobs.DRY_RUN.value:
         print("\n".join(scripts), end="")

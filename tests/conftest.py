@@ -24,14 +24,9 @@ _TRAINED = {
     for name in ("train", "sample", "cascade", "evaluate", "two_commands")
 }
 
-# On two cores all tests take longer than people wait: `pytest -m slow` runs these.
-_SLOW = {"test_meshes.py", "test_memory.py", "test_flops.py", "test_systems.py"}
-
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in _TRAINED)  # The longest group first.
     for item in items:
         group = "trained" if item.path in _TRAINED else str(item.path)
         item.add_marker(pytest.mark.xdist_group(group))
-        if item.path.name in _SLOW:
-            item.add_marker(pytest.mark.slow)

@@ -62,7 +62,6 @@ _FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How they are brought to -
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images at once.", lower_bound=1)
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: keep the features in the file too.")
 _ALL = flags.DEFINE_bool("all", False, "fid: all scores, not the distance alone.")
-_REPLICATES = flags.DEFINE_integer("replicates", 30, "Of the interval.", lower_bound=2)
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images in one of KID's subsets.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Of KID's subsets and the interval.", lower_bound=0)
 _PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one a line.")
@@ -133,12 +132,8 @@ def _more(
             "with --keep_features"
         )
     name, seed = cards.frechet_name(card), _SEED.value
-    low, high = bootstrap.interval(
-        lambda rows: frechet.distance(rows, reference),
-        generated,
-        replicates=_REPLICATES.value,
-        seed=seed,
-    )
+    value = frechet.distance(generated, reference)
+    low, high = bootstrap.interval(frechet.influence(generated, reference), value, seed=seed)
     infinity, residual = frechet.extrapolated(generated, reference, seed=seed)
     kid, deviation = mmd.kid(real, generated, size=_SUBSET.value, seed=seed)
     precision, recall = neighbours.precision_recall(real, generated)

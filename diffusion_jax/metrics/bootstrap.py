@@ -1,11 +1,9 @@
 """Confidence intervals of scores by the bootstrap (Efron 1979) over images."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
-
-from diffusion_jax.metrics.features import Rows
+from jaxtyping import Float
 
 
 class Interval(NamedTuple):
@@ -16,26 +14,26 @@ class Interval(NamedTuple):
 
 
 def interval(
-    score: Callable[[Rows], float],
-    features: Rows,
+    each: Float[np.ndarray, "N"],
+    score: float,
     *,
-    replicates: int = 30,
+    replicates: int = 1000,
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """The interval about score(features) of what drawing other images would have made of it.
+    """The interval about a score, of which `each` image's part is given: their mean moves it.
 
-    Percentiles of the score of images drawn again with replacement, moved to lie about the score
-    itself: drawn sets repeat images, by which a Frechet distance comes out larger each time. It
-    says nothing of the bias that all scores of n images share (see frechet.extrapolated).
+    Percentiles of the mean over images drawn again with replacement. Of a Frechet distance the
+    parts are frechet.influence. It says nothing of the bias that all scores of n images share (see
+    frechet.extrapolated).
     """
     if replicates < 2 or not 0 < confidence < 1:
         raise ValueError(
             f"an interval needs 2 replicates or more and a confidence between 0 and 1: these are "
             f"{replicates} and {confidence}"
         )
-    rng, n = np.random.default_rng(seed), len(features)
-    values = np.array([score(features[rng.integers(0, n, n)]) for _ in range(replicates)])
+    rng, n = np.random.default_rng(seed), len(each)
+    means = [each[rng.integers(0, n, n)].mean() for _ in range(replicates)]
     tail = 100 * (1 - confidence) / 2
-    low, high = np.percentile(values, [tail, 100 - tail]) - values.mean() + score(features)
+    low, high = np.percentile(means, [tail, 100 - tail]) - each.mean() + score
     return Interval(float(low), float(high))

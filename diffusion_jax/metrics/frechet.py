@@ -61,6 +61,19 @@ def distance(sample: Sample, reference: Reference) -> float:
     return float(between + trace + np.square(factor).sum() - 2 * cross)
 
 
+def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
+    """What each image adds to the distance, to first order: n times its derivative by their weight.
+
+    The spread of their mean is that of the distance over sets of n images: the infinitesimal
+    jackknife (Efron 1982). With fewer images than dimensions it is so within a half; sets drawn
+    with replacement would overstate it several times there, and take a decomposition each.
+    """
+    mean, rows = _centred(features)
+    n = len(rows)
+    of_mean = 2 * (n - 1) ** 0.5 * rows @ (mean - reference.mean)
+    return of_mean + n * (np.square(rows).sum(1) - _row_shares(rows @ reference.factor.T))
+
+
 def extrapolated(
     features: Rows, reference: Reference, *, points: int = 15, seed: int = 0
 ) -> tuple[float, float]:
@@ -79,6 +92,16 @@ def extrapolated(
     slope, value = np.polyfit(1 / sizes, values, 1)
     residual = np.sqrt(np.square(values - value - slope / sizes).mean())
     return float(value), float(residual)
+
+
+def _row_shares(rows: Float[np.ndarray, "N R"]) -> Float[np.ndarray, "N"]:
+    """Each row's part of the sum of the singular values: with U S V' the diagonal of U S U'."""
+    if len(rows) < rows.shape[1]:
+        squares, left = np.linalg.eigh(rows @ rows.T)
+        return np.square(left) @ np.sqrt(np.maximum(squares, 0))
+    squares, right = np.linalg.eigh(rows.T @ rows)
+    kept = squares > 1e-12 * squares[-1]
+    return np.square(rows @ right[:, kept]) @ (1 / np.sqrt(squares[kept]))
 
 
 def _is_few(sample: Sample) -> bool:

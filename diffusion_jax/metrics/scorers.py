@@ -235,7 +235,7 @@ class Digits:
         right, n = features["right"], self._num_seen
         row = _accuracies("seen", right[:n]) | _accuracies("heldout", right[n:])
         seen = features["digits"][:n]
-        return {"digits": row | _distance("fd_digits", seen, self._real, replicates=1000)}
+        return {"digits": row | _distance("fd_digits", seen, self._real)}
 
 
 def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
@@ -246,19 +246,19 @@ def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]
 
 
 def _distance(
-    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference, replicates: int = 30
+    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference
 ) -> dict[str, float]:
     """The Fréchet distance with its interval."""
-    score = lambda rows: frechet.distance(rows, real)
-    ends = bootstrap.interval(score, features, replicates=replicates)
-    return {name: score(features), f"{name}_low": ends.low, f"{name}_high": ends.high}
+    value = frechet.distance(features, real)
+    low, high = bootstrap.interval(frechet.influence(features, real), value)
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def _mean(name: str, values: Float[np.ndarray, "N 1"]) -> dict[str, float]:
     """The mean with its interval."""
-    mean = lambda rows: float(rows.mean())
-    ends = bootstrap.interval(mean, values, replicates=1000)
-    return {name: mean(values), f"{name}_low": ends.low, f"{name}_high": ends.high}
+    mean = float(values.mean())
+    low, high = bootstrap.interval(values[:, 0], mean)
+    return {name: mean, f"{name}_low": low, f"{name}_high": high}
 
 
 def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarray]:

@@ -16,7 +16,11 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
-_SLOW_IMPORTS = ["imagen_jax.trained", "diffusion_jax.sweep", "ml_collections.config_flags"]
+_SLOW_IMPORTS = [
+    "imagen_jax.trained", "sd_jax.drawing", "diffusion_jax.figures", "diffusion_jax.sweep",
+    "diffusion_jax.training",
+    "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
+]  # fmt: skip
 # Unoptimised programs compile in half the time.
 XLA_FLAGS = "--xla_force_host_platform_device_count={} --xla_backend_optimization_level=0"
 

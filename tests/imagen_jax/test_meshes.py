@@ -33,6 +33,19 @@ def system():
     return settings, task.make_task(settings, encoder), batch
 
 
+def test_the_loss_is_that_of_one_device_where_all_axes_split():
+    """The forward pass alone, which compiles in seconds; the rest is slow."""
+    _, imagen, batch = system()
+    key, losses = jax.random.key(3), []
+    for sizes in [(1, 1, 1), (2, 2, 2)]:
+        mesh = sharding.make_mesh(*sizes)
+        where = sharding.shardings(initial(), mesh, imagen.rules, fsdp_min_size=32)
+        params = jax.device_put(initial(), where)
+        placed = jax.device_put(batch, sharding.batch_sharding(mesh))
+        losses.append(jax.jit(imagen.loss)(params, (), placed, key)[0])
+    np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
+
+
 @functools.cache
 def run(sizes):
     """The losses of three steps, the parameters after them, and the pictures they draw."""
@@ -43,10 +56,7 @@ def run(sizes):
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
     # Also what is too small to be worth splitting.
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
-    # Zeros would hide much of the network: see the rest of the tests.
-    noisy = lambda p: p + 0.02 * jax.random.normal(jax.random.key(5), p.shape)
-    start = jax.tree.map(noisy, initial())
-    state = jax.device_put(train_state.init_state(start, tx, (0.9,)), where)
+    state = jax.device_put(train_state.init_state(initial(), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
     optimizer = settings.optimizer._replace(ema_decays=(0.9,))
     step = loop.make_step(imagen, optimizer, tx, where)
@@ -54,19 +64,21 @@ def run(sizes):
     for _ in range(3):
         state, metrics = step(state, (), placed, key)
         losses.append(float(metrics["loss"]))
-    pictures = None
-    if sizes in [(1, 1, 1), (1, 2, 4)]:
-        texts = {k: v for k, v in batch.items() if k != "image"}
-        draw = drawing.make_draw(imagen.sample, (), mesh)
-        pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
+    texts = {k: v for k, v in batch.items() if k != "image"}
+    draw = drawing.make_draw(imagen.sample, (), mesh)
+    pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
     return losses, jax.device_get(state.params), pictures
 
 
 @functools.cache
 def initial():
-    return jax.device_get(jax.jit(system()[1].init)(jax.random.key(1)))
+    # Zeros would hide much of the network: see the rest of the tests.
+    noisy = lambda p: p + 0.02 * jax.random.normal(jax.random.key(5), p.shape)
+    init = lambda key: jax.tree.map(noisy, system()[1].init(key))
+    return jax.device_get(jax.jit(init)(jax.random.key(1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES)
 def test_every_mesh_trains_and_draws_as_one_device(sizes):
     losses, params, pictures = run(sizes)
@@ -75,8 +87,7 @@ def test_every_mesh_trains_and_draws_as_one_device(sizes):
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
     # float32 sums in other orders: gradients of 1 or so are off by 1e-6 of it, and move by 0.1.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), params, expected[1])
-    if pictures is not None:
-        np.testing.assert_allclose(pictures, expected[2], atol=1e-4)
+    np.testing.assert_allclose(pictures, expected[2], atol=1e-4)
 
 
 def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs():

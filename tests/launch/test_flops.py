@@ -28,6 +28,7 @@ def count(function, *shapes):
     return flops.count(jax.make_jaxpr(function)(*arguments).jaxpr)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KNOWN)
 def test_the_models_cost_what_is_known_of_them(name):
     model = systems.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
@@ -36,6 +37,7 @@ def test_the_models_cost_what_is_known_of_them(name):
     assert 3 * flops.count(forward.jaxpr) / 1e12 == pytest.approx(KNOWN[name], rel=0.006)
 
 
+@pytest.mark.slow
 def test_stable_diffusion_2_costs_what_is_known_of_it():
     unet, x, text = UNet(), jnp.zeros((1, 64, 64, 4)), jnp.zeros((1, 77, 1024))
     params = jax.eval_shape(unet.init, jax.random.key(0), x, jnp.zeros(1), text)

@@ -189,6 +189,12 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
         ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
         ((*THERE, "--job.sweep=(('seed=1',), ('optimizer.lrr=1',), ('seed=2',))"),
          "unknown config field optimizer.lrr: did you mean optimizer.lr?"),
+        ((*THERE, "--job.accelerator=h100:8", "--job.overrides=('mesh.fsdp=3',)"),
+         "mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8"),
+        ((*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
+         "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices"),
+        ((*THERE, "--job.accelerator=h100:24"),
+         "batch_size 4096 does not divide over accumulate 1 x replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2', and there is no such"),
     ],
 )  # fmt: skip

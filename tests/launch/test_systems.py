@@ -45,6 +45,7 @@ def forward_flops(model):
     return flops.count(loss(model.state.params, frozen, batch, key).jaxpr)
 
 
+@pytest.mark.slow
 def test_stable_diffusion_on_images_also_runs_its_vae_and_its_text_encoder():
     model = systems.read(sd2_512_base.get_config().to_dict())
     assert size(model.state.params) == 865_910_724
@@ -52,6 +53,7 @@ def test_stable_diffusion_on_images_also_runs_its_vae_and_its_text_encoder():
     assert forward_flops(model) == pytest.approx(804.3e9 + 1117e9 + 45e9, rel=0.01)
 
 
+@pytest.mark.slow
 def test_stable_diffusion_on_moments_runs_no_vae():
     model = systems.read(sd2_mlperf.get_config().to_dict())
     assert model.example["moments"].shape == (1, 64, 64, 8)

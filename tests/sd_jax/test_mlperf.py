@@ -1,8 +1,11 @@
 """The benchmark in miniature from start to result, judged by MLPerf's own checkers.
 
 Its processes draw ten pictures for each of two evaluations, of which the second meets the targets.
-One run has the real networks, tiny; in the others grey images stand for theirs (see tiny_mlperf).
+One run has the real networks, tiny, and one evaluation, for they take long to compile; in the
+others grey images stand for theirs (see tiny_mlperf).
 """
+
+import shutil
 
 import numpy as np
 import pytest
@@ -65,22 +68,20 @@ def features(workdir, step):
 
 
 def test_the_real_networks_meet_their_target(tmp_path):
-    folder = tiny_benchmark.write(tmp_path)
-    workdir, _ = run(folder, "real", devices=1)
+    folder = tiny_benchmark.write(tmp_path, mean=0.0)
+    once = f"--config.steps={INTERVAL}"
+    workdir, _ = run(folder, "real", once, devices=1)
     path = workdir / "result.txt"
     result = results.read(path)
-    assert result.status == "aborted" and list(result.evaluations) == [FIRST, SECOND]
-    assert not complies(path)
-    # The target becomes what the second draws, and its evaluation is taken back.
-    tiny_benchmark.write_reference(folder, gaussian(features(workdir, 2 * INTERVAL)["inception"]))
-    lines = path.read_text().splitlines(keepends=True)
-    last = max(i for i, line in enumerate(lines) if '"key": "eval_start"' in line)
-    path.write_text("".join(lines[:last]))
-    run(folder, "real", devices=1)
+    assert result.status == "aborted" and result.evaluations[FIRST]["FID"] > 90
+    # The target becomes what was drawn; the log ends there, and the checkpoint draws it again.
+    tiny_benchmark.write_reference(folder, gaussian(features(workdir, INTERVAL)["inception"]))
+    path.write_text(path.read_text().partition('"key": "eval_start"')[0])
+    shutil.rmtree(workdir / "evaluation")
+    run(folder, "real", once, devices=1)
     result = results.read(path)
-    assert result.samples_to_target == SECOND and result.evaluations[FIRST]["FID"] > 90
-    assert result.evaluations[SECOND]["FID"] == pytest.approx(0, abs=1e-3)
-    assert complies(path)
+    assert result.samples_to_target == FIRST
+    assert result.evaluations[FIRST]["FID"] == pytest.approx(0, abs=1e-3)
 
 
 def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
@@ -137,11 +138,7 @@ def test_stopped_anywhere_it_ends_alike(whole, folder):
 def test_two_processes_say_the_same(whole, folder):
     workdir, _ = run(folder, "two", "--toy", count=2, devices=1)
     assert complies(workdir / "result.txt")
-    ours, theirs = said(workdir / "result.txt"), said(whole / "result.txt")
-    assert [(key, metadata) for key, _, metadata in ours] == [(k, m) for k, _, m in theirs]
-    for (key, a, _), (_, b, _) in zip(ours, theirs, strict=True):
-        # Sums of two processes' gradients are rounded in another order.
-        assert a == (pytest.approx(b, rel=1e-5) if key == "eval_accuracy" else b)
+    assert said(workdir / "result.txt") == said(whole / "result.txt")
 
 
 def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):

@@ -70,7 +70,7 @@ def test_fid_of_folders_and_of_their_statistics_is_one_number(run, tmp_path, sid
 def test_all_scores_with_their_card(run, tmp_path, sides):
     out = tmp_path / "scores.json"
     paths = [tmp_path / "a", tmp_path / "b"]
-    code, _, _ = run("fid", *paths, "--all", "--kid_subset=20", "--replicates=5", f"--out={out}")
+    code, _, _ = run("fid", *paths, "--all", "--kid_subset=20", f"--out={out}")
     assert code == 0
     saved = json.loads(out.read_text())
     scores, card = saved["scores"], saved["card"]
@@ -88,7 +88,7 @@ def test_all_needs_features(run, tmp_path, sides):
     assert code == 2 and "--all needs the features of both sides" in err
     keep = (f"--images={tmp_path / 'a'}", f"--out={tmp_path / 'a.npz'}", "--keep_features")
     run("stats", *keep)
-    arguments = (tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20", "--replicates=2")
+    arguments = (tmp_path / "a.npz", tmp_path / "b", "--all", "--kid_subset=20")
     assert run("fid", *arguments)[0] == 0
 
 

@@ -47,6 +47,37 @@ def test_fewer_images_than_dimensions_are_exact():
     assert frechet.frechet(wide, wide) == pytest.approx(0, abs=1e-12)
 
 
+def test_an_images_influence_is_the_derivative_by_its_weight():
+    x, real = draw(40, 9), frechet.reference(draw(50, 9, 1, shift=0.2))
+
+    def with_more(i, weight):
+        weights = np.full(40, 1 - weight / 39)
+        weights[i] = 1 + weight
+        mean = weights @ x / 40
+        cov = (x - mean).T * weights @ (x - mean) / 39
+        return frechet.distance(Gaussian(mean, cov, 40), real)
+
+    influence = frechet.influence(x, real)
+    for i in (0, 17, 39):
+        derivative = (with_more(i, 1e-5) - with_more(i, -1e-5)) / 2e-5
+        others = np.delete(influence, i).mean()
+        assert (influence[i] - others) / 40 == pytest.approx(derivative, abs=1e-7)
+    plane = np.linalg.qr(np.random.default_rng(2).normal(size=(60, 60)))[0][:9]
+    wide = frechet.reference(draw(50, 9, 1, shift=0.2) @ plane)
+    np.testing.assert_allclose(frechet.influence(x @ plane, wide), influence, atol=1e-6)
+
+
+@pytest.mark.parametrize(("n", "d", "near"), [(200, 8, 0.1), (30, 60, 0.4)])
+def test_the_influences_spread_is_the_distances(n, d, near):
+    """Over 200 sets of images, whose deviation is known to 5 %; with few images it is larger."""
+    axes = np.linspace(2, 0.1, d)
+    sets = np.random.default_rng(3).normal(size=(200, n, d)) * axes
+    real = frechet.reference(Gaussian(np.zeros(d) + 0.1, np.diag(axes**2) * 1.5, None))
+    deviation = np.std([frechet.distance(rows, real) for rows in sets])
+    expected = [frechet.influence(rows, real).std() / n**0.5 for rows in sets[:20]]
+    assert np.mean(expected) == pytest.approx(deviation, rel=near)
+
+
 def test_the_bias_of_finite_samples_is_extrapolated_away():
     """Of standard normals FID is about c / n: 1.5 at 400 images, 0 at infinitely many."""
     rng = np.random.default_rng(0)
