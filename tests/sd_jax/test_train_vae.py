@@ -66,7 +66,7 @@ def run(tmp_path_factory):
     """(workdir, metrics by step) of 20 steps, each of the same eight pictures."""
     workdir, pictures = (tmp_path_factory.mktemp(name) for name in ("vae", "pictures"))
     digits.write_examples(pictures, 8, size=tiny.SIZE)
-    c = config(data__source="folder", data__path=str(pictures))
+    c = config(data__source="folder", data__path=str(pictures), vae__channel_mult=(1,))
     s = train_vae.read_settings(c.to_dict())
     settings.claim(workdir, c)
     mesh = sharding.make_mesh(1, 1, 1)
@@ -86,7 +86,7 @@ def test_it_learns_to_reconstruct(run):
 
 
 def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
-    vae = read().vae
+    vae = read(vae__channel_mult=(1,)).vae
     params = pretrained.read_vae(run[0], vae)
     folder, abstract = run[0] / loop.CHECKPOINTS, names.abstract_vae(vae)
     raw, average = (checkpoint.load_params(folder, abstract, ema) for ema in ("raw", "0.99"))
