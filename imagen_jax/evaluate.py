@@ -8,7 +8,7 @@ other pictures are scored by FID and CLIP score, as a curve over the scales:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
-        --inception=pt_inception-2015-12-05.pth --clip=openai/clip-vit-large-patch14
+        --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14
 
 --checkpoint and --ema take lists, of the first model, and become further points. The same seeds
 draw at every point. Features are kept batch by batch: started again, a sweep goes on where it was.

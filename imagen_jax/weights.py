@@ -19,16 +19,14 @@ ours is not finite), and the number of parameters. The exit code is 0 within 3e-
 1 beyond, 2 if the case cannot be read; the line is then {"error": ...}.
 """
 
-import json
-import math
 import sys
 
 from absl import flags
 from ml_collections import config_flags
 
-from diffusion_jax import cli, torch_weights
+from diffusion_jax import cli, verification
 from imagen_jax import convert
-from imagen_jax.verify import verify, within_tolerance
+from imagen_jax.verify import TOLERANCE, verify
 
 _USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CONFIG --to=WORKDIR
        python -m imagen_jax.weights export --from=WORKDIR --to=FILE [--ema=raw] [--checkpoint=N]
@@ -47,7 +45,7 @@ def main(argv: list[str]) -> None:
     source, target = _FROM.value, _TO.value
     match argv[1:]:
         case ["verify", path]:
-            _verify(path)
+            verification.command(path, verify, TOLERANCE)
         case ["convert"] if source and target and _CONFIG.value is not None:
             with cli.bad_input():
                 convert.to_workdir(source, _CONFIG.value, target)
@@ -57,20 +55,6 @@ def main(argv: list[str]) -> None:
         case _:
             print(_USAGE, file=sys.stderr)
             sys.exit(2)
-
-
-def _verify(path: str) -> None:
-    try:
-        errors = verify(torch_weights.read(path))
-    except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
-        print(f"error: cannot verify {path}: {error}", file=sys.stderr)
-        print(json.dumps({"error": str(error)}))
-        sys.exit(2)
-    infinite = [name for name, e in errors.items() if e is not None and not math.isfinite(e)]
-    if infinite:
-        print(f"not finite: {', '.join(infinite)}", file=sys.stderr)
-    print(json.dumps({name: None if name in infinite else e for name, e in errors.items()}))
-    sys.exit(0 if within_tolerance(errors) else 1)
 
 
 if __name__ == "__main__":

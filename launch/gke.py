@@ -1,9 +1,11 @@
 """Runs a job on Google Kubernetes Engine, as one JobSet for each run.
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.image=IMAGE \\
-        --job.workdir=gs://BUCKET/runs/base64 --dry_run > jobset.yaml
+        --job.workdir=gs://BUCKET/runs/base64 \\
+        --job.overrides="('data.path=gs://BUCKET/laion64',)" --dry_run > jobset.yaml
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.image=IMAGE \\
-        --job.workdir=gs://BUCKET/runs/base64
+        --job.workdir=gs://BUCKET/runs/base64 \\
+        --job.overrides="('data.path=gs://BUCKET/laion64',)"
 
 The first prints the manifests, the second gives them to kubectl; both print a table of the runs.
 The cluster needs JobSet and the Cloud Storage FUSE driver: the bucket of the workdir is mounted at

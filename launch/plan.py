@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         notes += note
     given = {"mfu": _MFU.value, "pictures": _PICTURES.value}
     figures = estimate.plan(traced, target, **given, temporary=temporary, found=found)
-    figures["advice"] = _advice(config, figures, target, mesh)
+    figures["advice"] = _advice(config, figures, mesh)
     figures["notes"] = notes
     print(json.dumps(figures) if _JSON.value else table(str(_TARGET.value), figures))
 
@@ -105,7 +105,7 @@ def table(target: str, f: dict[str, Any]) -> str:
     return "\n".join(f"{name:20} {text}" for name, text in rows)
 
 
-def _advice(config: dict[str, Any], figures: dict[str, Any], target: Any, mesh: Any) -> list[str]:
+def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[str]:
     """What to change: rematerialization and micro batches, by the model of the memory."""
     remat = config["unet"]["remat"]
     if figures["fits"]:

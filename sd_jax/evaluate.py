@@ -2,7 +2,8 @@
 
     python -m sd_jax.evaluate --workdir=runs/sd2_512 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=val2014_512.npz \\
-        --inception=pt_inception-2015-12-05.pth --clip=weights/CLIP-ViT-H-14-laion2B-s32B-b79K
+        --inception=pt_inception-2015-12-05-6726825d.pth \\
+        --clip=weights/CLIP-ViT-H-14-laion2B-s32B-b79K
 
 draws the prompts at each scale and scores them by FID and CLIP score, as a curve over the scales;
 a model of the coloured digits is scored by their judge, without any of these files. --checkpoint

@@ -18,8 +18,6 @@ from sd_jax import vae as vae_module
 from sd_jax.unet import UNet, blocks_per_level
 from sd_jax.vae import VAE
 
-DIALECTS = ("ldm", "nemo", "diffusers")
-
 
 class _Words(NamedTuple):
     """What a dialect calls the parts of a block, by our names."""

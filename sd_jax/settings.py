@@ -263,7 +263,8 @@ def _check_data(s: Settings) -> None:
     elif s.data.flip or s.data.crop != "center" or s.data.resize:
         raise ValueError(
             "data.flip, data.crop or data.resize is set, and moments are of whole images: set "
-            "them when the moments are made"
+            "data.flip=False, data.crop=center and data.resize=0 (data.resize may be set when the "
+            "moments are made)"
         )
     elif draws and not s.vae_weights:
         raise ValueError(

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax import noise, precond
+from diffusion_jax import noise, precond, verification
 from sd_jax import formats, names, vae
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
@@ -59,15 +59,6 @@ def verify(case: Arrays) -> dict[str, float | int | None]:
     return _report(pairs) | {"parameters": parameters}
 
 
-def within_tolerance(errors: Mapping[str, float | int | None]) -> bool:
-    """Whether every error that a case has is at most TOLERANCE; NaN is not."""
-    return all(
-        error <= TOLERANCE[name]
-        for name, error in errors.items()
-        if name in TOLERANCE and error is not None
-    )
-
-
 def _unet(weights: Arrays, meta: Mapping[str, Any], case: Arrays) -> tuple[dict[str, Any], int]:
     if "block_out_channels" in meta["config"]:
         unet = formats.unet_from_diffusers(meta["config"])
@@ -80,7 +71,7 @@ def _unet(weights: Arrays, meta: Mapping[str, Any], case: Arrays) -> tuple[dict[
     for predicts in ("eps", "v"):
         if f"loss_{predicts}" in case:
             outputs |= _losses(unet, params, case, predicts, dialect)
-    return outputs, _count(params)
+    return outputs, verification.count(params)
 
 
 def _unet_outputs(unet: UNet, params: Any, case: Arrays) -> dict[str, jax.Array]:
@@ -161,7 +152,9 @@ def _vae(weights: Arrays, meta: Mapping[str, Any], case: Arrays) -> tuple[dict[s
     if "decode" in case:
         decode = jax.jit(lambda params, z: model.apply(params, z, method="decode"))
         known["decode"] = _nchw(decode(params, _nhwc(_needed(case, "z"))))
-    return {name: value for name, value in known.items() if name in case}, _count(params)
+    return {name: value for name, value in known.items() if name in case}, verification.count(
+        params
+    )
 
 
 def _encoded(model: VAE, params: Any, case: Arrays) -> dict[str, jax.Array]:
@@ -235,10 +228,6 @@ def _nhwc(images: np.ndarray) -> jax.Array:
 
 def _nchw(images: jax.Array) -> jax.Array:
     return images.transpose(0, 3, 1, 2)
-
-
-def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _few(arrays: Mapping[str, Any]) -> str:

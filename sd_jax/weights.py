@@ -19,17 +19,15 @@ none), and the number of parameters; null also where ours is not finite. The exi
 3e-5 (gradients 1e-4), 1 beyond, 2 if the case cannot be read; the line is then {"error": ...}.
 """
 
-import json
-import math
 import os
 import pathlib
 import sys
 
 from absl import flags
 
-from diffusion_jax import cli, loop, torch_weights
+from diffusion_jax import cli, loop, verification
 from sd_jax import checkpoints, trained
-from sd_jax.verify import verify, within_tolerance
+from sd_jax.verify import TOLERANCE, verify
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
            [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]
@@ -51,7 +49,7 @@ def main(argv: list[str]) -> None:
     cli.start(alone=True)
     match argv[1:]:
         case ["verify", path]:
-            _verify(path)
+            verification.command(path, verify, TOLERANCE)
         case ["convert"] if _FROM.value and _TO.value:
             with cli.bad_input():
                 convert(_FROM.value, _TO.value)
@@ -82,20 +80,6 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
             f"{read.unet and read.unet.network}"
         )
     print(f"{target}: written and read again, the same to the last bit")
-
-
-def _verify(path: str) -> None:
-    try:
-        errors = verify(torch_weights.read(path))
-    except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
-        print(f"error: cannot verify {path}: {error}", file=sys.stderr)
-        print(json.dumps({"error": str(error)}))
-        sys.exit(2)
-    infinite = [name for name, e in errors.items() if e is not None and not math.isfinite(e)]
-    if infinite:
-        print(f"not finite: {', '.join(infinite)}", file=sys.stderr)
-    print(json.dumps({name: None if name in infinite else e for name, e in errors.items()}))
-    sys.exit(0 if within_tolerance(errors) else 1)
 
 
 if __name__ == "__main__":

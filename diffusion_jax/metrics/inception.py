@@ -18,7 +18,6 @@ Conv = Mapping[str, Any]
 Params = Mapping[str, Mapping[str, Conv]]
 """Block -> branch -> convolution, by the names of the public weights; "stem" holds the first five,
 and "fc" the classifier, a 1x1 convolution too."""
-_Padding = tuple[tuple[int, int], tuple[int, int]]
 
 LEVELS = {"64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008}
 """The width of each level of features."""

@@ -4,7 +4,8 @@
 
 compares with outputs saved from a reference implementation (see verify.py) and prints one line of
 JSON: the error of each output relative to its largest value, the largest of these, and the number
-of parameters. The exit code is 0 within 1e-5, 1 beyond, 2 if the case cannot be read.
+of parameters; null where ours is not finite. The exit code is 0 within 1e-5, 1 beyond, 2 if the
+case cannot be read; the line is then {"error": ...}.
 
     python -m diffusion_jax.text convert FOLDER OUT
 
@@ -12,12 +13,11 @@ makes safetensors of the pickles (pytorch_model*.bin) in FOLDER, without torch a
 what they hold. The tokenizer and config are copied.
 """
 
-import json
 import sys
 
 from absl import app
 
-from diffusion_jax import cli, torch_weights
+from diffusion_jax import cli, verification
 from diffusion_jax.text import convert, verify
 
 _USAGE = "Usage: python -m diffusion_jax.text verify CASE.npz | convert FOLDER OUT"
@@ -28,23 +28,13 @@ def main(argv: list[str]) -> None:
     cli.start(alone=True)
     match argv[1:]:
         case ["verify", path]:
-            _verify(path)
+            verification.command(path, verify.verify, verify.TOLERANCE)
         case ["convert", folder, out]:
             with cli.bad_input():
                 convert.convert(folder, out)
         case _:
             print(_USAGE, file=sys.stderr)
             sys.exit(2)
-
-
-def _verify(path: str) -> None:
-    try:
-        errors = verify.verify(torch_weights.read(path))
-    except (ValueError, TypeError, KeyError, IndexError, OSError) as error:
-        print(f"error: cannot verify {path}: {error}", file=sys.stderr)
-        sys.exit(2)
-    print(json.dumps(errors))
-    sys.exit(0 if verify.within_tolerance(errors) else 1)
 
 
 if __name__ == "__main__":

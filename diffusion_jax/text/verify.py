@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax import torch_weights
+from diffusion_jax import torch_weights, verification
 from diffusion_jax.text import clip, clip_weights, t5
 
-TOLERANCE = 1e-5
-"""Of the largest error, relative to the largest value of the reference's output."""
+TOLERANCE = {"max_relative_error": 1e-5}
+"""Relative to the largest value of the reference's output."""
 Arrays = Mapping[str, np.ndarray]
 
 
@@ -51,11 +51,6 @@ def verify(case: Arrays) -> dict[str, float | int]:
     return {**errors, "max_relative_error": worst, "parameters": parameters}
 
 
-def within_tolerance(errors: Mapping[str, float | int]) -> bool:
-    """Whether the largest error is at most TOLERANCE; NaN is not."""
-    return errors["max_relative_error"] <= TOLERANCE
-
-
 def _config(case: Arrays) -> dict[str, Any]:
     text = next((case[n] for n in ("__meta__", "config", "meta") if n in case), None)
     if text is None:
@@ -78,7 +73,7 @@ def _t5(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
         hidden = states(params, ids, np.ones_like(ids) if mask is None else mask)
         known |= {f"{start}hidden_{i}": h for i, h in enumerate(hidden)}
         known |= {f"{start}last_hidden_state": hidden[-1], start.rstrip("_"): hidden[-1]}
-    return _some(known, "ids"), _count(params)
+    return _some(known, "ids"), verification.count(params)
 
 
 def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
@@ -99,7 +94,7 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
             **{f"hidden_{i}": h for i, h in enumerate(out.layers)},
             **dict.fromkeys(("text_features", "text_embeds"), out.projected),
         }
-        count += _count(params)
+        count += verification.count(params)
     if clip_weights.VISION in opened.towers and images is not None:
         tower, table = clip.image_tower(opened)
         params = _load(opened, table, clip.abstract_params(tower))
@@ -113,7 +108,7 @@ def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
         named = {"image_last_hidden_state": out.last, "image_pooled": out.pooled}
         features = dict.fromkeys(("image_features", "image_embeds"), out.projected)
         known |= {**alone, **named, **features}
-        count += _count(params)
+        count += verification.count(params)
     known = {name: value for name, value in known.items() if value is not None}
     if "image_features" in known and "text_features" in known:
         known["clip_score"] = clip.cosine(known["image_features"], known["text_features"])
@@ -139,10 +134,6 @@ def _some(known: dict[str, Any], needed: str) -> dict[str, Any]:
     if not known:
         raise ValueError(f"the case lacks inputs: it needs {needed}")
     return known
-
-
-def _count(params: Any) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def _error(name: str, ours: jax.Array, reference: np.ndarray) -> float:

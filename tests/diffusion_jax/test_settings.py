@@ -109,7 +109,9 @@ def test_a_config_comes_back_from_its_workdir(tmp_path):
 
 def test_the_config_may_claim_its_own_workdir_again(tmp_path):
     settings.claim(tmp_path, config())
+    before = (tmp_path / "config.json").read_text()
     settings.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
+    assert (tmp_path / "config.json").read_text() == before
 
 
 def test_another_config_is_refused_and_the_differences_are_named(tmp_path):

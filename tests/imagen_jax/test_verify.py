@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import torch_weights
+from diffusion_jax import torch_weights, verification
 from imagen_jax import attention, conditioning, layers, nemo, verify
 from tests.imagen_jax.cases import SMALL, SMALL_EFFICIENT, TINY, TINY_EFFICIENT, random_case
 
@@ -131,14 +131,14 @@ def compile_unoptimised(monkeypatch):
 def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
     errors = verify.verify(torch_weights.read(FIXTURES / f"{name}.npz"))
     assert errors["parameters"] == parameters
-    assert None not in errors.values() and verify.within_tolerance(errors), errors
+    assert None not in errors.values() and verification.within(errors, verify.TOLERANCE), errors
 
 
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_every_case_at_hand_gives_its_numbers(path):
     errors = verify.verify(torch_weights.read(path))
-    assert None not in errors.values() and verify.within_tolerance(errors), errors
+    assert None not in errors.values() and verification.within(errors, verify.TOLERANCE), errors
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -203,7 +203,7 @@ def test_a_single_weight_that_is_off_shows(config):
     changed[-1] += 1e-2
     assert verify.verify(case)["max_abs_error"] < 1e-5
     errors = verify.verify(case | {name: changed})
-    assert errors["max_abs_error"] > 3e-5 and not verify.within_tolerance(errors)
+    assert errors["max_abs_error"] > 3e-5 and not verification.within(errors, verify.TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -230,6 +230,6 @@ def test_what_is_wrong_with_a_case_is_said(change, message):
 
 def test_not_a_number_is_not_within_tolerance():
     errors = {"max_abs_error": 1e-6, "cfg_max_abs_error": None, "grad_max_abs_error": 9e-5}
-    assert verify.within_tolerance(errors)
-    assert not verify.within_tolerance(errors | {"max_abs_error": float("nan")})
-    assert not verify.within_tolerance(errors | {"grad_max_abs_error": 1.1e-4})
+    assert verification.within(errors, verify.TOLERANCE)
+    assert not verification.within(errors | {"max_abs_error": float("nan")}, verify.TOLERANCE)
+    assert not verification.within(errors | {"grad_max_abs_error": 1.1e-4}, verify.TOLERANCE)

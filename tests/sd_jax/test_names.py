@@ -62,7 +62,7 @@ def test_nemos_names_are_the_references():
     assert ours == theirs
 
 
-@pytest.mark.parametrize("dialect", names.DIALECTS)
+@pytest.mark.parametrize("dialect", ["ldm", "nemo", "diffusers"])
 @pytest.mark.parametrize("change", [{"transformer_depth": 2, "num_res_blocks": [2, 1]}, LINEAR])
 def test_a_unets_params_go_out_and_back_bit_for_bit(change, dialect):
     unet = formats.unet_from_ldm(TINY | change)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import torch_weights
+from diffusion_jax import torch_weights, verification
 from sd_jax import formats, names, verify
 from sd_jax.unet import ResBlock, Transformer
 from tests.sd_jax.cases import TINY, TINY_VAE, unet_case, vae_case
@@ -89,7 +89,7 @@ def test_a_block_of_mlperfs_reference_gives_its_numbers():
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_a_case_of_the_reference_gives_its_numbers(path):
     errors = verify.verify(torch_weights.read(path))
-    assert verify.within_tolerance(errors), errors
+    assert verification.within(errors, verify.TOLERANCE), errors
     assert len(errors) > 8
 
 
@@ -100,7 +100,7 @@ def test_a_single_weight_that_is_off_shows():
     changed[-1, -1] += 1e-2
     assert verify.verify(case)["max_relative_error"] < 5e-6
     errors = verify.verify(case | {name: changed})
-    assert errors["max_relative_error"] > 3e-5 and not verify.within_tolerance(errors)
+    assert errors["max_relative_error"] > 3e-5 and not verification.within(errors, verify.TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,6 @@ def test_weights_alone_are_no_case():
 
 def test_not_a_number_is_not_within_tolerance():
     errors = {"max_relative_error": 1e-6, "grad_max_relative_error": None}
-    assert verify.within_tolerance(errors)
-    assert not verify.within_tolerance(errors | {"max_relative_error": float("nan")})
-    assert not verify.within_tolerance(errors | {"grad_max_relative_error": 1.1e-4})
+    assert verification.within(errors, verify.TOLERANCE)
+    assert not verification.within(errors | {"max_relative_error": float("nan")}, verify.TOLERANCE)
+    assert not verification.within(errors | {"grad_max_relative_error": 1.1e-4}, verify.TOLERANCE)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import pretrained
+from diffusion_jax import pretrained, verification
 from diffusion_jax.text import clip, clip_weights, embed, verify
 from tests.diffusion_jax.text import tiny_weights
 
@@ -23,7 +23,7 @@ IMAGES = {"image_features", "clip_score"}
 def test_the_references_numbers(name, outputs, parameters):
     errors = verify.verify(tiny_weights.case(name))
     assert outputs <= errors.keys()
-    assert errors["max_relative_error"] < verify.TOLERANCE
+    assert verification.within(errors, verify.TOLERANCE)
     assert errors["parameters"] == parameters
 
 
