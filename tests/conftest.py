@@ -30,6 +30,7 @@ def pytest_xdist_auto_num_workers():
     return (os.cpu_count() or 1) + 1  # Those with processes of their own mostly wait for them.
 
 
+@pytest.hookimpl(tryfirst=True)  # Before xdist reads the marks.
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path not in _TRAINED)  # The longest group first.
     for item in items:
