@@ -32,8 +32,9 @@ from absl import app, flags
 from PIL import Image
 
 from diffusion_jax import cli
-from diffusion_jax.data import pipeline, reshard
+from diffusion_jax.data import pipeline
 from diffusion_jax.data.pictures import open_pictures
+from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources import Folder
 
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)

@@ -17,7 +17,9 @@ import numpy as np
 import optax
 from absl import app, flags
 
-from diffusion_jax import cli, ops, optimizer
+from diffusion_jax import cli
+from diffusion_jax.nn import ops
+from diffusion_jax.train import optimizer
 
 _BATCH = flags.DEFINE_integer("batch", 4, "Images.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 32, "Their side.", lower_bound=2)

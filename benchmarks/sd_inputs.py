@@ -13,9 +13,10 @@ import numpy as np
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, hashed
 from diffusion_jax.text.clip import TextTower, abstract_params
-from sd_jax import names, task
+from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Settings, read_settings
+from sd_jax.weights import names
 
 INPUTS = ("cached", "moments", "images")
 """Moments and text states from storage; moments, with CLIP in the step; both encoders in it."""

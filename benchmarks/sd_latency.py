@@ -19,10 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
-from diffusion_jax import cli, hardware
+from diffusion_jax import cli
+from diffusion_jax.machine import hardware
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.text.clip import TextTower
-from sd_jax import names, sampling
+from sd_jax import sampling
 from sd_jax import vae as vae_module
 from sd_jax.settings import (
     Conditioning,
@@ -34,6 +35,7 @@ from sd_jax.settings import (
 )
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import names
 
 _MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Images drawn at once.")

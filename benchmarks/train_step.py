@@ -7,10 +7,10 @@
 "moments" has CLIP in the step too, "images" also the VAE. No weights are needed for any of them.
 
 Prints one line of JSON. samples_per_second is from the median step after the warm-up, with the
-state donated as in training; tflops uses the count of diffusion_jax/flops.py (which holds what is
-computed twice), of which known_tflop_per_sample holds the count from papers where one is known; mfu
-divides by the peak bfloat16 rate of the device, null for devices that diffusion_jax/hardware.py
-does not list.
+state donated as in training; tflops uses the count of diffusion_jax/machine/flops.py (which holds
+what is computed twice), of which known_tflop_per_sample holds the count from papers where one is
+known; mfu divides by the peak bfloat16 rate of the device, null for devices that
+diffusion_jax/machine/hardware.py does not list.
 """
 
 import json
@@ -26,9 +26,12 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from benchmarks import sd_inputs
-from diffusion_jax import cli, flops, hardware, loop, sharding, train_state
+from diffusion_jax import cli
+from diffusion_jax.machine import flops, hardware, sharding
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.train import loop
+from diffusion_jax.train import state as train_state
 from imagen_jax import task as imagen_task
 from imagen_jax.settings import Settings, read_settings
 from sd_jax.settings import Settings as SDSettings

@@ -1,10 +1,12 @@
 """What holds of the groups that the configs of all systems have: checks in milliseconds."""
 
-from diffusion_jax import loop, settings, train_state
+from diffusion_jax import settings
 from diffusion_jax.data import pipeline
 from diffusion_jax.settings import Data, Optimizer, Run
 from diffusion_jax.text import registry
 from diffusion_jax.text.registry import Text
+from diffusion_jax.train import loop
+from diffusion_jax.train import state as train_state
 
 EMBEDDED = "precomputed"
 """The encoder of embeddings that lie beside the images: it reads no captions."""

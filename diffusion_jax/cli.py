@@ -11,7 +11,7 @@ from logging import WARNING, LogRecord
 import jax
 from absl import app, flags, logging
 
-from diffusion_jax import distributed, xla_flags
+from diffusion_jax.machine import distributed, xla_flags
 
 
 def run(main: Callable[[list[str]], None]) -> None:

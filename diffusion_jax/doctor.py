@@ -5,8 +5,8 @@
 
 Versions (without TensorFlow a run writes no TensorBoard), devices and their memory, whether
 attention through cudnn works, the environment that JAX and XLA read, and the measured rates of a
-matrix product and a convolution beside the maker's figure (diffusion_jax/hardware.py). It takes
-less than a minute, writes nothing and uses no network.
+matrix product and a convolution beside the maker's figure (diffusion_jax/machine/hardware.py). It
+takes less than a minute, writes nothing and uses no network.
 """
 
 import json
@@ -24,7 +24,9 @@ import jax
 import jax.numpy as jnp
 from absl import app, flags
 
-from diffusion_jax import cli, hardware, log, ops
+from diffusion_jax import cli
+from diffusion_jax.machine import hardware, log
+from diffusion_jax.nn import ops
 
 _JSON = flags.DEFINE_bool("json", False, "Print JSON.")
 _PACKAGES = (

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from diffusion_jax import files
+from diffusion_jax.machine import files
 
 CONFIG = "config.json"
 # What a run may change when it is continued: none of it changes what is learned.

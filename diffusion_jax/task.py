@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
-from diffusion_jax.precond import Images, Sigma
-from diffusion_jax.sharding import Rules
-from diffusion_jax.train_state import Batch, Frozen, LossFn, Metrics, Params
+from diffusion_jax.diffusion.precond import Images, Sigma
+from diffusion_jax.machine.sharding import Rules
+from diffusion_jax.train.state import Batch, Frozen, LossFn, Metrics, Params
 
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]

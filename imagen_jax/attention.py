@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax import ops
-from diffusion_jax.layers import GroupNorm, dense
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.layers import GroupNorm, dense
 from imagen_jax.layers import check_one_of
 
 

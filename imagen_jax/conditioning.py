@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax import ops
-from diffusion_jax.layers import dense, layer_norm
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.layers import dense, layer_norm
 from imagen_jax.layers import check_one_of
 
 POOLING = ("attention", "mean")

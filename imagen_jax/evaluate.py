@@ -24,7 +24,8 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from diffusion_jax import drawing, evaluation
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.evaluate import command as evaluation
 from imagen_jax import cascade, trained
 from imagen_jax.trained import Choice, Model
 

@@ -4,8 +4,9 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax import checks, guidance, noise, precond, samplers, settings
-from diffusion_jax.precond import Precond
+from diffusion_jax import checks, settings
+from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.diffusion.precond import Precond
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.text.registry import Text
 from imagen_jax import efficient_unet

@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
-from diffusion_jax import samplers
-from diffusion_jax.precond import Images, Precond, Sigma
+from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:

@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float, UInt8
 
-from diffusion_jax import guidance, precond, samplers, sharding
-from diffusion_jax.precond import Denoiser
+from diffusion_jax.diffusion import guidance, precond, samplers
+from diffusion_jax.diffusion.precond import Denoiser
+from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import TextEncoder
 from imagen_jax import settings, super_resolution

@@ -12,9 +12,12 @@ continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 
 import numpy as np
 
-from diffusion_jax import checks, loop, sharding, training
+from diffusion_jax import checks
 from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.train import command as training
+from diffusion_jax.train import loop
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import Settings, read_settings
 

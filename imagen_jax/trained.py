@@ -3,8 +3,10 @@
 import os
 from typing import NamedTuple
 
-from diffusion_jax import settings, sharding, trained
-from diffusion_jax.trained import Encoders, Model, with_weights
+from diffusion_jax import settings
+from diffusion_jax.draw import model as trained
+from diffusion_jax.draw.model import Encoders, Model, with_weights
+from diffusion_jax.machine import sharding
 from imagen_jax import task
 from imagen_jax.settings import Settings, check, read_settings
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax import ops
-from diffusion_jax.layers import GroupNorm, conv
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.layers import GroupNorm, conv
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, ResBlock, check_width

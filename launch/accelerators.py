@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType
 
-from diffusion_jax import settings, sharding
-from diffusion_jax.hardware import PEAKS
+from diffusion_jax import settings
+from diffusion_jax.machine import sharding
+from diffusion_jax.machine.hardware import PEAKS
 
 GB = 1e9
 _GPUS = 8  # Of a host.

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import config_flags
 
-from diffusion_jax import settings, sharding
+from diffusion_jax import settings
+from diffusion_jax.machine import sharding
 from launch import accelerators
 from launch.accelerators import Target
 

@@ -30,7 +30,8 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli
-from launch import accelerators, compiling, estimate, systems
+from launch import accelerators
+from launch.planner import compiling, estimate, systems
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
 _TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 or h100:64.")

@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 from absl import app, flags
 from jax.sharding import AbstractMesh
 
-from diffusion_jax import cli, sharding
-from launch import compiling, estimate, systems
+from diffusion_jax import cli
+from diffusion_jax.machine import sharding
 from launch.accelerators import KINDS, Target
-from launch.estimate import Traced
+from launch.planner import compiling, estimate, systems
+from launch.planner.estimate import Traced
 
 CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
 _KINDS = ("h100", "v5p")

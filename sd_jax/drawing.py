@@ -15,12 +15,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from diffusion_jax import drawing, sheets
-from diffusion_jax.drawing import Images
-from diffusion_jax.trained import Model
-from sd_jax import published, sampling, settings, trained
-from sd_jax.published import File
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.program import Images
+from diffusion_jax.machine import sheets
+from sd_jax import sampling, settings, trained
 from sd_jax.trained import Choice
+from sd_jax.weights import published
+from sd_jax.weights.published import File
 
 
 def load(

@@ -21,7 +21,7 @@ import pathlib
 import numpy as np
 from absl import flags
 
-from diffusion_jax import evaluation
+from diffusion_jax.evaluate import command as evaluation
 from sd_jax import drawing, trained
 from sd_jax.settings import Settings
 from sd_jax.trained import Choice, Model

@@ -23,13 +23,15 @@ import numpy as np
 from absl import app, flags, logging
 from ml_collections import config_flags
 
-from diffusion_jax import cli, sharding, training
-from diffusion_jax.data import encode_moments
-from diffusion_jax.data.encode_moments import Work
+from diffusion_jax import cli
+from diffusion_jax.machine import sharding
+from diffusion_jax.precache import moments as encode_moments
+from diffusion_jax.precache.moments import Work
+from diffusion_jax.train import command as training
 from sd_jax import sampling, task
-from sd_jax.pretrained import read_vae
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
+from sd_jax.weights.pretrained import read_vae
 
 
 def define_flags() -> None:

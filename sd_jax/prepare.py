@@ -15,9 +15,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from diffusion_jax import cli, files
-from diffusion_jax.data import progress
-from sd_jax import coco, laion
+from diffusion_jax import cli
+from diffusion_jax.machine import files, progress
+from sd_jax.mlperf import coco, laion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

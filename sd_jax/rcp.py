@@ -16,11 +16,13 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from diffusion_jax import cli, figures, files
-from diffusion_jax.figures import Band, Line
-from sd_jax import convergence, results
-from sd_jax.convergence import Verdict
-from sd_jax.results import Result
+from diffusion_jax import cli
+from diffusion_jax.evaluate import figures
+from diffusion_jax.evaluate.figures import Band, Line
+from diffusion_jax.machine import files
+from sd_jax.mlperf import convergence, results
+from sd_jax.mlperf.convergence import Verdict
+from sd_jax.mlperf.results import Result
 
 _FAILED_EXIT = 1
 _LABELS = {"FID": "FID", "CLIP": "CLIP score"}

@@ -30,8 +30,10 @@ from absl import app, flags
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
-from diffusion_jax import cli, gallery, sheets
-from diffusion_jax.trained import Model
+from diffusion_jax import cli
+from diffusion_jax.draw import gallery
+from diffusion_jax.draw.model import Model
+from diffusion_jax.machine import sheets
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.sampling import Preview

@@ -4,10 +4,11 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax import checks, precond, samplers, settings
+from diffusion_jax import checks, settings
 from diffusion_jax.data import pictures
-from diffusion_jax.noise import LogAlphas, time_of
-from diffusion_jax.precond import Precond
+from diffusion_jax.diffusion import precond, samplers
+from diffusion_jax.diffusion.noise import LogAlphas, time_of
+from diffusion_jax.diffusion.precond import Precond
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
 from diffusion_jax.text.registry import Text
 from sd_jax import unet as unet_module

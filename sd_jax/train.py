@@ -20,14 +20,17 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax import loop, pretrained, sharding, training
 from diffusion_jax.data import moments
 from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.train import command as training
+from diffusion_jax.train import loop
+from diffusion_jax.weights import pretrained
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
-from sd_jax.pretrained import read_unet, read_vae
 from sd_jax.settings import Settings, read_settings, uses_moments
+from sd_jax.weights.pretrained import read_unet, read_vae
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:

@@ -15,14 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from diffusion_jax import checks, loop, precond, settings, sharding, training
+from diffusion_jax import checks, settings
+from diffusion_jax.diffusion import precond
+from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
+from diffusion_jax.train import command as training
+from diffusion_jax.train import loop
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
-from sd_jax.pretrained import read_vae as read_vae_weights
 from sd_jax.settings import read_vae, uses_moments
 from sd_jax.vae import VAE, Moments
+from sd_jax.weights.pretrained import read_vae as read_vae_weights
 
 DISTANCES = {"l1": precond.l1, "l2": precond.l2}
 _SHOWN = 8

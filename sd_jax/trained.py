@@ -7,16 +7,21 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import checkpoint, loop, pretrained, settings, sharding, trained
-from diffusion_jax.trained import Model, with_weights
-from sd_jax import names, task
+from diffusion_jax import settings
+from diffusion_jax.draw import model as trained
+from diffusion_jax.draw.model import Model, with_weights
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.weights import pretrained
+from sd_jax import task
 from sd_jax import vae as vae_module
-from sd_jax.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.pretrained import read_vae
 from sd_jax.sampling import Preview, make_sample
 from sd_jax.settings import Sampler, Settings, check, check_pipeline, read_settings
-from sd_jax.text import from_folder
 from sd_jax.vae import VAE
+from sd_jax.weights import names
+from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
+from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.text import from_folder
 
 __all__ = ["Choice", "Model", "load_model", "read_run", "with_weights"]
 

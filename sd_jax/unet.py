@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax import ops
-from diffusion_jax.layers import GroupNorm, conv, dense, layer_norm
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.layers import GroupNorm, conv, dense, layer_norm
 
 
 class UNet(nn.Module):

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax import ops
-from diffusion_jax.layers import GroupNorm, conv, dense
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
 """One over the deviation of latents: what a UNet sees is SCALE times a sample."""

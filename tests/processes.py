@@ -6,7 +6,7 @@ Every wait is bounded: a hang is a failure that prints what each process said.
 import socket
 import time
 
-from diffusion_jax import log
+from diffusion_jax.machine import log
 from tests.imagen_jax import commands
 
 PATIENCE = 240  # Seconds, of a machine that has other work.

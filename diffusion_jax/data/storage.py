@@ -14,7 +14,7 @@ from typing import Any
 
 import fsspec
 
-from diffusion_jax import files
+from diffusion_jax.machine import files
 
 _ATTEMPTS = 4
 _BLOCK = 8 * 2**20  # What one request brings when a file is read from its beginning to its end.

@@ -32,9 +32,10 @@ import time
 import jax
 from absl import flags, logging
 
-from diffusion_jax import cli, files, sharding
+from diffusion_jax import cli
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.log import clock
+from diffusion_jax.machine import files, sharding
+from diffusion_jax.machine.log import clock
 from diffusion_jax.metrics import (
     bootstrap,
     cards,

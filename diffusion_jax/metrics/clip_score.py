@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jaxtyping import Float, Int
 
-from diffusion_jax import pretrained, torch_weights
 from diffusion_jax.metrics import preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import Rows
 from diffusion_jax.text import clip, clip_weights, tokenize
+from diffusion_jax.weights import pretrained, torch_weights
 
 
 class Clip(NamedTuple):

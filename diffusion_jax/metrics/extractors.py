@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
+from diffusion_jax.machine.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess
 from diffusion_jax.metrics.features import Rows, Stream
 from diffusion_jax.metrics.weights import Weights
-from diffusion_jax.sharding import batch_sharding, place, replicated
 
 
 class Extractor(NamedTuple):

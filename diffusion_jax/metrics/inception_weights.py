@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from diffusion_jax import torch_weights
 from diffusion_jax.metrics import inception
-from diffusion_jax.torch_weights import CONV, VECTOR, Entry
+from diffusion_jax.weights import torch_weights
+from diffusion_jax.weights.torch_weights import CONV, VECTOR, Entry
 
 _EPS = 1e-3  # Of the batch norms.
 _NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax import files
+from diffusion_jax.machine import files
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import Gaussian, Rows

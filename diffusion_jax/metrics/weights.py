@@ -9,8 +9,8 @@ from typing import NamedTuple
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
-from diffusion_jax import torch_files
 from diffusion_jax.metrics import inception, inception_weights
+from diffusion_jax.weights import torch_files
 
 URL = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"

@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from diffusion_jax import pretrained, torch_weights
 from diffusion_jax.text import clip_weights, tokenize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
+from diffusion_jax.weights import pretrained, torch_weights
 
 
 class TextOutputs(NamedTuple):

@@ -12,8 +12,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax import pretrained
-from diffusion_jax.torch_weights import LINEAR, VECTOR, Entry, Layout, StateDict, layer, norm
+from diffusion_jax.weights import pretrained
+from diffusion_jax.weights.torch_weights import (
+    LINEAR,
+    VECTOR,
+    Entry,
+    Layout,
+    StateDict,
+    layer,
+    norm,
+)
 
 TEXT, VISION = "text_model", "vision_model"
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import safetensors.numpy
 
-from diffusion_jax import files, pretrained, torch_files
+from diffusion_jax.machine import files
+from diffusion_jax.weights import pretrained, torch_files
 
 _PART = 2**32  # Bytes of a shard, which is held in memory while it is written.
 _COPIED = ("*.json", "*.model", "*.txt", "*.txt.gz")

@@ -4,7 +4,8 @@ import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax.text import clip, hashed, precomputed, store, t5
+from diffusion_jax.precache import store
+from diffusion_jax.text import clip, hashed, precomputed, t5
 from diffusion_jax.text.encoder import TextEncoder
 
 

@@ -18,11 +18,11 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from diffusion_jax import pretrained, torch_weights
 from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
-from diffusion_jax.torch_weights import LINEAR, VECTOR, Entry, StateDict
+from diffusion_jax.weights import pretrained, torch_weights
+from diffusion_jax.weights.torch_weights import LINEAR, VECTOR, Entry, StateDict
 
 
 class T5Encoder(nn.Module):

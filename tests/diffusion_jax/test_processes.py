@@ -13,7 +13,8 @@ import socket
 import numpy as np
 import pytest
 
-from diffusion_jax import checkpoint, log, loop
+from diffusion_jax.machine import log
+from diffusion_jax.train import checkpoint, loop
 from tests.processes import Group, last_step
 
 
@@ -71,7 +72,7 @@ def test_one_that_is_killed_ends_the_other(killed):
 def test_one_that_hangs_ends_the_other_with_its_stacks(hung):
     code, said = hung
     assert code == 1, said
-    assert "Timeout (0:00:20)!" in said and "diffusion_jax/loop.py" in said
+    assert "Timeout (0:00:20)!" in said and "diffusion_jax/train/loop.py" in said
 
 
 def test_one_that_is_told_to_stop_stops_all_at_the_same_saved_step(told):

@@ -9,7 +9,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import guidance, noise, precond, samplers, sharding
+from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import hashed
 

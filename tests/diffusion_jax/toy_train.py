@@ -5,9 +5,11 @@ import sys
 
 from absl import flags
 
-from diffusion_jax import cli, distributed, loop, sharding
+from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
+from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.settings import Optimizer, Run
+from diffusion_jax.train import loop
 from tests.diffusion_jax import toy
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")

@@ -1,12 +1,12 @@
-"""Cases in the format of imagen_jax/verify.py, with random weights and numpy's outputs."""
+"""Cases in the format of tests/parity/imagen.py, with random weights and numpy's outputs."""
 
 import json
 
 import jax
 import numpy as np
 
-from diffusion_jax import torch_weights
-from imagen_jax import nemo
+from diffusion_jax.weights import torch_weights
+from imagen_jax.weights import nemo
 from tests.imagen_jax import numpy_unet
 
 SMALL = dict(

@@ -9,7 +9,8 @@ from typing import NamedTuple
 
 import pytest
 
-from diffusion_jax import checkpoint, log, loop
+from diffusion_jax.machine import log
+from diffusion_jax.train import checkpoint, loop
 from tests.imagen_jax import commands
 
 # The schedule is constant, so that the number of steps changes nothing of what a step does.

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from imagen_jax import nemo
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet, check
+from imagen_jax.weights import nemo
 
 SMALL = dict(
     image_size=8,

@@ -8,8 +8,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import quickstart
-from diffusion_jax import drawing, loop, sharding, train_state
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
+from diffusion_jax.train import loop
+from diffusion_jax.train import state as train_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 

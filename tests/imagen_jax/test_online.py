@@ -5,8 +5,10 @@ import numpy as np
 import pytest
 
 from configs import base64_500m_online, quickstart
-from diffusion_jax import checkpoint, loop, pretrained, sharding
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.weights import pretrained
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax import sharding
 from diffusion_jax.data import pictures, pipeline
-from diffusion_jax.text import fill, registry, store
+from diffusion_jax.machine import sharding
+from diffusion_jax.precache import fill, store
+from diffusion_jax.text import registry
 from imagen_jax import trained
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from configs import quickstart_sr
-from diffusion_jax import precond, samplers
+from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.text import registry
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import read_settings

@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
-from diffusion_jax import loop, samplers, sharding, train_state
+from diffusion_jax.diffusion import samplers
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
+from diffusion_jax.train import loop
+from diffusion_jax.train import state as train_state
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import PRECONDS, read_settings

@@ -7,10 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import checkpoint, log, loop, sharding, train_state
 from diffusion_jax import settings as config_settings
 from diffusion_jax.data import digits
+from diffusion_jax.machine import log, sharding
 from diffusion_jax.text import precomputed, registry
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import state as train_state
 from imagen_jax import task, train
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy

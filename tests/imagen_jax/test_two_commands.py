@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax import checkpoint, log, loop
+from diffusion_jax.machine import log
+from diffusion_jax.train import checkpoint, loop
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffusion_jax import flops
-from launch import systems
+from diffusion_jax.machine import flops
+from launch.planner import systems
 from sd_jax.unet import UNet
 
 NHWC = ("NHWC", "HWIO", "NHWC")

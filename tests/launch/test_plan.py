@@ -5,7 +5,8 @@ import json
 import numpy as np
 import pytest
 
-from launch import accelerators, traffic
+from launch import accelerators
+from launch.planner import traffic
 from tests.imagen_jax import commands
 
 TINY = ("--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32")

@@ -1,11 +1,11 @@
-"""Cases in the format of sd_jax/verify.py, with random weights and numpy's outputs."""
+"""Cases in the format of tests/parity/sd.py, with random weights and numpy's outputs."""
 
 import json
 
 import jax
 import numpy as np
 
-from sd_jax import formats, names
+from sd_jax.weights import formats, names
 from tests.sd_jax import numpy_models
 
 TEXT_WIDTH = 24

@@ -5,14 +5,14 @@ import shutil
 import numpy as np
 import pytest
 
-from sd_jax import checkpoints
+from sd_jax.weights import checkpoints
 from tests.diffusion_jax.text import tiny_weights
 
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
     """d (a directory), a.npz (the same in a file) and tokenizer, of 1.x that predicts v."""
-    from tests.sd_jax.test_checkpoints import compvis  # It takes seconds to make.
+    from tests.sd_jax.weights.test_checkpoints import compvis  # It takes seconds to make.
 
     folder = tmp_path_factory.mktemp("published")
     np.savez(folder / "a.npz", **compvis())

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from configs import sd2_mlperf, sd_quickstart, sd_quickstart_vae
-from diffusion_jax import loop, optimizer
-from sd_jax import names, train_vae
+from diffusion_jax.train import loop, optimizer
+from sd_jax import train_vae
 from sd_jax.settings import read_settings
+from sd_jax.weights import names
 
 ROOT = pathlib.Path(__file__).parents[2]
 V1, V2, VAE = 859_520_964, 865_910_724, 83_653_863

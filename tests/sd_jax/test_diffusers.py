@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sd_jax import checkpoints, drawing
+from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints
 from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.test_checkpoints import TEXTS
+from tests.sd_jax.weights.test_checkpoints import TEXTS
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -114,7 +115,7 @@ def test_prompt_to_pixels_is_their_pipeline(folder, pipeline, sampler, monkeypat
     model = drawing.load(folder, choice, File(predicts))
     noise = np.random.default_rng(1).standard_normal((1, 8, 12, 4), np.float32)
     monkeypatch.setattr(
-        "diffusion_jax.samplers.initial_noise",
+        "diffusion_jax.diffusion.samplers.initial_noise",
         lambda keys, shape, sigma: sigma * noise.repeat(len(keys), 0),
     )
     (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)

@@ -7,13 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import checkpoint, loop, settings, sharding, train_state
+from diffusion_jax import settings
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
-from sd_jax import checkpoints, drawing, published, task, trained, vae
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import state as train_state
+from sd_jax import drawing, task, trained, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
+from sd_jax.weights import checkpoints, published
 from tests.sd_jax import tiny
-from tests.sd_jax.test_checkpoints import compvis
+from tests.sd_jax.weights.test_checkpoints import compvis
 
 CHOICE = Choice(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
 PROMPTS = [*"abcdef"]  # Two devices draw one of them again.

@@ -8,19 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import (
-    checkpoint,
-    drawing,
-    evaluation,
-    loop,
-    settings,
-    sheets,
-    sweep,
-    train_state,
-)
+from diffusion_jax import settings
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.evaluate import command as evaluation
+from diffusion_jax.evaluate import scorers, sweep
+from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import digits as judges
-from diffusion_jax.metrics import scorers
 from diffusion_jax.text import registry
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import state as train_state
 from sd_jax import evaluate, sampling, task, trained
 from tests.sd_jax import tiny
 

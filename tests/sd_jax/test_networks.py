@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sd_jax import names, unet, vae
+from sd_jax import unet, vae
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import names
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights, vae_weights
 
 TINY = UNet(width=32, channel_mult=(1,), num_res_blocks=1, attention_levels=(), head_dim=16)

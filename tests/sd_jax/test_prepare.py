@@ -11,7 +11,8 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
-from sd_jax import coco, laion, prepare
+from sd_jax import prepare
+from sd_jax.mlperf import coco, laion
 
 WORDS = ["a", "cat", '"sits"', "on\tthe", "mat,", "naïve", "猫", "it's"]
 

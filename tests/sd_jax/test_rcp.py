@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_jax import convergence, rcp, results
+from sd_jax import rcp
+from sd_jax.mlperf import convergence, results
 from tests.sd_jax import mllog_files
 
 PASSING = {512_000: (240.0, 0.06), 2_560_000: (89.0, 0.16), 3_072_000: (80.0, 0.17)}

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import noise, samplers, torch_weights
+from diffusion_jax.diffusion import noise, samplers
 from diffusion_jax.text import TextEncoder, clip, clip_weights
-from diffusion_jax.text import verify as text_verify
-from sd_jax import formats, names, sampling, vae
+from diffusion_jax.weights import torch_weights
+from sd_jax import sampling, vae
 from sd_jax.settings import (
     SAMPLERS,
     Conditioning,
@@ -24,6 +24,8 @@ from sd_jax.settings import (
 )
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import formats, names
+from tests.parity import text as text_verify
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 TABLE = noise.scaled_linear()

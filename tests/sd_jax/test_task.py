@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import samplers, sharding
+from diffusion_jax.diffusion import samplers
+from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
 from sd_jax import sampling, task
 from sd_jax.settings import SAMPLERS, Diffusion

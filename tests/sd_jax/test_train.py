@@ -7,10 +7,14 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import loop, settings, sharding
-from diffusion_jax.data import digits, encode_moments, moments, pictures, webdataset
-from diffusion_jax.data.encode_moments import Work
-from sd_jax import precache, pretrained, sampling, train, trained
+from diffusion_jax import settings
+from diffusion_jax.data import digits, moments, pictures, webdataset
+from diffusion_jax.machine import sharding
+from diffusion_jax.precache import moments as encode_moments
+from diffusion_jax.precache.moments import Work
+from diffusion_jax.train import loop
+from sd_jax import precache, sampling, train, trained
+from sd_jax.weights import pretrained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4

@@ -9,9 +9,12 @@ import numpy as np
 import pytest
 
 from configs import sd_quickstart_vae
-from diffusion_jax import checkpoint, loop, settings, sharding
+from diffusion_jax import settings
 from diffusion_jax.data import digits
-from sd_jax import names, pretrained, train_vae
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import checkpoint, loop
+from sd_jax import train_vae
+from sd_jax.weights import names, pretrained
 from tests.sd_jax import tiny
 
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from configs import sd1_256_pretrain
-from sd_jax import checkpoints, names
 from sd_jax.settings import read_settings
 from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints, names
 from tests.sd_jax.cases import vae_weights
 
 SIZE = 8

@@ -8,7 +8,7 @@ from configs import sd2_mlperf
 from diffusion_jax.data import moments, webdataset
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.metrics.features import Gaussian
-from sd_jax import coco
+from sd_jax.mlperf import coco
 from tests.sd_jax import tiny
 
 BATCH, INTERVAL, CAPTIONS = 8, 2, 10

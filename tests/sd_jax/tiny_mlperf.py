@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from diffusion_jax import checkpoint, cli, sweep
+from diffusion_jax import cli
 from diffusion_jax.data import pipeline
+from diffusion_jax.evaluate import sweep
 from diffusion_jax.metrics import clip_score, extractors, weights
 from diffusion_jax.metrics.clip_score import Clip
 from diffusion_jax.task import Task, loss_by_noise_level
-from sd_jax import mlperf, task
+from diffusion_jax.train import checkpoint
+from sd_jax import task
+from sd_jax.mlperf import __main__ as mlperf
 from tests.diffusion_jax.metrics import toy
 from tests.sd_jax.tiny_benchmark import INTERVAL
 

@@ -5,8 +5,8 @@ import logging
 import numpy as np
 import pytest
 
-from diffusion_jax import sheets
 from diffusion_jax.data import digits, pictures
+from diffusion_jax.machine import sheets
 
 
 @pytest.fixture(scope="module")

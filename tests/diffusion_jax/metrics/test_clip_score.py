@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from diffusion_jax.machine.sharding import make_mesh
 from diffusion_jax.metrics import clip_score, extractors
 from diffusion_jax.metrics.extractors import InMemory
-from diffusion_jax.sharding import make_mesh
 from tests.diffusion_jax.metrics import standin
 from tests.diffusion_jax.text import tiny_weights
 

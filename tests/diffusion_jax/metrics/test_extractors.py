@@ -13,9 +13,9 @@ import jax
 import numpy as np
 import pytest
 
+from diffusion_jax.machine.sharding import make_mesh
 from diffusion_jax.metrics import extractors
 from diffusion_jax.metrics.extractors import InMemory
-from diffusion_jax.sharding import make_mesh
 from tests.diffusion_jax.metrics import toy
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -14,14 +14,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from diffusion_jax import sharding
+from diffusion_jax.evaluate import scorers
+from diffusion_jax.machine import sharding
 from diffusion_jax.metrics import (
     features,
     frechet,
     inception,
     inception_weights,
     preprocess,
-    scorers,
     stats_files,
 )
 from tests.diffusion_jax.metrics import standin

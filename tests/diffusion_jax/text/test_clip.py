@@ -5,9 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import pretrained, verification
-from diffusion_jax.text import clip, clip_weights, embed, verify
+from diffusion_jax.text import clip, clip_weights, embed
+from diffusion_jax.weights import pretrained
 from tests.diffusion_jax.text import tiny_weights
+from tests.parity import compare
+from tests.parity import text as verify
 
 TEXT = {"penultimate", "text_features"}
 IMAGES = {"image_features", "clip_score"}
@@ -23,7 +25,7 @@ IMAGES = {"image_features", "clip_score"}
 def test_the_references_numbers(name, outputs, parameters):
     errors = verify.verify(tiny_weights.case(name))
     assert outputs <= errors.keys()
-    assert verification.within(errors, verify.TOLERANCE)
+    assert compare.within(errors, verify.TOLERANCE)
     assert errors["parameters"] == parameters
 
 

@@ -7,10 +7,11 @@ import shutil
 import numpy as np
 import pytest
 
-from diffusion_jax import pretrained, torch_files
 from diffusion_jax.text import __main__ as commands
-from diffusion_jax.text import convert, verify
+from diffusion_jax.text import convert
+from diffusion_jax.weights import pretrained, torch_files
 from tests.diffusion_jax.text import tiny_weights
+from tests.parity import text as verify
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 

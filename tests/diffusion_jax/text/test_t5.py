@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import pretrained, sharding, torch_weights, verification
-from diffusion_jax.text import embed, t5, verify
+from diffusion_jax.machine import sharding
+from diffusion_jax.text import embed, t5
+from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights
+from tests.parity import compare
+from tests.parity import text as verify
 
 RULES = [(r"(kernel|embedding)$", sharding.FSDP), (r"(bias|scale)$", sharding.P())]
 LONG = "A photo of a corgi riding a bike in Times Square. " * 2
@@ -21,7 +24,7 @@ def test_the_references_numbers(name, parameters):
     errors = verify.verify(tiny_weights.case(name))
     assert errors["parameters"] == parameters
     assert {"hidden_0", "hidden_1", "last_hidden_state", "long"} <= errors.keys()
-    assert verification.within(errors, verify.TOLERANCE)
+    assert compare.within(errors, verify.TOLERANCE)
 
 
 def test_distances_and_their_buckets_of_the_paper():

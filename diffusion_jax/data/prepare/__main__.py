@@ -1,0 +1,200 @@
+"""Prepares data sets: fetch, download, reshard, index, merge, validate.
+
+    python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
+
+Every command writes files whole, leaves alone those that are there, and so may be killed and run
+again. docs/data.md shows each.
+"""
+
+import argparse
+import json
+import pathlib
+import re
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from absl import flags
+
+from diffusion_jax import cli
+from diffusion_jax.data import pictures, webdataset
+from diffusion_jax.data.prepare import download, fetch, merge, reshard, validate
+from diffusion_jax.data.sources import Records
+from diffusion_jax.machine import files, progress, sheets
+
+_DAMAGED_EXIT = 1
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs a command; bad input is one message and exit code 2."""
+    cli.start(alone=True)
+    given, more = _parser().parse_known_args(arguments)
+    if more and given.command != "download":
+        _parser().error(f"unknown arguments {' '.join(more)}")
+    given.more = more
+    with cli.bad_input():
+        code = given.run(given)
+    sys.exit(code)
+
+
+def _fetch(given: argparse.Namespace) -> int:
+    urls, sums = fetch.expand(given.url), {}
+    for path in given.sums:
+        sums |= fetch.read_sums(pathlib.Path(path).read_text())
+    if given.hash:
+        if len(urls) > 1:
+            raise ValueError(f"--hash is that of one file, and --url names {len(urls)}")
+        sums |= fetch.read_sums(f"{given.hash}  {fetch.name(urls[0])}")
+    if given.dry_run:
+        for url in urls:
+            print(f"would fetch {url}, hash {sums.get(fetch.name(url), 'unknown')}")
+        return 0
+    out = pathlib.Path(given.out)
+    paths = fetch.fetch(urls, out, sums, threads=given.threads, verify=given.verify)
+    print(f"{len(paths)} files are in {out}")
+    return 0
+
+
+def _download(given: argparse.Namespace) -> int:
+    call = download.command(
+        given.urls,
+        given.out,
+        url_column=given.url_column,
+        caption_column=given.caption_column,
+        size=given.size,
+        num=given.num,
+        processes=given.processes,
+        threads=given.threads,
+        distributor=given.distributor,
+        more=given.more,
+    )
+    return download.download(call, given.dry_run)
+
+
+def _reshard(given: argparse.Namespace) -> int:
+    identity = {"source": given.source, "path": given.path, "text": given.text}
+    process, processes = _part(given.part)
+    counts = reshard.reshard(
+        _open(given), pathlib.Path(given.out), num=given.num, format=given.format,
+        identity=identity, process=process, processes=processes,
+    )  # fmt: skip
+    print(json.dumps(counts))
+    return 0
+
+
+def _part(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, found.groups()) if found else (0, 0)
+    if not 0 <= part < parts:
+        raise ValueError(f"--part={text}: give I/N with I from 0 to N - 1, such as 3/8")
+    return part, parts
+
+
+def _index(given: argparse.Namespace) -> int:
+    tars = webdataset.find(given.path)
+    with ThreadPoolExecutor(given.threads) as threads:
+        indices = threads.map(webdataset.load_index, tars)
+        counted = [
+            (len(set(index.record.tolist())), len(index.record), bool(index.truncated))
+            for index in progress.reported(indices, len(tars), "tars")
+        ]
+    records, members, truncated = (sum(column) for column in zip(*counted, strict=True))
+    names = {"tars": len(tars), "records": records, "files": members, "truncated": truncated}
+    print(json.dumps(names))
+    return 0
+
+
+def _merge(given: argparse.Namespace) -> int:
+    counts = merge.merge(given.images, given.embeddings, pathlib.Path(given.out), given.key)
+    print(json.dumps(counts))
+    return 0
+
+
+def _validate(given: argparse.Namespace) -> int:
+    records, out = _open(given), pathlib.Path(given.out)
+    report = validate.validate(records, given.num, given.threads)
+    out.mkdir(parents=True, exist_ok=True)
+    text = json.dumps(report, indent=1)
+    files.write_whole(out / "report.json", text)
+    print(text)
+    if report["usable"]:
+        sheets.write_png(out / "samples.png", validate.sample_sheet(records))
+    damaged = report["read"] - report["usable"]
+    if damaged > given.max_broken * report["read"]:
+        print(f"error: {damaged} of {report['read']} records are unusable", file=sys.stderr)
+        return _DAMAGED_EXIT
+    return 0
+
+
+def _open(given: argparse.Namespace) -> Records:
+    filters = pictures.Filters(max_broken=given.max_broken)
+    return pictures.SOURCES[given.source](given.path, given.text, "drop", filters)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Prepares data sets; docs/data.md shows how.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    def add(name, run, help):
+        command = commands.add_parser(name, help=help, description=help)
+        command.set_defaults(run=run)
+        return command.add_argument
+
+    arg = add("fetch", _fetch, "Files from the web, checked by their hashes.")
+    arg("--url", action="append", required=True, help="may be repeated, and have braces as in "
+        "https://host/part-{00000..00031}.parquet")  # fmt: skip
+    arg("--out", required=True, help="folder for the files")
+    arg("--sums", action="append", default=[], help="a file of sha1sum, sha256sum or sha512sum")
+    arg("--hash", help="of the one file: sha1, sha256 or sha512")
+    arg("--threads", type=int, default=4, help="files at once")
+    arg("--verify", action="store_true", help="also hash the files that are there")
+    arg("--dry_run", action="store_true", help="print the URLs and hashes")
+
+    arg = add("download", _download, "Tables of URLs to tars, by img2dataset; others of its "
+              "arguments are passed on.")  # fmt: skip
+    arg("--urls", required=True, help="a parquet file, or a folder of these")
+    arg("--out", required=True, help="folder of the tars")
+    arg("--url_column", default="URL")
+    arg("--caption_column", default="TEXT")
+    arg("--size", type=int, default=0, help="of the smaller side; 0 leaves images as they are")
+    arg("--num", type=int, default=10_000, help="images a tar")
+    arg("--processes", type=int, default=16)
+    arg("--threads", type=int, default=64, help="of each process")
+    arg("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing")
+    arg("--dry_run", action="store_true", help="print img2dataset's call and do not run it")
+
+    arg = add("reshard", _reshard, "Any source to shards of equal size.")
+    _add_source(arg)
+    arg("--out", required=True, help="folder of the shards")
+    arg("--num", type=int, default=1000, help="records a shard")
+    arg("--format", choices=reshard.FORMATS, default="webdataset")
+    arg("--part", default="0/1", help="I/N: write every Nth shard only, from shard I")
+
+    arg = add("index", _index, "Makes the indices of tars, and counts what they hold.")
+    arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
+    arg("--threads", type=int, default=8)
+
+    arg = add("merge", _merge, "Tars of images and tars of embeddings to tars of both.")
+    arg("--images", required=True, help="as --path of index")
+    arg("--embeddings", required=True, help="likewise; .npy, .npz, .safetensors, or NeMo's .pickle")
+    arg("--out", required=True, help="folder of the tars")
+    arg("--key", default="", help="of the array in pickles, such as embeddings_t5_xxl/encodings")
+
+    arg = add("validate", _validate, "Reads a data set: counts, sizes, broken records, samples.")
+    _add_source(arg)
+    arg("--out", required=True, help="folder for report.json and samples.png")
+    arg("--num", type=int, default=0, help="records to read, drawn at random; 0 for all")
+    arg("--threads", type=int, default=4)
+    return parser
+
+
+def _add_source(arg) -> None:
+    arg("--source", choices=tuple(pictures.SOURCES), required=True)
+    arg("--path", required=True, help="data.path of a config")
+    arg("--text", default="txt", help="data.text of a config")
+    arg("--max_broken", type=float, default=1.0, help="share of damaged records that is no error")
+
+
+if __name__ == "__main__":
+    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
+    main()

@@ -1,0 +1,147 @@
+"""Files from the web, each whole and with the right hash under its name, or not there at all.
+
+What has arrived before a kill stays in a hidden `.part` file and is not asked for again.
+"""
+
+import hashlib
+import pathlib
+import re
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.error import HTTPError
+
+from absl import logging
+
+from diffusion_jax.data import webdataset
+from diffusion_jax.machine import progress
+
+_ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
+_CHUNK = 2**20
+_ATTEMPTS = 4
+_REPORT = 10.0  # Seconds.
+
+
+def expand(urls: Sequence[str]) -> list[str]:
+    """URLs with braces as in a shell, "part-{00000..00031}.parquet"; ValueError for another."""
+    every = [url for pattern in urls for url in webdataset.expand(pattern)]
+    for url in every:
+        if not re.match(r"(https?|ftp|file)://.*[^/]$", url):
+            raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")
+    names = [name(url) for url in every]
+    if doubled := {one for one in names if names.count(one) > 1}:
+        raise ValueError(f"several URLs end in {min(doubled)}: fetch them into different folders")
+    return every
+
+
+def read_sums(text: str) -> dict[str, str]:
+    """{file name: hash} of lines as sha1sum, sha256sum or sha512sum write; ValueError else."""
+    sums = {}
+    for line in filter(str.strip, text.splitlines()):
+        match = re.fullmatch(r"([0-9a-fA-F]+) [ *](.+)", line.rstrip())
+        if match is None or len(match[1]) not in _ALGORITHMS:
+            raise ValueError(f"{line!r} is no line of sha1sum, sha256sum or sha512sum")
+        sums[match[2].rpartition("/")[2]] = match[1].lower()
+    return sums
+
+
+def fetch(
+    urls: Sequence[str],
+    out: pathlib.Path,
+    sums: Mapping[str, str],
+    *,
+    threads: int = 4,
+    verify: bool = False,
+    timeout: float = 60.0,
+) -> list[pathlib.Path]:
+    """Downloads what is not in `out`; the paths of all.
+
+    `sums` are hashes by file name; a file without one is taken as it comes, and the log says so.
+    `verify` also hashes the files that are there. OSError or ValueError names what failed.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    paths = [out / name(url) for url in urls]
+    there = [path for path in paths if path.exists()]
+    for path in there if verify else ():
+        _check(path, sums.get(path.name))
+    missing = [(u, p) for u, p in zip(urls, paths, strict=True) if not p.exists()]
+    logging.info("%d of %d files are there", len(there), len(paths))
+    if unknown := [path.name for _, path in missing if path.name not in sums]:
+        logging.warning("no hash of %s: it is taken as it comes", ", ".join(unknown[:3]))
+    with ThreadPoolExecutor(threads) as pool:
+        get = lambda url, path: _fetch(url, path, sums.get(path.name), timeout)
+        fetched = pool.map(lambda one: get(*one), missing)
+        list(progress.reported(fetched, len(missing), "files"))
+    return paths
+
+
+def file_hash(path: pathlib.Path, algorithm: str) -> str:
+    """In hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, algorithm).hexdigest()
+
+
+def name(url: str) -> str:
+    """What a URL's file is called."""
+    return url.partition("?")[0].rpartition("/")[2]
+
+
+def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> None:
+    part = path.with_name(f".{path.name}.part")
+    for attempt in range(_ATTEMPTS):
+        try:
+            _continue(url, part, timeout)
+            break
+        except HTTPError as error:
+            raise OSError(f"{url}: {error}") from error
+        except OSError as error:
+            if attempt == _ATTEMPTS - 1:
+                raise OSError(f"{url} after {_ATTEMPTS} attempts: {error}") from error
+            time.sleep(2.0**attempt)
+    try:
+        _check(part, digest, url)
+    except ValueError:
+        part.unlink()
+        raise
+    part.replace(path)
+
+
+def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
+    """Appends what is missing; from the beginning where the server cannot give a range."""
+    done = part.stat().st_size if part.exists() else 0
+    request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
+    try:
+        response = urllib.request.urlopen(request, timeout=timeout)
+    except HTTPError as error:
+        error.close()
+        if error.code == 416:  # Nothing is left of it.
+            return
+        raise
+    with response:
+        whole = getattr(response, "status", None) != 206  # A part of it, as asked.
+        total = int(response.headers.get("Content-Length") or 0) + (0 if whole else done)
+        with part.open("wb" if whole else "ab") as file:
+            _copy(response, file, url, total)
+
+
+def _copy(response, file, url: str, total: int) -> None:
+    start = last = time.monotonic()
+    first = file.tell()
+    while chunk := response.read(_CHUNK):
+        file.write(chunk)
+        if (now := time.monotonic()) - last > _REPORT:
+            last, done = now, (file.tell() - first) // _CHUNK
+            left = max((total - first) // _CHUNK, done)
+            logging.info("%s", progress.line(done, left, f"MiB of {name(url)}", now - start))
+    if total and file.tell() < total:
+        raise OSError(f"it ended after {file.tell()} of {total} bytes")
+
+
+def _check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
+    if digest is None:
+        return
+    algorithm = _ALGORITHMS[len(digest)]
+    found = file_hash(path, algorithm)
+    if found != digest.lower():
+        raise ValueError(f"{what or path} has the {algorithm} {found}, and should have {digest}")

@@ -1,0 +1,110 @@
+"""Any source, written again as shards of equal size: webdataset tars or ArrayRecord files.
+
+Shard i holds the records i * N to (i + 1) * N - 1 of the source, without those that cannot be used,
+so that shards may be written in any order, by several processes, and again after a kill.
+"""
+
+import collections
+import io
+import json
+import pathlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from diffusion_jax.data import arrayrecord, webdataset
+from diffusion_jax.data.sources import Record, Records
+from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.machine import files, progress
+
+_WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
+_WRITERS = {
+    "webdataset": (".tar", webdataset.write),
+    "arrayrecord": (arrayrecord.SUFFIX, arrayrecord.write),
+}
+FORMATS = tuple(_WRITERS)
+MANIFEST = "reshard.json"
+_CHUNK = 64
+_MAGIC = {b"\xff\xd8\xff": "jpg", b"\x89PNG": "png", b"RIFF": "webp"}
+
+
+def reshard(
+    records: Records,
+    out: pathlib.Path,
+    *,
+    num: int,
+    format: str,
+    identity: Mapping[str, Any],
+    process: int = 0,
+    processes: int = 1,
+) -> collections.Counter[str]:
+    """Writes this process's shards of `num` records that are not there; returns counts by reason.
+
+    "written" counts records, the others those left out. `identity` says what is written, as JSON;
+    ValueError if `out` holds shards of something else.
+    """
+    if format not in _WRITERS:
+        raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")
+    if num < 1 or not 0 <= process < processes:
+        raise ValueError(f"num {num} must be above 0, process {process} below {processes}")
+    suffix, write = _WRITERS[format]
+    _claim(out, {**identity, "records": len(records), "num": num, "format": format})
+    total = -(-len(records) // num)
+    mine = range(process, total, processes)
+    paths = {shard: out / f"{shard:06}{suffix}" for shard in mine}
+    missing = [shard for shard in mine if not paths[shard].exists()]
+    logging.info("%d of %d shards are there", len(mine) - len(missing), len(mine))
+    counts = collections.Counter(records.left_out())
+    for shard in progress.reported(missing, len(missing), "shards"):
+        rows = range(shard * num, min((shard + 1) * num, len(records)))
+        write(paths[shard], _encoded(records, rows, counts))
+    return counts
+
+
+def image_kind(image: bytes) -> str | None:
+    """The suffix for the contents of an image file, or None if they are none."""
+    kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
+    return None if kind == "webp" and image[8:12] != b"WEBP" else kind
+
+
+def _encoded(
+    records: Records, rows: range, counts: collections.Counter[str]
+) -> Iterator[dict[str, bytes]]:
+    for first in range(rows.start, rows.stop, _CHUNK):
+        chunk = range(first, min(first + _CHUNK, rows.stop))
+        for row, record in zip(chunk, records.read(chunk), strict=True):
+            encoded = _encode(row, record)
+            if isinstance(encoded, str):
+                counts[encoded] += 1
+            else:
+                counts["written"] += 1
+                yield encoded
+
+
+def _encode(row: int, record: Record) -> dict[str, bytes] | str:
+    """The files of a record by their suffixes, or the reason why it is left out."""
+    if isinstance(record.text, Unusable):
+        return record.text.reason
+    kind = image_kind(record.image)
+    if kind is None:
+        return "broken_image"
+    files = {webdataset.KEY: f"{row:09}".encode(), kind: record.image}
+    if isinstance(record.text, str):
+        return {**files, "txt": record.text.encode()}
+    array = io.BytesIO()
+    np.save(array, record.text)
+    return {**files, "npy": array.getvalue()}
+
+
+def _claim(out: pathlib.Path, identity: Mapping[str, Any]) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / MANIFEST
+    before = json.loads(path.read_text()) if path.exists() else identity
+    if before != identity:
+        raise ValueError(
+            f"{out} was begun with {before}, not {dict(identity)}: finish it with the former, or "
+            "write into another folder"
+        )
+    files.write_whole(path, json.dumps(identity, indent=1))

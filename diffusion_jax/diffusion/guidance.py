@@ -1,0 +1,53 @@
+"""Wrappers from denoiser to denoiser: what Imagen and Stable Diffusion add around D."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from diffusion_jax.diffusion.precond import Denoiser, Sigma
+
+Scalar = int | float | Float[Array, ""]
+Scale = Scalar | Float[Array, "B"]
+Schedule = Callable[[Sigma], Float[Array, "B"]]
+
+
+def classifier_free(denoise_both: Denoiser, scale: Scale | Schedule) -> Denoiser:
+    """D_uncond + scale * (D_cond - D_uncond) (Ho & Salimans 2022, equation 6).
+
+    `denoise_both` sees each image twice, on rows 2i with its condition and 2i + 1
+    without: neighbours, so that a sharded batch stays where it is. `scale` is one
+    number, one per image, or a function of sigma such as `interval`; at 1 the result is
+    D_cond to the last bit.
+    """
+
+    def denoise(x, sigma):
+        both = denoise_both(x.repeat(2, axis=0), sigma.repeat(2))
+        pairs = both.reshape(-1, 2, *x.shape[1:])  # [B, 2, H, W, C]
+        cond, uncond = pairs[:, 0], pairs[:, 1]
+        excess = jnp.asarray(scale(sigma) if callable(scale) else scale, x.dtype) - 1
+        return cond + excess.reshape(-1, 1, 1, 1) * (cond - uncond)
+
+    return denoise
+
+
+def interval(scale: Scale, low: Scalar, high: Scalar) -> Schedule:
+    """The scale where low <= sigma <= high, and 1 elsewhere (Kynkaanniemi et al. 2024)."""
+    return lambda sigma: jnp.where((low <= sigma) & (sigma <= high), scale, 1.0)
+
+
+def dynamic_threshold(denoise: Denoiser, percentile: Scalar = 99.5) -> Denoiser:
+    """Clips x0 to its own percentile s >= 1, then divides by s (Imagen, section 2.3)."""
+
+    def thresholded(x, sigma):
+        x0 = denoise(x, sigma)
+        s = jnp.percentile(jnp.abs(x0), percentile, axis=(1, 2, 3), keepdims=True)
+        s = jnp.maximum(s, 1)
+        return jnp.clip(x0, -s, s) / s
+
+    return thresholded
+
+
+def static_threshold(denoise: Denoiser) -> Denoiser:
+    """Clips x0 to [-1, 1] (Imagen, section 2.3)."""
+    return lambda x, sigma: jnp.clip(denoise(x, sigma), -1, 1)

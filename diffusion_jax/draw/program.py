@@ -1,0 +1,72 @@
+"""Drawing images from texts, batch by batch over the mesh.
+
+An image is a function of its parameters, text, guidance and seed: neither the batch that it is
+drawn in nor the number of devices changes it (beyond the order of floating-point sums).
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Float
+
+from diffusion_jax.machine.sharding import batch_sharding, place, replicated
+from diffusion_jax.task import Sample
+from diffusion_jax.train.state import Params
+
+# What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
+Texts = Mapping[str, np.ndarray]
+Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
+Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
+_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
+
+
+def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
+    """Of a task's `sample` draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
+
+    `guidance` None draws without guidance, at half the cost. Compiles once for each B.
+    """
+    where = batch_sharding(mesh)
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+
+    @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
+    def from_seeds(params, frozen, batch, seeds, guidance):
+        return sample(params, frozen, batch, jax.vmap(jax.random.key)(seeds), guidance)
+
+    def draw(params, batch, seeds, guidance):
+        rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.
+        inputs = {"batch": batch, "seeds": np.asarray(seeds, np.uint32), "guidance": guidance}
+        inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
+        images = from_seeds(params, frozen, **inputs)
+        return jax.device_get(images)[: len(seeds)]
+
+    return draw
+
+
+def in_batches(
+    draw: Draw,
+    params: Params,
+    batch: Texts,
+    seeds: Sequence[int],
+    guidance: Float[np.ndarray, "N"] | None,
+    batch_size: int,
+) -> Iterator[Images]:
+    """Draws any number of images, `batch_size` at a time, the last few filled up and cut off."""
+    inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
+    for start in range(0, len(seeds), batch_size):
+        rows = np.arange(start, start + batch_size) % len(seeds)
+        part = jax.tree.map(lambda x, rows=rows: x[rows], inputs)
+        yield draw(params, *part)[: len(seeds) - start]
+
+
+def default_batch_size(height: int, width: int) -> int:
+    """How many images are drawn at once unless said otherwise: fewer where they are larger."""
+    return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
+
+
+def even_batch_size(most: int, total: int) -> int:
+    """`most` or a little less, such that the last batch of `total` is about full too."""
+    return -(-total // -(-total // most))

@@ -1,0 +1,283 @@
+"""The evaluation command, whole, for every system: flags -> points -> scores, pictures, a page.
+
+A point is a guidance scale, a checkpoint and an average of its weights. The same prompts are drawn
+from the same noise at each; what extractors make of the pictures is kept batch by batch (see
+sweep).
+"""
+
+import functools
+import hashlib
+import itertools
+import pathlib
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from diffusion_jax import cli
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.program import Images
+from diffusion_jax.evaluate import figures, report, scorers, sweep
+from diffusion_jax.machine import files, log, sharding, sheets
+from diffusion_jax.metrics.cards import Card, Scored
+from diffusion_jax.train.state import Params
+
+flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+
+
+class Point(NamedTuple):
+    """A model, or several in a row, with certain weights."""
+
+    checkpoint: int
+    ema: str
+    params: Sequence[Params]
+    draw: Callable[[Sequence[str], Sequence[int], float], Images]
+    """(prompts [B], seeds [B], guidance scale) to images [B, H, W, 3], all at once."""
+    card: Card
+    """Sampler, steps, precision, and what else the pictures depend on."""
+
+
+class System(NamedTuple):
+    """What evaluation needs to know of what draws."""
+
+    workdir: pathlib.Path
+    source: str
+    """The training data's; "digits" have prompts and a judge of their own."""
+    size: int
+    """The pictures' side."""
+    batch_size: int
+    """How many images are drawn at once, at most, unless said otherwise."""
+    at: Callable[[str, int | None], Point]
+    """With the weights of an average and a checkpoint, None for the last."""
+
+
+class Choice(NamedTuple):
+    """What the command's flags say of the weights to begin with, and of all drawing."""
+
+    ema: str
+    checkpoint: int | None
+    steps: int | None
+
+
+class Sweep(NamedTuple):
+    """The points of a sweep, and how their pictures are drawn."""
+
+    guidance: Sequence[float]
+    ema: Sequence[str] = ("ema",)
+    checkpoints: Sequence[int | None] = (None,)
+    seed: int = 0
+    """Of the first image."""
+    batch_size: int | None = None
+    save_images: bool = False
+    name: str | None = None
+    """The folder under evaluation; default: step_N."""
+
+
+def command(
+    open_system: Callable[[Choice], System],
+    guidance: Sequence[float],
+    digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
+) -> None:
+    """Runs `python -m SYSTEM.evaluate --workdir=FOLDER`; the caller's is its --help.
+
+    The scales are those taken by default. What `open_system` raises of ValueError and OSError is
+    one message and exit code 2.
+    """
+    f = _define_flags(guidance)
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        cli.start()
+        with cli.bad_input():
+            steps = [_number(text, "checkpoint", int) for text in f["checkpoint"].value] or [None]
+            scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
+            system = open_system(Choice(f["ema"].value[0], steps[0], f["steps"].value))
+            scorer = _scorer(system, f)
+        default = digits_guidance if isinstance(scorer, scorers.Digits) else guidance
+        asked = Sweep(
+            scales or default, f["ema"].value, steps, f["seed"].value, f["batch_size"].value,
+            f["save_images"].value, f["name"].value,
+        )  # fmt: skip
+        out = evaluate(system, scorer, asked)
+        page = system.workdir / "report.html"
+        if jax.process_index() == 0:
+            files.write_whole(page, report.page([report.read_run(system.workdir)]))
+        logging.info("wrote %s, and all of it as a page to %s", out, page)
+
+    cli.run(main)
+
+
+def evaluate(system: System, scorer: scorers.Scorer, asked: Sweep) -> pathlib.Path:
+    """Draws every prompt at every point, scores, writes; returns the folder of what it wrote.
+
+    The table is there after each point, of those so far. Exits with code 2 and a message where a
+    checkpoint or average is missing, features there are of another sweep, or images not finite.
+    """
+    out, rows, pictures = pathlib.Path(), [], {}
+    for ema, step in itertools.product(asked.ema, asked.checkpoints):
+        with cli.bad_input():
+            point = system.at(ema, step)
+        if not rows:
+            out = system.workdir / sweep.EVALUATION / (asked.name or f"step_{point.checkpoint:08}")
+        model = _fingerprint(point.params)
+        for scale in asked.guidance:
+            name = f"step_{point.checkpoint:08}_{point.ema}_guidance_{scale:g}"
+            card = point.card | {"guidance": scale, "seed": asked.seed, "model": model}
+            card |= {"checkpoint": point.checkpoint, "ema": point.ema}
+            begun, features = _features(system, point, scorer, asked, out, name, card)
+            if jax.process_index():
+                continue
+            pictures[scale] = _sheet(scorer, features.pop("images"))
+            row = {"guidance": scale, "checkpoint": point.checkpoint, "ema": point.ema}
+            seconds = features.pop("seconds").sum(0)
+            scores = scorer.score(features)
+            rows.append(row | scorers.columns(scores) | _share(*seconds))
+            sweep.write_scored(
+                out / sweep.SCORED, name, {k: Scored(v, begun[k]) for k, v in scores.items()}
+            )
+            sweep.write_table(out / sweep.TABLE, rows)
+            sheets.write_png(out / sweep.sheet_name(scale), pictures[scale])
+            logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
+    if jax.process_index() == 0:
+        sweep.write_scores(out, rows)
+        _write_curve(system.workdir, out)
+        _write_metrics(out, rows, pictures)
+    return out
+
+
+def _features(
+    system: System, point: Point, scorer: scorers.Scorer, asked: Sweep, out: pathlib.Path,
+    name: str, card: Card,
+) -> tuple[dict[str, Card], sweep.Features]:  # fmt: skip
+    """The cards and features of all prompts at one point, of which those there are not redone."""
+    folder, prompts, total = out / "features" / name, scorer.prompts, len(scorer.prompts)
+    batch_size = drawing.even_batch_size(asked.batch_size or system.batch_size, total)
+    shown = np.isin(np.arange(total), scorer.shown)
+    with cli.bad_input():
+        begun = sweep.claim(folder, {k: made | card for k, made in scorer.cards.items()})
+
+    def compute(rows):
+        filled = rows[np.arange(batch_size) % len(rows)]  # One program for all batches.
+        start, texts = time.time(), [prompts[i] for i in filled]
+        drawn = point.draw(texts, (filled + asked.seed).tolist(), card["guidance"])
+        with cli.bad_input():
+            _check_finite(drawn[: len(rows)], rows, card["guidance"])
+        images = sheets.to_uint8(drawn)
+        half = time.time()
+        features = {k: made[: len(rows)] for k, made in scorer.features(images, texts).items()}
+        with cli.bad_input():
+            _check_features(features)
+        seconds = np.array([[half - start, time.time() - half]])
+        images = images[: len(rows)]
+        if asked.save_images and jax.process_index() == 0:
+            _save(out / f"images_guidance_{card['guidance']:g}", rows, images)
+        return {**features, "images": images[shown[rows]], "seconds": seconds}
+
+    return begun, sweep.collect(folder, total, batch_size, compute)
+
+
+def _check_finite(images: np.ndarray, rows: np.ndarray, scale: float) -> None:
+    bad = np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))
+    if bad.size:
+        raise ValueError(
+            f"{bad.size} of {len(images)} images at guidance {scale:g} are not finite, first of "
+            f"prompt {rows[bad[0]]}: the model or its sampler diverges, and no score is written"
+        )
+
+
+def _check_features(features: sweep.Features) -> None:
+    bad = [name for name, rows in features.items() if not np.isfinite(rows).all()]
+    if bad:
+        raise ValueError(f"features of {bad[0]} are not finite: its weights are damaged")
+
+
+def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for i, image in zip(rows, images, strict=True):
+        sheets.write_png(folder / f"image{i:06}.png", image)
+
+
+def _sheet(scorer: scorers.Scorer, images: np.ndarray) -> np.ndarray:
+    return sheets.contact_sheet(images, [scorer.caption(i) for i in scorer.shown])
+
+
+def _share(drawing: float, scoring: float) -> dict[str, float]:
+    return {"features_share_of_time": round(float(scoring / (drawing + scoring)), 4)}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
+    """Of each array's bits, whole numbers modulo 2^32: the same however they are sharded."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = [
+        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)
+    ]
+    return [jax.lax.with_sharding_constraint(b.sum(dtype=jnp.uint32), everywhere) for b in bits]
+
+
+def _fingerprint(models: Sequence[Params]) -> str:
+    """Tells weights from others, whatever their folder is called."""
+    everywhere = sharding.replicated(sharding.make_mesh())
+    sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:
+    curve = report.main_figure(report.read_run(workdir), out.name)
+    for format in ("png", "pdf"):
+        files.write_whole(out / f"curve.{format}", figures.save(curve, format))
+
+
+def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np.ndarray]) -> None:
+    writer = log.MetricWriter(out)
+    for row in rows:
+        numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
+        writer.write_scalars(row["checkpoint"], {"guidance": row["guidance"], **numbers})
+    images = {f"guidance_{scale:g}": picture[None] for scale, picture in pictures.items()}
+    writer.write_images(rows[-1]["checkpoint"], images)
+    writer.close()
+
+
+def _scorer(system: System, f: dict[str, flags.FlagHolder]) -> scorers.Scorer:
+    path = f["prompts"].value
+    if system.source == "digits" and not path:
+        return scorers.Digits(system.size, f["num_seen"].value, f["num_heldout"].value)
+    prompts = prompt_files.read(path, f["num_prompts"].value) if path else []
+    given = (f[name].value for name in ("reference", "inception", "clip"))
+    return scorers.make(system.source, system.size, prompts, *given)
+
+
+def _number(text: str, flag: str, kind: type) -> Any:
+    try:
+        return kind(text)
+    except ValueError as error:
+        raise ValueError(f"--{flag}={text} is no number") from error
+
+
+def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
+    scales = ",".join(f"{scale:g}" for scale in guidance)
+    whole = functools.partial(flags.DEFINE_integer, lower_bound=1)
+    holders = [
+        flags.DEFINE_list("guidance", [], f"Scales to score; default {scales}."),
+        flags.DEFINE_list("checkpoint", [], "Steps that were saved; default: the last."),
+        flags.DEFINE_list("ema", ["ema"], 'Decays such as 0.9999, "ema" (the largest) or "raw".'),
+        whole("steps", None, "Sampling steps; default: the config's."),
+        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
+        whole("batch_size", None, "Images drawn at once."),
+        flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
+        flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
+        flags.DEFINE_string("prompts", None, "Prompts: .txt (one a line), .tsv, COCO's .json."),
+        whole("num_prompts", None, "How many of them, drawn at random."),
+        flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
+        flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
+        flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
+        whole("num_seen", 1, "Digits: images of each prompt seen."),
+        whole("num_heldout", 8, "Digits: images of each prompt never shown."),
+    ]
+    return {holder.name: holder for holder in holders}

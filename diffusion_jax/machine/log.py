@@ -1,0 +1,193 @@
+"""What a run leaves to read: metrics, its manifest, and the progress line."""
+
+import datetime
+import importlib.util
+import json
+import math
+import os
+import pathlib
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jaxtyping import UInt8
+
+from diffusion_jax.machine import files, hardware
+
+METRICS = "metrics.jsonl"
+MANIFEST = "manifest.json"
+_PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class MetricWriter:
+    """metrics.jsonl always, and TensorBoard through CLU where TensorFlow is installed.
+
+    The file holds one JSON object a line, with `step` first; NaN and infinities become null.
+    Only the first process writes. A line is on its way to the disk when its call returns.
+    """
+
+    def __init__(self, workdir: str | os.PathLike[str], resumed_from: int = 0) -> None:
+        """Opens the file and drops the lines after `resumed_from`, which will be written again."""
+        self._file = self._tensorboard = None
+        if jax.process_index() == 0:
+            path = pathlib.Path(workdir) / METRICS
+            if path.exists():
+                _drop_after(path, resumed_from)
+            self._file = path.open("a", encoding="utf-8")
+            self._tensorboard = _tensorboard(pathlib.Path(workdir) / "tensorboard")
+
+    def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+        """Numbers or arrays without axes, by name."""
+        values = {name: float(value) for name, value in scalars.items()}
+        if self._file:
+            finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
+            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.flush()
+        if self._tensorboard:
+            self._tensorboard.write_scalars(step, values)
+
+    def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
+        """Images by name, for TensorBoard alone."""
+        if self._tensorboard:
+            self._tensorboard.write_images(step, images)
+
+    def flush(self) -> None:
+        """Everything written so far is with the operating system."""
+        if self._tensorboard:
+            self._tensorboard.flush()
+
+    def close(self) -> None:
+        """No more is written."""
+        if self._file:
+            self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of a metrics.jsonl; one that a kill cut off at the end is left out."""
+    *lines, rest = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+    del rest  # Empty, or a line without its end.
+    return [json.loads(line) for line in lines]
+
+
+def write_manifest(
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int
+) -> None:
+    """Adds this process's run to manifest.json: {"runs": [first, ..., this one]}.
+
+    Call it before the first step is taken from `step`. A run holds config, seed, first step, start
+    time, command line, versions, git commit (None outside a checkout), and devices.
+    """
+    path = pathlib.Path(workdir) / MANIFEST
+    runs = json.loads(path.read_text())["runs"] if path.exists() else []
+    run = {
+        "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "first_step": step,
+        "seed": seed,
+        "command": sys.orig_argv,
+        "git": git_commit(pathlib.Path(__file__)),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "devices": _devices(),
+        "config": config,
+    }
+    if jax.process_index() == 0:
+        # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
+        files.write_whole(path, json.dumps({"runs": [*runs, run]}, indent=1, default=_plain))
+
+
+def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
+    """{"commit", "dirty"} of the checkout that tracks `file`; None if there is none."""
+
+    def git(*args):
+        command = ["git", "-C", str(file.parent), *args]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # An environment inside another checkout.
+        changes = git("status", "--porcelain", "--untracked-files=no")
+        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def progress_line(
+    step: int,
+    steps: int,
+    *,
+    images_per_second: float,
+    loss: float,
+    seconds_left: float,
+    memory: hardware.Memory | None = None,
+    utilization: float | None = None,
+) -> str:
+    """One line: "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
+    parts = [
+        f"step {step:,}/{steps:,}",
+        f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f} images/s",
+        f"loss {loss:.4f}",
+        f"{clock(seconds_left)} left",
+    ]
+    if memory:
+        parts.append(f"{memory.peak / 2**30:.1f}/{memory.limit / 2**30:.1f} GiB")
+    if utilization is not None:
+        parts.append(f"MFU {100 * utilization:.1f} %")
+    return " | ".join(parts)
+
+
+def clock(seconds: float) -> str:
+    """Seconds as h:mm:ss, for people."""
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
+def _drop_after(path: pathlib.Path, step: int) -> None:
+    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
+    files.write_whole(path, "".join(kept))
+
+
+def _tensorboard(directory: pathlib.Path) -> Any:
+    """CLU's writer, or None without TensorFlow. CLU imports it, so it is imported only here."""
+    if importlib.util.find_spec("tensorflow") is None:
+        logging.warning(
+            "TensorFlow is not installed: metrics go to %s only. For TensorBoard: "
+            "pip install tensorflow",
+            METRICS,
+        )
+        return None
+    from clu import metric_writers
+
+    return metric_writers.SummaryWriter(str(directory))
+
+
+def _versions() -> dict[str, str | None]:
+    def version(package):
+        try:
+            return metadata.version(package)
+        except metadata.PackageNotFoundError:
+            return None
+
+    return {package: version(package) for package in _PACKAGES}
+
+
+def _devices() -> dict[str, Any]:
+    first = jax.devices()[0]
+    return {
+        "platform": first.platform,
+        "kind": first.device_kind,
+        "count": jax.device_count(),
+        "processes": jax.process_count(),
+    }
+
+
+def _plain(value: Any) -> Any:
+    """What JSON does not know: numpy numbers as numbers, dtypes and paths as text."""
+    return value.item() if isinstance(value, np.generic) else str(value)

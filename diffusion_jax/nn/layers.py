@@ -1,0 +1,91 @@
+"""Layers that the networks share: norms, convolutions and linear layers, as torch starts them.
+
+Channels last; B batch, C channels.
+"""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from diffusion_jax.nn import ops
+
+Padding = tuple[int, int]
+
+
+class GroupNorm(nn.Module):
+    """The parameters of ops.group_norm."""
+
+    groups: int = 32
+    eps: float = 1e-5
+    silu: bool = False
+    """With SiLU after it, in one operation."""
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
+        """`scale` and `shift`, [B, C], modulate the normalised x."""
+        weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
+        kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
+        return ops.group_norm(x, weight, bias, scale, shift, **kind)
+
+
+def uniform(fan_in: int) -> nn.initializers.Initializer:
+    """torch's default for kernels and biases: U(-1, 1) / sqrt(fan_in)."""
+    limit = fan_in**-0.5
+    return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
+        key, shape, dtype, -limit, limit
+    )
+
+
+def layer_norm(
+    x: Float[Array, "*B C"], name: str = "norm", *, dtype: DTypeLike
+) -> Float[Array, "*B C"]:
+    """With torch's epsilon, and a variance that does not cancel where the mean is large."""
+    norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
+    return norm(x)
+
+
+def dense(
+    x: Float[Array, "*B C"],
+    width: int,
+    name: str,
+    *,
+    zero: bool = False,
+    bias: bool = True,
+    dtype: DTypeLike,
+) -> Float[Array, "*B {width}"]:
+    """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
+    init = nn.initializers.zeros if zero else uniform(x.shape[-1])
+    return nn.Dense(width, use_bias=bias, kernel_init=init, bias_init=init, dtype=dtype, name=name)(
+        x
+    )
+
+
+def conv(
+    x: Float[Array, "B H W C"],
+    width: int,
+    name: str,
+    *,
+    kernel: int,
+    stride: int = 1,
+    padding: Padding | None = None,
+    zero: bool = False,
+    dtype: DTypeLike,
+) -> Float[Array, "B _ _ {width}"]:
+    """Padded by kernel // 2 on both sides, or by `padding` (before, after) of rows and columns.
+
+    "SAME" pads strided convolutions unlike torch.
+    """
+    init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
+    return nn.Conv(
+        width,
+        (kernel, kernel),
+        strides=stride,
+        padding=kernel // 2 if padding is None else (padding, padding),
+        kernel_init=init,
+        bias_init=init,
+        dtype=dtype,
+        name=name,
+    )(x)

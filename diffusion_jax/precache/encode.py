@@ -1,0 +1,121 @@
+"""Many texts through an encoder, sorted by length, as rows for a store."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from diffusion_jax.machine.sharding import batch_sharding, place
+from diffusion_jax.precache import quantize, store
+from diffusion_jax.text.encoder import Batch, TextEncoder
+
+_SHORTEST = 16  # Lengths are 16, 32, 64, ...: each is compiled once.
+
+
+def make_encode(
+    encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
+) -> Callable[[Sequence[str]], store.Rows]:
+    """Returns encode(texts) -> their rows in the texts' order, in a store's `format`.
+
+    `frozen` is encoder.frozen on the devices of `mesh`, `batch_tokens` what a batch holds at once,
+    padding included. Texts of one length are encoded together where the encoder allows for it:
+    what it reads is the same, and most captions are far shorter than what is reserved for them.
+    """
+    where = batch_sharding(mesh)
+    program = jax.jit(functools.partial(_encode, encoder, format), out_shardings=where)
+
+    def encode(texts):
+        tokens = encoder.tokenize(texts)
+        rows: list[Any] = [None] * len(texts)
+        running: list[Any] = []
+        for part, length in _batches(_lengths(encoder, tokens), batch_tokens, mesh.size):
+            batch = {name: place(array[part, :length], where) for name, array in tokens.items()}
+            running.append((part, program(frozen, batch)))
+            if len(running) > 1:  # The devices are at work on the next one meanwhile.
+                _take(rows, *running.pop(0))
+        for last in running:
+            _take(rows, *last)
+        return _join(rows)
+
+    return encode
+
+
+def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
+    """How many rows each text will have."""
+    lengths = _lengths(encoder, encoder.tokenize(texts))
+    return np.minimum(lengths, encoder.max_tokens)
+
+
+def flops(encoder: TextEncoder) -> float:
+    """Floating-point operations to encode a caption padded to max_tokens, as XLA counts them."""
+    tokens = encoder.tokenize(["a caption"])
+    if encoder.cut:
+        tokens = {name: array[:, : encoder.max_tokens] for name, array in tokens.items()}
+    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    arguments = jax.tree.map(shape, (encoder.frozen, tokens))
+    cost = jax.jit(encoder.encode).lower(*arguments).cost_analysis() or {}
+    return cost.get("flops", 0.0)
+
+
+def num_parameters(encoder: TextEncoder) -> int:
+    """Of the encoder's weights."""
+    return sum(leaf.size for leaf in jax.tree.leaves(encoder.frozen))
+
+
+def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
+    """Device: rows as stored, how many of each text are valid, and their errors."""
+    text, mask = encoder.encode(frozen, batch)
+    text = text.astype(jnp.float32)
+    if format == "int8":
+        values, scales = quantize.quantize(text)
+        kept, more = quantize.dequantize(values, scales), {"scales": scales}
+    else:
+        values = text.astype(store.FORMATS[format])
+        kept, more = values.astype(jnp.float32), {}
+    errors = jnp.stack(quantize.errors(text, kept), axis=-1)
+    return {"values": values, "errors": errors, "tokens": mask.sum(1), **more}
+
+
+def _lengths(encoder: TextEncoder, tokens: Batch) -> Int[np.ndarray, "N"]:
+    if not encoder.cut:
+        ids = next(iter(tokens.values()))
+        return np.full(len(ids), ids.shape[1])
+    return tokens["text_mask"].sum(1)
+
+
+def _batches(
+    lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int
+) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
+    """(numbers of texts, length) of batches that divide over `ways` devices.
+
+    The last batch of a length is filled up with its own first text.
+    """
+    order = np.argsort(lengths, kind="stable")
+    padded = np.maximum(_SHORTEST, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
+    for length in np.unique(padded).tolist():
+        rows = max(1, batch_tokens // length // ways) * ways
+        part = order[padded[order] == length]
+        for start in range(0, len(part), rows):
+            batch = part[start : start + rows]
+            yield np.concatenate([batch, np.full(rows - len(batch), batch[0])]), length
+
+
+def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
+    """Puts what the devices made where it belongs, without padding."""
+    encoded = jax.device_get(encoded)
+    for i, text in enumerate(part.tolist()):
+        tokens = int(encoded["tokens"][i])
+        kept = {n: a[i, :tokens].copy() for n, a in encoded.items() if n != "tokens"}
+        rows[text] = tokens, kept
+
+
+def _join(rows: Sequence[Any]) -> store.Rows:
+    tokens = np.array([count for count, _ in rows], np.int64)
+    column = lambda name: np.concatenate([kept[name] for _, kept in rows])
+    scales = column("scales") if "scales" in rows[0][1] else None
+    return store.Rows(tokens, column("values"), scales, column("errors"))

@@ -1,0 +1,103 @@
+"""Pictures to tars of moments, shard by shard: the work of a system's command precache.
+
+Shard i holds records i * N to (i + 1) * N - 1 of the source, without those that cannot be used, so
+that shards may be written in any order, by several workers, and again after a kill.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+from absl import logging
+from jaxtyping import Float, UInt8
+
+from diffusion_jax.data import moments, pictures, webdataset
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.machine import files, progress
+from diffusion_jax.precache import plan
+
+Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
+
+
+class Work(NamedTuple):
+    """How it is done; the flags of precache say what each field means."""
+
+    shard: int
+    batch: int
+    worker: int = 0
+    workers: int = 1
+    dry_run: bool = False
+
+
+def run(
+    source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
+) -> int:
+    """Encodes what `out` lacks; returns how many shards are there now, all unless workers share.
+
+    `identity` says by what moments are made. ValueError if `out` was begun with another one, other
+    data or shards of another size.
+    """
+    if not 0 <= work.worker < work.workers:
+        raise ValueError(
+            f"--worker={work.worker} of --workers={work.workers}: they are counted from 0"
+        )
+    total = -(-len(source) // work.shard)
+    manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
+    begun = _begun(out, manifest)
+    paths = [out / f"{shard:06}.tar" for shard in range(total)]
+    missing = [i for i in plan.turns(total, work.worker, work.workers) if not paths[i].exists()]
+    logging.info("%d of %d shards are there", total - len(missing), total)
+    if work.dry_run:
+        print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
+        return total - len(missing)
+    if not begun:
+        out.mkdir(parents=True, exist_ok=True)
+        files.write_whole(out / moments.MANIFEST, json.dumps(manifest))
+    for shard in progress.reported(missing, len(missing), "shards"):
+        if not paths[shard].exists():  # Another worker may have been faster.
+            first = shard * work.shard
+            rows = range(first, min(first + work.shard, len(source)))
+            webdataset.write(paths[shard], _encoded(source, encode, rows, work.batch))
+    there = sum(path.exists() for path in paths)
+    if there == total:
+        files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
+    return there
+
+
+def _encoded(
+    source: Pictures, encode: Encode, rows: range, batch: int
+) -> Iterator[dict[str, bytes]]:
+    """The files of each record that can be used; the next batch is read while one is encoded."""
+    parts = (np.arange(i, min(i + batch, rows.stop)) for i in range(rows.start, rows.stop, batch))
+    with ThreadPoolExecutor(1) as reader:
+        read = lambda part: pictures.usable(source, part)
+        for _, (kept, images, texts) in plan.ahead(reader, read, parts):
+            if not len(kept):
+                continue
+            encoded = encode(images[np.arange(batch) % len(kept)])  # All batches have one size.
+            for index, array, text in zip(kept.tolist(), encoded[: len(kept)], texts, strict=True):
+                if not isinstance(text, str):
+                    raise ValueError(f"record {index} has no caption but {type(text).__name__}")
+                key = f"{index:09}".encode()
+                yield {webdataset.KEY: key, "npy": moments.write(array), "txt": text.encode()}
+
+
+def _begun(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:
+    """Whether `out` has a manifest; ValueError if it is another one."""
+    before = moments.find_manifest(out) if out.is_dir() else None
+    if before is None:
+        return False
+    differing = [
+        f"{name} {before.get(name)!r} there, {value!r} now"
+        for name, value in manifest.items()
+        if name != "finished" and before.get(name) != value
+    ]
+    if differing:
+        raise ValueError(
+            f"{out} was begun with something else ({'; '.join(differing)}): go on with that, or "
+            "write into another folder"
+        )
+    return True

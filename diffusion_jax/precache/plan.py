@@ -1,0 +1,142 @@
+"""Which captions of a data set are still to be encoded, cut into shards.
+
+Any number of workers make the same plan and share its work through a folder that all see. Nobody
+waits for anybody: a worker does its own part first and then what nobody has done yet, so that those
+that die, restart, come late or leave change nothing but the time.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+import random
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+from jaxtyping import Int, Shaped
+
+from diffusion_jax.data import pictures
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.machine import files
+from diffusion_jax.precache import store
+
+_CHUNK = 2**16  # Captions whose keys one file holds.
+_READ = 256  # Captions that a thread reads at a time.
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Captions(NamedTuple):
+    """A list of captions: a few given ones, then those of a data set."""
+
+    given: Sequence[str]
+    data: Pictures | None
+    num_data: int
+    threads: int
+
+    def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """How many there are, repeated ones counted each time."""
+        return len(self.given) + self.num_data
+
+    def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
+        """The captions of these numbers, read by several threads."""
+        with ThreadPoolExecutor(max(1, self.threads)) as threads:
+            parts = [numbers[i : i + _READ] for i in range(0, len(numbers), _READ)]
+            return [text for part in threads.map(self._read, parts) for text in part]
+
+    def _read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
+        given = len(self.given)
+        texts = [self.given[i] for i in numbers[numbers < given].tolist()]
+        if self.data is None or (numbers < given).all():
+            return texts
+        return texts + list(pictures.read_texts(self.data, numbers[numbers >= given] - given))
+
+
+def turns(count: int, worker: int, workers: int) -> Iterator[int]:
+    """0 ... count - 1 for one of several workers: its own part in order, then the rest at random.
+
+    The rest is for those who have died; at random, so that the others seldom do the same.
+    """
+    own = range(count * worker // workers, count * (worker + 1) // workers)
+    rest = [i for i in range(count) if i not in own]
+    random.Random(worker).shuffle(rest)
+    yield from own
+    yield from rest
+
+
+def read_keys(
+    captions: Captions,
+    folder: pathlib.Path,
+    identity: store.Identity,
+    worker: int,
+    workers: int,
+    report: Callable[[int, int], None],
+) -> Shaped[np.ndarray, "N"]:
+    """The key of every caption, in their order; kept in `folder`, in case this is interrupted.
+
+    `report` hears of captions read so far, of how many.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{i:08}.npy" for i in range(-(-len(captions) // _CHUNK))]
+    for done, i in enumerate(turns(len(paths), worker, workers)):
+        if not paths[i].exists():
+            texts = captions.read(np.arange(i * _CHUNK, min((i + 1) * _CHUNK, len(captions))))
+            files.write_whole(paths[i], store.keys_of(texts, identity).tobytes())
+        report(min((done + 1) * _CHUNK, len(captions)), len(captions))
+    return np.concatenate([np.frombuffer(path.read_bytes(), store.KEY) for path in paths])
+
+
+def pending(
+    keys: Shaped[np.ndarray, "N"], have: Shaped[np.ndarray, "M"]
+) -> tuple[Int[np.ndarray, "P"], int]:
+    """The number of the first caption of each key that is not among `have`, which is sorted.
+
+    And how many different keys there are. Takes about 50 bytes a caption.
+    """
+    order = np.argsort(keys, kind="stable")
+    ordered = keys[order]
+    different = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(keys)]
+    first, ordered = order[different], ordered[different]
+    if len(have):
+        at = np.minimum(np.searchsorted(have, ordered), len(have) - 1)
+        first = first[have[at] != ordered]
+    return np.sort(first), int(different.sum())
+
+
+def folder_of(path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity):
+    """Where the keys of this data are kept while a store is being made."""
+    text = json.dumps([source, identity], sort_keys=True, default=str)
+    return path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def remove(path: pathlib.Path) -> None:
+    """Forgets all plans of a store that is finished."""
+    shutil.rmtree(path / "plan", ignore_errors=True)
+    for file in path.glob(".shard-*.tmp"):  # Of workers that were killed.
+        file.unlink(missing_ok=True)
+
+
+def ahead(
+    executor: Executor, function: Callable[[_T], _R], items: Iterator[_T]
+) -> Iterator[tuple[_T, _R]]:
+    """(item, function(item)) of each, the next being computed while one is used."""
+    waiting = None
+    for item in items:
+        coming = item, executor.submit(function, item)
+        if waiting is not None:
+            yield waiting[0], waiting[1].result()
+        waiting = coming
+    if waiting is not None:
+        yield waiting[0], waiting[1].result()
+
+
+def free_bytes(path: pathlib.Path) -> int:
+    """What is left on the disk of a folder, or of the first of its parents that is there."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize

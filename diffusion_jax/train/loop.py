@@ -1,0 +1,280 @@
+"""The training loop, whole, for every system.
+
+Data -> sharded step -> metrics, pictures, checkpoints. It starts where the last whole checkpoint
+ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
+"""
+
+import contextlib
+import pathlib
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from diffusion_jax.data.pipeline import Batches, to_global
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.machine import flops, hardware, sheets
+from diffusion_jax.machine.log import MetricWriter, progress_line, write_manifest
+from diffusion_jax.machine.sharding import (
+    batch_sharding,
+    place,
+    place_all,
+    placed,
+    replicated,
+    shardings,
+)
+from diffusion_jax.settings import Optimizer, Run
+from diffusion_jax.task import Task, noise_level_means
+from diffusion_jax.train import optimizer
+from diffusion_jax.train import state as train_state
+from diffusion_jax.train.checkpoint import Checkpointer
+from diffusion_jax.train.state import Metrics, Params, TrainState
+from diffusion_jax.train.watchdog import Watchdog
+
+CHECKPOINTS = "checkpoints"
+_IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
+
+
+class Examples(NamedTuple):
+    """What the pictures on the way are drawn of: a batch of texts, their captions, the guidance."""
+
+    batch: drawing.Texts
+    captions: tuple[str, ...]
+    guidance: float
+
+
+class Evaluation(NamedTuple):
+    """Scores on the way: after each `every` images, and at the end."""
+
+    every: int
+    score: Callable[[drawing.Draw, Params], Mapping[str, float]]
+
+    def is_due(self, step: int, batch_size: int) -> bool:
+        """Whether this step passed a multiple of `every`."""
+        return step * batch_size // self.every > (step - 1) * batch_size // self.every
+
+
+def train(
+    task: Task,
+    run: Run,
+    settings: Optimizer,
+    mesh: Mesh,
+    batches: Batches,
+    examples: Examples,
+    workdir: pathlib.Path,
+    config: Mapping[str, Any],
+    evaluation: Evaluation | None = None,
+    start: Callable[[], Params] | None = None,
+) -> TrainState:
+    """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
+
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
+    `start` reads the first parameters, host arrays, in place of the task's initial ones.
+    """
+    tx = make_optimizer(settings, run.steps)
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
+    create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
+    layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
+    frozen = place_all(task.frozen, mesh, task.rules)
+    with contextlib.ExitStack() as stack:
+        stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
+        closing = lambda thing: stack.enter_context(contextlib.closing(thing))
+        watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
+        checkpoints = closing(
+            Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
+        )
+        state = _restore_or_create(checkpoints, create, key, layout, batches)
+        if start is not None and int(state.step) == 0:
+            state = _started_from(start(), state, layout)
+        first = int(state.step)
+        writer = closing(MetricWriter(workdir, first))
+        write_manifest(workdir, config, run.seed, first)
+        if first >= run.steps:
+            logging.info("%s is at step %d already: nothing to train", workdir, first)
+            return state
+        draw = drawing.make_draw(task.sample, frozen, mesh)
+        draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
+        where = batch_sharding(mesh)
+        batch = to_global(next(batches), where)
+        step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
+        progress = _Progress(run, writer, step_flops, mesh.size, batches)
+
+        for step in range(first + 1, run.steps + 1):
+            watchdog.beat()
+            state, metrics = step_fn(state, frozen, batch, key)
+            progress.add(metrics)
+            last = stopping(step) or step == run.steps
+            if step % run.log_every == 0 or last:
+                progress.report(step)
+            if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
+                with progress.paused(), watchdog.paused():
+                    writer.write_images(step, {"samples": draw_examples(step, _averaged(state))})
+            if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
+                with progress.paused(), watchdog.paused():
+                    writer.write_scalars(step, evaluation.score(draw, _averaged(state)))
+            if step % run.save_every == 0 or last:
+                with progress.paused():
+                    checkpoints.save(step, state, batches, config)
+            if last:
+                break
+            batch = to_global(next(batches), where)
+    return state
+
+
+def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:
+    """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
+    return optimizer.adamw(
+        SCHEDULES[settings.schedule](settings, steps),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+SCHEDULES = {
+    "constant": lambda s, steps: optimizer.warmup_constant(s.lr, s.warmup),
+    "ldm": lambda s, steps: optimizer.warmup_ldm(s.lr, s.warmup),
+    "cosine": lambda s, steps: optimizer.warmup_cosine(s.lr, s.warmup, steps),
+}
+
+
+def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
+    """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
+    step = train_state.make_train_step(
+        task.loss,
+        tx,
+        settings.ema_decays,
+        accumulate=settings.accumulate,
+        clip=settings.clip,
+        decay_at=train_state.warmup_decay if settings.ema_warmup else train_state.constant_decay,
+    )
+    # Metrics are whole everywhere, as the step is, so that each process can read them.
+    return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
+
+
+def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
+    """The compiled step, and the floating-point operations of one as the program counts them."""
+    times = [time.time()]
+    traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
+    times.append(time.time())
+    lowered = traced.lower()
+    times.append(time.time())
+    compiled = lowered.compile()
+    times.append(time.time())
+    logging.info(
+        "the train step for %s: traced in %.1f s, lowered in %.1f s, compiled in %.1f s",
+        jax.default_backend(),
+        *np.diff(times),
+    )
+    if jax.process_count() > 1:  # No step is to take the time that another process compiles.
+        multihost_utils.sync_global_devices("compiled")
+    return compiled, float(flops.count(traced.jaxpr.jaxpr))
+
+
+def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:
+    step = checkpoints.latest_step()
+    if step is None:
+        return jax.jit(create, out_shardings=layout)(key)
+    logging.info("continuing from the checkpoint of step %d", step)
+    return checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
+
+
+def _started_from(params: Params, state: TrainState, layout: Any) -> TrainState:
+    """Step 0 with these parameters, also as its averages."""
+    copy = lambda: jax.tree.map(place, params, layout.params)
+    return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
+
+
+def _averaged(state: TrainState) -> Params:
+    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
+    return state.ema[max(state.ema, key=float)] if state.ema else state.params
+
+
+def _example_drawer(draw, examples, folder, seed):
+    """draw(step, params): the examples, always from the same seeds, also as a PNG in `folder`."""
+    seeds = [seed + i for i in range(len(examples.captions))]
+    guidance = np.full(len(seeds), examples.guidance, np.float32)
+
+    def draw_examples(step, params):
+        images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))
+        sheet = sheets.contact_sheet(images, examples.captions)
+        if jax.process_index() == 0:
+            folder.mkdir(exist_ok=True)
+            sheets.write_png(folder / f"step_{step:08}.png", sheet)
+        return sheet[None]
+
+    return draw_examples
+
+
+@contextlib.contextmanager
+def _sigterm() -> Iterator[Callable[[int], bool]]:
+    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
+
+    Of several processes one may get it alone, and all must stop at the same step.
+    """
+    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        yield lambda step: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+class _Progress:
+    """Metrics since the last report, and the time that training, not drawing or saving, took."""
+
+    def __init__(
+        self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
+    ) -> None:
+        self._run, self._writer, self._batches = run, writer, batches
+        self._flops, self._num_devices = flops, num_devices
+        self._metrics: list[Metrics] = []
+        self._since = time.time()
+
+    def add(self, metrics: Metrics) -> None:
+        """Takes a step's metrics without waiting for them, but for those of two steps before."""
+        self._metrics.append(metrics)
+        if len(self._metrics) > _IN_FLIGHT:
+            jax.block_until_ready(self._metrics[-1 - _IN_FLIGHT])
+
+    def report(self, step: int) -> None:
+        """Writes the means since the last report, and prints the progress line."""
+        metrics = jax.device_get(self._metrics)
+        seconds = (time.time() - self._since) / len(metrics)
+        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
+        scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
+        scalars["skipped"] = metrics[-1]["skipped"]
+        device = jax.local_devices()[0]
+        line = {
+            "images_per_second": self._run.batch_size / seconds,
+            "loss": float(scalars["loss"]),
+            "seconds_left": (self._run.steps - step) * seconds,
+            "memory": hardware.memory(device),
+            "utilization": hardware.utilization(
+                self._flops, seconds, device.device_kind, self._num_devices
+            ),
+        }
+        logging.info("%s", progress_line(step, self._run.steps, **line))
+        unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
+        speed = {"images_per_second": line["images_per_second"]}
+        self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
+        self._metrics, self._since = [], time.time()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """The time inside does not count."""
+        jax.block_until_ready(self._metrics)
+        start = time.time()
+        yield
+        self._since += time.time() - start

@@ -1,0 +1,162 @@
+"""The state of a run and one optimisation step on it."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from diffusion_jax.train import optimizer
+
+Params = Any
+Frozen = Any
+Batch = dict[str, Array]
+Metrics = dict[str, Array]
+LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
+DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
+
+
+class TrainState(NamedTuple):
+    """Everything that a step changes: what a checkpoint holds, and nothing else."""
+
+    step: Int[Array, ""]  # Steps done, the skipped ones included.
+    params: Params
+    ema: dict[str, Params]  # Averages of params, by `ema_name` of their decay.
+    opt_state: optax.OptState
+    skipped: Int[Array, ""]  # Steps whose loss or gradient was not finite.
+
+
+def ema_name(decay: float) -> str:
+    """The key of an average in TrainState.ema: 0.9999 -> "0.9999"."""
+    return str(float(decay))
+
+
+def constant_decay(decay: float, step: Int[Array, ""]) -> float:
+    """The same decay at every step, as NeMo does."""
+    del step
+    return decay
+
+
+def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
+    """min(decay, (1 + step) / (10 + step)): short runs forget their initial weights.
+
+    With a constant decay d the initial weights keep a share d^n after n steps, 74 % of the
+    average after 3,000 steps at 0.9999; here the average always spans about a tenth of the run.
+    """
+    return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
+
+
+def init_state(
+    params: Params, tx: optax.GradientTransformation, ema_decays: Sequence[float]
+) -> TrainState:
+    """Step 0: every average starts at the initial weights. ValueError as `check_decays`."""
+    check_decays(ema_decays)
+    # Copies and two zeros: train_step donates its input, and no two fields may share a buffer.
+    ema = {ema_name(decay): jax.tree.map(jnp.copy, params) for decay in ema_decays}
+    step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
+    return TrainState(step, params, ema, tx.init(params), skipped)
+
+
+def check_decays(ema_decays: Sequence[float]) -> None:
+    """ValueError unless every decay is in [0, 1)."""
+    for decay in ema_decays:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
+
+
+def make_train_step(
+    loss_fn: LossFn,
+    tx: optax.GradientTransformation,
+    ema_decays: Sequence[float],
+    *,
+    accumulate: int = 1,
+    clip: float = 1.0,
+    decay_at: DecayAt = constant_decay,
+) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
+    """Returns train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
+
+    `tx` is an `optimizer.adamw`. `accumulate` must divide the batch; the gradient is the mean
+    over the micro batches, clipped to the global norm `clip` (inf: never). `key` is the key of
+    the run: the step and the micro batch are folded in here, so that a resumed run draws the same
+    noise. `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm and what
+    loss_fn returns, as means over the micro batches. A loss or gradient norm that is not finite
+    changes only `step` and `skipped`. Donate `state`; never `frozen`.
+    """
+
+    def train_step(state: TrainState, frozen: Frozen, batch: Batch, key: PRNGKeyArray):
+        key = jax.random.fold_in(key, state.step)
+        (loss, extra), grads = _mean_gradient(loss_fn, accumulate)(state.params, frozen, batch, key)
+        norm = optax.tree.norm(grads)
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+
+        updates, opt_state = tx.update(_clip(grads, norm, clip), state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        ema = {
+            ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
+            for d in ema_decays
+        }
+        # A select per leaf fuses into the update that computes the leaf; a lax.cond would not.
+        old = (state.params, state.ema, state.opt_state)
+        keep = lambda new, old: jnp.where(finite, new, old)
+        params, ema, kept_opt_state = jax.tree.map(keep, (params, ema, opt_state), old)
+        skipped = state.skipped + jnp.where(finite, 0, 1)
+
+        metrics = {
+            "loss": loss,
+            "grad_norm": norm,
+            "lr": optimizer.learning_rate(opt_state),
+            "skipped": skipped,
+            "param_norm": optax.tree.norm(params),
+        }
+        state = TrainState(state.step + 1, params, ema, kept_opt_state, skipped)
+        return state, extra | metrics
+
+    return train_step
+
+
+def _mean_gradient(loss_fn: LossFn, accumulate: int):
+    """value_and_grad of the mean loss over micro batches, each with its own key."""
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def mean_gradient(params, frozen, batch, key):
+        if accumulate == 1:  # A scan over one is a loop too, which matters: see below.
+            return gradient(params, frozen, batch, jax.random.fold_in(key, 0))
+
+        def add(total, inputs):
+            micro, index = inputs
+            values, grads = gradient(params, frozen, micro, jax.random.fold_in(key, index))
+            return jax.tree.map(jnp.add, total, grads), values
+
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        inputs = (jax.tree.map(lambda x: _split(x, accumulate), batch), jnp.arange(accumulate))
+        # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
+        unroll = accumulate if jax.default_backend() == "cpu" else 1
+        total, values = jax.lax.scan(add, zeros, inputs, unroll=unroll)
+        grads = jax.tree.map(lambda g: g / accumulate, total)
+        return jax.tree.map(lambda x: jnp.mean(x, axis=0), values), grads
+
+    return mean_gradient
+
+
+def _split(x: Array, accumulate: int) -> Array:
+    """[B, ...] -> [accumulate, B / accumulate, ...], where micro batch i holds rows i, i + a, ...
+
+    Taking every a-th row gives each device a part of every micro batch without moving a row.
+    """
+    if x.shape[0] % accumulate:
+        raise ValueError(f"a batch of {x.shape[0]} does not divide into {accumulate} micro batches")
+    x = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
+    return jnp.moveaxis(x, 1, 0)
+
+
+def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
+    """Scaled by min(1, clip / (norm + 1e-6)), the coefficient of Megatron and NeMo."""
+    scale = jnp.minimum(1.0, clip / (norm + 1e-6))
+    return jax.tree.map(lambda g: g * scale, grads)
+
+
+def _average(ema: Params, params: Params, decay: Float[Array, ""] | float) -> Params:
+    """decay * ema + (1 - decay) * params."""
+    return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)

@@ -1,0 +1,262 @@
+"""Arrays from the files of torch and NeMo: read without torch, and without running what they hold.
+
+A torch checkpoint is a zip of a pickle and of raw arrays, or, before torch 1.6, some pickles before
+the raw arrays. A pickle can name any function to be called when it is opened. Here it is given
+none: names stand for arrays and dictionaries, or for nothing at all, so that settings and
+optimizers that lie beside the weights cannot hurt.
+"""
+
+import collections
+import contextlib
+import os
+import pathlib
+import pickle
+import shutil
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
+from typing import IO, Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from diffusion_jax.weights import torch_weights
+
+TORCH = (".ckpt", ".pt", ".pth", ".bin")
+SUFFIXES = (*TORCH, ".nemo", ".safetensors", ".npz")
+_NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
+
+
+def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint of torch or Lightning, a .nemo, a .safetensors or an .npz file.
+
+    Of a checkpoint's contents those under "state_dict" are read, if it has these.
+    FileNotFoundError, or ValueError for another or damaged format.
+    """
+    path = pathlib.Path(path)
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"cannot read {path}: its name must end in {', '.join(SUFFIXES)}")
+    if path.suffix in (".safetensors", ".npz"):
+        return torch_weights.read(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file {path}")
+    if path.suffix != ".nemo":
+        return dict(stream(path))
+    with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
+        return dict(_read_torch(file))
+
+
+def stream(
+    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The names and arrays of a torch checkpoint for which `wanted(name)`, read one by one.
+
+    FileNotFoundError, or ValueError for another or damaged format.
+    """
+    with _readable(path), open(path, "rb") as file:
+        yield from _read_torch(file, wanted)
+
+
+def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The model's config that lies in a .nemo file; ValueError if there is none."""
+    import yaml  # Only where such a file is read.
+
+    with _readable(path), _nemo_member(pathlib.Path(path), _NEMO_CONFIG) as file:
+        config = yaml.safe_load(file)
+        if not isinstance(config, dict):
+            raise ValueError(f"{_NEMO_CONFIG} holds no mapping")
+        return config
+
+
+class _Storage(NamedTuple):
+    """A flat array of the zip."""
+
+    name: str
+    dtype: np.dtype
+
+
+class _Tensor(NamedTuple):
+    """A view of a storage, in elements."""
+
+    storage: _Storage
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _Nothing:
+    """Stands for every class and function that a pickle names; takes all, does nothing."""
+
+    def __new__(cls, *_, **__):
+        return super().__new__(cls)
+
+    def __init__(self, *_, **__):
+        pass
+
+    def __setstate__(self, _):
+        pass
+
+    def __setitem__(self, *_):
+        pass
+
+    def append(self, _):
+        pass
+
+    def extend(self, _):
+        pass
+
+
+def _rebuild_tensor(storage, offset, shape, strides, *_) -> _Tensor:
+    return _Tensor(storage, offset, tuple(shape), tuple(strides))
+
+
+_KNOWN: Mapping[tuple[str, str], Callable] = {
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *_: tensor,
+}
+_STORAGES = {
+    "DoubleStorage": np.float64, "FloatStorage": np.float32, "HalfStorage": np.float16,
+    "BFloat16Storage": jnp.bfloat16, "LongStorage": np.int64, "IntStorage": np.int32,
+    "ShortStorage": np.int16, "CharStorage": np.int8, "ByteStorage": np.uint8,
+    "BoolStorage": np.bool_,
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Makes arrays, dictionaries and what pickles make of themselves; calls nothing of the file."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file)
+        self.storages: dict[str, _Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in _STORAGES:
+            return np.dtype(_STORAGES[name])
+        return _KNOWN.get((module, name), _Nothing)
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        _, dtype, name, *_ = pid
+        if not isinstance(dtype, np.dtype):
+            raise ValueError(f"storage {name} is of a type that is not known here")
+        return self.storages.setdefault(str(name), _Storage(str(name), dtype))
+
+
+def _read_torch(
+    file: IO[bytes], wanted: Callable[[str], bool] = lambda name: True
+) -> Iterator[tuple[str, np.ndarray]]:
+    if not zipfile.is_zipfile(file):
+        file.seek(0)
+        yield from _read_old(file, wanted)
+        return
+    with zipfile.ZipFile(file) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise ValueError(f"it holds {len(pickles)} data.pkl, where torch writes one")
+        root = pickles[0].removesuffix("data.pkl")
+        order = f"{root}byteorder"
+        if order in archive.namelist() and archive.read(order) != b"little":
+            raise ValueError("it is from a big-endian machine, which is not read here")
+        with archive.open(pickles[0]) as pickled:
+            content = _Unpickler(pickled).load()
+        read = lambda storage: archive.read(f"{root}data/{storage.name}")
+        yield from _arrays(content, read, wanted)
+
+
+_OLD_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+def _read_old(file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, np.ndarray]]:
+    """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
+    try:
+        magic = _Unpickler(file).load()
+    except Exception:
+        magic = None
+    if magic != _OLD_MAGIC:
+        raise ValueError("it is neither a zip nor an older file of torch's, or it is damaged")
+    _, machine = _Unpickler(file).load(), _Unpickler(file).load()
+    if not machine.get("little_endian"):
+        raise ValueError("it is from a big-endian machine, which is not read here")
+    pickled = _Unpickler(file)
+    content, keys = pickled.load(), _Unpickler(file).load()
+    where, at, storages = {}, file.tell(), pickled.storages
+    for key in keys:
+        (count,) = np.frombuffer(file.read(8), np.int64)
+        where[key] = (at + 8, int(count) * storages[key].dtype.itemsize)
+        at = file.seek(sum(where[key]))
+
+    def read(storage: _Storage) -> bytes:
+        start, size = where[storage.name]
+        file.seek(start)
+        content = file.read(size)
+        if len(content) < size:
+            raise ValueError("it ends amid its arrays: download it again")
+        return content
+
+    yield from _arrays(content, read, wanted)
+
+
+def _arrays(
+    content: Any, read: Callable[[_Storage], bytes], wanted: Callable[[str], bool]
+) -> Iterator[tuple[str, np.ndarray]]:
+    storages: dict[str, bytes] = {}  # Arrays may share one.
+    for name, tensor in _state_dict(content).items():
+        if wanted(name):
+            yield name, _array(tensor, read, storages)
+
+
+def _state_dict(content: Any) -> Mapping[str, _Tensor]:
+    """The names and arrays of a checkpoint; other values beside the arrays are left out."""
+    if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
+        content = content["state_dict"]
+    found = content.items() if isinstance(content, Mapping) else ()
+    tensors = {name: value for name, value in found if isinstance(value, _Tensor)}
+    if not tensors:
+        keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else type(content)
+        raise ValueError(f"it holds no state dict of arrays, but {keys}")
+    return tensors
+
+
+def _array(
+    tensor: _Tensor, read: Callable[[_Storage], bytes], storages: dict[str, bytes]
+) -> np.ndarray:
+    """A copy of what the tensor sees of its storage; ValueError if it would see more."""
+    storage, offset, shape, strides = tensor
+    if storage.name not in storages:
+        storages.clear()  # Those that share one mostly follow each other; one at a time is held.
+        storages[storage.name] = read(storage)
+    flat = np.frombuffer(storages[storage.name], storage.dtype)
+    last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+    if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= len(flat)):
+        raise ValueError(f"an array of shape {shape} reaches beyond its storage {storage.name}")
+    byte_strides = [stride * storage.dtype.itemsize for stride in strides]
+    return np.lib.stride_tricks.as_strided(flat[offset:], shape, byte_strides).copy()
+
+
+@contextlib.contextmanager
+def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
+    """A file of a .nemo, which is a tar, perhaps compressed; seekable."""
+    with tarfile.open(path, "r:*") as tar, tempfile.TemporaryFile() as copy:
+        members = [m for m in tar.getmembers() if pathlib.PurePosixPath(m.name).name == name]
+        content = tar.extractfile(members[0]) if len(members) == 1 else None
+        if content is None:
+            raise ValueError(
+                f"it holds {len(members)} files {name}, where one is expected: models that NeMo "
+                "split over several devices must be merged first"
+            )
+        shutil.copyfileobj(content, copy)
+        copy.seek(0)
+        yield copy
+
+
+@contextlib.contextmanager
+def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Whatever goes wrong with a file is a ValueError that names it."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except Exception as error:  # Damaged files fail in many ways of their own.
+        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error

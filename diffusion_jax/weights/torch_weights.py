@@ -1,0 +1,179 @@
+"""torch state dicts <-> params, through a table in which every key is used exactly once.
+
+A table is a list of entries, one for each array. A key that is missing, left over or of another
+shape is an error, so that a conversion that succeeds has lost nothing.
+"""
+
+import os
+import pathlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Float
+
+from diffusion_jax.weights.pretrained import Stored
+
+StateDict = Mapping[str, np.ndarray]
+
+
+class Layout(NamedTuple):
+    """How an array is turned: `to_jax` from torch's axes to ours, `to_torch` back."""
+
+    to_jax: Callable[[np.ndarray], np.ndarray]
+    to_torch: Callable[[np.ndarray], np.ndarray]
+
+
+VECTOR = Layout(lambda w: w, lambda w: w)
+"""Biases, norms, embeddings: the same on both sides."""
+LINEAR = Layout(lambda w: w.T, lambda w: w.T)
+"""[out, in] <-> [in, out]"""
+CONV1D_1 = Layout(lambda w: w[:, :, 0].T, lambda w: w.T[:, :, None])
+"""[out, in, 1] <-> [in, out]"""
+CONV2D_1 = Layout(lambda w: w[:, :, 0, 0].T, lambda w: w.T[:, :, None, None])
+"""[out, in, 1, 1] <-> [in, out]"""
+CONV = Layout(lambda w: w.transpose(2, 3, 1, 0), lambda w: w.transpose(3, 2, 0, 1))
+"""[out, in, height, width] <-> [height, width, in, out]"""
+CONV_TRANSPOSE = Layout(lambda w: w.transpose(2, 3, 0, 1), lambda w: w.transpose(2, 3, 0, 1))
+"""[in, out, height, width] <-> [height, width, in, out]"""
+
+
+class Entry(NamedTuple):
+    """One array: its torch name, its path in params ("mid_attn/q/kernel"), and how it is turned."""
+
+    torch: str
+    path: str
+    layout: Layout
+
+
+def layer(torch: str, path: str, layout: Layout) -> list[Entry]:
+    """The weight and the bias of a linear layer or convolution."""
+    return [
+        Entry(f"{torch}.weight", f"{path}/kernel", layout),
+        Entry(f"{torch}.bias", f"{path}/bias", VECTOR),
+    ]
+
+
+def norm(torch: str, path: str) -> list[Entry]:
+    """The weight and the bias of a normalisation."""
+    return [
+        Entry(f"{torch}.weight", f"{path}/scale", VECTOR),
+        Entry(f"{torch}.bias", f"{path}/bias", VECTOR),
+    ]
+
+
+def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) -> Any:
+    """Params as float32 arrays in the structure and shapes of `abstract_params`.
+
+    ValueError that names the strays: keys the table lacks, keys the state dict lacks, wrong shapes.
+    """
+    arrange = lambda array: np.asarray(array, np.float32)
+    return _arranged(state, table, abstract_params, arrange)
+
+
+def to_stored(
+    state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
+) -> Any:
+    """As `to_params`, of arrays mapped from a file, which stay there: leaves are `Stored`."""
+    return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
+
+
+def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.ndarray, "..."]]:
+    """The inverse of `to_params`, in the table's order."""
+    arrays = {_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    _check_table(table, arrays)
+    return {e.torch: np.ascontiguousarray(e.layout.to_torch(arrays[e.path])) for e in table}
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """The arrays of an .npz or .safetensors file. Nothing is ever unpickled.
+
+    FileNotFoundError, or ValueError for another or a damaged format.
+    """
+    suffix = pathlib.Path(path).suffix
+    if suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"cannot read {path}: it must be an .npz or .safetensors file")
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f"no file {path}")
+    try:
+        if suffix == ".npz":
+            # Opened here, since numpy does not close a file that it finds damaged.
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return dict(arrays)
+        import safetensors.numpy  # Only where such a file is read.
+
+        return safetensors.numpy.load_file(path)
+    except Exception as error:  # Damaged files fail in many ways of their own.
+        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def some(names: Iterable[str], most: int = 5) -> str:
+    """A few of the names, and how many more there are: for messages."""
+    names = sorted(names)
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more if names else "none"
+
+
+def _arranged(
+    state: StateDict,
+    table: Sequence[Entry],
+    abstract_params: Any,
+    convert: Callable[[np.ndarray], Any],
+) -> Any:
+    """Checks everything, then turns and converts each array into its place."""
+    shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
+    _check_table(table, shapes)
+    _check_keys(state, table)
+    _check_shapes(state, table, shapes)
+    arrays = {e.path: convert(e.layout.to_jax(state[e.torch])) for e in table}
+    return jax.tree.map_with_path(lambda path, _: arrays[_path(path)], abstract_params)
+
+
+def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
+    """The table names every parameter once, and no key twice: otherwise it is itself wrong."""
+    paths = set(paths)
+    twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
+             for n, count in e.items() if count > 1]  # fmt: skip
+    named = {e.path for e in table}
+    if twice or named != paths:
+        raise ValueError(
+            f"the table of names does not fit the model: twice {some(twice)}; parameters without "
+            f"an entry {some(paths - named)}; entries without a parameter {some(named - paths)}"
+        )
+
+
+def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
+    known = {e.torch for e in table}
+    missing, stray = known - set(state), set(state) - known
+    if missing or stray:
+        raise ValueError(
+            f"the state dict does not fit the model: {len(missing)} keys are missing: "
+            f"{some(missing)}; {len(stray)} keys are left over: {some(stray)}"
+        )
+
+
+def _check_shapes(
+    state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Compares in torch's axes, before a layout could drop any."""
+    expected = {
+        e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
+        for e in table
+    }
+    wrong = [
+        f"{name} {state[name].shape} where the model has {shape}"
+        for name, shape in expected.items()
+        if state[name].shape != shape
+    ]
+    if wrong:
+        raise ValueError(
+            f"{len(wrong)} arrays have other shapes than the model: {some(wrong)}. "
+            "Is this the config that the weights were trained with?"
+        )
+
+
+def _path(path: Any) -> str:
+    return jax.tree_util.keystr(path, simple=True, separator="/")

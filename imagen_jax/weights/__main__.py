@@ -1,0 +1,49 @@
+"""Imagen weights between NeMo and this project.
+
+    python -m imagen_jax.weights convert --from=FILE --config=configs/base64_500m.py --to=WORKDIR
+
+makes a workdir of a NeMo checkpoint (.ckpt, .nemo, .safetensors or .npz), which sample, evaluate
+and train take like one of their own. FILE is opened without torch, and nothing in it is run.
+
+    python -m imagen_jax.weights export --from=WORKDIR --to=FILE
+
+writes a run's weights under NeMo's names as .safetensors or .npz; --ema=raw takes the weights
+themselves in place of their average, --ema=0.9999 one of several, --checkpoint=N a step.
+"""
+
+import sys
+
+from absl import flags
+from ml_collections import config_flags
+
+from diffusion_jax import cli
+from imagen_jax.weights import convert
+
+_USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CONFIG --to=WORKDIR
+       python -m imagen_jax.weights export --from=WORKDIR --to=FILE [--ema=raw] [--checkpoint=N]"""
+
+_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_FROM = flags.DEFINE_string("from", None, "What is read: a checkpoint of NeMo's, or a workdir.")
+_TO = flags.DEFINE_string("to", None, "What is written: a workdir, or a file.")
+_EMA = flags.DEFINE_string("ema", "ema", 'A decay such as 0.9999, "ema" for the largest, or "raw".')
+_STEP = flags.DEFINE_integer("checkpoint", None, "A step that was saved; default: the last.")
+
+
+def main(argv: list[str]) -> None:
+    """Runs one of the two commands."""
+    cli.start(alone=True)
+    source, target = _FROM.value, _TO.value
+    match argv[1:]:
+        case ["convert"] if source and target and _CONFIG.value is not None:
+            with cli.bad_input():
+                convert.to_workdir(source, _CONFIG.value, target)
+        case ["export"] if source and target:
+            with cli.bad_input():
+                convert.from_workdir(source, target, _EMA.value, _STEP.value)
+        case _:
+            print(_USAGE, file=sys.stderr)
+            sys.exit(2)
+
+
+if __name__ == "__main__":
+    cli.run(main)

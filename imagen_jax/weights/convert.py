@@ -1,0 +1,129 @@
+"""NeMo's checkpoints as workdirs, and workdirs' weights as NeMo's: both whole or not at all."""
+
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from ml_collections import ConfigDict
+
+from diffusion_jax import settings
+from diffusion_jax.machine import files
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import state as train_state
+from diffusion_jax.weights import torch_files
+from imagen_jax.settings import Settings, read_settings
+from imagen_jax.weights import nemo
+
+FORMATS = (".safetensors", ".npz")
+
+
+def to_workdir(
+    source: str | os.PathLike[str], config: ConfigDict, workdir: str | os.PathLike[str]
+) -> None:
+    """A NeMo checkpoint as a workdir at step 0: to draw from, to score, to train on from.
+
+    `source` is a .ckpt, .nemo, .safetensors or .npz file. Where NAME-EMA.ckpt lies beside
+    NAME.ckpt, as NeMo leaves them, its weights are the averaged ones; otherwise the averages start
+    at the weights. ValueError if file and config do not fit, or the workdir is not empty.
+    """
+    source, workdir = pathlib.Path(source), pathlib.Path(workdir)
+    s = read_settings(config.to_dict())
+    if checkpoint.steps(workdir / loop.CHECKPOINTS):
+        raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
+    if source.suffix == ".nemo":
+        check_nemo_config(torch_files.read_nemo_config(source), s)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = _read(source, s)
+        state = train_state.init_state(
+            params, loop.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
+        )
+        averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
+        if averaged.is_file():
+            logging.info("the averages are those of %s", averaged)
+            average = _read(averaged, s)
+            state = state._replace(ema={name: average for name in state.ema})
+    settings.claim(workdir, config)
+    checkpoints = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
+    checkpoints.save(0, state, _Start(), config.to_dict())
+    checkpoints.close()
+
+
+def from_workdir(
+    workdir: str | os.PathLike[str],
+    path: str | os.PathLike[str],
+    ema: str = "ema",
+    step: int | None = None,
+) -> None:
+    """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
+
+    `ema` and `step` as for checkpoint.load_params. ValueError or FileNotFoundError if there are no
+    such weights, or NeMo has no such network.
+    """
+    path = pathlib.Path(path)
+    if path.suffix not in FORMATS:
+        raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
+    s = read_settings(settings.load(workdir).to_dict())
+    if getattr(s.unet, "patch", 1) != 1:
+        raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
+    abstract = nemo.abstract_params(s.unet, s.text.width)
+    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        params = checkpoint.load_params(folder, abstract, ema, step)
+    state = nemo.to_nemo(params, s.unet)
+    _write(path, {nemo.PREFIX + name: array for name, array in state.items()})
+
+
+def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
+    """ValueError where NeMo's config asks for another model in ways that no weight shows."""
+    theirs = nemo.unet_from_config(config)
+    pairs = [
+        (f"unet.{name}", getattr(theirs, name, None), getattr(s.unet, name, None))
+        for name in ("head_dim", "num_heads", "scale_skips")
+    ]
+    kinds = {"EDM": True, "DDPM": False}
+    their_kind = config.get("preconditioning_type", "EDM")
+    if their_kind in kinds and kinds[their_kind] != (s.diffusion.precond == "edm"):
+        pairs.append(("diffusion.precond", their_kind.lower(), s.diffusion.precond))
+    differing = [f"{name}: {b!r} here, {a!r} there" for name, a, b in pairs if a != b]
+    if differing:
+        raise ValueError(
+            f"the model was trained with another config ({'; '.join(differing)}): choose the "
+            "config that it was trained with, or change these fields"
+        )
+
+
+class _Start:
+    """The position at the start of any data."""
+
+    def get_state(self) -> bytes:
+        return b'{"samples": 0}'
+
+    def set_state(self, state: bytes) -> None:
+        del state
+
+
+def _read(path: pathlib.Path, s: Settings) -> Any:
+    try:
+        params = nemo.from_nemo(torch_files.read_state_dict(path), s.unet, s.text.width)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return jax.tree.map(jax.numpy.asarray, params)
+
+
+def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        import safetensors.numpy  # Only where such a file is written.
+
+        files.write_whole(path, safetensors.numpy.save(state))
+        return
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp.npz")
+    try:
+        np.savez(temporary, **state)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

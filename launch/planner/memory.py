@@ -1,0 +1,255 @@
+"""How much memory a traced program needs, told from its equations without compiling it.
+
+The model of a compiler: elementwise work is fused into what uses it, and takes memory only where a
+matrix product, a convolution or the like needs the whole array, or where it is expensive and used
+more than once. Reshapes, transpositions and reversals are free. Equations run in the order in which
+they were traced, and an array is freed after its last use.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import types
+from collections.abc import Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend import core
+from jaxtyping import Float, Int
+
+from diffusion_jax.machine.flops import subjaxprs
+
+_ALIASES = {"reshape", "squeeze", "expand_dims", "transpose", "rev", "copy", "stop_gradient",
+            "optimization_barrier", "sharding_constraint", "name", "reduce_precision"}  # fmt: skip
+_PRODUCTS = {"dot_general", "conv_general_dilated"}
+_BATCHED = "batched_dot_general"
+_OPAQUE = {*_PRODUCTS, _BATCHED, "sort", "scatter", "scatter-add", "gather",
+           "cumsum", "while", "scan", "cond", "top_k", "custom_call"}  # fmt: skip
+_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax"}
+_EXPENSIVE = {"exp", "log", "logistic", "tanh", "erf", "erf_inv", "pow", "sin", "cos", "rsqrt",
+              "sqrt", "div", "rem", "log1p", "expm1", "threefry2x32", "random_bits"}  # fmt: skip
+_CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom_jvp_call",
+          "custom_vjp_call", "custom_vjp_call_jaxpr"}  # fmt: skip
+
+
+class Equation(NamedTuple):
+    """One operation of a flat program. Variables are numbers, constants -1."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A program without calls, and shape and item size of each of its variables."""
+
+    equations: list[Equation]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    arrays: list[tuple[tuple[int, ...], int]]
+
+
+class Lifetimes(NamedTuple):
+    """The arrays that a program makes: alive from equation `start` to before `stop`."""
+
+    start: Int[np.ndarray, "N"]
+    stop: Int[np.ndarray, "N"]
+    fixed: Float[np.ndarray, "N"]
+    """Bytes of those that are the same for every batch,"""
+    each: Float[np.ndarray, "N"]
+    """and bytes a sample of the others."""
+
+
+def flatten(jaxpr: core.Jaxpr) -> Program:
+    """Inlines every call, and leaves out what nothing needs."""
+    equations: list[Equation] = []
+    arrays: list[tuple[tuple[int, ...], int]] = []
+
+    def number(var: Any) -> int:
+        arrays.append((tuple(var.aval.shape), _itemsize(var.aval)))
+        return len(arrays) - 1
+
+    def run(jaxpr: core.Jaxpr, known: dict[Any, int]) -> tuple[int, ...]:
+        def read(atom: Any) -> int:
+            if isinstance(atom, core.Literal):
+                return -1
+            if atom not in known:
+                known[atom] = number(atom)
+            return known[atom]
+
+        for equation in jaxpr.eqns:
+            inputs = tuple(map(read, equation.invars))
+            inner = next(subjaxprs(equation), None)
+            if equation.primitive.name in _CALLS and inner is not None:
+                outputs = run(inner, dict(zip(inner.invars, inputs, strict=True)))
+                known.update(zip(equation.outvars, outputs, strict=True))
+            else:
+                outputs = tuple(map(read, equation.outvars))
+                equations.append(Equation(_name(equation), inputs, outputs))
+        return tuple(map(read, jaxpr.outvars))
+
+    known = {var: number(var) for var in jaxpr.invars}
+    inputs = tuple(known.values())
+    outputs = run(jaxpr, known)
+    return Program(_needed(equations, outputs), inputs, outputs, arrays)
+
+
+def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
+    """What is split over devices if these inputs are, and what products sum over them.
+
+    A product of an array that is split with one that is not is split by its outputs; of two that
+    are, the sum is: so are the first and the second of two layers. In products of batches, as in
+    attention, what is split are the batches.
+    """
+    found, summed = set(inputs), []
+    for name, sources, outputs in program.equations:
+        parts = [v in found for v in sources]
+        if name in _PRODUCTS and all(parts):
+            summed += outputs
+        elif any(parts):
+            found.update(outputs)
+    return found, summed
+
+
+def size(program: Program, var: int) -> int:
+    """Bytes of a variable."""
+    shape, itemsize = program.arrays[var]
+    return math.prod(shape) * itemsize
+
+
+def lifetimes(
+    program: Program,
+    samples: int,
+    parts: Set[int],
+    results: Mapping[int, int],
+    ways: Mapping[int, int] = types.MappingProxyType({}),
+) -> Lifetimes:
+    """When the arrays of a program live that was traced with a batch of `samples`.
+
+    `samples` is a prime that divides no other size, so that an array whose size it divides is one
+    of the batch. Inputs take nothing here, but those in `parts`, which are kept in parts and
+    collected where they are used whole. `results` holds the bytes of outputs that stay, `ways` over
+    how many devices variables are split all the time.
+    """
+    stored, reads = _schedule(program, frozenset(parts))
+    made = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
+    end = len(program.equations) + 1
+    first: dict[int, int] = {}
+    last: dict[int, int] = {}
+    for i, sources in reads:
+        for source in sources:
+            first.setdefault(source, i)
+            last[source] = i
+    rows = []
+    for var in stored:
+        start = made.get(var, first.get(var, end))
+        stop = max(last.get(var, start), start)
+        # Elementwise work can write its result over what it reads for the last time.
+        in_place = start < stop < end and program.equations[stop].name not in _OPAQUE
+        varies = math.prod(program.arrays[var][0]) % samples == 0
+        each = size(program, var) / ways.get(var, 1)
+        rows.append(
+            (
+                start,
+                stop + (not in_place),
+                0 if varies else each,
+                each / samples if varies else 0,
+            )
+        )
+    rows += [(made.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
+    columns = np.array(rows, np.float64).T
+    return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
+
+
+def peak(arrays: Lifetimes, batch: int) -> int:
+    """The most bytes alive at once, for a batch of this many samples."""
+    sizes = arrays.fixed + batch * arrays.each
+    change = np.zeros(int(arrays.stop.max()) + 2)
+    np.add.at(change, arrays.start, sizes)
+    np.add.at(change, arrays.stop, -sizes)
+    return int(change.cumsum().max())
+
+
+def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equation]:
+    needed, kept = set(outputs), []
+    for equation in reversed(equations):
+        if not needed.isdisjoint(equation.outputs):
+            needed.update(equation.inputs)
+            kept.append(equation)
+    return kept[::-1]
+
+
+@functools.lru_cache(maxsize=4)
+def _schedule(
+    program: Program, parts: Set[int]
+) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
+    """The variables that take memory, and which of them are read at which equation."""
+    whole, users = _needed_whole(program), _users(program)
+    elements = lambda v: math.prod(program.arrays[v][0])
+    sources = {v: frozenset([v]) for v in program.inputs}
+    costly: set[int] = set()
+    stored = [v for v in program.inputs if v in parts and v in whole]
+    reads: list[tuple[int, frozenset[int]]] = []
+    results = set(program.outputs)
+    for i, (name, inputs, outputs) in enumerate(program.equations):
+        if name in _ALIASES:
+            for source, out in zip(inputs, outputs, strict=True):
+                sources[out] = sources.get(source, frozenset())
+                if source in costly:
+                    costly.add(out)
+            continue
+        read = frozenset[int]().union(*(sources.get(v, ()) for v in inputs))
+        out = outputs[0]
+        if name not in _OPAQUE | _REDUCTIONS and len(outputs) == 1:
+            grown = max((elements(v) for v in inputs if v >= 0), default=0) < elements(out)
+            if name in _EXPENSIVE or (not grown and not costly.isdisjoint(inputs)):
+                costly.add(out)
+            if out not in whole and not (out in costly and users[out] > 1):
+                sources[out] = read
+                if out in results:
+                    reads.append((i, read))
+                continue
+            costly.discard(out)
+        for out in outputs:
+            sources[out] = frozenset([out])
+            stored.append(out)
+        reads.append((i, read))
+    return stored, reads
+
+
+def _needed_whole(program: Program) -> set[int]:
+    """What a matrix product, a convolution or the like reads, also through aliases."""
+    whole: set[int] = set()
+    for name, inputs, outputs in reversed(program.equations):
+        if name in _OPAQUE:
+            whole.update(inputs)
+        elif name in _ALIASES:
+            whole.update(v for v, out in zip(inputs, outputs, strict=True) if out in whole)
+    return whole
+
+
+def _users(program: Program) -> Mapping[int, int]:
+    """How many equations use each variable, through aliases."""
+    count: collections.Counter[int] = collections.Counter()
+    for name, inputs, outputs in reversed(program.equations):
+        if name in _ALIASES:
+            for v, out in zip(inputs, outputs, strict=True):
+                count[v] += count[out]
+        else:
+            count.update(set(inputs))
+    return count
+
+
+def _name(equation: core.JaxprEqn) -> str:
+    name = equation.primitive.name
+    batched = name == "dot_general" and equation.params["dimension_numbers"][1][0]
+    return _BATCHED if batched else name
+
+
+def _itemsize(aval: Any) -> int:
+    try:
+        return aval.dtype.itemsize
+    except (AttributeError, TypeError, NotImplementedError):
+        return 8  # A random key.

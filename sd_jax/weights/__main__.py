@@ -1,0 +1,76 @@
+"""Stable Diffusion weights between their formats.
+
+    python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
+        [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER]
+
+takes UNet, VAE and text encoder out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo,
+.safetensors, .npz), a diffusers directory, or the workdir of a run. --to is a file (.safetensors,
+.npz; LDM's names, or NeMo's), or otherwise a new diffusers directory, with the tokenizer of
+--tokenizer, or of --from if that is a diffusers directory too. It prints what it mapped, opens what
+it wrote, and compares the two to the last bit. Files do not show MLPerf's 16 groups, nor that a
+model predicts v: say so.
+"""
+
+import os
+import pathlib
+import sys
+
+from absl import flags
+
+from diffusion_jax import cli
+from diffusion_jax.train import loop
+from sd_jax import trained
+from sd_jax.weights import checkpoints
+
+_USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
+           [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]"""
+
+_FROM = flags.DEFINE_string("from", None, "What is read: a file, a diffusers directory, a run.")
+_TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
+_NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nemo".')
+_EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
+_GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
+_PREDICTS = flags.DEFINE_string("predicts", None, 'What the UNet predicts: "eps" or "v".')
+_TOKENIZER = flags.DEFINE_string(
+    "tokenizer", None, "A diffusers directory of that version, to copy its tokenizer."
+)
+
+
+def main(argv: list[str]) -> None:
+    """Runs a command."""
+    cli.start(alone=True)
+    match argv[1:]:
+        case ["convert"] if _FROM.value and _TO.value:
+            with cli.bad_input():
+                convert(_FROM.value, _TO.value)
+        case _:
+            print(_USAGE, file=sys.stderr)
+            sys.exit(2)
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Converts as the flags say, and opens the result; ValueError if it is not the same."""
+    target = pathlib.Path(target)
+    is_run = (pathlib.Path(source) / loop.CHECKPOINTS).is_dir()
+    opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value)
+    read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
+    for line in read.report:
+        print(line)
+    if target.suffix in (".safetensors", ".npz"):
+        checkpoints.save_file(read, target, _NAMES.value)
+    else:
+        predicts, tokenizer = _PREDICTS.value, _TOKENIZER.value or source
+        scheduler = None if predicts else source
+        checkpoints.save_diffusers(read, target, predicts, tokenizer, scheduler)
+    written = checkpoints.load(target, norm_groups=read.unet and read.unet.network.norm_groups)
+    if not checkpoints.equal(read, written):
+        raise ValueError(
+            f"{target} does not hold what was read from {source}: the fields are "
+            f"{written.unet and written.unet.network} where they were "
+            f"{read.unet and read.unet.network}"
+        )
+    print(f"{target}: written and read again, the same to the last bit")
+
+
+if __name__ == "__main__":
+    cli.run(main)

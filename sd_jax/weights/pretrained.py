@@ -1,0 +1,61 @@
+"""Weights that a model is given: those of its frozen VAE, and those that training starts from."""
+
+import os
+import pathlib
+from typing import Any
+
+import flax.linen as nn
+import jax
+
+from diffusion_jax.train import checkpoint, loop
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints, names
+
+_HOW = ("parent", "name", "dtype", "remat", "attention_impl", "query_chunk", "linear_projections")
+
+
+def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
+    """The params of a VAE, float32 on the host, from a file, a diffusers directory or a workdir.
+
+    A workdir is one of sd_jax.train_vae, whose average is taken. FileNotFoundError, or ValueError
+    if there is none in it, or one with other fields than `vae`.
+    """
+    if _is_workdir(path):
+        return _averaged(path, names.abstract_vae(vae))
+    return _checked(checkpoints.load(path).vae, vae, path, "VAE").params
+
+
+def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
+    """The params of a UNet, as read_vae; ValueError also for another width of the text."""
+    if _is_workdir(path):
+        return _averaged(path, names.abstract_unet(unet, text_width))
+    part = _checked(checkpoints.load(path, norm_groups=unet.norm_groups).unet, unet, path, "UNet")
+    if part.text_width != text_width:
+        raise ValueError(
+            f"the UNet in {path} attends to text {part.text_width} wide, and text.width is "
+            f"{text_width}: choose the text encoder that it was trained with"
+        )
+    return part.params
+
+
+def _is_workdir(path: str | os.PathLike[str]) -> bool:
+    return (pathlib.Path(path) / loop.CHECKPOINTS).is_dir()
+
+
+def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
+    return jax.device_get(checkpoint.load_params(pathlib.Path(path) / loop.CHECKPOINTS, abstract))
+
+
+def _checked(part: Any, wanted: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
+    if part is None:
+        raise ValueError(f"{path} holds no {kind}")
+    fields = [field for field in wanted.__dataclass_fields__ if field not in _HOW]
+    differing = [
+        f"{field} {there!r} there, {here!r} in the config"
+        for field in fields
+        if (there := getattr(part.network, field)) != (here := getattr(wanted, field))
+    ]
+    if differing:
+        raise ValueError(f"the {kind} in {path} is another one: {'; '.join(differing)}")
+    return part

@@ -1,0 +1,141 @@
+"""A model from elsewhere, ready to draw: of a diffusers directory, or of a single file."""
+
+import pathlib
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from absl import logging
+from jax.typing import DTypeLike
+
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.model import Model
+from diffusion_jax.machine import sharding
+from diffusion_jax.text import TextEncoder, clip
+from diffusion_jax.weights import pretrained
+from sd_jax import sampling, settings, task
+from sd_jax import vae as vae_module
+from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
+from sd_jax.trained import Choice, chosen_sampler
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints
+from sd_jax.weights import text as text_module
+from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
+from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.text import TextPart
+
+DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
+"""What is not chosen; as NeMo draws, at the size that the model was trained at."""
+
+
+class File(NamedTuple):
+    """What a checkpoint from elsewhere may not say; None where it does, or is as most are."""
+
+    predicts: str | None = None
+    """"eps" or "v"; else what the scheduler's config says, or eps for 1.x."""
+    tokenizer: str | None = None
+    """A folder with CLIP's tokenizer, which single files lack."""
+    norm_groups: int | None = None
+    """16 for MLPerf's files."""
+    dtype: DTypeLike | None = None
+    """That the networks compute in; bfloat16, but float32 on CPUs."""
+
+
+def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
+    """The model of a diffusers directory or a file; its settings are a Pipeline.
+
+    ValueError or FileNotFoundError that says what is missing or wrong.
+    """
+    sampler = chosen_sampler(DEFAULTS, choice)
+    settings.check_sampler(sampler)  # Before anything is read.
+    opened = checkpoints.load(path, choice.ema, file.norm_groups)
+    unet, vae, text = _whole(path, opened, choice)
+    p = _pipeline(path, opened, file, unet.network, vae.network)
+    p = p._replace(sampler=sampler, strength=choice.strength)
+    settings.check_pipeline(p)
+    encoder = _encoder(path, text, choice, file, unet.text_width, p.unet.dtype)
+    logging.info(
+        "%s: predicts %s, computes in %s, attention by %s",
+        path, p.diffusion.predicts, jnp.dtype(p.unet.dtype).name, p.unet.attention_impl,
+    )  # fmt: skip
+    mesh = sharding.make_mesh()
+    place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
+    frozen = {"text": place(text.params), "vae": place(vae.params)}
+    draw = drawing.make_draw(sampling.make_sample(p, encoder, choice.preview), frozen, mesh)
+    return Model(str(path), p, encoder, draw, place(unet.params), choice.ema, 0)
+
+
+def _whole(
+    path: pathlib.Path, opened: Checkpoint, choice: Choice
+) -> tuple[UNetPart, VAEPart, TextPart]:
+    """The parts, with those that were chosen in place of the checkpoint's own."""
+    unet, vae, text = opened.unet, opened.vae, opened.text
+    if choice.vae_weights:
+        network = vae.network if vae else VAE()  # That of all versions.
+        vae = VAEPart(network, read_vae(choice.vae_weights, network))
+    if choice.text_weights:
+        text = text_module.from_folder(pretrained.locate(choice.text_weights))
+    if unet is None:
+        raise ValueError(f"{path} holds no UNet: name a whole model")
+    if vae is None:
+        raise ValueError(f"{path} holds no VAE: say where one is with --vae_weights=PATH")
+    if text is None:
+        raise ValueError(
+            f"{path} holds no text encoder: say where one is with --text_weights=FOLDER"
+        )
+    return unet, vae, text
+
+
+def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, vae: VAE) -> Pipeline:
+    """What a checkpoint says of itself; ValueError if it does not say what the UNet predicts."""
+    predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
+    if not predicts:
+        raise ValueError(
+            f"{path} does not say what its UNet predicts, and models like 2.x are of both kinds: "
+            "give --prediction=eps (512 pixels) or --prediction=v (768 pixels, MLPerf's)"
+        )
+    backend = jax.default_backend()
+    dtype = jnp.dtype(file.dtype or (jnp.float32 if backend == "cpu" else jnp.bfloat16))
+    attention = "cudnn" if backend == "gpu" and dtype.itemsize == 2 else "xla"
+    size = opened.latent_size * vae_module.factor(vae)
+    return Pipeline(
+        unet.clone(dtype=dtype, attention_impl=attention),
+        vae.clone(dtype=dtype),
+        Conditioning(drop_to="empty", pad_to=0),
+        Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
+        Diffusion(predicts, offset_noise=0.0, min_snr=0.0),
+        DEFAULTS,
+    )
+
+
+def _encoder(
+    path: pathlib.Path, text: TextPart, choice: Choice, file: File, width: int, dtype: DTypeLike
+) -> TextEncoder:
+    """The text encoder, without its weights, and the tokenizer that lies nearest."""
+    if text.tower.width != width:
+        raise ValueError(
+            f"the UNet in {path} attends to text {width} wide, and the text encoder is "
+            f"{text.tower.width} wide: they are of different models"
+        )
+    folder = path / "tokenizer"
+    if file.tokenizer:
+        folder = pathlib.Path(file.tokenizer)
+    elif choice.text_weights:
+        folder = pretrained.locate(choice.text_weights)
+    if not folder.is_dir():
+        raise ValueError(
+            f"{path} holds no tokenizer, as single files never do: name a folder that has CLIP's "
+            "(vocab.json and merges.txt) with --tokenizer=FOLDER"
+        )
+    tokenizer = clip.open_tokenizer(folder, text.pads_with_0)
+    return clip.of_tower(text.tower.clone(dtype=dtype), (), tokenizer, text.tower.max_tokens)
+
+
+def _lean(params: Any, dtype: DTypeLike) -> Any:
+    """Kernels in the type that they are used in: the same numbers, from less memory."""
+
+    def turned(path, leaf):
+        return leaf.astype(dtype) if path[-1].key == "kernel" else leaf
+
+    return jax.tree.map_with_path(turned, params)

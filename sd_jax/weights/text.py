@@ -1,0 +1,101 @@
+"""The text encoder of a Stable Diffusion checkpoint: CLIP's text tower, in every origin's names.
+
+What is kept is what the UNet attends to: 1.x takes the last layer of OpenAI's CLIP, 2.x the last
+but one of OpenCLIP's, whose last layer is therefore left out, as in diffusers' directories.
+"""
+
+import os
+import pathlib
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diffusion_jax.text import clip, clip_weights
+from diffusion_jax.text.clip import TextTower
+from diffusion_jax.weights import torch_weights
+from diffusion_jax.weights.torch_weights import StateDict
+
+
+class TextPart(NamedTuple):
+    """A text tower whose last layer, normalised, conditions, and its params, float32."""
+
+    tower: TextTower
+    params: Any
+    pads_with_0: bool
+    """As OpenCLIP's tokenizer does; others pad with the end token."""
+
+
+def from_folder(folder: str | os.PathLike[str]) -> TextPart:
+    """The text encoder in a folder of transformers' or OpenCLIP's; errors as of `open_clip`."""
+    found = clip_weights.open_clip(pathlib.Path(folder))
+    return _part(found, clip_weights.is_open_clip(found.state))
+
+
+def from_ldm(state: StateDict) -> TextPart | None:
+    """Of the arrays under LDM's "cond_stage_model."; None if they are of another kind than CLIP's.
+
+    Arrays do not show heads: those of every released model are 64 wide.
+    """
+    state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
+    of_open_clip = clip_weights.is_open_clip(state)
+    embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
+    if embedding is None:
+        return None
+    config = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
+    heads = {"num_attention_heads": max(1, embedding.shape[1] // 64)}
+    return _part(clip_weights.from_state(state, config | heads), of_open_clip)
+
+
+def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
+    """Arrays under the names that follow LDM's "cond_stage_model.".
+
+    2.x's have the layer again that is left out here: zeros, which add nothing to the stream.
+    """
+    state = _state(part)
+    if not part.pads_with_0:
+        return {f"transformer.{name}": array for name, array in state.items()}
+    first, last = (f"{clip_weights.TEXT}.encoder.layers.{i}." for i in (0, part.tower.num_layers))
+    state |= {
+        last + name.removeprefix(first): np.zeros_like(array)
+        for name, array in state.items()
+        if name.startswith(first)
+    }
+    return {f"model.{name}": w for name, w in clip_weights.to_open_clip(state).items()}
+
+
+def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """config.json and arrays of a CLIPTextModel."""
+    tower = part.tower
+    end = tower.vocab_size - 1
+    config = {
+        "architectures": ["CLIPTextModel"],
+        "bos_token_id": end - 1,
+        "eos_token_id": end,
+        "hidden_act": tower.activation,
+        "hidden_size": tower.width,
+        "intermediate_size": tower.mlp_width,
+        "layer_norm_eps": tower.eps,
+        "max_position_embeddings": tower.max_tokens,
+        "model_type": "clip_text_model",
+        "num_attention_heads": tower.num_heads,
+        "num_hidden_layers": tower.num_layers,
+        "pad_token_id": 0 if part.pads_with_0 else end,
+        "projection_dim": tower.width,
+        "vocab_size": tower.vocab_size,
+    }
+    return config, _state(part)
+
+
+def _part(found: clip_weights.Clip, skip_last: bool) -> TextPart:
+    tower, _ = clip.text_tower(found, skip=int(skip_last))
+    tower = tower.clone(projection=None, end_id=None)  # Neither is part of what conditions.
+    table = clip_weights.text_table(tower.num_layers, projected=False)
+    state = clip_weights.tower_state(found, table)
+    params = torch_weights.to_params(state, table, clip.abstract_params(tower))
+    return TextPart(tower, params, found.pads_with_0)
+
+
+def _state(part: TextPart) -> dict[str, np.ndarray]:
+    table = clip_weights.text_table(part.tower.num_layers, projected=False)
+    return torch_weights.to_state_dict(part.params, table)

@@ -1,0 +1,136 @@
+"""Downloads from a server on this machine: whole, with the right hash, continued after a kill."""
+
+import hashlib
+import http.server
+import pathlib
+import threading
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data.prepare import __main__ as prepare
+from diffusion_jax.data.prepare import fetch
+
+CONTENT = np.random.default_rng(0).bytes(3 * 2**20 + 17)
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Gives CONTENT under any name but /gone, ranges unless /whole, half of it once from /breaks"""
+
+    def do_GET(self):
+        start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") : -1])
+        self.server.starts.append((self.path, start))
+        if self.path == "/gone":
+            return self.send_error(404)
+        if "whole" in self.path:
+            start = 0
+        if start >= len(CONTENT):
+            return self.send_error(416)
+        self.send_response(206 if start else 200)
+        self.send_header("Content-Length", str(len(CONTENT) - start))
+        self.end_headers()
+        breaks = self.path == "/breaks" and not start
+        self.wfile.write(CONTENT[start : len(CONTENT) // 2 if breaks else None])
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def server():
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.starts = []
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        server.url = f"http://127.0.0.1:{server.server_port}"
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+SHA512 = hashlib.sha512(CONTENT).hexdigest()
+
+
+def test_files_arrive_whole_and_are_not_asked_for_again(server, tmp_path):
+    urls = fetch.expand([f"{server.url}/part-{{0..2}}.bin"])
+    sums = dict.fromkeys(("part-0.bin", "part-1.bin"), SHA512)
+    for _ in range(2):
+        paths = fetch.fetch(urls, tmp_path, sums)
+    assert [path.read_bytes() == CONTENT for path in paths] == [True] * 3
+    assert len(server.starts) == 3
+    assert sorted(tmp_path.iterdir()) == paths
+
+
+@pytest.mark.parametrize("name, start", [("range.bin", 1000), ("whole.bin", 1000)])
+def test_a_killed_download_continues(server, tmp_path, name, start):
+    (tmp_path / f".{name}.part").write_bytes(CONTENT[:start])
+    (path,) = fetch.fetch([f"{server.url}/{name}"], tmp_path, {name: SHA512})
+    assert path.read_bytes() == CONTENT
+    assert server.starts == [(f"/{name}", start)]
+
+
+def test_a_part_that_is_all_there_is_taken(server, tmp_path):
+    (tmp_path / ".a.part").write_bytes(CONTENT)
+    (path,) = fetch.fetch([f"{server.url}/a"], tmp_path, {"a": SHA512})
+    assert path.read_bytes() == CONTENT
+
+
+def test_a_connection_that_breaks_is_taken_up_again(server, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
+    (path,) = fetch.fetch([f"{server.url}/breaks"], tmp_path, {"breaks": SHA512})
+    assert path.read_bytes() == CONTENT
+    assert server.starts == [("/breaks", 0), ("/breaks", len(CONTENT) // 2)]
+
+
+def test_a_wrong_hash_leaves_nothing(server, tmp_path):
+    sums = fetch.read_sums(f"{'0' * 40}  folder/a.bin\n{SHA512} *b.bin\n")
+    assert sums == {"a.bin": "0" * 40, "b.bin": SHA512}
+    sha1 = hashlib.sha1(CONTENT).hexdigest()
+    with pytest.raises(ValueError, match=f"a.bin has the sha1 {sha1}, and should have 0000"):
+        fetch.fetch([f"{server.url}/a.bin"], tmp_path, sums)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_verify_reads_what_is_there(server, tmp_path):
+    urls = [f"{server.url}/b.bin"]
+    (path,) = fetch.fetch(urls, tmp_path, {"b.bin": SHA512})
+    path.write_bytes(CONTENT[:-1])
+    fetch.fetch(urls, tmp_path, {"b.bin": SHA512})
+    with pytest.raises(ValueError, match=r"b\.bin has the sha512 .* should have"):
+        fetch.fetch(urls, tmp_path, {"b.bin": SHA512}, verify=True)
+
+
+def test_what_cannot_be_fetched_is_said(server, tmp_path):
+    with pytest.raises(OSError, match=r"/gone: HTTP Error 404"):
+        fetch.fetch([f"{server.url}/gone"], tmp_path, {})
+    with pytest.raises(ValueError, match="no URL of a file"):
+        fetch.expand(["https://host/folder/"])
+    with pytest.raises(ValueError, match="several URLs end in a"):
+        fetch.expand(["https://host/{1,2}/a"])
+    with pytest.raises(ValueError, match="'abc  file' is no line of sha1sum"):
+        fetch.read_sums("abc  file\n")
+
+
+def test_a_file_url_is_copied(tmp_path):
+    source = tmp_path / "source.bin"
+    source.write_bytes(CONTENT)
+    (path,) = fetch.fetch([pathlib.Path(source).as_uri()], tmp_path / "out", {})
+    assert path.read_bytes() == CONTENT
+
+
+def test_the_command(server, tmp_path, capsys):
+    def run(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            prepare.main(["fetch", f"--out={tmp_path}/out", *arguments])
+        return ended.value.code, capsys.readouterr()
+
+    (tmp_path / "sums").write_text(f"{SHA512}  b\n")
+    urls = [f"--url={server.url}/{{a,b}}", f"--sums={tmp_path}/sums"]
+    code, said = run(*urls, "--dry_run")
+    assert code == 0 and not (tmp_path / "out").exists()
+    assert f"/a, hash unknown\nwould fetch {server.url}/b, hash {SHA512}\n" in said.out
+    assert run(*urls)[0] == 0
+    assert (tmp_path / "out" / "b").read_bytes() == CONTENT
+    assert run(f"--url={server.url}/c", f"--hash={'0' * 64}")[0] == 2
+    code, said = run(*urls, "--hash=0")
+    assert code == 2 and "--hash is that of one file, and --url names 2" in said.err

@@ -1,0 +1,82 @@
+"""NeMo's precached tars joined with their images."""
+
+import io
+import os
+import pickle
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import webdataset
+from diffusion_jax.data.prepare import merge
+from diffusion_jax.data.webdataset import WebDataset
+
+
+def as_nemo(array, protocol=4):
+    return pickle.dumps({"embeddings_t5_xxl": {"encodings": array}}, protocol=protocol)
+
+
+@pytest.fixture
+def tars(tmp_path):
+    """Two tars of images, whose keys repeat, and one of embeddings, in another order."""
+    for name in ("images", "embeddings"):
+        (tmp_path / name).mkdir()
+    for shard in range(2):
+        records = [{"__key__": b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"}
+                   for i in range(3)]  # fmt: skip
+        webdataset.write(tmp_path / f"images/{shard:05}.tar", records)
+    stored = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # Not that of (0, 2).
+    records = [{"__key__": b"%05d.tar/%04d" % place,
+                "pickle": as_nemo(np.full((2, 4), 10 * place[0] + place[1], np.float16))}
+               for place in stored]  # fmt: skip
+    webdataset.write(tmp_path / "embeddings/t0_r0_0.tar", records)
+    return tmp_path
+
+
+def test_each_image_gets_its_own_embedding(tars):
+    counts = merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")
+    assert counts == {"merged": 5, "no_embedding": 1}
+    records = WebDataset(tars / "out", "npy").read(range(5))
+    assert [record.image for record in records] == [b"00", b"01", b"10", b"11", b"12"]
+    for record in records:
+        np.testing.assert_array_equal(record.text, np.full((2, 4), int(record.image)))
+    assert WebDataset(tars / "out").texts([4]) == ["t"]
+    assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
+
+
+def test_embeddings_that_fit_nothing_are_named(tars):
+    webdataset.write(tars / "other.tar", [{"__key__": b"x/9999", "npy": b""}])
+    with pytest.raises(ValueError, match=r"no embedding in .* called x/9999"):
+        merge.merge(str(tars / "images"), str(tars / "other.tar"), tars / "out")
+
+
+@pytest.mark.parametrize("protocol", range(2, 6))
+def test_arrays_in_pickles_are_read(protocol):
+    array = np.arange(6, dtype=np.float16).reshape(2, 3)
+    np.testing.assert_array_equal(merge.read_pickle(as_nemo(array, protocol)), array, strict=True)
+    several = pickle.dumps({"a": {"x": array}, "b": array * 2}, protocol)
+    np.testing.assert_array_equal(merge.read_pickle(several, "a/x"), array)
+    with pytest.raises(ValueError, match="the pickle holds a/x, b: name one as key"):
+        merge.read_pickle(several)
+
+
+def test_a_pickle_that_would_run_code_is_refused(tmp_path):
+    class Harm:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "harm"),))
+
+    with pytest.raises(ValueError, match=r"names \w+\.mkdir, which embeddings do not need"):
+        merge.read_pickle(pickle.dumps({"encodings": Harm()}))
+    assert not (tmp_path / "harm").exists()
+    with pytest.raises(ValueError, match="cannot read embeddings from a pickle"):
+        merge.read_pickle(b"\x80\x04 no pickle")
+
+
+def test_arrays_of_other_formats_are_joined_as_they_are(tars):
+    array = io.BytesIO()
+    np.save(array, np.eye(2, 4))
+    records = [{"__key__": b"0001", "t5.npy": array.getvalue()}]
+    webdataset.write(tars / "e.tar", records)
+    counts = merge.merge(str(tars / "images/00000.tar"), str(tars / "e.tar"), tars / "out")
+    assert counts == {"merged": 1, "no_embedding": 2}
+    np.testing.assert_array_equal(WebDataset(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))

@@ -1,0 +1,112 @@
+"""The commands that prepare data sets, and what they print."""
+
+import json
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import digits, webdataset
+from diffusion_jax.data.prepare import __main__ as prepare
+from diffusion_jax.data.prepare.validate import validate
+from diffusion_jax.data.sources import Folder
+
+
+def run(*arguments):
+    """The exit code."""
+    with pytest.raises(SystemExit) as ended:
+        prepare.main([str(argument) for argument in arguments])
+    return ended.value.code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twelve digits; one damaged, one larger, one with an empty caption, one without any."""
+    path = digits.write_examples(tmp_path_factory.mktemp("data") / "set", 12, size=16)
+    (path / "00003.png").write_bytes((path / "00003.png").read_bytes()[:60])
+    Image.fromarray(np.zeros((40, 80, 3), np.uint8)).save(path / "00004.png")
+    (path / "00005.txt").write_text("")
+    (path / "00006.txt").unlink()
+    return path
+
+
+def test_the_report_counts_sizes_texts_and_what_is_broken(folder):
+    report = validate(Folder(folder, uncaptioned="drop"))
+    assert (report["records"], report["read"], report["usable"]) == (11, 11, 10)
+    assert report["left_out"] == {"no_caption": 1}
+    assert report["unusable"] == {"broken_image": 1}
+    assert report["unusable_first"] == ["00003.png: broken_image"]
+    assert report["formats"] == {"PNG": 10}
+    assert report["smaller_side"] == {"min": 16, "p5": 16, "median": 16, "p95": 29.2, "max": 40}
+    assert (report["aspect"]["median"], report["aspect"]["max"]) == (1, 2)
+    assert (report["text_length"]["min"], report["empty_texts"]) == (0, 1)
+    assert report["text_length"]["max"] == max(map(len, Folder(folder, uncaptioned="drop").texts(
+        [0, 1, 2, 4, 5, 6, 7, 8, 9, 10])))  # fmt: skip
+    assert validate(Folder(folder, uncaptioned="drop"), num=4)["read"] == 4
+
+
+def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
+    arguments = ("validate", "--source=folder", f"--path={folder}", f"--out={tmp_path}/report")
+    assert run(*arguments) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "report/report.json").read_text()) == report
+    with Image.open(tmp_path / "report/samples.png") as sheet:
+        assert sheet.width == 4 + 8 * 132  # Ten usable pictures: eight in a row.
+    assert run(*arguments, "--max_broken=0.05") == 1
+    assert "error: 1 of 11 records are unusable" in capsys.readouterr().err
+
+
+def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
+    source = ("--source=folder", f"--path={folder}")
+    assert run("reshard", *source, f"--out={tmp_path}/tars", "--num=5") == 0
+    # What is cut off within is found by decoding only.
+    assert json.loads(capsys.readouterr().out) == {"no_caption": 1, "written": 11}
+    assert run("index", f"--path={tmp_path}/tars") == 0
+    counts = json.loads(capsys.readouterr().out)
+    assert counts == {"tars": 3, "records": 11, "files": 22, "truncated": 0}
+    assert len(list((tmp_path / "tars").glob("*.tar.index.npz"))) == 3
+
+
+def test_merge_prints_its_counts(tmp_path, capsys):
+    (tmp_path / "e").mkdir()
+    webdataset.write(tmp_path / "i.tar", [{"__key__": b"1", "jpg": b"x"}])
+    array = np.lib.format.magic(1, 0)  # Not looked into.
+    webdataset.write(tmp_path / "e/e.tar", [{"__key__": b"i/1", "npy": array}])
+    arguments = (f"--images={tmp_path}/i.tar", f"--embeddings={tmp_path}/e", f"--out={tmp_path}/o")
+    assert run("merge", *arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {"merged": 1}
+
+
+def test_download_prints_the_call_and_passes_other_arguments_on(capsys):
+    arguments = ("download", "--urls=laion", "--out=shards", "--size=256", "--dry_run",
+                 "--save_additional_columns=[similarity]")  # fmt: skip
+    assert run(*arguments) == 0
+    call = capsys.readouterr().out
+    assert call.startswith("img2dataset --url_list=laion --input_format=parquet --url_col=URL ")
+    assert "--resize_mode=keep_ratio --image_size=256 --resize_only_if_bigger=True" in call
+    assert call.endswith("'--save_additional_columns=[similarity]'\n")
+
+
+def test_download_runs_img2dataset_or_says_how_to_get_it(tmp_path, monkeypatch, capsys):
+    arguments = ("download", f"--urls={tmp_path}", f"--out={tmp_path}/o")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert run(*arguments) == 2
+    assert "-m venv img2dataset-env && img2dataset-env/bin/pip install" in capsys.readouterr().err
+    program = tmp_path / "img2dataset"
+    program.write_text(f'#!/bin/sh\necho "$1" > {tmp_path}/called\nexit 3\n')
+    os.chmod(program, 0o755)
+    assert run(*arguments) == 3
+    assert (tmp_path / "called").read_text() == f"--url_list={tmp_path}\n"
+    assert run("download", f"--urls={tmp_path}/gone", "--out=o") == 2
+    assert "no table of URLs at" in capsys.readouterr().err
+
+
+def test_bad_input_is_one_message(tmp_path, capsys):
+    assert run("index", f"--path={tmp_path}/gone") == 2
+    assert capsys.readouterr().err.startswith(f"error: no data at {tmp_path}/gone: check")
+    assert run("index", "--path=x", "--more=y") == 2
+    assert "unknown arguments --more=y" in capsys.readouterr().err
+    for part in ("3", "4/4", "a/b"):
+        assert run("reshard", "--source=folder", "--path=x", "--out=o", f"--part={part}") == 2
+        assert f"--part={part}: give I/N" in capsys.readouterr().err

@@ -1,0 +1,92 @@
+"""Sources written again: nothing lost, nothing doubled, also when killed between."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits
+from diffusion_jax.data.arrayrecord import ArrayRecords
+from diffusion_jax.data.prepare import reshard
+from diffusion_jax.data.sources import Folder
+from diffusion_jax.data.webdataset import WebDataset
+
+READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Ten pictures; that of 3 is no image, that of 7 has no text."""
+    path = digits.write_examples(tmp_path_factory.mktemp("data"), 10, size=8)
+    (path / "00003.png").write_bytes(b"GIF89a")
+    (path / "00007.txt").unlink()
+    return path
+
+
+def contents(records):
+    return [(record.image, record.text) for record in records.read(range(len(records)))]
+
+
+def write(folder, out, format="webdataset", **kw):
+    records = Folder(folder, uncaptioned="drop")
+    kw = {"identity": {"path": str(folder)}, "num": 4, **kw}
+    return reshard.reshard(records, out, format=format, **kw)
+
+
+@pytest.mark.parametrize("format", ["webdataset", "arrayrecord"])
+def test_shards_hold_the_usable_records_in_order(folder, tmp_path, format):
+    counts = write(folder, tmp_path, format)
+    assert counts == {"written": 8, "broken_image": 1, "no_caption": 1}
+    expected = [
+        pair for pair in contents(Folder(folder, uncaptioned="drop")) if pair[0] != b"GIF89a"
+    ]
+    assert contents(READERS[format](tmp_path)) == expected
+    suffix = {"webdataset": "tar", "arrayrecord": "array_record"}[format]
+    assert len(list(tmp_path.glob(f"*.{suffix}"))) == 3  # 4, 4 and 1 of nine with texts.
+
+
+def test_parts_and_restarts_give_the_same_files(folder, tmp_path):
+    write(folder, tmp_path / "once")
+    for process in (1, 0):
+        write(folder, tmp_path / "parts", process=process, processes=2)
+    tars = {path.name: path.read_bytes() for path in (tmp_path / "once").glob("*.tar")}
+    assert {p.name: p.read_bytes() for p in (tmp_path / "parts").glob("*.tar")} == tars
+    (tmp_path / "once/000001.tar").unlink()  # As if killed before it.
+    kept = (tmp_path / "once/000000.tar").stat().st_mtime_ns
+    assert write(folder, tmp_path / "once")["written"] == 4
+    assert {p.name: p.read_bytes() for p in (tmp_path / "once").glob("*.tar")} == tars
+    assert (tmp_path / "once/000000.tar").stat().st_mtime_ns == kept
+
+
+def test_a_failing_shard_leaves_no_file(folder, tmp_path, monkeypatch):
+    def fail(row, record):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reshard, "_encode", fail)
+    with pytest.raises(KeyboardInterrupt):
+        write(folder, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [reshard.MANIFEST]
+
+
+def test_embeddings_stay_embeddings(tmp_path):
+    path = digits.write_examples(tmp_path / "a", 3, size=8)
+    for i, text in enumerate(sorted(path.glob("*.txt"))):
+        np.save(text.with_suffix(".npy"), np.full((2, 4), i, np.float16))
+    reshard.reshard(Folder(path, "npy"), tmp_path / "b", num=9, format="webdataset", identity={})
+    texts = WebDataset(tmp_path / "b", "npy").texts([0, 1, 2])
+    np.testing.assert_array_equal(texts, np.arange(3)[:, None, None] * np.ones((3, 2, 4)))
+
+
+def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
+    write(folder, tmp_path)
+    with pytest.raises(ValueError, match=r"was begun with .*'num': 4.*, not .*'num': 5"):
+        write(folder, tmp_path, num=5)
+    with pytest.raises(ValueError, match="format is 'zip': choose from webdataset, arrayrecord"):
+        write(folder, tmp_path, format="zip")
+    with pytest.raises(ValueError, match="num 4 must be above 0, process 2 below 2"):
+        write(folder, tmp_path, process=2, processes=2)
+
+
+def test_kinds_of_images_are_told_by_their_first_bytes():
+    assert reshard.image_kind(b"\xff\xd8\xff\xe0") == "jpg"
+    assert reshard.image_kind(b"RIFF1234WEBPVP8") == "webp"
+    assert reshard.image_kind(b"RIFF1234WAVE") is None
+    assert reshard.image_kind(b"") is None

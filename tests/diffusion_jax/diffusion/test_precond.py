@@ -1,0 +1,125 @@
+"""One loss, four objectives: each preconditioner turns it into its paper's own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import precond
+
+KEYS = jax.random.split(jax.random.key(0), 4)
+X0, EPS, F = (jax.random.normal(k, (4, 8, 8, 3)) for k in KEYS[:3])
+SIGMA = jnp.array([0.01, 0.3, 2.0, 50.0])
+S = np.float64(SIGMA)[:, None, None, None]
+ALPHA = 1 / np.sqrt(1 + S**2)
+network = lambda x, c_noise: F  # A fixed output: only the weighting is under test.
+
+DISTANCES = {
+    "l2": lambda r: r**2,
+    "l1": np.abs,
+    "huber": lambda r: np.where(np.abs(r) < 1, r**2 / 2, np.abs(r) - 0.5),
+}
+PRECONDS = {
+    "edm": precond.edm(0.5),
+    "epsilon": precond.epsilon(precond.log_snr),
+    "x0": precond.x0(precond.log_snr),
+    "velocity": precond.velocity(precond.log_snr),
+}
+TARGETS = {  # What each paper says that F should be, in float64.
+    "edm": lambda x0, eps: (
+        (x0 - 0.25 / (S**2 + 0.25) * (x0 + S * eps)) / (S * 0.5 / np.sqrt(S**2 + 0.25))
+    ),
+    "epsilon": lambda x0, eps: eps,
+    "x0": lambda x0, eps: x0,
+    "velocity": lambda x0, eps: ALPHA * eps - np.sqrt(1 - ALPHA**2) * x0,
+}
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("name", PRECONDS)
+def test_loss_is_the_distance_of_f_from_the_target_of_the_paper(name, distance):
+    residual = np.float64(F) - TARGETS[name](np.float64(X0), np.float64(EPS))
+    expected = DISTANCES[distance](residual).mean((1, 2, 3))
+    actual = precond.loss(network, PRECONDS[name], X0, EPS, SIGMA, getattr(precond, distance))
+    # 1 - c_skip has an error of 6e-8, which c_out = 0.01 enlarges to 6e-6.
+    np.testing.assert_allclose(actual, expected, rtol=1e-5)
+
+
+def test_edm_gives_the_weighted_denoising_loss():
+    d = precond.denoiser(network, PRECONDS["edm"])(X0 + jnp.float32(S) * EPS, SIGMA)
+    weight = (S[:, 0, 0, 0] ** 2 + 0.5**2) / (S[:, 0, 0, 0] * 0.5) ** 2
+    expected = weight * np.mean((np.float64(d) - np.float64(X0)) ** 2, axis=(1, 2, 3))
+    actual = precond.loss(network, PRECONDS["edm"], X0, EPS, SIGMA)
+    # D - x0 cancels at sigma = 0.01: this is why the loss is written on F.
+    np.testing.assert_allclose(actual, expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["edm", "velocity"])
+def test_target_has_unit_variance_for_data_of_the_assumed_variance(name):
+    scalings = precond.edm(sigma_data=1.0) if name == "edm" else PRECONDS[name]
+    x0, eps = jax.random.normal(KEYS[3], (2, 4, 64, 64, 3))
+    zero = lambda x, c_noise: jnp.zeros_like(x)
+    # 12,288 values: their mean square is within 4 * sqrt(2 / 12288) = 0.05 of 1.
+    np.testing.assert_allclose(precond.loss(zero, scalings, x0, eps, SIGMA), 1.0, rtol=0.05)
+
+
+@pytest.mark.parametrize("sigma_data", [0.5, 1.0])
+def test_edm_input_has_unit_variance(sigma_data):
+    c_in = precond.edm(sigma_data)(SIGMA).c_in
+    np.testing.assert_allclose(c_in**2 * (SIGMA**2 + sigma_data**2), 1.0, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", PRECONDS)
+def test_a_network_on_target_gives_no_loss_and_the_clean_image(name):
+    on_target = lambda x, c_noise: jnp.float32(TARGETS[name](np.float64(X0), np.float64(EPS)))
+    loss = precond.loss(on_target, PRECONDS[name], X0, EPS, SIGMA)
+    # 1 - c_skip is off by 6e-8, over c_out = 0.01 and times x0 = 4 that is 2e-5, squared here.
+    np.testing.assert_allclose(loss, 0, atol=1e-9)
+    x = X0 + jnp.float32(S) * EPS
+    d = precond.denoiser(on_target, PRECONDS[name])(x, SIGMA)
+    # float32 rounds x of size 4 * sigma, and D is what is left of it: 1e-7 * 200.
+    np.testing.assert_allclose(d, X0, atol=3e-5)
+
+
+def test_epsilon_target_is_exact_at_the_smallest_noise():
+    """(x0 - x) / -sigma would be off by 1e-7 / 1e-4 = 1e-3."""
+    on_target = lambda x, c_noise: EPS
+    sigma = jnp.full(4, 1e-4)
+    loss = precond.loss(on_target, PRECONDS["epsilon"], X0, EPS, sigma, precond.l1)
+    np.testing.assert_allclose(loss, 0, atol=1e-7)
+
+
+def test_edm_with_no_network_is_the_ideal_denoiser_of_gaussian_data():
+    """For x0 ~ N(0, sigma_data^2) the posterior mean is c_skip * x: F has nothing to add."""
+    zero = lambda x, c_noise: jnp.zeros_like(x)
+    d = precond.denoiser(zero, precond.edm(0.5))(X0, SIGMA)
+    np.testing.assert_allclose(d, X0 * 0.25 / (0.25 + S**2), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", PRECONDS)
+def test_the_network_sees_the_scaled_image_and_its_time(name):
+    seen = {}
+
+    def spy(x, c_noise):
+        seen.update(x=x, time=c_noise)
+        return x
+
+    precond.denoiser(spy, PRECONDS[name])(X0, SIGMA)
+    in_denoiser = dict(seen)
+    precond.loss(spy, PRECONDS[name], X0, jnp.zeros_like(EPS), SIGMA)
+    variance = 0.25 if name == "edm" else 1.0
+    time = np.log(S) / 4 if name == "edm" else -2 * np.log(S)
+    for call in (in_denoiser, seen):
+        np.testing.assert_allclose(call["x"], X0 / np.sqrt(S**2 + variance), rtol=1e-6)
+        np.testing.assert_allclose(call["time"], time[:, 0, 0, 0], rtol=1e-6)
+
+
+def test_a_bfloat16_network_leaves_loss_and_denoiser_in_float32():
+    half = lambda x, c_noise: F.astype(jnp.bfloat16)
+    assert precond.loss(half, PRECONDS["edm"], X0, EPS, SIGMA).dtype == jnp.float32
+    assert precond.denoiser(half, PRECONDS["edm"])(X0, SIGMA).dtype == jnp.float32
+
+
+def test_log_snr_is_that_of_the_variance_preserving_model():
+    expected = np.log(ALPHA**2 / (1 - ALPHA**2))[:, 0, 0, 0]
+    np.testing.assert_allclose(precond.log_snr(SIGMA), expected, rtol=1e-6)

@@ -1,0 +1,308 @@
+"""Samplers against a closed form: for Gaussian data the ideal denoiser is linear
+and the probability-flow ODE has an exact solution, so no network is needed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import noise, samplers
+
+MU, STD = 0.3, 0.5
+SHAPE = (4, 4, 3)
+KEYS = jax.random.split(jax.random.key(0), 3)
+X = jax.random.normal(jax.random.key(1), (3, *SHAPE))
+TABLE = jax.random.normal(jax.random.key(2), (16, 3, *SHAPE))
+DRAWS = lambda i: TABLE[i]  # Quicker to compile than draws from keys.
+
+DETERMINISTIC = {
+    "heun": samplers.heun,
+    "ddim": samplers.ddim,
+    "plms": samplers.plms,
+    "dpmpp_2m": samplers.dpmpp_2m,
+}
+STOCHASTIC = {
+    "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
+    "ddim eta 0.5": functools.partial(samplers.ddim, eta=0.5),
+    "ddpm": samplers.ddpm,
+}
+ALL = DETERMINISTIC | STOCHASTIC
+
+
+def denoise(x, sigma):
+    sigma = sigma[:, None, None, None]
+    return (STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def deterministic(sampler, x, sigmas):
+    return sampler(denoise, x, sigmas, lambda i: jnp.zeros_like(x))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def sample(sampler, x, sigmas, keys):
+    return sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, x.shape[1:]))
+
+
+def error(sampler, n):
+    sigmas = samplers.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
+    exact = MU + (5 * X - MU) * STD / np.sqrt(STD**2 + 5.0**2)
+    return float(jnp.abs(deterministic(sampler, 5 * X, sigmas) - exact).max())
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "bound"), [("ddim", 1, 0.07), ("heun", 2, 3e-3), ("dpmpp_2m", 2, 3e-3)]
+)
+def test_converges_to_the_exact_solution_at_its_order(name, order, bound):
+    coarse, fine = error(ALL[name], 32), error(ALL[name], 64)
+    assert abs(np.log2(coarse / fine) - order) < 0.25  # Half the step, error / 2^order.
+    assert fine < bound  # Twice what was measured: 0.036, 1.5e-3, 1.5e-3.
+
+
+@pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
+def test_data_that_is_one_point_is_found_in_any_number_of_steps(sampler):
+    for n in (1, 4):
+        sigmas = samplers.karras_sigmas(n)
+        out = sampler(lambda x, sigma: jnp.full_like(x, 0.7), 80 * X, sigmas, DRAWS)
+        np.testing.assert_allclose(out, 0.7, atol=1e-4)  # float32 steps away from x = 240.
+
+
+@pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
+def test_the_denoiser_is_traced_once(sampler):
+    calls = []
+
+    def counted(x, sigma):
+        calls.append(sigma.shape)
+        return denoise(x, sigma)
+
+    jax.make_jaxpr(lambda x: sampler(counted, x, samplers.karras_sigmas(8), DRAWS))(X)
+    assert calls == [(3,)]
+
+
+@pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
+def test_image_i_does_not_depend_on_its_batch(sampler):
+    sigmas = samplers.karras_sigmas(6)
+    start = samplers.initial_noise(KEYS, SHAPE, sigmas[0])
+    together = sample(sampler, start, sigmas, KEYS)
+    alone = sample(sampler, start[1:2], sigmas, KEYS[1:2])
+    np.testing.assert_array_equal(together[1], alone[0])
+
+
+def heun_of_the_paper(x, sigmas, churn, s_min, s_max, s_noise):
+    """EDM's Algorithm 2, line by line, in float64."""
+    n = len(sigmas) - 1
+    d = lambda x, sigma: np.float64(STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
+    for i in range(n):
+        gamma = min(churn / n, np.sqrt(2) - 1) if s_min <= sigmas[i] <= s_max else 0
+        t_hat = sigmas[i] + gamma * sigmas[i]
+        x = x + np.sqrt(t_hat**2 - sigmas[i] ** 2) * s_noise * np.asarray(DRAWS(jnp.array(i)))
+        slope = (x - d(x, t_hat)) / t_hat
+        x_next = x + (sigmas[i + 1] - t_hat) * slope
+        if sigmas[i + 1] != 0:
+            slope_next = (x_next - d(x_next, sigmas[i + 1])) / sigmas[i + 1]
+            x_next = x + (sigmas[i + 1] - t_hat) * (slope / 2 + slope_next / 2)
+        x = x_next
+    return x
+
+
+@pytest.mark.parametrize("window", [(0.0, float("inf")), (0.05, 5.0)])
+@pytest.mark.parametrize("churn", [0.0, 2.0, 40.0])  # 40 reaches the bound sqrt(2) - 1.
+def test_heun_is_algorithm_2_of_edm(churn, window):
+    options = {"churn": churn, "s_min": window[0], "s_max": window[1], "s_noise": 1.1}
+    sigmas = samplers.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
+    expected = heun_of_the_paper(np.float64(10 * X), np.float64(sigmas), **options)
+    actual = jax.jit(functools.partial(samplers.heun, denoise, noise=DRAWS, **options))(
+        10 * X, sigmas
+    )
+    np.testing.assert_allclose(actual, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["churned heun", "ddim eta 0.5", "ddpm"])
+def test_new_noise_keeps_the_variance_of_the_data(name):
+    """From the exact marginal at sigma_max every sampler ends in the data's own."""
+    sampler = functools.partial(samplers.heun, churn=40.0) if "heun" in name else ALL[name]
+    keys = jax.random.split(jax.random.key(3), 10)
+    start = np.sqrt(STD**2 + 10**2) * jax.random.normal(keys[0], (10, 40, 40, 1)) + MU
+    sigmas = samplers.karras_sigmas(256, sigma_min=0.02, sigma_max=10.0)
+    out = sample(sampler, start, sigmas, keys)
+    np.testing.assert_allclose(out.mean(), MU, atol=4 * STD / np.sqrt(16_000))
+    # 4 standard errors of the spread are 2.2 %, the first-order samplers' own error 1 %.
+    np.testing.assert_allclose(out.std(), STD, rtol=0.032)
+
+
+def test_ddim_is_the_textbook_alpha_bar_update():
+    abar = np.array([0.02, 0.3, 0.8, 0.99])
+    sigmas = jnp.append(jnp.sqrt((1 - abar) / abar), 0.0)
+
+    z = np.float64(X) * np.sqrt(abar[0])  # Variance-preserving coordinates.
+    for a, a_next in zip(abar, [*abar[1:], 1.0], strict=True):
+        x0 = denoise(z / np.sqrt(a), np.full(3, np.sqrt((1 - a) / a)))
+        eps = (z - np.sqrt(a) * x0) / np.sqrt(1 - a)
+        z = np.sqrt(a_next) * x0 + np.sqrt(1 - a_next) * eps
+
+    np.testing.assert_allclose(samplers.ddim(denoise, X, sigmas, DRAWS), z, atol=1e-6)
+
+
+@pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
+def test_ddim_is_equation_12_of_its_paper(eta):
+    """One step to abar_next with sigma_tau = eta * the posterior's deviation (equation 16)."""
+    abar, abar_next = 0.5, 0.8
+    sigmas = jnp.sqrt((1 - np.array([abar, abar_next])) / np.array([abar, abar_next]))
+    x0 = np.asarray(denoise(X, np.full(3, sigmas[0])))
+    eps = (np.asarray(X) - x0) / float(sigmas[0])
+    deviation = eta * np.sqrt((1 - abar_next) / (1 - abar) * (1 - abar / abar_next))
+    z = np.sqrt(abar_next) * x0 + np.sqrt(1 - abar_next - deviation**2) * eps
+    z += deviation * np.asarray(DRAWS(jnp.array(0)))
+    actual = samplers.ddim(denoise, X, sigmas, DRAWS, eta=eta) * np.sqrt(abar_next)
+    np.testing.assert_allclose(actual, z, atol=1e-6)
+
+
+def test_ddim_eta_1_has_ddpm_posterior_moments():
+    """One step from a fixed x: mean and variance of q(x_{t-1} | x_t, x0)."""
+    abar, abar_next = 0.5, 0.8
+    sigma, sigma_next = np.sqrt((1 - abar) / abar), np.sqrt((1 - abar_next) / abar_next)
+    x = jnp.full((2, 100, 100, 1), 0.7)
+    draws = samplers.gaussian_noise(KEYS[:2], x.shape[1:])
+    z = samplers.ddim(denoise, x, jnp.array([sigma, sigma_next]), draws, eta=1.0)
+    z = np.asarray(z) * np.sqrt(abar_next)
+
+    x0 = (STD**2 * 0.7 + sigma**2 * MU) / (STD**2 + sigma**2)
+    alpha = abar / abar_next
+    mean = (
+        np.sqrt(abar_next) * (1 - alpha) * x0
+        + np.sqrt(alpha) * (1 - abar_next) * 0.7 * np.sqrt(abar)
+    ) / (1 - abar)
+    var = (1 - abar_next) / (1 - abar) * (1 - alpha)
+    np.testing.assert_allclose(z.mean(), mean, atol=4 * np.sqrt(var / 20_000))
+    np.testing.assert_allclose(z.var(), var, rtol=4 * np.sqrt(2 / 20_000))
+
+
+def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
+    sigmas = samplers.karras_sigmas(10)
+    expected = samplers.ddim(denoise, 80 * X, sigmas, DRAWS, eta=1.0)
+    np.testing.assert_allclose(samplers.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("log_snr", [noise.cosine_log_snr, noise.linear_log_snr])
+def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
+    """Mean alpha_s (x (1 - c) / alpha_t + c x0), variance sigma_s^2 c, c = 1 - SNR_t / SNR_s."""
+    log_snrs = np.float64(log_snr(jnp.linspace(1, 0, 9)))
+    alpha = np.sqrt(1 / (1 + np.exp(-log_snrs)))
+    z = np.float64(X)
+    for i in range(8):
+        x0 = denoise(z / alpha[i], np.full(3, np.exp(-log_snrs[i] / 2)))
+        c = -np.expm1(log_snrs[i] - log_snrs[i + 1])
+        z = alpha[i + 1] * (z * (1 - c) / alpha[i] + c * x0)
+        if i < 7:  # The last step returns the posterior mean.
+            z += np.sqrt((1 - alpha[i + 1] ** 2) * c) * np.asarray(DRAWS(jnp.array(i)))
+
+    sigmas = samplers.log_snr_sigmas(log_snr, 8)
+    actual = samplers.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
+    np.testing.assert_allclose(actual, z, atol=2e-6)
+
+
+def test_dpmpp_2m_is_algorithm_2_of_its_paper():
+    """In the paper's coordinates: alpha_t, sigma_t and lambda_t = ln(alpha_t / sigma_t)."""
+    abar = np.array([0.001, 0.02, 0.3, 0.8, 0.99])
+    alpha, sigma = np.sqrt(abar), np.sqrt(1 - abar)
+    h = np.diff(np.log(alpha / sigma))
+    x0_of = lambda z, i: denoise(z / alpha[i], np.full(3, sigma[i] / alpha[i]))
+
+    z, x0 = np.float64(X), [x0_of(np.float64(X), 0)]
+    for i in range(1, 5):
+        r = h[i - 2] / h[i - 1] if i > 1 else np.inf
+        d = (1 + 1 / (2 * r)) * x0[-1] - 1 / (2 * r) * x0[-min(i, 2)]
+        z = sigma[i] / sigma[i - 1] * z - alpha[i] * np.expm1(-h[i - 1]) * d
+        x0.append(x0_of(z, i))
+
+    sigmas = jnp.float32(sigma / alpha)
+    actual = samplers.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), sigmas, DRAWS)
+    np.testing.assert_allclose(actual * alpha[-1], z, atol=2e-6)
+    to_zero = samplers.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), jnp.append(sigmas, 0), DRAWS)
+    np.testing.assert_allclose(to_zero, x0[-1], atol=2e-6)
+
+
+def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
+    """Then a last step above 0 is Euler's in exp(-lambda), as of the first of two steps."""
+    sigmas = jnp.array([5.0, 1.0, 0.2])
+    x1 = samplers.dpmpp_2m(denoise, 5 * X, sigmas[:2], DRAWS)
+    x0 = denoise(x1, jnp.ones(3))
+    actual = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS, first_order_end=True)
+    np.testing.assert_allclose(actual, x0 + 0.2 * (x1 - x0), atol=1e-6)
+    second = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
+    assert np.abs(second - actual).max() > 1e-3
+
+
+def test_euler_is_ddim_without_noise():
+    sigmas = samplers.karras_sigmas(4)
+    expected = samplers.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
+    np.testing.assert_array_equal(samplers.euler(denoise, X, sigmas, DRAWS), expected)
+
+
+def test_plms_on_even_levels_has_the_order_of_its_start():
+    """Heun's first step has an error of h^3, Adams and Bashforth's of four steps h^4."""
+    levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
+    exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
+    coarse, fine = (
+        float(jnp.abs(deterministic(samplers.plms, 5 * X, levels(n)) - exact).max())
+        for n in (16, 32)
+    )
+    assert 2.8 < np.log2(coarse / fine) < 4.5
+
+
+def test_spaced_times_are_ldms_where_they_divide_its_thousand():
+    for n in (2, 5, 50, 200, 500):
+        times = samplers.spaced_times(n)
+        np.testing.assert_array_equal(times, [*range(1000 - 1000 // n + 1, 0, -1000 // n), 0])
+
+
+def test_every_number_of_steps_has_as_many_falling_times():
+    for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
+        times = np.asarray(samplers.spaced_times(n))
+        assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
+        assert np.all(np.diff(times) < 0), n
+    for n in (0, 1001):
+        with pytest.raises(ValueError, match=f"{n} sampling steps: a table of 1000 times has 1 to"):
+            samplers.spaced_times(n)
+
+
+def test_uniform_times_are_dpm_solvers():
+    np.testing.assert_allclose(samplers.uniform_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
+    assert samplers.uniform_times(25)[-1] == 0
+
+
+def test_a_models_own_coordinates_are_alpha_times_x():
+    abar = 0.3
+    sigma = np.sqrt((1 - abar) / abar)
+    actual = samplers.in_own_coordinates(X, jnp.float32(sigma))
+    np.testing.assert_allclose(actual, np.sqrt(abar) * X, rtol=1e-6)
+
+
+def test_karras_sigmas_are_equation_5_and_then_0():
+    i = np.arange(7)
+    expected = (80 ** (1 / 3) + i / 6 * (0.002 ** (1 / 3) - 80 ** (1 / 3))) ** 3
+    actual = samplers.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
+    # The cube of a difference of two roots near 4: rounding of 2e-7 beside 0.126.
+    np.testing.assert_allclose(actual, [*expected, 0], rtol=1e-5)
+    np.testing.assert_allclose(samplers.karras_sigmas(1), [80, 0], rtol=1e-6)
+
+
+def test_log_snr_sigmas_run_through_even_times_to_the_end_of_the_schedule():
+    sigmas = samplers.log_snr_sigmas(noise.linear_log_snr, 4)
+    t = np.array([1, 0.75, 0.5, 0.25, 0])
+    np.testing.assert_allclose(sigmas, np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
+    at_zero = samplers.ending_at_zero(sigmas)
+    np.testing.assert_array_equal(at_zero, [*sigmas[:-1], 0])
+
+
+def test_draws_are_standard_normal_and_independent():
+    """Of each other, of the initial noise and between keys."""
+    shape = (50, 50, 3)
+    draws = samplers.gaussian_noise(KEYS[:2], shape)
+    start = samplers.initial_noise(KEYS[:2], shape, 2.0) / 2
+    values = jnp.concatenate([start, draws(jnp.array(0)), draws(jnp.array(1))]).reshape(6, -1)
+    # 7,500 values each: 4 standard errors of a mean are 0.046, of a variance 0.065.
+    np.testing.assert_allclose(values.mean(1), 0, atol=0.046)
+    np.testing.assert_allclose(np.cov(values), np.eye(6), atol=0.065)

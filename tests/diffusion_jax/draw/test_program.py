@@ -1,0 +1,94 @@
+"""An image is a function of its own seed, text and guidance, wherever and with whom it is drawn."""
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.machine import sharding
+from tests.diffusion_jax import toy
+
+TASK = toy.task()
+CAPTIONS = digits.seen_prompts()[:5]
+SEEDS = [3, 1, 4, 1, 2**32 - 1]  # Two alike, and the largest.
+SCALES = np.array([1.0, 2.0, 3.0, 2.0, 0.5], np.float32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return toy.init(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def draw():
+    """On one device."""
+    return drawing.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
+
+
+@pytest.fixture(scope="module")
+def images(draw, params):
+    """All five at once."""
+    return draw(params, toy.ENCODER.tokenize(CAPTIONS), SEEDS, SCALES)
+
+
+def pick(rows):
+    texts = toy.ENCODER.tokenize([CAPTIONS[i] for i in rows])
+    return texts, [SEEDS[i] for i in rows], SCALES[rows]
+
+
+def assert_same(actual, expected):
+    """A batch of another size sums in another order."""
+    np.testing.assert_allclose(actual, expected, atol=1e-4)
+
+
+def test_the_images_differ_and_use_the_range(images):
+    assert images.shape == (5, 8, 8, 3) and images.dtype == np.float32
+    assert (np.abs(images) < 1).mean() > 0.5  # Clipped ones would agree by chance.
+    apart = np.abs(images[:, None] - images[None]).mean((2, 3, 4))
+    assert apart[~np.eye(5, dtype=bool)].min() > 0.04
+
+
+@pytest.mark.parametrize("rows", [[2], [4, 2, 0], [3, 1, 2]])
+def test_an_image_does_not_depend_on_its_batch(draw, params, images, rows):
+    assert_same(draw(params, *pick(rows)), images[rows])
+
+
+def test_an_image_depends_on_its_seed_and_its_text_and_its_guidance(draw, params, images):
+    texts, seeds, scales = pick([0] * 5)
+    texts = {name: array.copy() for name, array in texts.items()}
+    seeds[1] = 5
+    texts["text_ids"][2, 1] ^= 2**30
+    scales = np.array([1, 1, 1, 2, 1], np.float32)
+    drawn = draw(params, texts, seeds, scales)
+    assert_same(drawn[:1], images[:1])
+    assert (np.abs(drawn - drawn[:1]).mean((1, 2, 3)) > 0.01).tolist() == [0, 1, 1, 1, 0]
+
+
+def test_eight_devices_draw_the_images_of_one(params, images):
+    mesh = sharding.make_mesh(2, 4, 1)
+    placed = jax.device_put(params, sharding.shardings(params, mesh, toy.RULES))
+    assert not placed["pixels"]["kernel"].sharding.is_fully_replicated
+    draw = drawing.make_draw(TASK.sample, TASK.frozen, mesh)
+    rows = list(range(5))  # Five do not divide over eight devices.
+    assert_same(draw(placed, *pick(rows)), images)
+
+
+def test_no_guidance_is_guidance_1(draw, params):
+    texts, seeds, _ = pick([0, 1, 2, 3, 4])
+    ones = np.ones(5, np.float32)
+    assert_same(draw(params, texts, seeds, None), draw(params, texts, seeds, ones))
+
+
+def test_batches_give_the_same_images_and_cut_the_last(draw, params, images):
+    texts = toy.ENCODER.tokenize(CAPTIONS)
+    parts = list(drawing.in_batches(draw, params, texts, SEEDS, SCALES, 3))
+    assert [len(part) for part in parts] == [3, 2]
+    assert_same(np.concatenate(parts), images)
+
+
+def test_a_batch_may_be_larger_than_what_is_drawn_and_without_guidance(draw, params):
+    texts, seeds, _ = pick([4, 2, 0])
+    (only,) = drawing.in_batches(draw, params, texts, seeds, None, 5)
+    whole = draw(params, toy.ENCODER.tokenize(CAPTIONS), SEEDS, None)
+    assert_same(only, whole[[4, 2, 0]])

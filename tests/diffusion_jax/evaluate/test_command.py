@@ -1,0 +1,286 @@
+"""A sweep from prompts to tables, of a toy that draws and is scored by a toy Inception and a CLIP.
+
+The two processes run this file itself, each with four of eight CPU devices.
+"""
+
+import csv
+import os
+import pathlib
+import re
+import socket
+import subprocess
+import sys
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.evaluate import command as evaluation
+from diffusion_jax.evaluate import report, scorers, sweep
+from diffusion_jax.evaluate.command import Point, Sweep, System
+from diffusion_jax.machine import sharding, sheets
+from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.metrics import toy as toy_metrics
+from tests.diffusion_jax.text import tiny_weights
+
+ROOT = pathlib.Path(__file__).parents[3]
+PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
+SCALES = (1.0, 4.0)
+# Images that differ in the last bits of float32 may round to other 8-bit pixels: one of 12,864 that
+# does moves these scores by 1e-5.
+CLOSE = 5e-5
+
+
+def real_features():
+    pictures = np.random.default_rng(1).integers(0, 256, (200, 8, 8, 3), np.uint8) // 2
+    return np.asarray(
+        toy_metrics.apply(toy_metrics.extractor().params, toy_metrics.prepare(pictures))
+    )
+
+
+def write_reference(path, **fields):
+    """Statistics as the stats command writes them."""
+    made = toy_metrics.extractor()
+    card = {"extractor": "toy", "weights": "abc", "preprocessing": made.preprocessing} | fields
+    stats_files.write(path, stats_files.Stats(features.gaussian(real_features()), None, card))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Reference and CLIP, as paths."""
+    folder = tmp_path_factory.mktemp("inputs")
+    clip = tiny_weights.clip_folder(folder / "clip", "open_clip")
+    return write_reference(folder / "real.npz"), str(clip)
+
+
+def make_scorer(inputs, prompts=PROMPTS):
+    """FID and CLIP score; the toy extractor stands for Inception."""
+    with (
+        mock.patch.object(weights, "load"),
+        mock.patch.object(extractors, "inception_extractor", lambda *_: toy_metrics.extractor()),
+    ):
+        return scorers.FidClip(toy.SIZE, prompts, inputs[0], "toy.safetensors", inputs[1])
+
+
+def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
+    """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
+    mesh, task = sharding.make_mesh(), toy.task()
+    frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
+    draw_one = drawing.make_draw(task.sample, frozen, mesh)
+
+    def draw(params):
+        def drawn(prompts, seeds, scale):
+            if calls is not None:
+                calls.append(list(seeds))
+            scales = np.full(len(seeds), scale, np.float32)
+            images = draw_one(params, toy.ENCODER.tokenize(list(prompts)), seeds, scales)
+            return images if spoil is None else spoil(images, seeds)
+
+        return drawn
+
+    def at(ema, step):
+        step = step or steps[-1]
+        if step not in steps:
+            raise FileNotFoundError(f"no checkpoint of step {step}")
+        key = jax.random.key(seed + step)
+        noisy = lambda x: x + 0.1 * jax.random.normal(key, x.shape)
+        params = jax.device_get(jax.tree.map(noisy, task.init(key)))
+        params = sharding.place_all(params, mesh, task.rules)
+        card = {"sampler": "ddim", "steps": "4", "precision": "float32", "models": [{"seed": seed}]}
+        return Point(step, ema, [params], draw(params), card)
+
+    return System(workdir, "folder", toy.SIZE, 64, at)
+
+
+def rows_of(out):
+    with (out / sweep.TABLE).open() as file:
+        return [
+            {k: float(v) for k, v in row.items() if k not in ("ema", "features_share_of_time")}
+            for row in csv.DictReader(file)
+        ]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory, inputs):
+    """The folder of a sweep by one process with eight devices, and its rows."""
+    workdir = tmp_path_factory.mktemp("one")
+    out = evaluation.evaluate(make_system(workdir), make_scorer(inputs), Sweep(SCALES))
+    return out, rows_of(out)
+
+
+def check_same(rows, expected):
+    assert len(rows) == len(expected) == len(SCALES)
+    for row, wanted in zip(rows, expected, strict=True):
+        assert row == pytest.approx(wanted, rel=CLOSE)
+
+
+def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
+    out, rows = one
+    assert [row["guidance"] for row in rows] == [1, 4]
+    for row in rows:
+        assert row["fd_toy_low"] < row["fd_toy"] < row["fd_toy_high"]
+        assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
+    assert abs(rows[0]["fd_toy"] / rows[1]["fd_toy"] - 1) > 100 * CLOSE
+    assert (out / "clip_scores.csv").read_text().splitlines()[0] == "cfg,clip_score"
+    assert not (out / "fid_scores.csv").exists()  # The weights are not FID's.
+
+
+def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
+    """Drawn again in one batch, and taken through the extractors' own command's way."""
+    point = make_system(tmp_path).at("ema", None)
+    images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
+    taken = extractors.extract(
+        toy_metrics.extractor(), extractors.InMemory(images), sharding.make_mesh()
+    )
+    reference = frechet.reference(features.gaussian(real_features()))
+    expected = frechet.distance(taken.stream.features(), reference)
+    assert one[1][1]["fd_toy"] == pytest.approx(expected, rel=CLOSE)
+
+
+@pytest.mark.parametrize(("devices", "batch"), [(1, 64), (8, 7)])
+def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, batch):
+    mesh = sharding.make_mesh(devices=jax.devices()[:devices])
+    with mock.patch.object(sharding, "make_mesh", lambda: mesh):
+        system, scorer = make_system(tmp_path), make_scorer(inputs)
+        out = evaluation.evaluate(system, scorer, Sweep(SCALES, batch_size=batch))
+    check_same(rows_of(out), one[1])
+    models = {one.card["model"] for folder in (out, one[0])
+              for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
+    assert len(models) == 1  # A hash of the weights, wherever they lie.
+
+
+def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "error", __file__, address, str(tmp_path), *inputs]
+    started = [subprocess.Popen([*command, str(i)], env=environment) for i in range(2)]
+    try:
+        assert [process.wait(timeout=240) for process in started] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+    check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])
+
+
+class Killed(Exception):
+    """Comes while a batch is drawn."""
+
+
+def test_a_killed_sweep_redoes_one_batch_and_gives_the_same_numbers(one, inputs, tmp_path):
+    calls = []
+
+    def dying(images, seeds):
+        if len(calls) == 4:  # In the second batch of the second scale.
+            raise Killed
+        return images
+
+    asked, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
+    with pytest.raises(Killed):
+        evaluation.evaluate(make_system(tmp_path, calls, spoil=dying), scorer, asked)
+    out = tmp_path / "evaluation" / "step_00000003"
+    check_same([*rows_of(out), one[1][1]], one[1])  # The first scale's row is there.
+    evaluation.evaluate(make_system(tmp_path, calls), scorer, asked)
+    first, second = [*range(34)], [*range(34, 67), 34]  # Filled up, and the last cut off.
+    assert calls == [first, second, first, second, second]
+    check_same(rows_of(out), one[1])
+
+
+def test_each_score_has_a_card_that_tells_all(one):
+    scored = sweep.read_scored(one[0] / sweep.SCORED)
+    names = [f"step_00000003_ema_guidance_{g}_{k}" for g in (1, 4) for k in ("clip", "inception")]
+    assert list(scored) == names
+    scores, card = scored["step_00000003_ema_guidance_4_inception"]
+    assert scores["fd_toy"] == one[1][1]["fd_toy"]
+    assert card.items() >= {
+        "extractor": "toy", "weights": "abc", "preprocessing": "means", "image_size": "8x8",
+        "n": 67, "reference": "real.npz, n 200", "seed": 0, "sampler": "ddim", "steps": "4",
+        "guidance": 4.0, "checkpoint": 3, "ema": "ema", "precision": "float32", "official": False,
+    }.items()  # fmt: skip
+    assert re.fullmatch("[0-9a-f]{16}", card["prompts"]) and card["versions"]["jax"]
+    _, card = scored["step_00000003_ema_guidance_1_clip"]
+    assert (card["extractor"], card["preprocessing"]) == ("clip_clip", "open_clip")
+
+
+def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
+    system = make_system(tmp_path, steps=(3, 5))
+    asked = Sweep((2.0,), ("ema", "raw"), (3, 5), batch_size=67, name="all")
+    out = evaluation.evaluate(system, make_scorer(inputs), asked)
+    with (out / sweep.TABLE).open() as file:
+        rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
+    assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
+    assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
+    run = report.read_run(tmp_path)
+    assert len(report.trade_off([run], "clip_score", "fd_toy")) == 4
+
+
+def not_finite(images, seeds):
+    images = images.copy()
+    images[[i for i, seed in enumerate(seeds) if seed == 40], 3, 3, 1] = np.nan
+    return images
+
+
+def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
+    system = make_system(tmp_path, spoil=not_finite)
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(system, make_scorer(inputs), Sweep(SCALES))
+    message = "1 of 33 images at guidance 1 are not finite, first of prompt 40: the model or its"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
+
+
+def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, capsys):
+    scorer = make_scorer(inputs)
+    scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(make_system(tmp_path), scorer, Sweep(SCALES))
+    assert capsys.readouterr().err == (
+        "error: features of clip are not finite: its weights are damaged\n"
+    )
+
+
+def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
+    asked, scorer = Sweep((2.0,)), make_scorer(inputs)
+    out = evaluation.evaluate(make_system(tmp_path), scorer, asked)
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(make_system(tmp_path, seed=1), scorer, asked)
+    err = capsys.readouterr().err
+    assert re.search(
+        r"guidance_2 holds features of another sweep \(model of clip: '\w+' there", err
+    )
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(make_system(tmp_path), make_scorer(inputs, PROMPTS[:66]), asked)
+    assert "n of clip: 67 there, 66 now" in capsys.readouterr().err
+    assert len(rows_of(out)) == 1
+
+
+def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        evaluation.evaluate(
+            make_system(tmp_path), make_scorer(inputs), Sweep(SCALES, checkpoints=(4,))
+        )
+    assert capsys.readouterr().err == "error: no checkpoint of step 4\n"
+
+
+def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
+    reference = write_reference(tmp_path / "other.npz", weights="def")
+    with pytest.raises(ValueError, match=r"other\.npz is of weights def, and the images would be "):
+        make_scorer((reference, inputs[1]))
+    with pytest.raises(ValueError, match="1 prompt: a Fréchet distance needs 2 images or more"):
+        make_scorer(inputs, PROMPTS[:1])
+
+
+def process(address, workdir, reference, clip, index):
+    jax.config.update("jax_num_cpu_devices", 4)
+    jax.distributed.initialize(address, 2, int(index))
+    scorer = make_scorer((reference, clip))
+    evaluation.evaluate(make_system(pathlib.Path(workdir)), scorer, Sweep(SCALES, batch_size=16))
+
+
+if __name__ == "__main__":
+    process(*sys.argv[1:])

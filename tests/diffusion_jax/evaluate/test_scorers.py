@@ -1,0 +1,104 @@
+"""Scorers against the metrics that they are made of, and what they refuse."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits
+from diffusion_jax.evaluate import scorers
+from diffusion_jax.metrics import digits as judges
+from diffusion_jax.metrics import frechet
+from tests.diffusion_jax.text import tiny_weights
+
+PROMPTS = ["a red seven on gray paper", "a white two", "three"]
+
+
+@pytest.fixture(scope="module")
+def judge():
+    return scorers.Digits(16)
+
+
+def pictures(prompts):
+    """Real held-out glyphs of these prompts."""
+    glyphs = digits.load("test")
+    asked = [digits.parse(prompt) for prompt in prompts]
+    first = [np.argmax(glyphs.digits == p.digit) for p in asked]
+    return np.stack([digits.render(glyphs.images[i], p.ink, p.paper, 16)
+                     for i, p in zip(first, asked, strict=True)])  # fmt: skip
+
+
+def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
+    images = pictures(judge.prompts)
+    row = judge.score(judge.features(images, judge.prompts))["digits"]
+    assert row["seen_prompt_accuracy"] > 0.95 and row["heldout_ink_accuracy"] == 1
+    wrong = pictures([p.replace("red", "green") for p in judge.prompts])
+    row = judge.score(judge.features(wrong, judge.prompts))["digits"]
+    red = np.mean(["red" in p for p in judge.prompts[: judge.cards["digits"]["images_seen"]]])
+    assert abs(row["seen_ink_accuracy"] - (1 - red)) < 1e-4
+
+
+def test_the_distance_of_digits_is_that_of_their_features(judge):
+    images = pictures(judge.prompts)
+    features = judge.features(images, judge.prompts)
+    real = judges.fit_judge().features(judges.real_pictures(16, 4000))
+    seen = features["digits"][: judge.cards["digits"]["images_seen"]]
+    expected = frechet.distance(seen, frechet.reference(real))
+    row = judge.score(features)["digits"]
+    np.testing.assert_allclose(row["fd_digits"], expected, rtol=1e-9)
+    noisy = images // 2 + np.random.default_rng(0).integers(0, 128, images.shape, np.uint8)
+    worse = judge.score(judge.features(noisy, judge.prompts))["digits"]
+    assert worse["fd_digits"] > 3 * row["fd_digits"]
+
+
+def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
+    folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
+    scorer = scorers.FidClip(24, PROMPTS, "", "", str(folder))
+    images = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), np.uint8)
+    cosines = scorer.features(images, PROMPTS)["clip"]
+    alone = scorer.features(images[1:2], PROMPTS[1:2])["clip"]
+    np.testing.assert_allclose(alone[0], cosines[1], atol=1e-5)
+    assert np.ptp(cosines) > 1e-4
+    row = scorer.score({"clip": cosines})["clip"]
+    np.testing.assert_allclose(row["clip_score"], cosines.mean(), rtol=1e-9)
+    assert row["clip_score_low"] < row["clip_score"] < row["clip_score_high"]
+    assert (
+        scorer.cards["clip"].items() >= {"image_size": "24x24", "n": 3, "official": False}.items()
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("", "", ""), "FID needs both the reference's statistics and Inception's weights"),
+        (("real.npz", "", "clip"), "FID needs both"),
+        (("", "weights.npz", ""), "FID needs both"),
+    ],
+)
+def test_half_of_what_fid_needs_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        scorers.FidClip(24, PROMPTS, *arguments)
+
+
+def test_pictures_without_prompts_of_their_own_need_some():
+    with pytest.raises(ValueError, match=r"data\.source is 'folder': only 'digits' has prompts"):
+        scorers.make("folder", 64, [], "", "", "")
+
+
+def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
+    asked = []
+
+    def draw(prompts, seeds, scale):
+        asked.append((seeds, scale))
+        images = pictures(prompts) / 127.5 - 1
+        if scale == 9:
+            images[np.isin(seeds, [3, 415]), 2, 2, 1] = np.nan
+        return images
+
+    scores = scorers.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
+    assert [scale for _, scale in asked] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
+    rows = [*range(416), *range(34)]  # The last batch is filled up with the first prompts.
+    assert [seeds for seeds, _ in asked[:3]] == [rows[:150], rows[150:300], rows[300:]]
+    whole = judge.score(judge.features(pictures(judge.prompts), judge.prompts))["digits"]
+    for name, value in whole.items():
+        assert scores[f"evaluation/guidance_2.5/{name}"] == pytest.approx(value, rel=1e-9)
+    (name,) = (name for name in scores if "guidance_9" in name)
+    assert (name, scores[name]) == ("evaluation/guidance_9/images_not_finite", 2)

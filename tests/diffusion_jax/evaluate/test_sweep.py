@@ -1,0 +1,84 @@
+"""Scores over guidance: the tables' text, and features that survive a kill."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.evaluate import sweep
+
+ROWS = [
+    {"guidance": 1.5, "seen": 0.25, "held_out": 0.125, "ema": "0.999"},
+    {"guidance": 1.0, "seen": 0.75, "held_out": 0.5, "ema": "a, b"},
+]
+
+
+def test_a_table_has_the_first_rows_keys_and_quotes_what_needs_it(tmp_path):
+    sweep.write_table(tmp_path / "sweep.csv", ROWS)
+    assert (tmp_path / "sweep.csv").read_bytes() == (
+        b'guidance,seen,held_out,ema\n1.5,0.25,0.125,0.999\n1.0,0.75,0.5,"a, b"\n'
+    )
+
+
+def test_columns_that_later_rows_add_come_after_the_first(tmp_path):
+    sweep.write_table(tmp_path / "sweep.csv", [{"a": 1}, {"a": 2, "b": 3}])
+    assert (tmp_path / "sweep.csv").read_text() == "a,b\n1,\n2,3\n"
+
+
+def test_nemos_two_tables_are_written_of_the_scores_that_there_are(tmp_path):
+    sweep.write_scores(tmp_path, [{"guidance": 2.0, "fid": 7.5}, {"guidance": 3.0, "fid": 8.0}])
+    assert (tmp_path / "fid_scores.csv").read_text() == "cfg,fid\n2.0,7.5\n3.0,8.0\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["fid_scores.csv"]
+
+
+class Killed(Exception):
+    """Comes while a batch is computed."""
+
+
+def numbers(calls, kill_at=None):
+    """Features that are the images' numbers; which were asked for is kept in `calls`."""
+
+    def compute(rows):
+        calls.append(rows.tolist())
+        if kill_at is not None and len(calls) == kill_at:
+            raise Killed
+        return {"double": 2.0 * rows[:, None], "shown": rows[rows == 3]}
+
+    return compute
+
+
+def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
+    calls = []
+    with pytest.raises(Killed):
+        sweep.collect(tmp_path, 10, 4, numbers(calls, kill_at=2))
+    features = sweep.collect(tmp_path, 10, 4, numbers(calls))
+    assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
+    np.testing.assert_array_equal(features["shown"], [3])
+    again = sweep.collect(tmp_path, 10, 4, numbers(calls))
+    assert len(calls) == 4
+    np.testing.assert_array_equal(again["double"], features["double"])
+
+
+def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
+    calls = []
+    with pytest.raises(Killed):
+        sweep.collect(tmp_path, 12, 3, numbers(calls, kill_at=3))
+    (tmp_path / "images_000000_000002.npz").unlink()
+    features = sweep.collect(tmp_path, 12, 5, numbers(calls))
+    assert calls[3:] == [[0, 1, 2], [6, 7, 8, 9, 10], [11]]
+    np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
+
+
+def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
+    card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
+    assert sweep.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
+    newer = card | {"versions": {"jax": "2"}}
+    assert sweep.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
+    with pytest.raises(ValueError, match=r"sweep .seed of toy: 0 there, 1 now.: remove the folder"):
+        sweep.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
+    with pytest.raises(ValueError, match="seed of clip: None there, 0 now"):
+        sweep.claim(tmp_path / "f", {"toy": card, "clip": card})
+
+
+def test_a_point_in_words_has_each_score_with_its_interval():
+    row = {"guidance": "1.5", "fid": "12.25", "fid_low": "11", "fid_high": "13", "clip_score": 0.25}
+    assert sweep.describe(row) == "guidance 1.5\nFID 12.25 (11 to 13)\nCLIP score 0.25"

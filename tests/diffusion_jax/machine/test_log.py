@@ -1,0 +1,174 @@
+"""What a run writes down: metrics, manifest, progress line."""
+
+import importlib.util
+import json
+import logging
+import pathlib
+import subprocess
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.machine import hardware, log
+
+
+def write(workdir, steps, resumed_from=0):
+    writer = log.MetricWriter(workdir, resumed_from)
+    for step in steps:
+        writer.write_scalars(step, {"loss": jnp.float32(step / 4), "lr": 0.5})
+    writer.close()
+
+
+def test_metrics_are_one_json_object_a_line(tmp_path):
+    writer = log.MetricWriter(tmp_path)
+    writer.write_scalars(3, {"loss": np.float32(0.25), "grad_norm": jnp.array(2)})
+    writer.write_scalars(4, {"loss": float("nan"), "grad_norm": float("inf")})
+    # Before close: a run that is killed leaves them.
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    writer.close()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 3, "loss": 0.25, "grad_norm": 2.0},
+        {"step": 4, "loss": None, "grad_norm": None},
+    ]
+
+
+def test_a_resumed_run_holds_no_step_twice_and_no_torn_line(tmp_path):
+    write(tmp_path, [10, 20, 30, 40])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "lo')  # Killed while it wrote.
+    assert [line["step"] for line in log.read_metrics(tmp_path / "metrics.jsonl")] == [
+        10, 20, 30, 40,
+    ]  # fmt: skip
+    write(tmp_path, [30, 40, 50], resumed_from=20)
+    metrics = log.read_metrics(tmp_path / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == [10, 20, 30, 40, 50]
+    assert [line["loss"] for line in metrics] == [2.5, 5.0, 7.5, 10.0, 12.5]
+
+
+def test_a_new_run_in_an_old_folder_starts_its_metrics_anew(tmp_path):
+    write(tmp_path, [10, 20])
+    write(tmp_path, [10])
+    assert [line["step"] for line in log.read_metrics(tmp_path / "metrics.jsonl")] == [10]
+
+
+def test_only_the_first_process_writes(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    write(tmp_path, [10])
+    log.write_manifest(tmp_path, {}, seed=0, step=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_tensorflow_the_writer_says_so_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with caplog.at_level(logging.WARNING):
+        writer = log.MetricWriter(tmp_path)
+        for step in range(3):
+            writer.write_scalars(step, {"loss": 1.0})
+            writer.write_images(step, {"grid": np.zeros((2, 4, 4, 3), np.uint8)})
+        writer.flush()
+        writer.close()
+    assert [r.getMessage() for r in caplog.records if "TensorFlow" in r.getMessage()] == [
+        "TensorFlow is not installed: metrics go to metrics.jsonl only. For TensorBoard: "
+        "pip install tensorflow"
+    ]
+
+
+def test_with_tensorflow_clu_writes_the_same_numbers_and_the_images(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, logdir):
+            calls.append(("open", logdir))
+
+        def __getattr__(self, name):
+            return lambda *args: calls.append((name, *args))
+
+    fake = types.ModuleType("clu.metric_writers")
+    fake.SummaryWriter = SummaryWriter
+    monkeypatch.setitem(sys.modules, "clu.metric_writers", fake)
+    monkeypatch.setattr("clu.metric_writers", fake, raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorflow" or None)
+
+    images = np.zeros((2, 4, 4, 3), np.uint8)
+    writer = log.MetricWriter(tmp_path)
+    writer.write_scalars(7, {"loss": np.float32(0.5)})
+    writer.write_images(7, {"grid": images})
+    writer.flush()
+    writer.close()
+    assert calls == [
+        ("open", str(tmp_path / "tensorboard")),
+        ("write_scalars", 7, {"loss": 0.5}),
+        ("write_images", 7, {"grid": images}),
+        ("flush",),
+        ("close",),
+    ]
+
+
+def test_importing_the_log_imports_neither_clu_nor_tensorflow():
+    code = "import sys, diffusion_jax.machine.log; print({'clu', 'tensorflow'} & set(sys.modules))"
+    root = pathlib.Path(log.__file__).parents[2]
+    run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert run.stdout == "set()\n", run.stderr
+
+
+def test_the_manifest_lists_every_run_with_what_it_ran_on(tmp_path):
+    config = {
+        "sizes": (1, 2),
+        "lr": np.float32(0.5),
+        "path": pathlib.Path("data"),
+        "nested": {"a": 1},
+    }
+    log.write_manifest(tmp_path, config, seed=7, step=0)
+    log.write_manifest(tmp_path, config, seed=7, step=300)
+    first, second = json.loads((tmp_path / "manifest.json").read_text())["runs"]
+    assert [first["first_step"], second["first_step"]] == [0, 300]
+    assert first["config"] == {"sizes": [1, 2], "lr": 0.5, "path": "data", "nested": {"a": 1}}
+    assert first["seed"] == 7 and first["command"] == sys.orig_argv
+    assert first["versions"]["jax"] == jax.__version__
+    assert first["versions"].keys() >= {"python", "jaxlib", "flax", "optax", "orbax-checkpoint"}
+    assert first["devices"] == {"platform": "cpu", "kind": "cpu", "count": 8, "processes": 1}
+    assert first["start"] <= second["start"] and first["start"].endswith("+00:00")
+
+
+def test_a_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):
+    def git(*args):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
+        command = ["git", "-C", str(tmp_path), *identity, *args]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    tracked, untracked = tmp_path / "tracked.py", tmp_path / "untracked.py"
+    tracked.write_text("a"), untracked.write_text("b")
+    assert log.git_commit(tracked) is None
+    git("init"), git("add", "tracked.py"), git("commit", "-m", "one")
+    assert log.git_commit(tracked) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    tracked.write_text("changed")
+    assert log.git_commit(tracked) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+    assert log.git_commit(untracked) is None
+
+
+def test_the_progress_line_names_what_is_known():
+    line = log.progress_line(
+        300,
+        8000,
+        images_per_second=812.34,
+        loss=0.12345,
+        seconds_left=3792.4,
+        memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36),
+        utilization=0.4123,
+    )
+    assert line == (
+        "step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")],
+)
+def test_the_progress_line_counts_hours_minutes_and_seconds(seconds, expected):
+    line = log.progress_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
+    assert line == f"step 1/2 | 9.9 images/s | loss 1.0000 | {expected} left"

@@ -1,0 +1,70 @@
+"""Pictures for people: exact pixels in, exact pixels out."""
+
+import numpy as np
+from PIL import Image
+
+from diffusion_jax.machine import sheets
+
+
+def colours(*grey, size=16):
+    """One plain picture for each grey level."""
+    return np.stack([np.full((size, size, 3), g, np.uint8) for g in grey])
+
+
+def test_grey_levels_are_rounded_and_clipped():
+    x = np.array([-1, 1, 0, -3, 7, 0.5 / 127.5, 1.49 / 127.5 - 1, 1.51 / 127.5 - 1], np.float32)
+    actual = sheets.to_uint8(np.tile(x[:, None, None, None], (1, 1, 1, 3)))
+    assert actual.dtype == np.uint8
+    # 0 is 127.5, halfway between two levels: round goes to the even one.
+    assert actual[:, 0, 0, 0].tolist() == [0, 255, 128, 0, 255, 128, 1, 2]
+
+
+def test_every_grey_level_survives_the_way_to_the_network_and_back():
+    levels = np.arange(256, dtype=np.uint8)
+    images = np.tile(levels[:, None, None, None], (1, 1, 1, 3))
+    unit = images.astype(np.float32) / 127.5 - 1
+    np.testing.assert_array_equal(sheets.to_uint8(unit), images)
+
+
+def test_a_sheet_has_rows_of_eight_over_their_captions():
+    grey = [10 * i for i in range(10)]
+    sheet = sheets.contact_sheet(colours(*grey), ["one line"] * 10)
+    # 16 pixels are enlarged 8 times to 128; a gap of 4 around, 6 below a line of 12.
+    assert sheet.shape == (4 + 2 * (128 + 12 + 6), 4 + 8 * (128 + 4), 3)
+    for i, level in enumerate(grey):
+        x, y = 4 + i % 8 * 132, 4 + i // 8 * 146
+        np.testing.assert_array_equal(sheet[y : y + 128, x : x + 128], level)
+        caption = sheet[y + 129 : y + 141, x : x + 128]
+        assert caption.min() < 100  # Black letters on white.
+        assert (sheet[y + 141 : y + 146, x : x + 128] == 255).all()
+    assert (sheet[150:, 4 + 2 * 132 :] == 255).all()  # The last row holds two.
+
+
+def test_long_captions_are_wrapped_to_three_lines_at_most():
+    two = sheets.contact_sheet(colours(0), ["a red seven on gray paper"])  # 21 letters a line.
+    assert two.shape == (4 + 128 + 2 * 12 + 6, 136, 3)
+    long = sheets.contact_sheet(colours(0), ["word " * 50])
+    assert long.shape == (4 + 128 + 3 * 12 + 6, 136, 3)
+
+
+def test_large_pictures_are_not_enlarged_and_few_make_a_narrow_sheet():
+    sheet = sheets.contact_sheet(colours(0, 50, 100, size=200), [""] * 3, columns=2)
+    assert sheet.shape == (4 + 2 * 206, 4 + 2 * 204, 3)
+    np.testing.assert_array_equal(sheet[210:410, 4:204], 100)
+
+
+def test_enlarging_does_not_smooth():
+    image = np.zeros((1, 2, 2, 3), np.uint8)
+    image[0, 0, 1] = 255
+    sheet = sheets.contact_sheet(image, [""])[4:132, 4:132]
+    np.testing.assert_array_equal(sheet, np.kron(image[0], np.ones((64, 64, 1), np.uint8)))
+
+
+def test_a_png_holds_the_very_pixels_and_nothing_else_is_left(tmp_path):
+    image = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    sheets.write_png(tmp_path / "a.png", image)
+    sheets.write_png(tmp_path / "a.png", image[::-1])  # Replaces.
+    with Image.open(tmp_path / "a.png") as opened:
+        assert (opened.format, opened.mode) == ("PNG", "RGB")
+        np.testing.assert_array_equal(np.asarray(opened), image[::-1])
+    assert [path.name for path in tmp_path.iterdir()] == ["a.png"]

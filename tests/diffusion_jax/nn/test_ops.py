@@ -1,0 +1,211 @@
+"""Operations against numpy in float64, torch's numbers and literal arrays."""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.nn import ops
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def group_norm(x, weight, bias, scale, shift):
+    """In float64, group by group."""
+    x, weight, bias, scale, shift = map(np.asarray, (x, weight, bias, scale, shift))
+    out = np.empty(x.shape)
+    for b in range(len(x)):
+        for g in np.split(np.arange(x.shape[-1]), 32):
+            values = x[b, ..., g].astype(np.float64)
+            out[b, ..., g] = (values - values.mean()) / np.sqrt(values.var() + 1e-5)
+    out = out * weight + bias
+    return out * (1 + scale[:, None, None]) + shift[:, None, None]
+
+
+@pytest.mark.parametrize("mean", [0, 1000])
+def test_group_norm_is_numpys_also_where_the_mean_is_large(mean):
+    x = normal(2, 5, 6, 64) + np.float32(mean)
+    weight, bias, scale, shift = (
+        normal(64, seed=1),
+        normal(64),
+        normal(2, 64),
+        normal(2, 64, seed=2),
+    )
+    expected = group_norm(x, weight, bias, scale, shift)
+    # Rounding of values below 10 or so. Of the variance 1 in E[x^2] - E[x]^2, 0.1 would be left.
+    np.testing.assert_allclose(ops.group_norm(x, weight, bias, scale, shift), expected, atol=1e-5)
+    plain = ops.group_norm(x, weight, bias, jnp.zeros((2, 64)), jnp.zeros((2, 64)))
+    np.testing.assert_array_equal(ops.group_norm(x, weight, bias), plain)
+
+
+def test_the_gradient_of_group_norm_is_numpys():
+    x, direction, cotangent = normal(2, 5, 6, 64) + 3, normal(2, 5, 6, 64, seed=1), normal(64)
+    rest = normal(64, seed=2), normal(64), jnp.zeros((2, 64)), jnp.zeros((2, 64))
+    gradient = jax.grad(lambda x: (ops.group_norm(x, *rest) * cotangent).sum())(x)
+    moved = [np.asarray(x, np.float64) + h * np.asarray(direction) for h in (1e-4, -1e-4)]
+    values = [(group_norm(y, *rest) * np.asarray(cotangent)).sum() for y in moved]
+    assert (gradient * direction).sum() == pytest.approx((values[0] - values[1]) / 2e-4, rel=1e-4)
+
+
+def test_the_gradients_of_group_norm_and_silu_are_those_of_their_definition():
+    x, cotangent = normal(2, 5, 6, 64) + 1000, normal(2, 5, 6, 64, seed=1)
+    arguments = x, normal(64, seed=2), normal(64), normal(2, 64, seed=3), normal(2, 64, seed=4)
+
+    def definition(x, weight, bias, scale, shift):
+        groups = (x - 1000).reshape(2, 30, 32, 2)  # Exact, and without the cancellation.
+        mean, variance = groups.mean((1, 3)), groups.var((1, 3))
+        spread = lambda v: jnp.repeat(v, 2, axis=1)[:, None, None]
+        normed = (x - 1000 - spread(mean)) / jnp.sqrt(spread(variance) + 1e-5)
+        out = (normed * weight + bias) * (1 + scale[:, None, None]) + shift[:, None, None]
+        return out / (1 + jnp.exp(-out))
+
+    fused = lambda *a: ops.group_norm(*a, silu=True)
+    scalar = lambda f: lambda *a: (f(*a) * cotangent).sum()
+    every = tuple(range(5))
+    ours = jax.grad(scalar(fused), every)(*arguments)
+    theirs = jax.grad(scalar(definition), every)(*arguments)
+    for gradient, expected in zip(ours, theirs, strict=True):
+        # Sums of 30 to 60 products below 50 or so, each rounded to float32.
+        np.testing.assert_allclose(gradient, expected, atol=2e-4)
+    np.testing.assert_allclose(fused(*arguments), definition(*arguments), atol=2e-5)
+
+
+def test_the_gradient_of_group_norm_keeps_its_input_and_no_other_image():
+    x, rest = normal(2, 8, 8, 64), (normal(64), normal(64), normal(2, 64), normal(2, 64))
+    function = lambda x: ops.group_norm(x, *rest, silu=True)
+    kept = jax.tree.leaves(jax.eval_shape(lambda x: jax.vjp(function, x)[1], x))
+    assert [leaf.shape for leaf in kept if leaf.size >= x.size] == [(2, 64, 64)]
+
+
+def test_group_norm_of_bfloat16_has_float32_statistics():
+    x = jnp.asarray(normal(2, 8, 8, 64) + 100, jnp.bfloat16)
+    ones, zeros = jnp.ones(64), jnp.zeros(64)
+    expected = group_norm(x, ones, zeros, jnp.zeros((2, 64)), zeros[None])
+    out = ops.group_norm(x, ones, zeros)
+    assert out.dtype == jnp.bfloat16
+    # Only the output is rounded, to 8 bits. Statistics in bfloat16 would be off by the whole
+    # deviation: at 100 it resolves 0.5.
+    np.testing.assert_allclose(np.asarray(out, np.float32), expected, rtol=2**-8, atol=1e-4)
+
+
+def test_sinusoids_are_cosines_then_sines():
+    t = jnp.array([-1.3, 0, 0.7])
+    angles = np.asarray(t)[:, None] * np.array([1, 10000**-0.25, 0.01, 10000**-0.75])
+    expected = np.concatenate([np.cos(angles), np.sin(angles)], axis=1)
+    np.testing.assert_allclose(ops.sinusoid(t, 8), expected, atol=1e-6)
+
+
+def attend(q, k, v, mask):
+    """In float64, one row, head and query at a time; `mask` covers all keys."""
+    q, k, v = map(np.asarray, (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        if mask[b].any():
+            logits = k[b, mask[b], n].astype(np.float64) @ q[b, t, n] / np.sqrt(q.shape[-1])
+            weights = np.exp(logits - logits.max())
+            out[b, t, n] = weights @ v[b, mask[b], n] / weights.sum()
+    return out
+
+
+MASK = np.array([[True] * 5, [True, True, False, False, False], [False] * 5])
+
+
+@pytest.fixture(params=ops.ATTENTION)
+def implementation(request, monkeypatch):
+    """Each implementation; without a GPU, XLA computes what cuDNN would be given."""
+    attention = jax.nn.dot_product_attention
+
+    def stand_in(q, k, v, *, implementation, key_value_seq_lengths):
+        assert implementation == "cudnn" and key_value_seq_lengths.dtype == jnp.int32
+        assert key_value_seq_lengths.min() >= 1  # As a softmax needs.
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # As jax asks of gradients.
+        return attention(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
+
+    if request.param == "cudnn":
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return request.param
+
+
+@pytest.mark.parametrize(("always", "queries"), [(0, 6), (4, 7)])
+def test_attention_is_numpys_also_for_a_text_without_tokens(always, queries, implementation):
+    q, k = normal(3, queries, 2, 8), normal(3, always + 5, 2, 8, seed=1)
+    v = normal(3, always + 5, 2, 8, seed=2)
+    everything = np.pad(MASK, ((0, 0), (always, 0)), constant_values=True)
+    out = ops.attend(q, k, v, jnp.asarray(MASK), implementation=implementation)
+    np.testing.assert_allclose(out, attend(q, k, v, everything), atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(out[2] == 0).all(), not always)
+
+
+def test_attention_without_a_mask_is_numpys(implementation):
+    q, k, v = normal(2, 6, 2, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
+    out = ops.attend(q, k, v, implementation=implementation)
+    np.testing.assert_allclose(out, attend(q, k, v, np.ones((2, 7), bool)), atol=1e-6)
+
+
+def test_the_gradient_of_attention_to_no_token_is_0():
+    q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
+    gradients = jax.grad(lambda *qkv: ops.attend(*qkv, jnp.asarray(MASK)).sum(), argnums=(0, 1, 2))(
+        q, k, v
+    )
+    for gradient in gradients:
+        np.testing.assert_array_equal(gradient[2], 0)
+        assert np.abs(gradient[0]).max() > 1e-3 and jnp.isfinite(gradient).all()
+
+
+def test_valid_tokens_come_first_in_their_order():
+    tokens = jnp.arange(8.0).reshape(2, 4, 1)
+    mask = jnp.array([[False, True, False, True], [False, False, False, True]])
+    tokens, mask = ops.valid_first(tokens, mask)
+    np.testing.assert_array_equal(tokens[..., 0], [[1, 3, 0, 2], [7, 4, 5, 6]])
+    np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_halving_convolution_sees_4x4_windows_two_pixels_apart():
+    x, kernel, bias = normal(2, 6, 4, 3), normal(4, 4, 3, 5, seed=1), normal(5)
+    padded = np.pad(np.float64(x), ((0, 0), (1, 1), (1, 1), (0, 0)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (4, 4), axis=(1, 2))[:, ::2, ::2]
+    expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel)) + np.float64(bias)
+    assert expected.shape == (2, 3, 2, 5)
+    np.testing.assert_allclose(ops.conv_4x4_halving(x, kernel, bias), expected, atol=1e-5)
+
+
+def test_transposed_convolution_spreads_each_pixel_over_4x4():
+    x, kernel, bias = normal(2, 3, 5, 4), normal(4, 4, 4, 6, seed=1), normal(6)
+    out = np.zeros((2, 2 * 3 + 2, 2 * 5 + 2, 6))
+    for row, column in np.ndindex(3, 5):
+        spread = np.einsum("bc,ijcd->bijd", x[:, row, column], kernel)
+        out[:, 2 * row : 2 * row + 4, 2 * column : 2 * column + 4] += spread
+    expected = out[:, 1:-1, 1:-1] + bias  # Padding 1.
+    np.testing.assert_allclose(ops.conv_transpose_4x4(x, kernel, bias), expected, atol=1e-5)
+
+
+def test_average_pooling_takes_means_of_2x2():
+    x = jnp.arange(16.0).reshape(1, 4, 4, 1)
+    np.testing.assert_array_equal(ops.average_pool_2x2(x)[0, ..., 0], [[2.5, 4.5], [10.5, 12.5]])
+
+
+def test_patches_become_channels_and_pixels_again():
+    x = jnp.arange(16.0).reshape(1, 2, 4, 2)
+    patches = ops.space_to_depth(x, 2)
+    np.testing.assert_array_equal(
+        patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    )
+    np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
+
+
+def test_bicubic_enlarging_is_torchs():
+    z = np.load(FIXTURES / "diffusion_functions.npz")
+    x = jnp.moveaxis(z["bicubic/in"], 1, -1)  # [1, 5, 7, 2]
+    expected = np.moveaxis(z["bicubic/up4_unet"], 1, -1)
+    np.testing.assert_allclose(ops.bicubic_upsample(x, 20, 28), expected, atol=2e-6)
+
+
+def test_bicubic_to_the_same_size_changes_no_bit():
+    x = normal(1, 5, 7, 3)
+    np.testing.assert_array_equal(ops.bicubic_upsample(x, 5, 7), x)

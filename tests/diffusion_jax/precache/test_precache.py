@@ -1,0 +1,208 @@
+"""Precaching as a command: killed, shared, repeated and mended, a store holds each caption once."""
+
+import json
+import os
+import pathlib
+import time
+
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax.data import digits
+from diffusion_jax.precache import fill, store
+from diffusion_jax.text import embed, registry
+from tests.diffusion_jax.text import tiny_weights
+from tests.imagen_jax import commands
+
+TEXT = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
+WORK = fill.Work(shard_captions=8, batch_tokens=128)
+EVERY = {*digits.seen_prompts(), *quickstart.get_config().prompts}
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory):
+    return tiny_weights.t5_folder(tmp_path_factory.mktemp("weights") / "t5", width=64)
+
+
+def config(path, weights, **changes):
+    c = quickstart.get_config()
+    c.text.update(TEXT | {"weights": str(weights), "store": str(path)})
+    for name, value in changes.items():
+        group, _, field = name.partition("__")
+        c[group].update({field: value}) if field else c.update({group: value})
+    return c.to_dict()
+
+
+def arguments(path, weights):
+    fields = TEXT | {"weights": weights, "store": path}
+    flags = [f"--config.text.{name}={value}" for name, value in fields.items()]
+    return ["--config=configs/quickstart.py", *flags, "--shard_captions=8", "--batch_tokens=128"]
+
+
+def contents(path):
+    """Every key with its rows, and how often it stands in a shard."""
+    found = {}
+    for file in sorted(pathlib.Path(path).glob("shard-*.safetensors")):
+        shard = store.pretrained.map_safetensors(file)
+        for i, key in enumerate(shard["keys"].tolist()):
+            span = slice(*shard["first"][i : i + 2].tolist())
+            rows = (shard["values"][span].tobytes(), shard["scales"][span].tobytes())
+            found.setdefault(bytes(key), []).append(rows)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, weights):
+    """A store that nothing interrupted."""
+    path = tmp_path_factory.mktemp("whole") / "store"
+    fill.run(fill.open_job(config(path, weights)), WORK)
+    return path
+
+
+def test_a_store_holds_every_caption_and_prompt_once(whole, weights):
+    opened = store.Store(whole)
+    assert len(opened) == len(EVERY) == opened.manifest["captions"]
+    assert all(len(rows) == 1 for rows in contents(whole).values())
+    texts = sorted(EVERY)[::40]
+    text = registry.Text(**config(whole, weights)["text"])
+    found, mask = embed(registry.open_encoder(text), texts)
+    expected, expected_mask = embed(registry.open_online(text), texts)
+    np.testing.assert_array_equal(mask, expected_mask)
+    found, expected = np.asarray(found)[mask], np.asarray(expected)[mask]
+    error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
+    assert 0 < error.max() <= opened.manifest["largest_relative_error"] + 1e-5 < 0.01
+
+
+def wait_for(path, shards, process):
+    deadline = time.monotonic() + 120
+    while len(list(path.glob("shard-*.safetensors"))) < shards:
+        assert process.is_alive() and time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
+    """One is killed in the middle; two others start at once, one is killed, one finishes."""
+    path, line = tmp_path / "store", arguments(tmp_path / "store", weights)
+    name = "diffusion_jax.precache"
+    out = lambda n: (tmp_path / f"out{n}", tmp_path / f"err{n}")
+    start = lambda n, *more: commands.start(name, *line, *more, devices=1, outputs=out(n))
+    first = start(0)
+    wait_for(path, 3, first)
+    first.kill()
+    first.join()
+    done = len(list(path.glob("shard-*")))
+    assert 3 <= done < len(EVERY) / 8
+    with pytest.raises(ValueError, match="is unfinished: go on with"):
+        store.Store(path)
+    one, two = start(1, "--worker=0", "--workers=2"), start(2, "--worker=1", "--workers=2")
+    wait_for(path, done + 3, two)
+    two.kill()
+    one.join(), two.join()
+    assert one.exitcode == 0, out(1)[1].read_text()
+    assert contents(path) == contents(whole)
+    # Batches are the same, so that rows are too, whoever encoded them.
+    assert store.read_manifest(path)["captions"] == len(EVERY)
+    assert not [file for file in os.listdir(path) if file.startswith(".") or file == "plan"]
+    assert "captions/s | 0:00:00 left" in out(1)[1].read_text()
+
+
+def test_a_second_run_encodes_only_what_is_new(tmp_path, weights, whole):
+    path = copy(whole, tmp_path / "store")
+    before = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
+    changed = config(path, weights, prompts=("a new prompt", *digits.seen_prompts()[:3]))
+    manifest = fill.run(fill.open_job(changed), WORK)
+    assert manifest["captions"] == len(EVERY) + 1
+    after = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
+    assert len(after) == len(before) + 1 and before.items() <= after.items()
+    assert store.Store(path).read(["a new prompt"])["text_mask"].sum() == 7
+
+
+def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
+    path = copy(whole, tmp_path / "store")
+    lost, cut, changed = sorted(path.glob("shard-*"))[:3]
+    lost.unlink()
+    cut.write_bytes(cut.read_bytes()[:-3])
+    contents_ = bytearray(changed.read_bytes())
+    contents_[-1] ^= 1
+    changed.write_bytes(contents_)
+    job = fill.open_job(config(path, weights))
+    fill.run(job, WORK)
+    assert contents(path).keys() == contents(whole).keys()
+    assert changed.read_bytes() == contents_
+    fill.run(job, WORK._replace(verify=True))
+    assert contents(path).keys() == contents(whole).keys()
+    store.Store(path).read(sorted(EVERY))  # Every checksum is right.
+
+
+def copy(source, target):
+    target.mkdir()
+    for file in source.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    return target
+
+
+def test_captions_may_come_from_a_file(tmp_path, weights):
+    (tmp_path / "captions.txt").write_text("one\n\n two \none\n")
+    job = fill.open_job(
+        config(tmp_path / "store", weights, prompts=()), str(tmp_path / "captions.txt")
+    )
+    assert fill.run(job, WORK)["captions"] == 2
+    store.Store(tmp_path / "store").read(["two", "one"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "message"),
+    [
+        ({"text__store": ""}, ValueError, "text.store is empty: say where to write with --config"),
+        ({"text__encoder": "t6"}, ValueError, "text.encoder is 't6': "),
+        ({"text__encoder": "precomputed"}, ValueError, "which reads no captions: leave text.store"),
+        ({"text__width": 32}, ValueError, "text.width is 32, and the T5 in .* is 64 wide: set"),
+        ({"text__weights": "/nothing"}, FileNotFoundError, "no folder /nothing: give a folder"),
+        ({"data__source": "folder", "data__path": "/no"}, FileNotFoundError, "no data at /no: ch"),
+    ],
+)
+def test_what_cannot_be_is_said_before_anything_is_encoded(
+    tmp_path, weights, changes, kind, message
+):
+    with pytest.raises(kind, match=message):
+        fill.open_job(config(tmp_path / "store", weights, **changes))
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_of_another_encoder_is_refused(whole, weights, tmp_path):
+    other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
+    with pytest.raises(ValueError, match=r"made in another way \(weights '\w+' there, '\w+' want"):
+        fill.run(fill.open_job(config(whole, other)), WORK)
+    longer = config(whole, weights, text__max_tokens=8)
+    with pytest.raises(ValueError, match=r"\(max_tokens 16 there, 8 wanted\): set the text group"):
+        fill.run(fill.open_job(longer), WORK)
+
+
+def test_a_dry_run_prints_the_table_and_writes_nothing(tmp_path, weights):
+    ended = commands.run(
+        "diffusion_jax.precache", *arguments(tmp_path / "store", weights), "--dry_run"
+    )
+    assert ended.code == 0, ended.err
+    lines = [line.split() for line in ended.out.splitlines()]
+    assert lines[0][1] == "captions;" and lines[-1][:2] == ["online", "instead:"]
+    assert [line[0] for line in lines[4:7]] == ["1,000,000", "100,000,000", "676,000,000"]
+    assert not (tmp_path / "store").exists()
+
+
+def test_workers_are_counted_from_0():
+    fill.check(WORK._replace(worker=1, workers=2))
+    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: they are counted from 0"):
+        fill.check(WORK._replace(worker=2, workers=2))
+
+
+def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):
+    """The default type, and the default length rule of NeMo."""
+    changes = {"text__dtype": "bfloat16", "text__read_tokens": 512}
+    (tmp_path / "captions.txt").write_text("a red seven on gray paper\n")
+    changed = config(tmp_path / "store", weights, prompts=(), **changes)
+    job = fill.open_job(changed, str(tmp_path / "captions.txt"))
+    manifest = fill.run(job, WORK._replace(shard_captions=100))
+    assert 0.002 < manifest["largest_relative_error"] < 0.01
+    assert manifest["least_cosine"] > 0.9999
+    assert json.loads((tmp_path / "store" / "manifest.json").read_text()) == manifest

@@ -1,0 +1,188 @@
+"""A store of embeddings: what goes in comes out, and what is damaged or another's is refused."""
+
+import functools
+import hashlib
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.precache import quantize, store
+from diffusion_jax.text import embed, hashed
+
+IDENTITY = {"encoder": "t5", "width": 128, "max_tokens": 5, "weights": "1a", "tokenizer": "2b"}
+TEXTS = ["a dog", "", "a cat on a mat", "ein Hund \ud83d"]
+TOKENS = [3, 1, 5, 2]
+RNG = np.random.default_rng(0)
+ROWS = [RNG.normal(size=(n, 128)).astype(np.float32) for n in TOKENS]
+
+
+@functools.cache
+def quantized():
+    """ROWS in one go."""
+    q, scales = quantize.quantize(jnp.asarray(np.concatenate(ROWS)))
+    split = lambda array: np.split(np.asarray(array), np.cumsum(TOKENS)[:-1])
+    return split(q), split(scales)
+
+
+def as_rows(numbers, format):
+    arrays, scales = [ROWS[i] for i in numbers], None
+    values = np.concatenate(arrays).astype(store.FORMATS[format])
+    if format == "int8":
+        values, scales = (np.concatenate([of[i] for i in numbers]) for of in quantized())
+    errors = np.tile(np.float32([0.005, 0.9999]), (len(values), 1))
+    return store.Rows(np.array([len(a) for a in arrays]), values, scales, errors)
+
+
+def make(path, format="int8"):
+    """A finished store of two shards."""
+    store.start(path, IDENTITY, format)
+    keys = store.keys_of(TEXTS, IDENTITY)
+    halves = [[0, 1], [2, 3]]
+    names = [store.write_shard(path, keys[h], as_rows(h, format)).name for h in halves]
+    store.finish(path, names)
+    return path
+
+
+@pytest.mark.parametrize(("format", "tolerance"), [("int8", 0.01), ("bfloat16", 3e-3),
+                                                   ("float32", 0)])  # fmt: skip
+def test_texts_come_back_padded_with_0(tmp_path, format, tolerance):
+    encoder = store.encoder(store.Store(make(tmp_path, format)))
+    order = [2, 0, 3, 3, 1]
+    text, mask = embed(encoder, [TEXTS[i] for i in order])
+    assert (text.shape, text.dtype) == ((5, 5, 128), jnp.float32)
+    np.testing.assert_array_equal(mask, np.arange(5) < np.array(TOKENS)[order, None])
+    for row, i in zip(np.asarray(text), order, strict=True):
+        kept = row[: TOKENS[i]]
+        error = np.linalg.norm(kept - ROWS[i], axis=1) / np.linalg.norm(ROWS[i], axis=1)
+        assert error.max() <= tolerance
+        assert not row[TOKENS[i] :].any()
+    assert (encoder.name, encoder.width, encoder.max_tokens) == ("t5", 128, 5)
+
+
+def test_rows_travel_as_they_are_stored(tmp_path):
+    batch = store.Store(make(tmp_path)).read(["a dog"])
+    types = {name: (array.shape, array.dtype) for name, array in batch.items()}
+    assert types == {
+        "text_values": ((1, 5, 128), np.int8),
+        "text_scales": ((1, 5, 2), jnp.bfloat16),
+        "text_mask": ((1, 5), bool),
+    }
+
+
+def test_a_key_is_a_hash_of_the_text_and_of_what_makes_its_rows():
+    salt = hashlib.blake2b(json.dumps(IDENTITY, sort_keys=True).encode(), digest_size=32).digest()
+    expected = hashlib.blake2b(b"a dog", key=salt, digest_size=16).digest()
+    assert store.keys_of(["a dog"], IDENTITY).tolist() == [expected]
+    others = [store.keys_of(["a dog"], IDENTITY | {name: "x"})[0] for name in IDENTITY]
+    assert len({expected, *others, store.keys_of(["a dog "], IDENTITY)[0]}) == 7
+
+
+def test_the_manifest_states_size_and_error(tmp_path):
+    manifest = store.Store(make(tmp_path)).manifest
+    size = sum(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert manifest["bytes_per_caption"] == size / 4
+    assert (manifest["captions"], manifest["tokens"]) == (4, 11)
+    errors = [manifest[n] for n in ("mean_relative_error", "largest_relative_error",
+                                    "least_cosine")]  # fmt: skip
+    np.testing.assert_allclose(errors, [0.005, 0.005, 0.9999])
+
+
+def test_a_text_in_two_shards_is_found_once(tmp_path):
+    make(tmp_path)
+    keys = store.keys_of([TEXTS[0], "new"], IDENTITY)
+    more = store.write_shard(tmp_path, keys, as_rows([2, 3], "int8"))
+    old = [shard["file"] for shard in store.read_manifest(tmp_path)["shards"]]
+    assert store.finish(tmp_path, [*old, more.name])["captions"] == 5
+    opened = store.Store(tmp_path)
+    assert opened.read([TEXTS[0], "new"])["text_mask"].sum(1).tolist() == [3, 2]
+
+
+def test_what_no_manifest_names_is_removed(tmp_path):
+    make(tmp_path)
+    store.write_shard(tmp_path, store.keys_of(["x"], IDENTITY), as_rows([0], "int8"))
+    names = [shard["file"] for shard in store.read_manifest(tmp_path)["shards"]]
+    store.finish(tmp_path, names)
+    assert {file.name for file in tmp_path.glob("shard-*")} == set(names)
+
+
+def test_missing_captions_are_counted_with_the_command(tmp_path):
+    opened = store.Store(make(tmp_path))
+    with pytest.raises(ValueError, match=r"2 of 3 captions are not in the store .*first 'a bird'"):
+        opened.read(["a dog", "a bird", "a fish"])
+    with pytest.raises(ValueError, match=r"python -m diffusion_jax\.precache --config=CONFIG "):
+        opened.read(["a bird"])
+    with pytest.raises(ValueError, match=r"got ndarray of shape \(3, 128\): set data\.text=txt"):
+        opened.read([ROWS[0]])
+
+
+def test_no_store_and_half_a_store_name_the_command(tmp_path):
+    with pytest.raises(
+        FileNotFoundError, match=r"nothing does not exist: no manifest\.json: check"
+    ):
+        store.Store(tmp_path / "nothing")
+    store.start(tmp_path, IDENTITY, "int8")
+    with pytest.raises(ValueError, match=r"is unfinished: go on with\n  python -m diffusion_jax"):
+        store.Store(tmp_path)
+
+
+def first_shard(path):
+    return path / store.read_manifest(path)["shards"][0]["file"]
+
+
+def test_a_shard_cut_off_or_lost_is_found_at_the_start(tmp_path):
+    shard = first_shard(make(tmp_path))
+    whole = shard.read_bytes()
+    shard.write_bytes(whole[:-1])
+    with pytest.raises(ValueError, match=f"has {len(whole) - 1} of {len(whole)} bytes: make it a"):
+        store.Store(tmp_path)
+    shard.unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard-\w+.safetensors is missing: make it again"):
+        store.Store(tmp_path)
+
+
+@pytest.mark.parametrize(("format", "at"), [("int8", -1), ("bfloat16", -33)])
+def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format, at):
+    shard = first_shard(make(tmp_path, format))
+    contents = bytearray(shard.read_bytes())
+    contents[at] ^= 1  # The end of the second text's values; of bfloat16's follow 32 of keys.
+    shard.write_bytes(contents)
+    opened = store.Store(tmp_path)
+    opened.read(TEXTS[:1])
+    with pytest.raises(ValueError, match=r"is damaged where the embeddings of '' are.*\n.*--ver"):
+        opened.read(TEXTS[1:2])
+    assert store.whole_shards(tmp_path, [shard.name], verify=False) == [shard.name]
+    assert store.whole_shards(tmp_path, [shard.name], verify=True) == []
+    assert not shard.exists()
+
+
+def test_a_changed_index_is_found_at_the_start(tmp_path):
+    index = make(tmp_path) / store.INDEX
+    contents = bytearray(index.read_bytes())
+    contents[-1] ^= 1
+    index.write_bytes(contents)
+    with pytest.raises(ValueError, match=r"index.safetensors is damaged, or of another run"):
+        store.Store(tmp_path)
+
+
+def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
+    make(tmp_path)
+    with pytest.raises(ValueError, match=r"made in another way \(weights '1a' there, '9' wanted\)"):
+        store.start(tmp_path, IDENTITY | {"weights": "9"}, "int8")
+    with pytest.raises(ValueError, match="is of format 'int8', not 'float32': take the same, or"):
+        store.start(tmp_path, IDENTITY, "float32")
+
+
+def test_fingerprints_tell_weights_and_length_rules_apart():
+    """`hashed` has no weights, so some are put in its place."""
+    encoder = hashed.encoder(32, 8)
+    with_weights = lambda array: encoder._replace(frozen={"a": array})
+    array = np.arange(1000.0).reshape(10, 100)
+    same = store.fingerprint(with_weights(array))
+    assert store.fingerprint(with_weights(array.copy())) == same
+    for other in (array + 1, array.reshape(100, 10), array.astype(np.float32)):
+        found = store.fingerprint(with_weights(other))
+        assert found["weights"] != same["weights"] and found["tokenizer"] == same["tokenizer"]
+    longer = store.fingerprint(hashed.encoder(32, 9))
+    assert longer["tokenizer"] != same["tokenizer"]

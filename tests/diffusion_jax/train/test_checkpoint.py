@@ -1,0 +1,301 @@
+"""Checkpoints: bit for bit, into any sharding, whole after a kill, and errors that help."""
+
+import itertools
+import pathlib
+import shutil
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import checkpoint, optimizer
+from diffusion_jax.train import state as train_state
+
+ROOT = pathlib.Path(__file__).parents[3]
+TX = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
+RULES = [(r"kernel", P("fsdp", "tensor")), (r"", P())]
+
+
+class Position:
+    """A data iterator that is nothing but its position."""
+
+    def __init__(self, state=b""):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def random_state(step=0, decays=(0.9, 0.9999)):
+    """Another random number in every leaf, the counts included."""
+    params = {"params": {"a": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}}
+    rng = np.random.default_rng(step)
+    draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 1000, x.dtype)
+    return jax.tree.map(draw, train_state.init_state(params, TX, decays))
+
+
+def place(state, *sizes):
+    return jax.device_put(state, sharding.shardings(state, sharding.make_mesh(*sizes), RULES))
+
+
+def abstract(state):
+    spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    return jax.tree.map(spec, state)
+
+
+def save(directory, *saved_steps, keep_last=3, **kwargs):
+    checkpointer = checkpoint.Checkpointer(directory, keep_last=keep_last, **kwargs)
+    for step in saved_steps:
+        checkpointer.save(step, random_state(step), Position(str(step).encode()), {"step": step})
+    checkpointer.close()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A run with the checkpoints of steps 10 and 20, only to be read."""
+    directory = tmp_path_factory.mktemp("run")
+    save(directory, 10, 20)
+    return directory
+
+
+def test_a_state_goes_from_8_devices_to_4_to_1_bit_for_bit(tmp_path):
+    state, position = random_state(), Position(b"\x00 seven \xff")
+    layouts = [(1, 4, 2), (1, 2, 4), (2, 2, 1), (1, 1, 1)]
+    for step, (here, there) in enumerate(itertools.pairwise(layouts)):
+        checkpointer = checkpoint.Checkpointer(tmp_path / str(step), keep_last=1)
+        checkpointer.save(7, place(state, *here), position)
+        target, other = abstract(place(state, *there)), Position()
+        restored = checkpointer.restore(target, other)
+        checkpointer.close()
+        jax.tree.map(np.testing.assert_array_equal, restored, state)
+        assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+            lambda x: x.sharding, target
+        )
+        assert jax.tree.map(lambda x: x.dtype, restored) == jax.tree.map(lambda x: x.dtype, state)
+        assert other.state == position.state
+
+
+@pytest.mark.parametrize(
+    ("which", "get"),
+    [
+        ("raw", lambda state: state.params),
+        ("0.9", lambda state: state.ema["0.9"]),
+        ("0.9999", lambda state: state.ema["0.9999"]),
+        ("ema", lambda state: state.ema["0.9999"]),  # The largest decay.
+    ],
+)
+def test_parameters_are_loaded_without_the_optimizer(saved, tmp_path, which, get):
+    shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
+    for step in (10, 20):
+        shutil.rmtree(tmp_path / str(step) / "optimizer")  # Proof that it is not read.
+    for step, expected in ((10, random_state(10)), (None, random_state(20))):
+        target = jax.eval_shape(lambda s=expected: s.params)
+        actual = checkpoint.load_params(tmp_path, target, which, step=step)
+        jax.tree.map(np.testing.assert_array_equal, actual, get(expected))
+
+
+def test_parameters_are_loaded_into_the_sharding_asked_for(saved):
+    target = abstract(place(random_state(), 1, 2, 4)).params
+    actual = checkpoint.load_params(saved, target, "raw")
+    kernel = actual["params"]["a"]["kernel"]
+    assert kernel.sharding.spec == P("fsdp", "tensor") and len(kernel.sharding.device_set) == 8
+    np.testing.assert_array_equal(kernel, random_state(20).params["params"]["a"]["kernel"])
+
+
+def test_metadata_and_position_belong_to_their_step(saved):
+    assert checkpoint.load_metadata(saved) == {"step": 20}
+    assert checkpoint.load_metadata(saved, step=10) == {"step": 10}
+    checkpointer, position = checkpoint.Checkpointer(saved, keep_last=3), Position()
+    checkpointer.restore(abstract(random_state()), position, step=10)
+    checkpointer.close()
+    assert position.state == b"10"
+
+
+def test_the_last_steps_and_every_so_many_are_kept(tmp_path):
+    save(tmp_path, 1, 2, 3, 4, 5, 6, keep_last=2, keep_every=3)
+    assert checkpoint.steps(tmp_path) == [3, 5, 6]
+    assert not (tmp_path / "deleted").exists()
+
+
+def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
+    """Or a kill amid its deletion would leave a folder that looks whole."""
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(1, random_state(1), Position())
+    checkpointer.save(2, random_state(2), Position())
+    deadline = time.monotonic() + 60
+    while (tmp_path / "1").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert {path.name for path in (tmp_path / "deleted" / "1").iterdir()} >= {"params", "data"}
+    assert checkpoint.steps(tmp_path) == [2]
+    checkpointer.close()
+    assert not (tmp_path / "deleted").exists()
+
+
+def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
+    save(tmp_path, 1)
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
+    checkpointer.save(1, random_state(99), Position(), {"step": 99})
+    checkpointer.close()
+    assert checkpoint.load_metadata(tmp_path) == {"step": 1}
+
+
+def test_a_state_donated_right_after_its_save_is_saved_as_it_was(tmp_path):
+    state = place(random_state(), 1, 4, 2)
+    expected = jax.device_get(state)
+    add = jax.jit(lambda tree: jax.tree.map(lambda x: x + 1, tree), donate_argnums=0)
+    add.lower(state).compile()
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
+    checkpointer.save(1, state, Position())
+    for _ in range(3):
+        state = add(state)
+    restored = checkpointer.restore(abstract(state), Position())
+    checkpointer.close()
+    jax.tree.map(np.testing.assert_array_equal, restored, expected)
+
+
+def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_one(tmp_path):
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
+    checkpointer.save(1, random_state(1), Position(), {"step": 1})
+    checkpointer.wait()
+    large = train_state.init_state({"w": jnp.ones((1024, 4096))}, TX, [0.9])
+    checkpointer.save(2, large, Position())
+    (tmp_path / "2").touch()  # In the way of the last act of the save, a rename.
+    assert checkpointer.latest_step() == 1  # Step 2 is under way.
+    message = r"could not be written: .* The last whole one is of step 1; is the disk full\?"
+    with pytest.raises(RuntimeError, match=message):
+        checkpointer.save(3, random_state(3), Position())
+    assert checkpointer.latest_step() == 1
+    checkpointer.save(3, random_state(3), Position(), {"step": 3})
+    checkpointer.close()
+    assert checkpoint.steps(tmp_path) == [1, 3]
+
+
+def test_no_checkpoint_is_an_error(tmp_path, saved):
+    target = abstract(random_state())
+    message = r"no whole checkpoint in .*: train with this workdir first, or name another"
+    with pytest.raises(FileNotFoundError, match=message):
+        checkpoint.load_params(tmp_path / "nowhere", target.params)
+    checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
+    assert checkpointer.latest_step() is None
+    with pytest.raises(FileNotFoundError, match=message):
+        checkpointer.restore(target, Position())
+    checkpointer.close()
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*: there are \[10,"):
+        checkpoint.load_params(saved, target.params, step=5)
+
+
+def test_another_architecture_is_an_error_that_names_the_first_differences(saved):
+    layer = {"kernel": jax.ShapeDtypeStruct((8, 32), jnp.float32)}
+    layer |= {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in ("bias", "scale")}
+    with pytest.raises(ValueError, match="is of another architecture; 2 of 3") as error:
+        checkpoint.load_params(saved, {"params": {"a": layer}}, "raw")
+    assert "params/a/kernel: saved (8, 16), expected (8, 32)" in str(error.value)
+    assert "params/a/scale: saved nothing, expected (16,)" in str(error.value)
+    assert "Use the config that the checkpoint was trained with" in str(error.value)
+
+
+def test_an_unknown_average_is_an_error_that_lists_those_there(saved):
+    target = jax.eval_shape(lambda: random_state().params)
+    message = r"no average '0.99' in .*: choose one of \['raw', '0.9', '0.9999'\]"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.load_params(saved, target, "0.99")
+
+
+def test_other_averages_than_the_configs_are_an_error(saved):
+    checkpointer = checkpoint.Checkpointer(saved, keep_last=3)
+    message = r"keeps the averages \['0.9', '0.9999'\], this run \['0.5'\]"
+    with pytest.raises(ValueError, match=message):
+        checkpointer.restore(abstract(random_state(decays=[0.5])), Position())
+    checkpointer.close()
+
+
+def test_positions_of_another_number_of_processes_must_agree(tmp_path):
+    save(tmp_path, 1)
+    (mine,) = (tmp_path / "1" / "data").glob("process_*")
+    for index in range(2):
+        shutil.copy(mine, mine.with_name(f"process_{index}-of-2"))
+    mine.unlink()
+    checkpointer, position = checkpoint.Checkpointer(tmp_path, keep_last=1), Position()
+    checkpointer.restore(abstract(random_state()), position)
+    assert position.state == b"1"
+    mine.with_name("process_1-of-2").write_bytes(b"2")
+    with pytest.raises(ValueError, match=r"of 2 processes and they differ, but this run has 1"):
+        checkpointer.restore(abstract(random_state()), position)
+    checkpointer.close()
+
+
+# Every number of the state of step k is k; the same is saved at once again as step k + 1.
+CHILD = """
+import sys
+import jax, jax.numpy as jnp
+from diffusion_jax import checkpoint, optimizer, train_state
+
+class Position:
+    state = b"0"
+    def get_state(self): return self.state
+    def set_state(self, state): self.state = state
+
+tx = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
+params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
+state, position = train_state.init_state(params, tx, [0.9]), Position()
+spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+checkpointer = checkpoint.Checkpointer(sys.argv[1], keep_last=2)
+start = checkpointer.latest_step() or 0
+if start:
+    state = checkpointer.restore(jax.tree.map(spec, state), position)
+    assert all(bool((x == start).all()) for x in jax.tree.leaves(state)), start
+    assert position.state == str(start).encode(), (position.state, start)
+print(start, flush=True)
+for step in range(start + 1, start + 1000):
+    state = jax.tree.map(lambda x: jnp.full_like(x, step), state)
+    position.state = str(step).encode()
+    checkpointer.save(step, state, position)
+"""
+
+
+def wait_for_unfinished(directory, step, process):
+    """Returns when the save of `step` or a later one is under way."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        names = [path.name for path in directory.glob("*tmp*")]
+        if any(int(name.split(".")[0]) >= step for name in names):
+            return
+        time.sleep(0.001)
+    raise AssertionError(f"no save of step {step} was seen")
+
+
+def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_path):
+    target = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), jnp.float32) for i in range(8)}
+    latest = 0
+    # Saves before the kill, and seconds into the save: none whole yet, at once, and later moments.
+    for saves, delay in ((1, 0.0), (2, 0.0), (3, 0.02), (4, 0.06), (4, 0.15)):
+        child = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(tmp_path)],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with child:
+            assert child.stdout is not None
+            assert int(child.stdout.readline()) == latest  # It restored this, and checked it.
+            wait_for_unfinished(tmp_path, latest + saves, child)
+            time.sleep(delay)
+            child.kill()
+        whole = checkpoint.steps(tmp_path)
+        for step, which in itertools.product(whole, ("raw", "0.9")):
+            loaded = checkpoint.load_params(tmp_path, target, which, step=step)
+            jax.tree.map(lambda x, step=step: np.testing.assert_array_equal(x, step), loaded)
+        reached, latest = latest, max(whole, default=0)
+        assert latest >= reached + saves - 1
+
+    save(tmp_path, latest + 9, keep_last=2)  # The next save clears up.
+    assert sorted(int(path.name) for path in tmp_path.iterdir()) == [latest, latest + 9]

@@ -1,0 +1,276 @@
+"""The loop: exact continuation, any mesh, and what a run leaves behind, with a toy system."""
+
+import hashlib
+import json
+import os
+import signal
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.draw import program as drawing
+from diffusion_jax.machine import log, sharding, sheets
+from diffusion_jax.settings import Optimizer, Run
+from diffusion_jax.train import checkpoint, loop
+from tests.diffusion_jax import toy
+
+RUN = Run(
+    seed=5, steps=7, batch_size=8, log_every=100, sample_every=0, save_every=100, keep_last=2,
+    keep_every=0, step_timeout=600, prompts=(),
+)  # fmt: skip
+OPTIMIZER = Optimizer(
+    lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
+    accumulate=1, ema_decays=(0.5, 0.9), ema_warmup=False,
+)  # fmt: skip
+CAPTIONS = tuple(digits.heldout_prompts()[:3])
+EXAMPLES = loop.Examples(toy.ENCODER.tokenize(CAPTIONS), CAPTIONS, 2.0)
+TASK = toy.task()
+
+
+def sometimes_nan(task):
+    """The loss is not finite at about every third step, as its key decides."""
+
+    def loss(params, frozen, batch, key):
+        value, metrics = task.loss(params, frozen, batch, key)
+        factor = jnp.where(jax.random.uniform(key) < 1 / 3, jnp.nan, 1.0)
+        return factor * value, metrics
+
+    return task._replace(loss=loss)
+
+
+def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, **changes):
+    run = RUN._replace(**changes)
+    workdir.mkdir(exist_ok=True)
+    batches = pipeline.make_batches(
+        digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
+    )
+    mesh = sharding.make_mesh(*sizes)
+    with batches:
+        state = loop.train(
+            task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)}, evaluation, start
+        )
+    return jax.device_get(state)
+
+
+@pytest.fixture
+def order(monkeypatch):
+    """The pictures of every batch that a step got, as they come."""
+    digests = []
+
+    def record(batch, sharding):
+        digests.append(hashlib.sha256(batch["image"].tobytes()).hexdigest())
+        return pipeline.to_global(batch, sharding)
+
+    monkeypatch.setattr(loop, "to_global", record)
+    return digests
+
+
+def assert_equal(actual, expected):
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
+
+
+def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
+    task = sometimes_nan(TASK)
+    whole = train(tmp_path / "whole", task)
+    assert int(whole.step) == 7 and 0 < int(whole.skipped) < 7
+    assert_differ(whole.params, whole.ema["0.5"], whole.ema["0.9"])
+    seen = [*order]
+    order.clear()
+    train(tmp_path / "parts", task, steps=3)
+    assert_equal(train(tmp_path / "parts", task), whole)
+    assert order == seen and len({*seen}) == 7
+
+
+def test_it_starts_from_given_parameters_once(tmp_path):
+    given = jax.device_get(toy.init(jax.random.key(99)))
+    own = train(tmp_path / "own", TASK._replace(init=lambda key: toy.init(jax.random.key(99))))
+    state = train(tmp_path / "given", start=lambda: given, steps=3)
+    state = train(tmp_path / "given", start=lambda: given)  # Goes on from its own checkpoint.
+    assert_equal(state, own)
+
+
+def assert_differ(*trees):
+    """Or an average that is never updated would be equal too."""
+    leaves = [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in trees]
+    assert len({leaf.tobytes() for leaf in leaves}) == len(trees)
+
+
+def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypatch, order):
+    whole = train(tmp_path / "whole")
+    seen = [*order]
+    order.clear()
+    during_close = []
+    close, record = checkpoint.Checkpointer.close, loop.to_global
+
+    def kill_at_the_fourth_batch(batch, sharding):
+        if len(order) == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return record(batch, sharding)
+
+    def watched_close(self):
+        during_close.append(signal.getsignal(signal.SIGTERM))
+        close(self)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "to_global", kill_at_the_fourth_batch)
+        patch.setattr(checkpoint.Checkpointer, "close", watched_close)
+        stopped = train(tmp_path / "parts")
+    assert int(stopped.step) == 4
+    assert checkpoint.steps(tmp_path / "parts" / loop.CHECKPOINTS) == [4]
+    # A second signal must not end the process while the checkpoint is being written.
+    assert during_close != [before] and signal.getsignal(signal.SIGTERM) is before
+    assert_equal(train(tmp_path / "parts"), whole)
+    assert order == seen
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    """Losses of each step, and the last state."""
+    workdir = tmp_path_factory.mktemp("run")
+    state = train(workdir, log_every=1)
+    return log.read_metrics(workdir / log.METRICS), state
+
+
+def assert_close(actual, expected):
+    """Sums over the batch in another order; Adam divides the gradient's rounding by its size."""
+    for tree, other in zip(
+        (actual.params, actual.ema["0.5"]), (expected.params, expected.ema["0.5"]), strict=True
+    ):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=2e-5), tree, other)
+
+
+def test_eight_devices_train_as_one(tmp_path, one_device):
+    metrics, expected = one_device
+    state = train(tmp_path, sizes=(2, 4, 1), log_every=1)
+    losses = [[line["loss"] for line in lines] for lines in (read(tmp_path), metrics)]
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-5)
+    assert_close(state, expected)
+    moved = [np.abs(leaf).max() for leaf in jax.tree.leaves(state.opt_state[0].mu)]
+    assert min(moved) > 1e-6  # Every parameter has a gradient: none is equal for lack of one.
+
+
+def test_a_run_continues_on_another_mesh(tmp_path, one_device):
+    train(tmp_path, sizes=(2, 4, 1), steps=3)
+    assert_close(train(tmp_path, sizes=(1, 1, 1)), one_device[1])
+
+
+def read(workdir):
+    return log.read_metrics(workdir / log.METRICS)
+
+
+def test_metrics_are_means_since_the_last_line(tmp_path, one_device):
+    each, _ = one_device
+    train(tmp_path, log_every=3)
+    lines = read(tmp_path)
+    assert [line["step"] for line in each] == [1, 2, 3, 4, 5, 6, 7]
+    assert [line["step"] for line in lines] == [3, 6, 7]
+    spans = (each[:3], each[3:6], each[6:])
+    for name in ("loss", "grad_norm", "param_norm", "lr"):
+        expected = [np.mean([line[name] for line in span]) for span in spans]
+        np.testing.assert_allclose([line[name] for line in lines], expected, rtol=1e-5)
+    np.testing.assert_allclose(
+        [line["lr"] for line in each], 1e-3 * np.array([0.25, 0.5, 0.75, 1, 1, 1, 1]), rtol=1e-6
+    )
+    assert all(line["skipped"] == 0 and line["images_per_second"] > 0 for line in lines)
+
+
+def test_losses_by_noise_level_average_to_the_loss(tmp_path, monkeypatch):
+    totals = []
+    monkeypatch.setattr(loop, "noise_level_means", lambda total: totals.append(total) or {})
+    train(tmp_path, log_every=4)
+    losses = [line["loss"] for line in read(tmp_path)]
+    np.testing.assert_array_equal([t["level_count"].sum() for t in totals], [4 * 8, 3 * 8])
+    means = [t["level_loss"].sum() / t["level_count"].sum() for t in totals]
+    np.testing.assert_allclose(means, losses, rtol=1e-5)
+
+
+def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
+    now = [0.0]
+
+    def slowly(seconds, function):
+        def call(*args):
+            now[0] += seconds
+            return function(*args)
+
+        return call
+
+    monkeypatch.setattr(loop, "time", types.SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
+    monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
+    monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))
+    train(tmp_path, steps=6, log_every=2, save_every=3, sample_every=3)
+    # A second a batch of 8, the first of which was there before the clock started.
+    assert [line["images_per_second"] for line in read(tmp_path)] == [16, 8, 8]
+
+
+def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
+    state = train(tmp_path, steps=3, sample_every=2)
+    names = sorted(path.name for path in (tmp_path / "samples").iterdir())
+    assert names == ["step_00000002.png", "step_00000003.png"]
+    draw = drawing.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
+    images = draw(state.ema["0.9"], EXAMPLES.batch, [5, 6, 7], np.full(3, 2, np.float32))
+    with Image.open(tmp_path / "samples" / names[1]) as sheet:
+        np.testing.assert_array_equal(
+            sheet, sheets.contact_sheet(sheets.to_uint8(images), CAPTIONS)
+        )
+
+
+def test_the_manifest_is_written_before_the_first_step(tmp_path, monkeypatch):
+    def no_data(self):
+        raise OSError("the disk is gone")
+
+    monkeypatch.setattr(pipeline.Batches, "__next__", no_data)
+    with pytest.raises(OSError, match="the disk is gone"):
+        train(tmp_path)
+    (run,) = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
+    assert (run["seed"], run["first_step"], run["config"]) == (5, 0, {"a": [1, 2]})
+    assert read(tmp_path) == []
+
+
+def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
+    whole = train(tmp_path, steps=2, log_every=1)
+    monkeypatch.setattr(loop, "make_step", None)
+    assert_equal(train(tmp_path, steps=2), whole)
+    assert [line["step"] for line in read(tmp_path)] == [1, 2]
+    runs = json.loads((tmp_path / log.MANIFEST).read_text())["runs"]
+    assert [run["first_step"] for run in runs] == [0, 2]
+
+
+def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
+    train(tmp_path, steps=5, save_every=2, keep_every=2, keep_last=1)
+    folder = tmp_path / loop.CHECKPOINTS
+    assert checkpoint.steps(folder) == [2, 4, 5]
+    items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
+    assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata"}
+    assert checkpoint.load_metadata(folder) == {"a": [1, 2]}
+    np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))  # Not freed.
+
+
+def test_what_a_resumed_run_writes_again_replaces_what_was_there(tmp_path):
+    train(tmp_path, steps=4, log_every=1, save_every=2)
+    for name in ("4",):  # As if the run had been killed before the last save.
+        (tmp_path / loop.CHECKPOINTS / name).rename(tmp_path / name)
+    first = read(tmp_path)
+    train(tmp_path, steps=4, log_every=1)
+    again = read(tmp_path)
+    assert [line["step"] for line in again] == [1, 2, 3, 4]
+    assert [line["loss"] for line in again] == [line["loss"] for line in first]
+
+
+def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_the_end(tmp_path):
+    seen = []
+
+    def score(draw, params):
+        seen.append(params)
+        return {"evaluation/mean": float(jax.tree.leaves(params)[0].mean())}
+
+    state = train(tmp_path, steps=5, evaluation=loop.Evaluation(16, score))
+    lines = [line for line in read(tmp_path) if "evaluation/mean" in line]
+    assert [line["step"] for line in lines] == [2, 4, 5]  # Batches of 8.
+    jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])

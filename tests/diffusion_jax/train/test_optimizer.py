@@ -1,0 +1,62 @@
+"""AdamW and the schedules against their formulas in numpy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from diffusion_jax.train import optimizer
+
+
+def test_warmup_rises_by_equal_parts_and_then_stays():
+    schedule = optimizer.warmup_constant(lr=0.8, warmup=3)
+    actual = [float(schedule(step)) for step in (0, 1, 2, 3, 4, 1000)]
+    np.testing.assert_allclose(actual, [0.2, 0.4, 0.6, 0.8, 0.8, 0.8], rtol=1e-6)
+
+
+def test_without_warmup_the_first_step_has_the_full_rate():
+    assert float(optimizer.warmup_constant(lr=0.5, warmup=0)(0)) == 0.5
+
+
+def test_cosine_is_one_half_in_the_middle_and_0_at_the_end():
+    schedule = optimizer.warmup_cosine(lr=0.8, warmup=4, steps=14)
+    actual = [float(schedule(step)) for step in (0, 3, 4, 9, 14, 20)]
+    # float32 pi is off by 9e-8, and the cosine's zero at the end is relative to lr.
+    np.testing.assert_allclose(actual, [0.16, 0.64, 0.8, 0.4, 0.0, 0.0], rtol=1e-6, atol=1e-7)
+
+
+def test_a_cosine_shorter_than_its_warmup_is_an_error():
+    with pytest.raises(ValueError, match=r"schedule of 10 steps has no room after 10 steps"):
+        optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)
+
+
+def test_adamw_is_the_papers_update_with_decay_on_biases_too():
+    rng = np.random.default_rng(0)
+    params = {"kernel": rng.normal(size=(3, 2)), "bias": rng.normal(size=2)}
+    grads = [{name: rng.normal(size=p.shape) for name, p in params.items()} for _ in range(4)]
+
+    expected = dict(params)
+    mu, nu = {k: 0 * p for k, p in params.items()}, {k: 0 * p for k, p in params.items()}
+    for step, grad in enumerate(grads):
+        lr = 0.1 * min((step + 1) / 3, 1)
+        for k, g in grad.items():
+            mu[k] = 0.8 * mu[k] + 0.2 * g
+            nu[k] = 0.9 * nu[k] + 0.1 * g**2
+            mu_hat, nu_hat = mu[k] / (1 - 0.8 ** (step + 1)), nu[k] / (1 - 0.9 ** (step + 1))
+            direction = mu_hat / (np.sqrt(nu_hat) + 1e-3) + 0.05 * expected[k]
+            expected[k] = expected[k] - lr * direction
+
+    schedule = optimizer.warmup_constant(0.1, warmup=2)
+    tx = optimizer.adamw(schedule, b1=0.8, b2=0.9, eps=1e-3, weight_decay=0.05)
+    actual = jax.tree.map(jnp.float32, params)
+    opt_state = tx.init(actual)
+    rates = []
+    for grad in grads:
+        updates, opt_state = tx.update(jax.tree.map(jnp.float32, grad), opt_state, actual)
+        actual = optax.apply_updates(actual, updates)
+        rates.append(float(optimizer.learning_rate(opt_state)))
+
+    for name, value in expected.items():  # Four float32 updates against float64.
+        np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(rates, [0.1 / 3, 0.2 / 3, 0.1, 0.1], rtol=1e-6)

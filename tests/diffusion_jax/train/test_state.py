@@ -1,0 +1,266 @@
+"""One optimisation step: against numpy, under accumulation, on eight devices, and when it fails."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import optimizer
+from diffusion_jax.train import state as train_state
+
+KEY = jax.random.key(7)
+DECAYS = (0.5, 0.9, 0.9999)
+RULES = [
+    (r"conv\d/kernel", P(None, None, "fsdp", "tensor")),
+    (r"out/kernel", sharding.FSDP),
+    (r"", P()),
+]
+
+
+def make_tx(lr=0.05, warmup=1):
+    schedule = optimizer.warmup_constant(lr, warmup)
+    return optimizer.adamw(schedule, eps=1e-2, weight_decay=0.1)
+
+
+def line_loss(params, frozen, batch, key):
+    """Linear regression with a gradient that numpy can take too."""
+    del key
+    residual = frozen["scale"] * (batch["x"] @ params["w"]) + params["b"] - batch["y"]
+    return jnp.mean(residual**2), {"residual": jnp.mean(residual)}
+
+
+def line_problem(seed=0, batch=8):
+    rng = np.random.default_rng(seed)
+    params = {"w": rng.normal(size=5), "b": rng.normal(size=())}
+    batches = [
+        {"x": rng.normal(size=(batch, 5)), "y": 3 * rng.normal(size=batch)} for _ in range(6)
+    ]
+    to_f32 = lambda tree: jax.tree.map(jnp.float32, tree)
+    return to_f32(params), {"scale": jnp.float32(1.5)}, to_f32(batches)
+
+
+@functools.cache
+def line_step(accumulate=1, clip=1.0, decay_at=train_state.constant_decay):
+    step = train_state.make_train_step(
+        line_loss, make_tx(), DECAYS, accumulate=accumulate, clip=clip, decay_at=decay_at
+    )
+    return jax.jit(step)
+
+
+def run_line(step, batches, params, frozen):
+    state = train_state.init_state(params, make_tx(), DECAYS)
+    history = []
+    for batch in batches:
+        state, metrics = step(state, frozen, batch, KEY)
+        history.append((state, metrics))
+    return history
+
+
+def test_steps_are_the_clipped_adamw_of_numpy():
+    params, frozen, batches = line_problem()
+    history = run_line(line_step(), batches, params, frozen)
+    w = np.array([*params["w"], params["b"]], np.float64)  # The bias is the last weight.
+    mu = nu = np.zeros(6)
+    for step, (batch, (state, metrics)) in enumerate(zip(batches, history, strict=True)):
+        x = np.concatenate([1.5 * np.asarray(batch["x"], np.float64), np.ones((8, 1))], axis=1)
+        residual = x @ w - np.asarray(batch["y"], np.float64)
+        grad = 2 * x.T @ residual / 8
+        norm = np.linalg.norm(grad)
+        assert norm > 1  # Or the clip would not be under test.
+        grad = grad * min(1, 1 / (norm + 1e-6))
+        mu, nu = 0.9 * mu + 0.1 * grad, 0.999 * nu + 0.001 * grad**2
+        mu_hat, nu_hat = mu / (1 - 0.9 ** (step + 1)), nu / (1 - 0.999 ** (step + 1))
+        lr = 0.05 * min((step + 1) / 2, 1)
+        w = w - lr * (mu_hat / (np.sqrt(nu_hat) + 1e-2) + 0.1 * w)
+
+        # Six float32 steps; 1 - 0.999^n in float32 keeps about five digits.
+        np.testing.assert_allclose([*state.params["w"], state.params["b"]], w, rtol=1e-4, atol=1e-5)
+        expected = dict(loss=np.mean(residual**2), grad_norm=norm, lr=lr, skipped=0)
+        expected |= dict(param_norm=np.linalg.norm(w), residual=residual.mean())
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            np.testing.assert_allclose(metrics[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
+        assert int(state.step) == step + 1
+
+
+def test_a_small_gradient_and_an_infinite_clip_change_nothing():
+    params, frozen, batches = line_problem()
+    loose = run_line(line_step(clip=1e6), batches, params, frozen)[-1][0]
+    never = run_line(line_step(clip=float("inf")), batches, params, frozen)[-1][0]
+    jax.tree.map(np.testing.assert_array_equal, loose, never)
+
+
+@pytest.mark.parametrize("decay_at", [train_state.constant_decay, train_state.warmup_decay])
+def test_every_average_follows_the_recurrence_of_numpy(decay_at):
+    params, frozen, batches = line_problem()
+    history = run_line(line_step(decay_at=decay_at), batches, params, frozen)
+    assert list(history[0][0].ema) == ["0.5", "0.9", "0.9999"]
+    for decay in DECAYS:
+        ema = np.asarray(params["w"], np.float64)
+        for step, (state, _) in enumerate(history):
+            warm = decay_at is train_state.warmup_decay
+            d = min(decay, (1 + step) / (10 + step)) if warm else decay
+            ema = d * ema + (1 - d) * np.asarray(state.params["w"], np.float64)
+            # Float32 rounding of the weights: 6e-8 a step.
+            np.testing.assert_allclose(state.ema[str(decay)]["w"], ema, rtol=1e-5, atol=1e-6)
+
+
+def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
+    params, frozen, batches = line_problem()
+    state = train_state.init_state(params, make_tx(), DECAYS)
+    jax.tree.map(np.testing.assert_array_equal, state.ema["0.9999"], params)
+    step = train_state.make_train_step(line_loss, make_tx(), DECAYS)
+    donated, _ = jax.jit(step, donate_argnums=0)(state, frozen, batches[0], KEY)
+    assert state.params["w"].is_deleted() and not frozen["scale"].is_deleted()
+    expected = run_line(line_step(), batches[:1], *line_problem()[:2])[0][0]
+    jax.tree.map(np.testing.assert_array_equal, donated, expected)
+
+
+@pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
+def test_a_decay_outside_0_to_1_is_an_error(decay):
+    with pytest.raises(ValueError, match=rf"EMA decay {decay} is not in \[0, 1\)"):
+        train_state.init_state({"w": jnp.zeros(2)}, make_tx(), [decay])
+
+
+def test_four_micro_batches_are_one_batch_of_four_times_the_size():
+    params, frozen, batches = line_problem()
+    whole = run_line(line_step(), batches, params, frozen)
+    parts = run_line(line_step(accumulate=4), batches, params, frozen)
+    for (state, metrics), (state_4, metrics_4) in zip(whole, parts, strict=True):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, state_4.params, state.params)  # Sums in another order.
+        jax.tree.map(close, metrics_4, metrics)
+
+
+def test_each_micro_batch_draws_from_seed_step_and_its_own_index():
+    def loss_fn(params, frozen, batch, key):
+        del frozen
+        draw = jax.random.normal(key, batch["x"].shape)
+        return jnp.sum(params["w"] ** 2), {"draws": jnp.sum(draw * batch["x"])}
+
+    tx = make_tx()
+    step = jax.jit(train_state.make_train_step(loss_fn, tx, [], accumulate=3))
+    x = jnp.arange(1.0, 7.0)
+    state = train_state.init_state({"w": jnp.ones(2)}, tx, [])._replace(step=jnp.int32(11))
+    _, metrics = step(state, (), {"x": x}, KEY)
+
+    key = jax.random.fold_in(KEY, 11)
+    sums = [
+        jnp.sum(jax.random.normal(jax.random.fold_in(key, i), (2,)) * x[i::3]) for i in range(3)
+    ]
+    np.testing.assert_allclose(metrics["draws"], np.mean(sums), rtol=1e-6)
+
+
+def test_a_batch_that_does_not_divide_into_micro_batches_is_an_error():
+    params, frozen, batches = line_problem()
+    with pytest.raises(ValueError, match=r"a batch of 8 does not divide into 3 micro batches"):
+        run_line(line_step(accumulate=3), batches, params, frozen)
+
+
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_no_gradient_runs_in_a_loop_on_the_cpu(accumulate):
+    params, frozen, batches = line_problem()
+    state = train_state.init_state(params, make_tx(), DECAYS)
+    lowered = line_step(accumulate=accumulate).lower(state, frozen, batches[0], KEY)
+    assert " while(" not in lowered.compile().as_text()
+
+
+def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
+    params, frozen, batches = line_problem()
+    unrolled = run_line(line_step(accumulate=4), batches, params, frozen)[-1]
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    step = jax.jit(train_state.make_train_step(line_loss, make_tx(), DECAYS, accumulate=4))
+    state = train_state.init_state(params, make_tx(), DECAYS)
+    assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
+    rolled = run_line(step, batches, params, frozen)[-1]
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # Other fusions.
+    jax.tree.map(close, rolled, unrolled)
+
+
+def explode(params, frozen, batch, key):
+    """A finite loss whose gradient is not: the slope of sqrt at 0."""
+    del frozen, key
+    return jnp.sqrt(jnp.abs(params["w"] - params["w"])).sum() + batch["x"].sum(), {}
+
+
+def test_a_step_that_is_not_finite_changes_only_step_and_skipped():
+    params, frozen, (good, other, *_) = line_problem()
+    bad = {"x": good["x"].at[3, 2].set(jnp.nan), "y": good["y"]}
+    history = run_line(line_step(), [good, bad, other], params, frozen)
+    (before, _), (skipped, metrics), (after, _) = history
+    assert int(skipped.step) == 2 and int(skipped.skipped) == int(metrics["skipped"]) == 1
+    assert not np.isfinite(metrics["loss"]) and np.isfinite(metrics["param_norm"])
+    same = skipped._replace(step=before.step, skipped=before.skipped)
+    jax.tree.map(np.testing.assert_array_equal, same, before)
+
+    without = run_line(line_step(), [good, other], params, frozen)[-1][0]
+    jax.tree.map(np.testing.assert_array_equal, after.params, without.params)
+
+
+def test_an_infinite_gradient_under_a_finite_loss_is_skipped_too():
+    tx = make_tx()
+    state = train_state.init_state({"w": jnp.ones(3)}, tx, [])
+    new, metrics = jax.jit(train_state.make_train_step(explode, tx, []))(
+        state, (), {"x": jnp.ones(2)}, KEY
+    )
+    assert float(metrics["loss"]) == 2.0 and int(new.skipped) == 1
+    np.testing.assert_array_equal(new.params["w"], np.ones(3))
+
+
+def conv_loss(params, frozen, batch, key):
+    """Two convolutions and a dense layer, with noise in the loss and in the metrics."""
+    # The CPU compiles a draw in four dimensions six times as long, for the same numbers.
+    shape = batch["image"].shape
+    noise = jax.random.normal(key, (shape[0], math.prod(shape[1:]))).reshape(shape)
+    h = batch["image"] + frozen * noise
+    for name in ("conv1", "conv2"):
+        dimensions = ("NHWC", "HWIO", "NHWC")
+        kernel, bias = params[name]["kernel"], params[name]["bias"]
+        h = jax.lax.conv_general_dilated(h, kernel, (1, 1), "SAME", dimension_numbers=dimensions)
+        h = jnp.tanh(h + bias)
+    out = h @ params["out"]["kernel"] + params["out"]["bias"]
+    return jnp.mean((out - noise) ** 2), {"noise": jnp.mean(noise**2)}
+
+
+def init_conv():
+    rng = np.random.default_rng(1)
+    shapes = {"conv1": (3, 3, 8, 16), "conv2": (3, 3, 16, 8), "out": (8, 8)}
+    draw = lambda *shape: jnp.asarray(0.3 * rng.normal(size=shape), jnp.float32)
+    params = {
+        name: {"kernel": draw(*shape), "bias": draw(shape[-1])} for name, shape in shapes.items()
+    }
+    return train_state.init_state(params, make_tx(lr=1e-2), [0.9])
+
+
+@functools.cache
+def run_conv(fsdp, tensor, accumulate=1):
+    mesh = sharding.make_mesh(1, fsdp, tensor)
+    state = init_conv()
+    layout = sharding.shardings(state, mesh, RULES, fsdp_min_size=32)
+    state = jax.device_put(state, layout)
+    image = np.random.default_rng(0).normal(size=(16, 4, 4, 8)).astype(np.float32)
+    batch = jax.device_put({"image": image}, sharding.batch_sharding(mesh))
+    frozen = jax.device_put(jnp.float32(0.5), sharding.replicated(mesh))
+    step = train_state.make_train_step(conv_loss, make_tx(lr=1e-2), [0.9], accumulate=accumulate)
+    step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
+    for _ in range(3):
+        state, metrics = step(state, frozen, batch, KEY)
+    return jax.device_get((state, metrics)), state.ema["0.9"]["conv2"]["kernel"].sharding
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "tensor", "accumulate"), [(8, 1, 1), (4, 2, 1), (2, 4, 1), (4, 2, 2)]
+)
+def test_eight_devices_make_the_step_of_one(fsdp, tensor, accumulate):
+    (state, metrics), placed = run_conv(fsdp, tensor, accumulate)
+    (state_1, metrics_1), _ = run_conv(1, 1, accumulate)
+    assert placed.spec == P(None, None, "fsdp", "tensor") and len(placed.device_set) == 8
+    # Sums over devices run in another order; Adam divides by roots of small second moments.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, state, state_1)
+    jax.tree.map(close, metrics, metrics_1)

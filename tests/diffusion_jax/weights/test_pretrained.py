@@ -1,0 +1,173 @@
+"""Weights in files: exact in every type, read in parts, never twice in memory, errors that help."""
+
+import json
+import tracemalloc
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffusion_jax.machine import sharding
+from diffusion_jax.weights import pretrained
+from diffusion_jax.weights.pretrained import Stored
+from tests.diffusion_jax.text import tiny_weights
+
+
+def test_arrays_are_those_that_the_library_wrote(tmp_path):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "float32": rng.normal(size=(3, 5)).astype(np.float32),
+        "float16": rng.normal(size=(7,)).astype(np.float16),
+        "int64": rng.integers(-9, 9, (2, 1, 2)),
+        "scalar": np.array(2.5, np.float32),
+        "uint8": np.arange(3, dtype=np.uint8),  # What follows is not aligned.
+        "float64": rng.normal(size=(2, 2)),
+    }
+    safetensors.numpy.save_file(arrays, tmp_path / "model.safetensors", {"format": "pt"})
+    mapped = pretrained.open_weights(tmp_path)
+    assert mapped.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert mapped[name].dtype == array.dtype
+        np.testing.assert_array_equal(mapped[name], array)
+        np.testing.assert_array_equal(Stored(mapped[name], array.dtype)[...], array)
+
+
+def test_bfloat16_is_read_exactly(tmp_path):
+    array = jnp.asarray([[1.0, -2.5, 3e38], [1e-3, 0.0, 7.0]], jnp.bfloat16)
+    tiny_weights.write_bfloat16(tmp_path / "a.safetensors", {"w": array})
+    mapped = pretrained.open_weights(tmp_path)["w"]
+    np.testing.assert_array_equal(Stored(mapped, jnp.float32)[...], array.astype(jnp.float32))
+
+
+class Recorded(np.ndarray):
+    """Stands for a file, and knows the sizes of what was read of it."""
+
+    read: ClassVar[list[int]] = []
+
+    def __getitem__(self, index):
+        part = np.asarray(self)[index]
+        self.read.append(part.size)
+        return part
+
+
+def test_each_device_reads_its_part_alone():
+    array = np.arange(512 * 256, dtype=np.float32).reshape(512, 256)
+    file = array.T.view(Recorded)
+    mesh = sharding.make_mesh(1, 8, 1)
+    tree = {"layer": {"kernel": Stored(file, jnp.bfloat16)}}
+    placed = sharding.place_all(tree, mesh, [("kernel$", sharding.FSDP)])["layer"]["kernel"]
+    assert file.read == [array.size // 8] * 8
+    assert placed.sharding.spec == sharding.P(None, "fsdp")
+    assert placed.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(placed, array.T.astype(jnp.bfloat16))
+
+
+def test_a_model_is_never_in_memory_twice(tmp_path):
+    shape, count = (1024, 512), 8  # 2 MB each.
+    one = {f"w{i}": np.full(shape, i, np.float32) for i in range(count)}
+    tiny_weights.write(tmp_path / "model", one, {})
+    del one
+    mesh = sharding.make_mesh(1, 8, 1)
+    tracemalloc.start()
+    mapped = pretrained.open_weights(tmp_path / "model")
+    tree = {name: Stored(array, jnp.float32) for name, array in mapped.items()}
+    opened = tracemalloc.get_traced_memory()[1]
+    placed = sharding.place_all(tree, mesh, [("", sharding.FSDP)])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert float(placed["w3"][5, 7]) == 3
+    assert opened < 2**20  # Nothing was read.
+    assert peak < (count + 1) * 2 * 2**20 + 2**20
+
+
+def sharded(folder):
+    """Two shards and their index."""
+    folder.mkdir()
+    where = {}
+    for i, name in enumerate(("a", "b")):
+        file = f"model-{i + 1:05}-of-00002.safetensors"
+        safetensors.numpy.save_file({name: np.full(3, i, np.float32)}, folder / file)
+        where[name] = file
+    (folder / pretrained.INDEX).write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+def test_shards_are_one_model(tmp_path):
+    mapped = pretrained.open_weights(sharded(tmp_path / "model"))
+    assert {name: array.tolist() for name, array in mapped.items()} == {"a": [0] * 3, "b": [1] * 3}
+
+
+def spoil(folder, what):
+    first = folder / "model-00001-of-00002.safetensors"
+    index = folder / pretrained.INDEX
+    match what:
+        case "lost shard":
+            first.unlink()
+        case "lost array":
+            index.write_text(index.read_text().replace('"a"', '"c"'))
+        case "cut":
+            first.write_bytes(first.read_bytes()[:-4])
+        case "no safetensors":
+            first.write_bytes(b"hello, world")
+        case "no index":
+            index.unlink()
+        case "no json":
+            index.write_text("{")
+        case "nothing":
+            for path in folder.iterdir():
+                path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("lost shard", "lacks model-00001-of-00002.safetensors, of 2 shards"),
+        ("lost array", "names c, which is in none of its shards"),
+        ("cut", r"ends after \d+ of \d+ bytes: download it again"),
+        ("no safetensors", "is no safetensors file, or damaged"),
+        ("no index", "holds 2 safetensors files, none called model.safetensors"),
+        ("no json", "is no JSON"),
+        ("nothing", "holds no safetensors.*python -m diffusion_jax.text convert"),
+    ],
+)
+def test_what_is_missing_or_damaged_is_named(tmp_path, what, message):
+    folder = sharded(tmp_path / "model")
+    spoil(folder, what)
+    with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
+        pretrained.open_weights(folder)
+
+
+def test_a_folder_that_is_not_there_is_named():
+    with pytest.raises(FileNotFoundError, match="no folder /nowhere/t5: give a folder that holds"):
+        pretrained.locate("/nowhere/t5")
+    with pytest.raises(ValueError, match=r"text\.weights is empty: this encoder needs a folder"):
+        pretrained.locate("")
+
+
+def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    asked = []
+
+    def download(name, allow_patterns):
+        asked.append(name)
+        if name == "owner/nothing":
+            raise OSError("no network")
+        assert "model.safetensors" in allow_patterns
+        assert not any(pattern.endswith(".bin") for pattern in allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert pretrained.locate("google-t5/t5-small") == tmp_path
+    with pytest.raises(FileNotFoundError, match=r"'owner/nothing' is no folder here.*no network"):
+        pretrained.locate("owner/nothing")
+    assert asked == ["google-t5/t5-small", "owner/nothing"]
+
+
+def test_stored_arrays_are_leaves_with_shapes():
+    stored = Stored(np.zeros((2, 3)), jnp.bfloat16)
+    assert jax.tree.leaves({"a": stored}) == [stored]
+    assert (stored.shape, stored.size, stored.dtype) == ((2, 3), 6, jnp.bfloat16)

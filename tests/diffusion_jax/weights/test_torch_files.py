@@ -1,0 +1,127 @@
+"""torch's and NeMo's files without torch: every kind of array, and nothing that they say is done.
+
+The fixture was written by torch 2.13: a Lightning checkpoint with settings of unknown classes, an
+optimizer, and an object whose unpickling would run `touch unpickled`.
+"""
+
+import io
+import pathlib
+import re
+import tarfile
+import zipfile
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffusion_jax.weights import torch_files
+
+FIXTURE = pathlib.Path(__file__).parents[2] / "fixtures" / "lightning.ckpt"
+LEGACY = FIXTURE.with_name("legacy.pth")
+PREFIX = "model.model.unet."
+
+
+def nemo(path, members, mode="w"):
+    with tarfile.open(path, mode) as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return path
+
+
+def check_arrays(state):
+    grid = np.arange(24, dtype=np.float32).reshape(4, 6)
+    expected = {
+        "a": grid,
+        "b": grid.T[1:3],  # Of the same memory, in other strides.
+        "half": np.array([0.5, -2], np.float16),
+        "bf16": np.array([1.5, -3]),
+        "scalar": np.array(7),
+        "parameter": np.array([3.0, 3.0]),
+        "flags": np.array([True, False]),
+    }
+    assert state.keys() == {PREFIX + name for name in expected}
+    for name, array in expected.items():
+        np.testing.assert_array_equal(state[PREFIX + name].astype(array.dtype), array)
+    assert str(state[PREFIX + "bf16"].dtype) == "bfloat16"
+
+
+def test_a_checkpoints_arrays_are_read_and_nothing_in_it_is_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_arrays(torch_files.read_state_dict(FIXTURE))
+    assert b"touch unpickled" in FIXTURE.read_bytes() and not list(tmp_path.iterdir())
+
+
+def test_a_file_of_torch_before_1_6_is_read_as_safely(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    check_arrays(torch_files.read_state_dict(LEGACY))
+    assert b"touch unpickled" in LEGACY.read_bytes() and not list(tmp_path.iterdir())
+    (tmp_path / "cut.pth").write_bytes(LEGACY.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"cut.pth: ValueError: it ends amid its arrays"):
+        torch_files.read_state_dict(tmp_path / "cut.pth")
+
+
+@pytest.mark.parametrize("mode", ["w", "w:gz"])
+def test_a_nemo_file_gives_its_weights_and_its_config(tmp_path, mode):
+    members = {"./model_config.yaml": b"unet: {embed_dim: 8}", "./model_weights.ckpt": b""}
+    members["./model_weights.ckpt"] = FIXTURE.read_bytes()
+    path = nemo(tmp_path / "m.nemo", members, mode)
+    check_arrays(torch_files.read_state_dict(path))
+    assert torch_files.read_nemo_config(path) == {"unet": {"embed_dim": 8}}
+
+
+def test_safetensors_and_npz_are_read_too(tmp_path):
+    arrays = {"a": np.arange(3.0)}
+    np.savez(tmp_path / "a.npz", **arrays)
+    safetensors.numpy.save_file(arrays, tmp_path / "a.safetensors")
+    for name in ("a.npz", "a.safetensors"):
+        read = torch_files.read_state_dict(tmp_path / name)
+        np.testing.assert_array_equal(read["a"], arrays["a"])
+
+
+def rewritten(path, change):
+    """The fixture with its pickle changed."""
+    with zipfile.ZipFile(FIXTURE) as old, zipfile.ZipFile(path, "w") as new:
+        for name in old.namelist():
+            content = old.read(name)
+            new.writestr(name, change(content) if name.endswith("data.pkl") else content)
+    return path
+
+
+def test_an_array_beyond_its_storage_is_an_error(tmp_path):
+    # The shape (4, 6), pickled as two small numbers and "make a pair", becomes (4, 200).
+    path = rewritten(tmp_path / "a.ckpt", lambda p: p.replace(b"K\x04K\x06\x86", b"K\x04K\xc8\x86"))
+    with pytest.raises(ValueError, match=r"shape \(4, 200\) reaches beyond its storage 0"):
+        torch_files.read_state_dict(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        (
+            "a.ckpt",
+            b"\x80\x02}q\x00.",
+            "a.ckpt: ValueError: it is neither a zip nor an older file of torch's",
+        ),
+        ("a.ckpt", FIXTURE.read_bytes()[:3000], "cannot read"),
+        ("a.nemo", b"nothing", "a.nemo: ReadError"),
+        ("a.txt", b"", "a.txt: its name must end in .ckpt, .pt, .pth, .bin, .nemo"),
+    ],
+)
+def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_files.read_state_dict(tmp_path / name)
+
+
+def test_a_split_model_and_a_file_without_arrays_say_so(tmp_path):
+    parts = {f"mp_rank_0{i}/model_weights.ckpt": b"" for i in (0, 1)}
+    with pytest.raises(ValueError, match=r"2 files model_weights\.ckpt, where one is expected"):
+        torch_files.read_state_dict(nemo(tmp_path / "m.nemo", parts))
+    with zipfile.ZipFile(tmp_path / "a.pt", "w") as empty:
+        empty.writestr("a/data.pkl", b"\x80\x02}q\x00.")  # An empty dictionary.
+    with pytest.raises(ValueError, match=r"holds no state dict of arrays, but \[\]"):
+        torch_files.read_state_dict(tmp_path / "a.pt")
+    with pytest.raises(FileNotFoundError, match="no file"):
+        torch_files.read_state_dict(tmp_path / "none.ckpt")

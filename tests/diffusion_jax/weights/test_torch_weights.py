@@ -1,0 +1,172 @@
+"""Names and layouts of torch: each key once, nothing lost, and errors that name the strays."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffusion_jax.weights import torch_weights
+from diffusion_jax.weights.torch_weights import (
+    CONV,
+    CONV1D_1,
+    CONV2D_1,
+    CONV_TRANSPOSE,
+    LINEAR,
+    VECTOR,
+    Entry,
+    layer,
+    norm,
+)
+
+TABLE = [
+    *layer("block.0", "params/dense", LINEAR),
+    *layer("block.1", "params/pointwise", CONV1D_1),
+    *norm("block.2", "params/norm"),
+]
+SHAPES = {
+    "dense": {"kernel": (2, 3), "bias": (3,)},
+    "pointwise": {"kernel": (2, 4), "bias": (4,)},
+    "norm": {"scale": (5,), "bias": (5,)},
+}
+ABSTRACT = {
+    "params": jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),
+        SHAPES,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+}
+
+
+def state_dict(dtype=np.float32):
+    shapes = {
+        "block.0.weight": (3, 2),
+        "block.0.bias": (3,),
+        "block.1.weight": (4, 2, 1),
+        "block.1.bias": (4,),
+        "block.2.weight": (5,),
+        "block.2.bias": (5,),
+    }
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(size=shape).astype(dtype) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "torch_axes", "jax_axes"),
+    [
+        (VECTOR, "c", "c"),
+        (LINEAR, "oi", "io"),
+        (CONV1D_1, "oi1", "io"),
+        (CONV2D_1, "oi11", "io"),
+        (CONV, "oihw", "hwio"),
+        (CONV_TRANSPOSE, "iohw", "hwio"),
+    ],
+)
+def test_layouts_move_axes_and_back(layout, torch_axes, jax_axes):
+    sizes = dict(c=5, i=2, o=3, h=4, w=6)
+    weight = np.random.default_rng(0).normal(size=[sizes.get(a, 1) for a in torch_axes])
+    letters = torch_axes.replace("1", "")
+    expected = np.einsum(f"{letters}->{jax_axes}", weight.reshape([sizes[a] for a in letters]))
+    np.testing.assert_array_equal(layout.to_jax(weight), expected)
+    np.testing.assert_array_equal(layout.to_torch(expected), weight)
+
+
+def test_weights_go_to_params_and_back_bit_for_bit():
+    state = state_dict()
+    params = torch_weights.to_params(state, TABLE, ABSTRACT)
+    assert jax.tree.structure(params) == jax.tree.structure(ABSTRACT)
+    np.testing.assert_array_equal(params["params"]["dense"]["kernel"], state["block.0.weight"].T)
+    np.testing.assert_array_equal(params["params"]["norm"]["scale"], state["block.2.weight"])
+    back = torch_weights.to_state_dict(params, TABLE)
+    assert list(back) == [entry.torch for entry in TABLE]
+    for name, array in back.items():
+        np.testing.assert_array_equal(array, state[name], strict=True)
+        assert array.flags.c_contiguous
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float64, ml_dtypes.bfloat16])
+def test_params_are_float32_whatever_was_saved(dtype):
+    state = state_dict(dtype)
+    params = torch_weights.to_params(state, TABLE, ABSTRACT)
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {np.dtype(np.float32)}
+    np.testing.assert_array_equal(
+        params["params"]["norm"]["bias"], state["block.2.bias"].astype(np.float32)
+    )
+
+
+def test_keys_that_are_missing_or_left_over_are_named():
+    state = state_dict()
+    state["extra"] = state.pop("block.1.bias")
+    message = "1 keys are missing: block.1.bias; 1 keys are left over: extra"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_weights.to_params(state, TABLE, ABSTRACT)
+    many = {f"layer.{i}": np.zeros(1) for i in range(7)}
+    message = (
+        "6 keys are missing: block.0.bias, block.0.weight, block.1.bias, block.1.weight, "
+        "block.2.bias and 1 more; 7 keys are left over: layer.0, layer.1, layer.2, layer.3, "
+        "layer.4 and 2 more"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_weights.to_params(many, TABLE, ABSTRACT)
+
+
+# A transposed matrix, a kernel that would lose two taps, and an axis too few.
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("block.0.weight", (2, 3), (3, 2)),
+        ("block.1.weight", (4, 2, 3), (4, 2, 1)),
+        ("block.1.weight", (4, 2), (4, 2, 1)),
+    ],
+)
+def test_arrays_of_another_shape_are_named(name, shape, expected):
+    state = state_dict() | {name: np.zeros(shape, np.float32)}
+    message = f"1 arrays have other shapes than the model: {name} {shape} where the model has "
+    with pytest.raises(ValueError, match=re.escape(f"{message}{expected}")):
+        torch_weights.to_params(state, TABLE, ABSTRACT)
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        (TABLE[:-1], "parameters without an entry params/norm/bias; entries without"),
+        ([*TABLE, Entry("a", "params/b", VECTOR)], "entries without a parameter params/b"),
+        ([*TABLE, TABLE[0]], "twice block.0.weight, params/dense/kernel; parameters"),
+    ],
+)
+def test_a_table_that_does_not_fit_the_model_is_an_error(table, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_weights.to_params(state_dict(), table, ABSTRACT)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        torch_weights.to_state_dict(ABSTRACT_ZEROS, table)
+
+
+ABSTRACT_ZEROS = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), ABSTRACT)
+
+
+def test_files_are_read(tmp_path):
+    state = state_dict()
+    np.savez(tmp_path / "w.npz", **state)
+    safetensors.numpy.save_file(state, tmp_path / "w.safetensors")
+    for file in ("w.npz", "w.safetensors"):
+        arrays = torch_weights.read(tmp_path / file)
+        assert arrays.keys() == state.keys()
+        for name in state:
+            np.testing.assert_array_equal(arrays[name], state[name], strict=True)
+
+
+def test_files_that_cannot_be_read_say_why(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file .*missing\.npz"):
+        torch_weights.read(tmp_path / "missing.npz")
+    with pytest.raises(ValueError, match=r"it must be an \.npz or \.safetensors file"):
+        torch_weights.read(tmp_path / "w.ckpt")
+    for file in ("cut.npz", "cut.safetensors"):
+        (tmp_path / file).write_bytes(b"PK\x03\x04 no more")
+        with pytest.raises(ValueError, match=rf"cannot read .*{file}: "):
+            torch_weights.read(tmp_path / file)
+    np.savez(tmp_path / "pickle.npz", w=np.array([{}], object))
+    with pytest.raises(ValueError, match=r"cannot read .*pickle"):
+        torch_weights.read(tmp_path / "pickle.npz")

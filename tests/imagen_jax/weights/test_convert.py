@@ -1,0 +1,158 @@
+"""NeMo's checkpoints become workdirs and back, bit for bit; what does not fit is refused."""
+
+import io
+import json
+import pathlib
+import re
+import tarfile
+
+import jax
+import numpy as np
+import pytest
+
+from configs import base64_500m, sr256_600m
+from diffusion_jax.data import pictures, pipeline
+from diffusion_jax.text import registry
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.weights import torch_files
+from imagen_jax import task, trained
+from imagen_jax.settings import read_settings
+from imagen_jax.weights import convert, nemo
+from tests.imagen_jax.cases import random_weights
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
+
+
+def tiny():
+    """The config of a model of words, without attention but in the middle."""
+    c = base64_500m.get_config()
+    c.unet.update(
+        image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
+        attention_resolutions=(), head_dim=32, cond_dim=32, dtype="float32",
+    )  # fmt: skip
+    c.text.update(encoder="hashed", width=32, max_tokens=6)
+    c.data.update(source="digits", path="", text="txt", threads=0)
+    c.batch_size, c.prompts = 8, ("a red seven on gray paper",)
+    return c
+
+
+def settings(config):
+    return read_settings(config.to_dict())
+
+
+@pytest.fixture(scope="module")
+def nemos():
+    """A state dict of NeMo's, with its prefix, and its average."""
+    s = settings(tiny())
+    state = random_weights(s.unet, s.text.width)
+    raw = {nemo.PREFIX + name: array for name, array in state.items()}
+    return raw, {name: array + 1 for name, array in raw.items()}
+
+
+@pytest.fixture(scope="module")
+def converted(nemos, tmp_path_factory):
+    """The workdir of the two."""
+    folder = tmp_path_factory.mktemp("nemo")
+    for name, state in zip(("model", "model-EMA"), nemos, strict=True):
+        np.savez(folder / f"{name}.npz", **state)
+    convert.to_workdir(folder / "model.npz", tiny(), folder / "workdir")
+    return folder / "workdir"
+
+
+@pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
+def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
+    model = trained.load_model(converted, trained.Choice(ema=ema))
+    s = settings(tiny())
+    assert model.settings.unet == s.unet and model.step == 0
+    expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)
+    jax.tree.map(np.testing.assert_array_equal, model.params, expected)
+
+
+def test_training_can_start_there(converted):
+    s, c = settings(tiny()), tiny()
+    create = lambda key: loop.train_state.init_state(
+        task.make_task(s, registry.open_encoder(s.text)).init(key),
+        loop.make_optimizer(s.optimizer, s.run.steps),
+        s.optimizer.ema_decays,
+    )
+    abstract = jax.eval_shape(create, jax.random.key(0))
+    digits = pictures.open_pictures("digits", size=16, path="", text="txt")
+    tokenize = registry.open_encoder(s.text).tokenize
+    batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
+    checkpoints = checkpoint.Checkpointer(converted / loop.CHECKPOINTS, keep_last=1)
+    with batches:
+        state = checkpoints.restore(abstract, batches)
+        assert json.loads(batches.get_state())["samples"] == 0
+    checkpoints.close()
+    moments = [leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim]
+    assert int(state.step) == 0 and moments and all((leaf == 0).all() for leaf in moments)
+
+
+@pytest.mark.parametrize("suffix", convert.FORMATS)
+def test_a_runs_weights_go_back_to_nemo_bit_for_bit(nemos, converted, tmp_path, suffix):
+    convert.from_workdir(converted, tmp_path / f"a{suffix}", "raw")
+    state = torch_files.read_state_dict(tmp_path / f"a{suffix}")
+    again = {f"{nemo.PREFIX}input_blocks.0.0.{part}" for part in ("weight", "bias")}
+    assert state.keys() - nemos[0].keys() == again
+    for name, array in nemos[0].items():
+        np.testing.assert_array_equal(state[name], array)
+    assert [path.name for path in tmp_path.iterdir()] == [f"a{suffix}"]  # Nothing half written.
+
+
+def test_a_workdir_is_never_overwritten(converted):
+    with pytest.raises(ValueError, match="holds checkpoints already: name a new folder"):
+        convert.to_workdir(converted.parent / "model.npz", tiny(), converted)
+
+
+def test_weights_of_another_model_leave_no_workdir(tmp_path):
+    with pytest.raises(ValueError, match=r"lightning.ckpt: the state dict does not fit the model"):
+        convert.to_workdir(FIXTURES / "lightning.ckpt", tiny(), tmp_path / "new")
+    assert not (tmp_path / "new").exists()
+
+
+SR = dict(
+    unet_type="sr",
+    noise_cond_aug=True,
+    preconditioning_type="EDM",
+    unet=dict(
+        embed_dim=128, image_size=256, channel_mult=[1, 2, 4, 8, 8], num_resblocks=[2, 4, 8, 8, 8],
+        atnn_enabled_at=[0, 0, 0, 1, 1], learned_sinu_pos_emb_dim=0, skip_connection_scaling=True,
+    ),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"preconditioning_type": "DDPM"}, "diffusion.precond: 'edm' here, 'ddpm' there"),
+        (
+            {"unet": SR["unet"] | {"skip_connection_scaling": False}},
+            "unet.scale_skips: True here, False there",
+        ),
+        ({"unet": SR["unet"] | {"per_head_channels": 32}}, "unet.head_dim: 64 here, 32 there"),
+    ],
+)
+def test_what_no_weight_shows_is_compared_with_nemos_config(tmp_path, change, message):
+    s = settings(sr256_600m.get_config())
+    convert.check_nemo_config(SR, s)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert.check_nemo_config(SR | change, s)
+    with tarfile.open(tmp_path / "a.nemo", "w") as tar:  # JSON is YAML too.
+        content = json.dumps(SR | change).encode()
+        info = tarfile.TarInfo("./model_config.yaml")
+        info.size = len(content)
+        tar.addfile(info, io.BytesIO(content))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        convert.to_workdir(tmp_path / "a.nemo", sr256_600m.get_config(), tmp_path / "new")
+
+
+def test_only_what_nemo_has_is_exported(converted, tmp_path):
+    with pytest.raises(ValueError, match=r"its name must end in \.safetensors or \.npz"):
+        convert.from_workdir(converted, tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"no average '0\.5'"):
+        convert.from_workdir(converted, tmp_path / "a.npz", "0.5")
+    config = json.loads((converted / "config.json").read_text())
+    config["unet"]["patch"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"unet.patch is 2: NeMo's networks have no patches"):
+        convert.from_workdir(tmp_path, tmp_path / "a.npz")

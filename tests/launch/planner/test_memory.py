@@ -1,0 +1,152 @@
+"""The model of memory: programs whose peak is countable by hand, and XLA's own analysis."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart, sr256_600m
+from diffusion_jax.machine import sharding
+from diffusion_jax.nn import layers
+from diffusion_jax.train import loop
+from diffusion_jax.train import state as train_state
+from imagen_jax.layers import ResBlock
+from launch.planner import compiling, estimate, memory, systems, traffic
+
+SAMPLES = 1009
+ROW = 4 * 16  # Bytes of a sample's row of 16 numbers.
+
+
+def peak(function, *shapes, batch, parts=(), results=()):
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    program = memory.flatten(jax.make_jaxpr(function)(*arguments).jaxpr)
+    parts = {program.inputs[i] for i in parts}
+    results = dict(zip(program.outputs, results, strict=False))
+    return memory.peak(memory.lifetimes(program, SAMPLES, parts, results), batch)
+
+
+def test_a_chain_of_products_holds_two_arrays_at_a_time():
+    chain = lambda x, w: x @ w @ w @ w @ w
+    assert peak(chain, (SAMPLES, 16), (16, 16), batch=5) == 2 * 5 * ROW
+
+
+def test_elementwise_work_is_free_unless_a_product_needs_it_or_it_is_dear_and_used_twice():
+    cheap = lambda x, w: ((2 * x + 1) ** 2 - x).sum()
+    needed = lambda x, w: ((2 * x + 1) @ w).sum()
+
+    def dear(x, w):
+        e = jnp.exp(x)
+        return (e * e[::-1]).sum() + e.max()
+
+    shapes = (SAMPLES, 16), (16, 16)
+    assert peak(cheap, *shapes, batch=1) <= 8  # The sum alone.
+    assert peak(needed, *shapes, batch=1) == 2 * ROW
+    assert peak(dear, *shapes, batch=1) == pytest.approx(ROW, abs=8)
+
+
+def test_what_is_kept_in_parts_is_collected_where_it_is_used():
+    product = lambda x, w: (x @ w).sum()
+    shapes, whole = ((SAMPLES, 16), (16, 16)), 4 * 16 * 16
+    assert peak(product, *shapes, batch=1) == ROW
+    assert peak(product, *shapes, batch=1, parts=(1,)) == ROW + whole
+
+
+def test_what_is_split_takes_its_share_until_a_product_sums_over_it():
+    def layers(x, first, second):
+        return x @ first @ second
+
+    shapes = (SAMPLES, 16), (16, 64), (64, 16)
+    arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    gradient = jax.make_jaxpr(lambda *a: jax.vjp(layers, *a)[1](a[0]))(*arguments)
+    program = memory.flatten(gradient.jaxpr)
+    _, first, second = program.inputs
+    found, summed = memory.split(program, {first, second})
+    name = {v: equation.name for equation in program.equations for v in equation.outputs}
+    # x @ first, the gradient of that, and those of both kernels are; the gradient of x is a sum.
+    assert sorted(name[v] for v in found - {first, second}).count("dot_general") == 4
+    assert [memory.size(program, v) for v in summed] == [SAMPLES * ROW]
+    alive = lambda ways: memory.lifetimes(program, SAMPLES, set(), {}, dict.fromkeys(found, ways))
+    assert memory.peak(alive(1), 5) - memory.peak(alive(4), 5) >= 3 * 5 * ROW
+
+
+def test_results_stay_to_the_end_with_the_bytes_that_are_given():
+    two = lambda x, w: (x.T @ x, x.T @ (x @ w))
+    both = 2 * 4 * 16 * 16
+    assert peak(two, (SAMPLES, 16), (16, 16), batch=1, results=(128, 128)) < both + 256
+
+
+def tiny(kind):
+    c = quickstart.get_config()
+    c.text.width = 32
+    c.unet.update(embed_dim=64, cond_dim=32, head_dim=32, image_size=32, patch=1)
+    c.unet.update(channel_mult=(1, 2), attention_resolutions=(16,))
+    if kind == "efficient":
+        c.unet = sr256_600m.get_config().unet
+        c.unet.update(image_size=32, embed_dim=32, channel_mult=(1, 2), num_res_blocks=(1, 2))
+        c.unet.update(attention_levels=(1,), head_dim=32, dtype="float32")
+        c.super_resolution.factor = 4
+    c.batch_size = 64 if kind == "blocks" else 16
+    return c
+
+
+class Blocks(nn.Module):
+    """Of a UNet what compiles in seconds."""
+
+    @nn.compact
+    def __call__(self, x):
+        emb = layers.dense(x.mean((1, 2)), 32, "emb", dtype=x.dtype)
+        x = layers.conv(x, 64, "in", kernel=3, dtype=x.dtype)
+        for n in range(3):
+            x = ResBlock(64, name=f"res_{n}")(x, emb)
+        return layers.conv(x, 3, "out", kernel=3, dtype=x.dtype)
+
+
+def blocks(c):
+    """The model of a config, with these blocks in the place of its UNet."""
+    model, net = systems.read(c.to_dict()), Blocks()
+    image = np.zeros((1, 32, 32, 3), np.uint8)
+
+    def loss(params, frozen, batch, key):
+        x = jnp.float32(batch["image"]) / 255
+        noise = jax.random.normal(key, x.shape)
+        return ((net.apply(params, x + noise) - x) ** 2).mean(), {}
+
+    init = lambda key: net.init(key, jnp.float32(image))
+    made = model.task._replace(init=init, loss=loss)
+    tx = loop.make_optimizer(model.optimizer, model.run.steps)
+    create = lambda key: train_state.init_state(made.init(key), tx, model.optimizer.ema_decays)
+    state = jax.eval_shape(create, systems.abstract_key())
+    return model._replace(task=made, example={"image": image}, state=state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [
+        ("blocks", (1, 2, 4)),
+        pytest.param("unet", (1, 8, 1), marks=pytest.mark.slow),
+        pytest.param("unet", (1, 4, 2), marks=pytest.mark.slow),
+        pytest.param("efficient", (1, 2, 4), marks=pytest.mark.slow),
+    ],
+)
+def test_bytes_and_traffic_are_those_of_the_compiled_step(kind, sizes):
+    c = tiny(kind)
+    c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
+    model = blocks(c) if kind == "blocks" else systems.read(c.to_dict())
+    traced, mesh = estimate.trace(model), estimate.mesh_of(model, 8)
+    need = estimate.bytes_per_device(traced, mesh)
+    compiled = compiling.lower_step(model, sharding.make_mesh(*sizes)).compile()
+    actual = compiled.memory_analysis()
+    # The state, the batch and a key: to the byte, but for the step's and the key's own few.
+    assert need.total - need.temporary == pytest.approx(actual.argument_size_in_bytes, abs=64)
+    total = actual.argument_size_in_bytes + actual.temp_size_in_bytes
+    assert need.total == pytest.approx(total, rel=0.1)
+
+    sent = traffic.bytes_by_kind(traffic.of_hlo(compiled.as_text()))
+    model_sent = traffic.bytes_by_kind(estimate.collectives(traced, mesh))
+    # XLA's CPU backend has no reduce-scatter: it sums everything everywhere, which costs twice.
+    summed = model_sent.get("all-reduce", 0) + 2 * model_sent.get("reduce-scatter", 0)
+    # Kernels that tensor does not split: their gradients are, and are gathered then.
+    assert summed == pytest.approx(sent["all-reduce"], rel=0.02 if sizes[2] == 1 else 0.06)
+    if sizes[2] == 1:
+        assert model_sent["all-gather"] == pytest.approx(sent["all-gather"], rel=0.05)

@@ -1,0 +1,140 @@
+"""The reference's weights give its numbers: saved cases, and a second derivation in numpy."""
+
+import functools
+import json
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.weights import torch_weights
+from sd_jax.unet import ResBlock, Transformer
+from sd_jax.weights import formats, names
+from tests.parity import compare
+from tests.parity import sd as verify
+from tests.sd_jax.cases import TINY, TINY_VAE, unet_case, vae_case
+
+ROOT = pathlib.Path(__file__).parents[2]
+ORACLES = ROOT.parent / "shared" / "oracles" / "sd"
+SHARED = sorted([*ORACLES.glob("unet_*.npz"), *ORACLES.glob("vae.npz")])
+
+OPTIONS = {
+    # 1.x with two layers a transformer, blocks that differ by level, latents that are not square.
+    "heads by number": (TINY | dict(transformer_depth=2, num_res_blocks=[1, 2]), 32, (4, 8)),
+    # MLPerf's, its transformers below and in the middle alone.
+    "heads by width": (
+        TINY
+        | dict(
+            attention_resolutions=[2],
+            num_heads=-1,
+            num_head_channels=16,
+            use_linear_in_transformer=True,
+        ),
+        16,
+        (4, 4),
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def compile_unoptimised(monkeypatch):
+    """Halves the time of this file: tiny programs compile longer than they run."""
+    options = {"xla_backend_optimization_level": 0}
+    monkeypatch.setattr(jax, "jit", functools.partial(jax.jit, compiler_options=options))
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_together_give_numpys_numbers(name):
+    config, norm_groups, size = OPTIONS[name]
+    case = unet_case(config, norm_groups, size)
+    errors = verify.verify(case)
+    # numpy computes in float64: what is left is our own rounding.
+    assert errors["y"] < 5e-6 and errors["y_frac"] < 5e-6, errors
+
+
+def test_a_vae_gives_numpys_numbers():
+    """Also of a size that does not halve, whose last pixels the reference leaves out."""
+    errors = verify.verify(vae_case(TINY_VAE, size=(9, 13)))
+    assert errors["max_relative_error"] < 5e-6, errors
+    assert {"encoder_out", "moments", "mean", "std", "sample", "decode"} < errors.keys()
+
+
+def test_a_block_of_mlperfs_reference_gives_its_numbers():
+    """16 groups in the residual block, 32 in the transformer."""
+    case = torch_weights.read(ROOT / "tests" / "fixtures" / "sd_unet_block.npz")
+    unet = formats.unet_from_ldm(
+        TINY | dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True), 16
+    )
+    params = {}
+    for entry in names.unet_table(unet, "ldm"):
+        if f"w/{entry.torch}" in case:
+            *groups, leaf = entry.path.split("/")[1:]
+            node = params
+            for group in groups:
+                node = node.setdefault(group, {})
+            node[leaf] = jnp.asarray(entry.layout.to_jax(case[f"w/{entry.torch}"]), jnp.float32)
+    act = lambda name: jnp.asarray(case[f"act/{name}"])
+    images = lambda name: jnp.moveaxis(act(name), 1, -1)
+    emb = jax.nn.silu(act("time_embed"))
+    h = jax.jit(ResBlock(16, 32).apply)(
+        {"params": params["down_0_0_res"]}, images("input_blocks.0"), emb
+    )
+    transformer = Transformer(depth=1, num_heads=0, head_dim=16)
+    y = jax.jit(transformer.apply)({"params": params["down_0_0_attn"]}, h, jnp.asarray(case["ctx"]))
+    np.testing.assert_allclose(y, images("input_blocks.1"), atol=1e-5)
+
+
+@pytest.mark.oracles
+@pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
+def test_a_case_of_the_reference_gives_its_numbers(path):
+    errors = verify.verify(torch_weights.read(path))
+    assert compare.within(errors, verify.TOLERANCE), errors
+    assert len(errors) > 8
+
+
+def test_a_single_weight_that_is_off_shows():
+    case = unet_case(TINY | dict(channel_mult=[1]))
+    name = "w/middle_block.1.transformer_blocks.0.attn2.to_v.weight"
+    changed = case[name].copy()
+    changed[-1, -1] += 1e-2
+    assert verify.verify(case)["max_relative_error"] < 5e-6
+    errors = verify.verify(case | {name: changed})
+    assert errors["max_relative_error"] > 3e-5 and not compare.within(errors, verify.TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"t": None}, "the case lacks t: it holds "),
+        ({"__meta__": None}, "the case lacks __meta__: it holds ctx, t"),
+        ({"__meta__": np.array("[1]")}, "the case's __meta__ is a list: it must be an object"),
+        ({"y": np.zeros((2, 4, 4, 8))}, "the case's y is (2, 4, 4, 8), and ours (2, 4, 4, 4)"),
+        ({"y": None, "y_frac": None}, "the case holds no output that can be compared"),
+        ({"w/out.2.weight": None}, "these weights are no Stable Diffusion UNet: among"),
+        ({"w/out.3.weight": np.zeros(1)}, "0 keys are missing: none; 1 keys are left over: out.3"),
+        (
+            {"__meta__": np.array(json.dumps({"config": {"model_channels": 32}}))},
+            "the LDM UNet's config lacks attention_resolutions: it holds model_channels",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_case_is_said(change, message):
+    case = unet_case(TINY | dict(channel_mult=[1]))
+    case = {name: a for name, a in (case | change).items() if a is not None}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        verify.verify(case)
+
+
+def test_weights_alone_are_no_case():
+    with pytest.raises(ValueError, match="the case lacks weights under w/: it holds x"):
+        verify.verify({"x": np.zeros(1)})
+
+
+def test_not_a_number_is_not_within_tolerance():
+    errors = {"max_relative_error": 1e-6, "grad_max_relative_error": None}
+    assert compare.within(errors, verify.TOLERANCE)
+    assert not compare.within(errors | {"max_relative_error": float("nan")}, verify.TOLERANCE)
+    assert not compare.within(errors | {"grad_max_relative_error": 1.1e-4}, verify.TOLERANCE)

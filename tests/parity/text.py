@@ -1,0 +1,144 @@
+"""Compares the text encoders here with outputs saved from the reference implementations.
+
+A case is an .npz of weights under `w/` (Hugging Face's or OpenCLIP's names), the config as JSON in
+`__meta__`, inputs (`ids`, `mask`, `image`, normalised, channels first) and outputs, the names of
+which may stand under `in/` and `out/`. T5's and CLIP's are told apart by their weights.
+
+T5 has `last_hidden_state` and `hidden_0` ..., and for further texts, `NAME_ids` with or without
+`NAME_mask`, an output `NAME`. CLIP's text has `last_hidden_state` or `last`, `penultimate`,
+`hidden_0` ..., `pooled` and `text_features`; its images `image_features` and, where the case has no
+text tower, the same as a text; both together `clip_score` [images, texts].
+"""
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diffusion_jax.text import clip, clip_weights, t5
+from diffusion_jax.weights import torch_weights
+from tests.parity import compare
+
+TOLERANCE = {"max_relative_error": 1e-5}
+"""Relative to the largest value of the reference's output."""
+Arrays = Mapping[str, np.ndarray]
+
+
+def verify(case: Arrays) -> dict[str, float | int]:
+    """Each output's relative error, the largest of them, and the number of parameters.
+
+    ValueError where the case is not as the module says.
+    """
+    weights = _under(case, ("w/", "sd/", "weights/"))
+    if not weights:
+        raise ValueError(f"the case lacks weights under w/: it holds {', '.join(sorted(case)[:8])}")
+    others = {n: a for n, a in case.items() if not n.startswith(("w/", "sd/", "weights/"))}
+    inputs = {n.removeprefix("in/"): a for n, a in others.items() if not n.startswith("out/")}
+    outputs = {n.removeprefix("out/"): a for n, a in others.items() if not n.startswith("in/")}
+    config = _config(case)
+    run = _t5 if any("DenseReluDense" in name for name in weights) else _clip
+    with jax.default_matmul_precision("highest"):
+        known, parameters = run(weights, config, inputs)
+    errors = {n: _error(n, known[n], outputs[n]) for n in sorted(known) if n in outputs}
+    if not errors:
+        raise ValueError(
+            f"the case holds no output that can be compared: known are {', '.join(sorted(known))}"
+        )
+    worst = max(errors.values(), key=lambda e: np.inf if np.isnan(e) else e)
+    return {**errors, "max_relative_error": worst, "parameters": parameters}
+
+
+def _config(case: Arrays) -> dict[str, Any]:
+    text = next((case[n] for n in ("__meta__", "config", "meta") if n in case), None)
+    if text is None:
+        raise ValueError("the case lacks its config, JSON in __meta__")
+    config = json.loads(str(text))
+    return config.get("config", config)
+
+
+def _t5(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
+    model, table = t5.from_state(weights, config)
+    params = torch_weights.to_params(t5.used(weights), table, t5.abstract_params(model))
+    states = jax.jit(lambda p, i, m: model.apply(p, i, m, method="hidden_states"))
+    known: dict[str, Any] = {}
+    for name in inputs:
+        prefix = re.fullmatch(r"(\w+_)?(input_)?ids", name)
+        if not prefix:
+            continue
+        ids, start = inputs[name].astype(np.int32), prefix[1] or ""
+        mask = _first(inputs, f"{start}mask", f"{start}attention_mask")
+        hidden = states(params, ids, np.ones_like(ids) if mask is None else mask)
+        known |= {f"{start}hidden_{i}": h for i, h in enumerate(hidden)}
+        known |= {f"{start}last_hidden_state": hidden[-1], start.rstrip("_"): hidden[-1]}
+    return _some(known, "ids"), compare.count(params)
+
+
+def _clip(weights: Arrays, config: Mapping[str, Any], inputs: Arrays):
+    opened = clip_weights.from_state(weights, config)
+    known: dict[str, Any] = {}
+    count = 0
+    ids = _first(inputs, "ids", "input_ids", "text_ids")
+    images = _first(inputs, "image", "images", "pixel_values")
+    if clip_weights.TEXT in opened.towers and ids is not None:
+        tower, table = clip.text_tower(opened)
+        params = _load(opened, table, clip.abstract_params(tower))
+        mask = _first(inputs, "mask", "attention_mask")
+        out = jax.jit(tower.apply)(params, ids.astype(np.int32), mask)
+        known |= {
+            **dict.fromkeys(("last_hidden_state", "last"), out.last),
+            **dict.fromkeys(_PENULTIMATE, out.penultimate),
+            **dict.fromkeys(("pooled", "pooler_output"), out.pooled),
+            **{f"hidden_{i}": h for i, h in enumerate(out.layers)},
+            **dict.fromkeys(("text_features", "text_embeds"), out.projected),
+        }
+        count += compare.count(params)
+    if clip_weights.VISION in opened.towers and images is not None:
+        tower, table = clip.image_tower(opened)
+        params = _load(opened, table, clip.abstract_params(tower))
+        pixels = jnp.asarray(images, jnp.float32).transpose(0, 2, 3, 1)
+        out = jax.jit(tower.apply)(params, pixels)
+        alone = {} if clip_weights.TEXT in opened.towers else {
+            **dict.fromkeys(("last_hidden_state", "last"), out.last),
+            **dict.fromkeys(("pooled", "pooler_output"), out.pooled),
+            **{f"hidden_{i}": h for i, h in enumerate(out.layers)},
+        }  # fmt: skip
+        named = {"image_last_hidden_state": out.last, "image_pooled": out.pooled}
+        features = dict.fromkeys(("image_features", "image_embeds"), out.projected)
+        known |= {**alone, **named, **features}
+        count += compare.count(params)
+    known = {name: value for name, value in known.items() if value is not None}
+    if "image_features" in known and "text_features" in known:
+        known["clip_score"] = clip.cosine(known["image_features"], known["text_features"])
+    return _some(known, "ids or an image"), count
+
+
+_PENULTIMATE = ("penultimate", "penultimate_ln", "hf_last_hidden_state")
+
+
+def _load(opened: clip_weights.Clip, table: list[torch_weights.Entry], abstract: Any) -> Any:
+    return torch_weights.to_params(clip_weights.tower_state(opened, table), table, abstract)
+
+
+def _under(case: Arrays, prefixes: tuple[str, ...]) -> dict[str, np.ndarray]:
+    return {n.partition("/")[2]: a for n, a in case.items() if n.startswith(prefixes)}
+
+
+def _first(inputs: Arrays, *names: str) -> np.ndarray | None:
+    return next((inputs[name] for name in names if name in inputs), None)
+
+
+def _some(known: dict[str, Any], needed: str) -> dict[str, Any]:
+    if not known:
+        raise ValueError(f"the case lacks inputs: it needs {needed}")
+    return known
+
+
+def _error(name: str, ours: jax.Array, reference: np.ndarray) -> float:
+    if ours.shape != reference.shape:
+        raise ValueError(f"the case's {name} is {reference.shape}, and ours is {ours.shape}")
+    largest = np.abs(reference).max()
+    return float(np.abs(np.asarray(ours) - reference).max() / (largest or 1))

@@ -1,0 +1,80 @@
+"""A run's log after a kill: what is whole stays, what is half said goes."""
+
+import json
+
+import pytest
+
+from sd_jax.mlperf import mllog, results
+
+HEADER = [("seed", {}), ("run_start", {}), ("train_samples", {})]
+
+
+def block(first, last):
+    return [("block_start", {"samples_count": first}), ("block_stop", {"samples_count": last})]
+
+
+def evaluation(samples):
+    metric = lambda name: ("eval_accuracy", {"samples_count": samples, "metric": name})
+    return [("eval_start", {"samples_count": samples}), metric("FID"), metric("CLIP"),
+            ("eval_stop", {"samples_count": samples})]  # fmt: skip
+
+
+def recovered(tmp_path, events, samples, end=""):
+    lines = [
+        f":::MLLOG {json.dumps({'key': key, 'value': i, 'metadata': metadata, 'time_ms': i})}\n"
+        for i, (key, metadata) in enumerate(events)
+    ]
+    path = tmp_path / results.RESULT
+    path.write_text("".join(lines) + end)
+    kept = mllog.recover(tmp_path, samples)
+    assert results.read_events(path) == kept  # The file is cut down alike.
+    return [(event.key, dict(event.metadata)) for event in kept]
+
+
+def test_what_is_whole_stays(tmp_path):
+    events = [*HEADER, *block(0, 16), *evaluation(16), *block(16, 32), *evaluation(32)]
+    assert recovered(tmp_path, events, 32) == events
+    stopped = [*events, ("run_stop", {"status": "success", "samples_count": 32})]
+    assert recovered(tmp_path, stopped, 32) == stopped
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4])
+def test_half_an_evaluation_goes(tmp_path, length):
+    whole = [*HEADER, *block(0, 16)]
+    kept = recovered(tmp_path, [*whole, *evaluation(16)[:length]], 16)
+    assert kept == (whole if length < 4 else [*whole, *evaluation(16)])
+
+
+def test_a_block_whose_checkpoint_was_not_saved_goes(tmp_path):
+    whole = [*HEADER, *block(0, 16)]
+    assert recovered(tmp_path, [*whole, *block(16, 32)], 16) == whole
+    assert recovered(tmp_path, [*whole, *block(16, 32)[:1]], 16) == whole
+
+
+def test_half_a_line_goes(tmp_path):
+    whole = [*HEADER, *block(0, 16)]
+    assert recovered(tmp_path, whole, 16, end=':::MLLOG {"key": ') == whole
+
+
+def test_without_a_checkpoint_or_a_clock_the_run_starts_anew(tmp_path):
+    assert recovered(tmp_path, [*HEADER, *block(0, 16)], 0) == []
+    assert recovered(tmp_path, HEADER[:1], 16) == []
+    assert mllog.recover(tmp_path / "new", 0) == []
+
+
+def test_a_file_of_others_is_left_alone(tmp_path):
+    (tmp_path / results.RESULT).write_text("step 1\n")
+    with pytest.raises(ValueError, match="holds lines that are none of mllog: move it elsewhere"):
+        mllog.recover(tmp_path, 16)
+
+
+def test_a_run_goes_on_in_its_file(tmp_path):
+    for value in (1, 2):
+        log = mllog.ResultLog(tmp_path)
+        log.event("seed", value)
+        log.stop("block_stop", 5, samples_count=8)
+        log.close()
+    events = results.read_events(tmp_path / results.RESULT)
+    assert [event.value for event in events] == [1, None, 2, None]
+    assert events[1].time_ms == 5 and events[1].metadata["samples_count"] == 8
+    assert mllog.block_ends(events) == {8: 5}

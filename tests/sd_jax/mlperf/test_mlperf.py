@@ -1,0 +1,161 @@
+"""The benchmark in miniature from start to result, judged by MLPerf's own checkers.
+
+Its processes draw ten pictures for each of two evaluations, of which the second meets the targets.
+One run has the real networks, tiny, and one evaluation, for they take long to compile; in the
+others grey images stand for theirs (see tiny_mlperf).
+"""
+
+import shutil
+
+import numpy as np
+import pytest
+from mlperf_logging.compliance_checker import mlp_compliance
+from mlperf_logging.package_checker.seed_checker import SeedChecker
+
+from diffusion_jax.metrics import frechet, stats_files
+from diffusion_jax.metrics.features import gaussian
+from diffusion_jax.train import checkpoint
+from sd_jax.mlperf import results
+from tests.processes import Group
+from tests.sd_jax import tiny_benchmark
+from tests.sd_jax.tiny_benchmark import BATCH, CAPTIONS, INTERVAL
+
+FIRST, SECOND = INTERVAL * BATCH, 2 * INTERVAL * BATCH
+ONCE = (
+    "submission_division", "submission_benchmark", "init_stop", "run_start", "run_stop",
+    "train_samples", "eval_samples", "gradient_accumulation_steps", "opt_name", "opt_adamw_beta_1",
+    "opt_adamw_beta_2", "opt_adamw_epsilon", "opt_adamw_weight_decay", "opt_base_learning_rate",
+    "opt_learning_rate_warmup_steps", "cache_clear", "init_start", "global_batch_size",
+    "block_start", "block_stop", "eval_accuracy",
+)  # fmt: skip
+
+
+def complies(path):
+    """Whether MLCommons' checker passes a file, warnings as errors."""
+    checker = mlp_compliance.make_checker("training", "5.0.0", False, True)
+    return mlp_compliance.main(str(path), "training_5.0.0/common.yaml", checker)[0]
+
+
+def said(path):
+    """A log without its times."""
+    return [(e.key, e.value, dict(e.metadata)) for e in results.read_events(path)]
+
+
+def run(folder, name, *arguments, count=1, devices=2, code=0):
+    """The command's workdir, FOLDER/NAME, and what it said."""
+    given = ("--seed=7", "--eval_batch=2", f"--workdir={folder / name}", *arguments)
+    config = f"--config=tests/sd_jax/tiny_benchmark.py:{folder}"
+    command = "tests.sd_jax.tiny_mlperf"
+    group = Group(folder / "said", count, command, config, *given, devices=devices)
+    assert group.end() == [code] * count, group.said()
+    return folder / name, group.said()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tiny_benchmark.write(tmp_path_factory.mktemp("benchmark"))
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """The workdir of a run that is left alone."""
+    return run(folder, "whole", "--toy")[0]
+
+
+def features(workdir, step):
+    parts = [np.load(part) for part in sorted(workdir.glob(f"evaluation/mlperf/step_*{step}/*"))]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
+
+
+def test_the_real_networks_meet_their_target(tmp_path):
+    folder = tiny_benchmark.write(tmp_path, mean=0.0)
+    once = f"--config.steps={INTERVAL}"
+    workdir, _ = run(folder, "real", once, devices=1)
+    path = workdir / "result.txt"
+    result = results.read(path)
+    assert result.status == "aborted" and result.evaluations[FIRST]["FID"] > 90
+    # The target becomes what was drawn; the log ends there, and the checkpoint draws it again.
+    tiny_benchmark.write_reference(folder, gaussian(features(workdir, INTERVAL)["inception"]))
+    path.write_text(path.read_text().partition('"key": "eval_start"')[0])
+    shutil.rmtree(workdir / "evaluation")
+    run(folder, "real", once, devices=1)
+    result = results.read(path)
+    assert result.samples_to_target == FIRST
+    assert result.evaluations[FIRST]["FID"] == pytest.approx(0, abs=1e-3)
+
+
+def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
+    path, other = whole / "result.txt", tmp_path / "result.txt"
+    assert complies(path)
+    assert SeedChecker("5.0.0").check_seeds([str(path)])
+    lines = path.read_text().splitlines(keepends=True)
+    for key in ONCE:
+        other.write_text("".join(line for line in lines if f'"key": "{key}"' not in line))
+        assert not complies(other), key
+    other.write_text("".join(line for line in lines if f'"samples_count": {FIRST}' not in line))
+    assert not complies(other)  # One evaluation is too few.
+
+
+def test_the_result_says_what_was_done(whole):
+    result = results.read(whole / "result.txt")
+    assert (result.status, result.samples_to_target) == ("success", SECOND)
+    values = {event.key: event.value for event in results.read_events(whole / "result.txt")}
+    assert values["seed"] == 7 and values["train_samples"] == 24
+    assert values["eval_samples"] == CAPTIONS and values["opt_base_learning_rate"] == 0.05
+    places = {metadata["file"] for _, _, metadata in said(whole / "result.txt")}
+    assert places == {"sd_jax/mlperf.py"}
+    blocks = [(key, metadata["samples_count"]) for key, _, metadata in said(whole / "result.txt")
+              if key.startswith(("block", "eval_st"))]  # fmt: skip
+    assert blocks == [
+        ("block_start", 0), ("block_stop", FIRST), ("eval_start", FIRST), ("eval_stop", FIRST),
+        ("block_start", FIRST), ("block_stop", SECOND), ("eval_start", SECOND),
+        ("eval_stop", SECOND),
+    ]  # fmt: skip
+
+
+def test_the_scores_are_of_each_caption_once(whole, folder):
+    real = frechet.reference(stats_files.read(folder / "reference.npz").gaussian)
+    for samples, scores in results.read(whole / "result.txt").evaluations.items():
+        rows = features(whole, samples // BATCH)
+        assert rows["inception"].shape == (CAPTIONS, 3)
+        assert len(np.unique(rows["inception"], axis=0)) == CAPTIONS
+        assert scores["FID"] == frechet.distance(gaussian(rows["inception"]), real)
+        assert scores["CLIP"] == rows["clip"].mean()
+
+
+def test_stopped_anywhere_it_ends_alike(whole, folder):
+    for kill, code in (("training", -9), ("stop", 143), ("saving", -9), ("evaluation", -9)):
+        workdir, _ = run(folder, "killed", "--toy", f"--kill={kill}", code=code)
+        if kill == "stop":
+            assert checkpoint.steps(workdir / "checkpoints") == [INTERVAL, INTERVAL + 1]
+    with (workdir / "result.txt").open("a") as file:
+        file.write(':::MLLOG {"namespace": "", "time')  # Killed in a line.
+    run(folder, "killed", "--toy")
+    assert complies(workdir / "result.txt")
+    assert said(workdir / "result.txt") == said(whole / "result.txt")
+
+
+def test_two_processes_say_the_same(whole, folder):
+    workdir, _ = run(folder, "two", "--toy", count=2, devices=1)
+    assert complies(workdir / "result.txt")
+    assert said(workdir / "result.txt") == said(whole / "result.txt")
+
+
+def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
+    workdir, _ = run(folder, "later", "--toy", "--mode=train")
+    assert results.read(workdir / "result.txt").status == "running"
+    run(folder, "later", "--toy", "--mode=evaluate")
+    assert complies(workdir / "result.txt")
+    events = results.read_events(workdir / "result.txt")
+    assert results.evaluations_of(events) == results.read(whole / "result.txt").evaluations
+    (stop,) = [event for event in events if event.key == "run_stop"]
+    (end,) = [event for event in events if event.key == "block_stop"
+              and event.metadata["samples_count"] == SECOND]  # fmt: skip
+    assert stop.time_ms == end.time_ms
+
+
+def test_moments_of_another_shape_are_an_error_before_training(folder):
+    tiny_benchmark.write_moments(folder / "wrong", (4, 4, 6))
+    workdir, said = run(folder, "bad", "--toy", f"--config.data.path={folder}/wrong", code=2)
+    assert "moments of shape [6, 4, 4], and the config's are 8 x 4 x 4" in said
+    assert not (workdir / "checkpoints").exists()

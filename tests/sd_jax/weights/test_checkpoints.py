@@ -1,0 +1,221 @@
+"""Whole checkpoints in files and folders: what is found in them, and what is written."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints
+from tests.diffusion_jax.text.tiny_weights import case, state
+from tests.sd_jax.cases import unet_weights, vae_weights
+
+WIDE = UNet(width=64, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,))
+SMALL_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
+UNET, VAE_STATE = unet_weights(WIDE), vae_weights(SMALL_VAE)
+COUNT = sum(array.size for array in UNET.values())
+BUFFERS = {
+    name: np.zeros(1)
+    for name in (
+        "betas",
+        "alphas_cumprod_prev",
+        "sqrt_one_minus_alphas_cumprod",
+        "posterior_mean_coef1",
+        "logvar",
+        "model_ema.decay",
+        "model_ema.num_updates",
+        "first_stage_model.loss.logvar",
+    )
+}
+
+
+CLIP, OPEN_CLIP = (
+    {n: w for n, w in state(case(name)).items() if not n.startswith(("vis", "logit_scale"))}
+    for name in ("clip", "open_clip")
+)
+TEXTS = {
+    "1.x": {f"transformer.{n}": w for n, w in CLIP.items() if n.startswith("text_model.")},
+    "2.x": {f"model.{n}": w for n, w in OPEN_CLIP.items()},
+}
+
+
+def compvis(version="1.x"):
+    """As CompVis trains: raw weights, averages twice as large, buffers, a text encoder."""
+    averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in UNET.items()}
+    return {
+        **BUFFERS,
+        **{f"model.diffusion_model.{name}": w for name, w in UNET.items()},
+        **{f"model_ema.{name}": w for name, w in averages.items()},
+        **{f"first_stage_model.{name}": w for name, w in VAE_STATE.items()},
+        **{f"cond_stage_model.{name}": w for name, w in TEXTS[version].items()},
+    }
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("compvis")
+    np.savez(path / "a.npz", **compvis())
+    np.savez(path / "b.npz", **compvis("2.x"))
+    checkpoints.save_diffusers(checkpoints.load(path / "a.npz"), path / "d", "v")
+    return path
+
+
+def test_averages_or_raw_weights_are_chosen_by_name(folder):
+    averaged, raw = (checkpoints.load(folder / "a.npz", ema).unet for ema in ("ema", "raw"))
+    assert averaged.network == WIDE and averaged.text_width == 24
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), averaged.params, raw.params)
+    report = checkpoints.load(folder / "a.npz").report
+    assert (
+        report[0]
+        == f"unet: {len(UNET)} arrays (ldm, averages), {COUNT:,} parameters, each used once"
+    )
+    assert [line.partition(",")[0] for line in report[1:]] == [
+        "vae: 124 arrays (ldm)",
+        "text: 36 arrays",
+    ]
+
+
+def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
+    read = checkpoints.load(folder / "a.npz")
+    assert checkpoints.equal(read, checkpoints.load(folder / "d"))
+    assert checkpoints.load(folder / "d" / "vae").vae.network == SMALL_VAE
+    assert checkpoints.load(folder / "d").predicts == "v" and read.predicts is None
+    raw = checkpoints.load(folder / "a.npz", "raw")
+    assert not checkpoints.equal(read, raw) and not checkpoints.equal(read, read._replace(vae=None))
+    index = json.loads((folder / "d" / "model_index.json").read_text())
+    assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
+    scheduler = json.loads((folder / "d" / "scheduler" / "scheduler_config.json").read_text())
+    assert scheduler["prediction_type"] == "v_prediction"
+    file = folder / "d" / "unet" / checkpoints.WEIGHTS
+    with safetensors.safe_open(file, "np") as opened:
+        assert opened.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("dialect", ["ldm", "nemo"])
+@pytest.mark.parametrize("version", ["a", "b"])
+def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialect, version):
+    read = checkpoints.load(folder / f"{version}.npz")
+    path = tmp_path / f"{dialect}.safetensors"
+    checkpoints.save_file(read, path, dialect)
+    assert checkpoints.equal(read, checkpoints.load(path))
+    last = {"ldm": "model.diffusion_model.out.2", "nemo": "model.model.diffusion_model.out.1"}
+    assert f"{last[dialect]}.bias" in safetensors.numpy.load_file(path)
+
+
+def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_path):
+    read = checkpoints.load(folder / "b.npz")
+    assert (read.text.tower.num_layers, read.text.pads_with_0) == (1, True)
+    assert read.report[2].startswith("text: 29 arrays, the last layer of OpenCLIP's left out, ")
+    checkpoints.save_file(read, tmp_path / "b.npz")
+    written = np.load(tmp_path / "b.npz")
+    for name, array in TEXTS["2.x"].items():
+        if name in ("model.text_projection", "model.logit_scale"):
+            continue
+        wanted = np.zeros_like(array) if ".resblocks.1." in name else array
+        np.testing.assert_array_equal(written[f"cond_stage_model.{name}"], wanted)
+
+
+@pytest.mark.parametrize("version", ["a", "b"])
+def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
+    read = checkpoints.load(folder / f"{version}.npz")
+    checkpoints.save_diffusers(read, tmp_path / "d")
+    assert checkpoints.equal(read, checkpoints.load(tmp_path / "d"))
+    config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
+    assert config["hidden_act"] == {"a": "quick_gelu", "b": "gelu"}[version]
+    assert config["pad_token_id"] == {"a": 39, "b": 0}[version]
+    index = json.loads((tmp_path / "d" / "model_index.json").read_text())
+    assert index["text_encoder"] == ["transformers", "CLIPTextModel"]
+
+
+def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
+    state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
+    np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
+    read = checkpoints.load(tmp_path / "a.npz")
+    assert read.text is None
+    assert read.report[2] == "text: 1 arrays of another kind than CLIP's, left out"
+
+
+def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
+    source = tmp_path / "source"
+    checkpoints.save_diffusers(checkpoints.load(folder / "d"), source)
+    (source / "tokenizer").mkdir()
+    (source / "tokenizer" / "merges.txt").write_text("a b")
+    index = json.loads((source / "model_index.json").read_text())
+    index |= {"tokenizer": ["transformers", "CLIPTokenizer"], "scheduler": ["diffusers", "PNDM"]}
+    (source / "model_index.json").write_text(json.dumps(index))
+    (source / "scheduler" / "scheduler_config.json").write_text('{"prediction_type": "epsilon"}')
+    read = checkpoints.load(source)
+    checkpoints.save_diffusers(read, tmp_path / "to", tokenizer=source, scheduler=source)
+    assert (tmp_path / "to" / "tokenizer" / "merges.txt").read_text() == "a b"
+    assert checkpoints.load(tmp_path / "to").predicts == read.predicts == "eps"
+    assert json.loads((tmp_path / "to" / "model_index.json").read_text()) == index
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"beta_schedule": "linear"}, "says beta_schedule 'linear': only Stable Diffusion's own"),
+        ({"rescale_betas_zero_snr": True}, "says rescale_betas_zero_snr True: only Stable"),
+        ({"prediction_type": "sample"}, "prediction_type 'sample': known are epsilon, v_predic"),
+    ],
+)
+def test_another_schedule_is_refused(folder, tmp_path, config, message):
+    checkpoints.save_diffusers(checkpoints.load(folder / "d"), tmp_path / "d")
+    (tmp_path / "d" / "scheduler" / "scheduler_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(tmp_path / "d")
+
+
+def test_mlperfs_groups_are_said_by_hand(folder):
+    assert checkpoints.load(folder / "a.npz", norm_groups=16).unet.network.norm_groups == 16
+
+
+def test_names_without_prefixes_are_one_networks(tmp_path):
+    np.savez(tmp_path / "unet.npz", **UNET)
+    np.savez(tmp_path / "vae.npz", **VAE_STATE)
+    unet, vae = (checkpoints.load(tmp_path / f"{name}.npz") for name in ("unet", "vae"))
+    assert unet.unet.network == WIDE and unet.vae is None
+    assert vae.vae.network == SMALL_VAE and vae.unet is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cond_model.x": np.zeros(1)}, "1 keys belong to no part: cond_model.x"),
+        ({"model.diffusion_model.stray": np.zeros(1)}, "do not fit the weights: missing stray; "),
+        ({"first_stage_model.quant_conv.bias": None}, "1 keys are missing: quant_conv.bias"),
+        (
+            {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
+            "1 keys are missing: text_model.final_layer_norm.bias",
+        ),
+        (
+            {"cond_stage_model.transformer.text_model.stray": np.zeros(1)},
+            "1 keys are left over: text_model.stray",
+        ),
+        ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; left over none. Take"),
+    ],
+)
+def test_strays_are_listed(tmp_path, change, message):
+    state = {name: w for name, w in (compvis() | change).items() if w is not None}
+    np.savez(tmp_path / "a.npz", **state)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checkpoints.load(tmp_path / "a.npz")
+
+
+def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):
+    read = checkpoints.load(folder / "d")
+    with pytest.raises(ValueError, match="is not empty: name a new folder"):
+        checkpoints.save_diffusers(read, folder)
+    with pytest.raises(ValueError, match="predicts is 'x0': choose from eps, v"):
+        checkpoints.save_diffusers(read, tmp_path / "x", "x0")
+    assert not list(tmp_path.iterdir())  # Whole or not at all.
+    with pytest.raises(ValueError, match="a file has the names 'ldm' or 'nemo', not 'diffusers'"):
+        checkpoints.save_file(read, tmp_path / "a.npz", "diffusers")
+    with pytest.raises(ValueError, match=r"must end in \.safetensors or \.npz"):
+        checkpoints.save_file(read, tmp_path / "a.bin")
+    with pytest.raises(ValueError, match=r"ema is '0\.9': choose 'ema' or 'raw'"):
+        checkpoints.load(folder / "d", "0.9")

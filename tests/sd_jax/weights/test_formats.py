@@ -1,0 +1,117 @@
+"""Configs of LDM, NeMo and diffusers: read, written, guessed from weights, refused."""
+
+import re
+
+import pytest
+
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import formats
+from tests.sd_jax.cases import TINY, TINY_VAE, unet_weights, vae_weights
+
+# As CompVis' v1-inference.yaml and Stability's v2-inference.yaml have them.
+SD1 = dict(
+    image_size=32, in_channels=4, out_channels=4, model_channels=320,
+    attention_resolutions=[4, 2, 1], num_res_blocks=2, channel_mult=[1, 2, 4, 4], num_heads=8,
+    use_spatial_transformer=True, transformer_depth=1, context_dim=768, use_checkpoint=True,
+    legacy=False,
+)  # fmt: skip
+SD2 = SD1 | dict(
+    num_heads=-1, num_head_channels=64, use_linear_in_transformer=True, context_dim=1024
+)
+KL_F8 = dict(
+    embed_dim=4,
+    ddconfig=dict(
+        double_z=True, z_channels=4, resolution=256, in_channels=3, out_ch=3, ch=128,
+        ch_mult=[1, 2, 4, 4], num_res_blocks=2, attn_resolutions=[], dropout=0.0,
+    ),
+)  # fmt: skip
+V1 = UNet(num_heads=8, linear_projections=False)
+
+
+def test_ldms_configs_are_the_models_of_their_names():
+    assert formats.unet_from_ldm(SD1) == V1
+    assert formats.unet_from_ldm(SD2) == UNet()
+    assert formats.unet_from_ldm(SD2, 16) == UNet(norm_groups=16)
+    assert formats.unet_from_ldm(SD2 | {"resblock_gn_groups": 16}) == UNet(norm_groups=16)
+    assert formats.vae_from_ldm(KL_F8) == VAE()
+
+
+@pytest.mark.parametrize("unet", [V1, UNet(), UNet(transformer_depth=2, attention_levels=(1, 2))])
+def test_a_unet_goes_to_diffusers_and_back(unet):
+    config = formats.unet_to_diffusers(unet, 768)
+    assert formats.unet_from_diffusers(config) == unet
+
+
+def test_diffusers_configs_say_heads_as_its_own_files_do():
+    assert formats.unet_to_diffusers(V1, 768)["attention_head_dim"] == 8
+    assert formats.unet_to_diffusers(UNet(), 1024)["attention_head_dim"] == [5, 10, 20, 20]
+    assert formats.vae_from_diffusers(formats.vae_to_diffusers(VAE())) == VAE()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # As the released models have them: 8 heads, or heads 64 wide.
+        dict(num_heads=8, transformer_depth=2, num_res_blocks=[2, 1], attention_resolutions=[2]),
+        dict(num_heads=-1, num_head_channels=64, use_linear_in_transformer=True, model_channels=64),
+    ],
+)
+def test_weights_alone_tell_the_rest(change):
+    unet = formats.unet_from_ldm(TINY | {"in_channels": 9} | change)
+    for dialect in ("ldm", "nemo"):
+        assert formats.unet_from_weights(unet_weights(unet, dialect)) == unet
+    vae = formats.vae_from_ldm(TINY_VAE | {"num_res_blocks": 2, "ch_mult": [1, 1, 2]})
+    assert formats.vae_from_weights(vae_weights(vae)) == vae
+
+
+@pytest.mark.parametrize(
+    ("read", "config", "message"),
+    [
+        (formats.unet_from_ldm, SD1 | {"num_classes": 10}, "num_classes is 10, and only None is"),
+        (formats.unet_from_ldm, SD1 | {"num_heads": 7}, "unet.num_heads 7 does not divide the"),
+        (
+            formats.unet_from_ldm,
+            SD1 | {"model_channels": 40},
+            "norm_groups 32 does not divide",
+        ),
+        (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "holds [1, 2.5], where whole"),
+        (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions: it holds"),
+        (
+            formats.unet_from_ldm,
+            SD1 | {"num_res_blocks": [1]},
+            "differ in length: give one",
+        ),
+        (formats.vae_from_ldm, KL_F8 | {"embed_dim": 3}, "embed_dim is 3 and z_channels 4"),
+        (
+            formats.vae_from_ldm,
+            KL_F8["ddconfig"] | {"attn_resolutions": [16]},
+            "attn_resolutions is [16], and only [] is built here",
+        ),
+        (
+            formats.unet_from_diffusers,
+            formats.unet_to_diffusers(V1, 768) | {"norm_num_groups": 16},
+            "norm_num_groups is 16, and only 32 is built here",
+        ),
+        (
+            formats.unet_from_diffusers,
+            formats.unet_to_diffusers(V1, 768) | {"attention_head_dim": [5, 7, 20, 20]},
+            "heads here are equal in number, or in width",
+        ),
+        (
+            formats.vae_from_diffusers,
+            formats.vae_to_diffusers(VAE()) | {"block_out_channels": [128, 192]},
+            "block_out_channels is [128, 192]: they must be multiples of the first",
+        ),
+    ],
+)
+def test_a_config_of_another_model_says_what_is_not_here(read, config, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read(config)
+
+
+def test_mlperfs_groups_do_not_go_to_diffusers():
+    with pytest.raises(ValueError, match=r"unet\.norm_groups is 16: diffusers has one number"):
+        formats.unet_to_diffusers(UNet(norm_groups=16), 1024)
+    with pytest.raises(ValueError, match=r"channel_mult is \(2, 4\): in diffusers the first level"):
+        formats.unet_to_diffusers(UNet(channel_mult=(2, 4), attention_levels=(0,)), 1024)
