@@ -18,6 +18,9 @@ from ml_collections import ConfigDict
 from diffusion_jax.machine import files
 
 CONFIG = "config.json"
+CROPS = ("center", "random")
+MOMENTS = "moments"
+"""The data source of what an autoencoder makes of images; the others give images."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
@@ -38,6 +41,24 @@ class Run(NamedTuple):
     step_timeout: int
     """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...]
+
+
+class Text(NamedTuple):
+    """The text encoder, and how often training drops the text.
+
+    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
+    `max_tokens` are kept) and `dtype` are for pretrained encoders alone. Where `store` is not
+    empty, captions are looked up in this store of the encoder's embeddings.
+    """
+
+    encoder: str
+    weights: str
+    store: str
+    width: int
+    max_tokens: int
+    read_tokens: int
+    dtype: str
+    drop_prob: float
 
 
 class Optimizer(NamedTuple):

@@ -29,8 +29,8 @@ from PIL import Image
 
 from diffusion_jax import cli
 from diffusion_jax.draw import gallery
-from diffusion_jax.draw.program import Texts
 from diffusion_jax.machine import sheets
+from diffusion_jax.task import Texts
 from diffusion_jax.text import precomputed
 from imagen_jax import cascade
 from imagen_jax.trained import Choice, Model
