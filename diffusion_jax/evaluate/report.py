@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import jinja2
 from matplotlib.figure import Figure
 
+from diffusion_jax import runs
 from diffusion_jax.evaluate import figures, sweep
 from diffusion_jax.evaluate.figures import Band, Line
-from diffusion_jax.evaluate.sweep import EVALUATION, SCORES, TABLE, Row, describe, sheet_name
+from diffusion_jax.evaluate.sweep import SCORES, TABLE, Row, describe, sheet_name
 from diffusion_jax.machine import log
 from diffusion_jax.metrics.cards import ALIKE, Card, Scored, differing
 
@@ -48,10 +49,11 @@ def read_run(workdir: str | pathlib.Path) -> Run:
     """A run's metrics and sweeps; FileNotFoundError if it has neither."""
     workdir = pathlib.Path(workdir)
     metrics = workdir / log.METRICS
-    found = sorted((workdir / EVALUATION).glob(f"*/{TABLE}"))
+    found = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
     if not metrics.exists() and not found:
         raise FileNotFoundError(
-            f"{workdir} holds neither {log.METRICS} nor {EVALUATION}/*/{TABLE}: it is no workdir"
+            f"{workdir} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{TABLE}: "
+            "it is no workdir"
         )
     training = log.read_metrics(metrics) if metrics.exists() else []
     return Run(workdir.name, training, [_read_evaluation(path) for path in found])

@@ -10,7 +10,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, settings
+from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
@@ -75,7 +75,7 @@ def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh],
             mesh = sharding.make_mesh(*s.mesh)
             sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
             prepared = prepare(s, mesh)
-            settings.claim(folder, config.value)
+            runs.claim(folder, config.value)
         _train(s, mesh, prepared, folder, config.value.to_dict())
 
     cli.run(main)

@@ -18,6 +18,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
+from diffusion_jax import runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import flops, hardware, sheets
@@ -88,7 +89,7 @@ def train(
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
         checkpoints = closing(
-            Checkpointer(workdir / CHECKPOINTS, run.keep_last, run.keep_every or None)
+            Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every or None)
         )
         state = _restore_or_create(checkpoints, create, key, layout, batches)
         if start is not None and int(state.step) == 0:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs import base64_500m, sr256_600m
+from diffusion_jax import runs
 from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, loop, optimizer
@@ -79,7 +80,7 @@ def test_training_can_start_there(converted):
     digits = pictures.open_pictures("digits", size=16, path="", text="txt")
     tokenize = registry.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
-    checkpoints = checkpoint.Checkpointer(converted / loop.CHECKPOINTS, keep_last=1)
+    checkpoints = checkpoint.Checkpointer(converted / runs.CHECKPOINTS, keep_last=1)
     with batches:
         state = checkpoints.restore(abstract, batches)
         assert json.loads(batches.get_state())["samples"] == 0
