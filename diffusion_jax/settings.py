@@ -5,23 +5,14 @@ take these tuples or single values.
 """
 
 import difflib
-import json
-import os
-import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from ml_collections import ConfigDict
 
-from diffusion_jax.machine import files
-
-CONFIG = "config.json"
-# What a run may change when it is continued: none of it changes what is learned.
-_FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
-         "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
-         "data.max_broken", "text.store")  # fmt: skip
+CROPS = ("center", "random")
+MOMENTS = "moments"
+"""The data source of what an autoencoder makes of images; the others give images."""
 
 
 class Run(NamedTuple):
@@ -38,6 +29,24 @@ class Run(NamedTuple):
     step_timeout: int
     """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...]
+
+
+class Text(NamedTuple):
+    """The text encoder, and how often training drops the text.
+
+    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
+    `max_tokens` are kept) and `dtype` are for pretrained encoders alone. Where `store` is not
+    empty, captions are looked up in this store of the encoder's embeddings.
+    """
+
+    encoder: str
+    weights: str
+    store: str
+    width: int
+    max_tokens: int
+    read_tokens: int
+    dtype: str
+    drop_prob: float
 
 
 class Optimizer(NamedTuple):
@@ -160,53 +169,3 @@ def within(low: int, high: int, **fields: int | float) -> None:
 def plain(value: Any) -> Any:
     """A list, which is what JSON makes of a tuple, as a tuple again, at any depth."""
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value
-
-
-def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
-    """Writes the config into a new workdir; ValueError if another config made the workdir.
-
-    Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
-    """
-    scheme, found, rest = str(workdir).partition(":/")
-    if found:
-        raise ValueError(
-            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
-            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
-        )
-    path = pathlib.Path(workdir) / CONFIG
-    now = json.loads(json.dumps(config.to_dict()))
-    if path.exists():
-        before = _flat(json.loads(path.read_text()))
-        differing = [
-            f"{key}: {before.get(key)!r} there, {_flat(now).get(key)!r} now"
-            for key in sorted(before.keys() | _flat(now).keys())
-            if before.get(key) != _flat(now).get(key) and not key.startswith(_FREE)
-        ]
-        if differing:
-            raise ValueError(
-                f"{workdir} was made with another config ({'; '.join(differing)}): "
-                "choose another --workdir, or give the config that it was made with"
-            )
-    if jax.process_index() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(now, indent=1))
-
-
-def load(workdir: str | os.PathLike[str]) -> ConfigDict:
-    """The config of a workdir, as `claim` wrote it; FileNotFoundError if there is none."""
-    path = pathlib.Path(workdir) / CONFIG
-    if not path.exists():
-        raise FileNotFoundError(
-            f"{workdir} holds no {CONFIG}: it is no workdir of a training run. Train one with\n"
-            f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
-        )
-    return ConfigDict(json.loads(path.read_text())).lock()
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    flat = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat

@@ -28,10 +28,10 @@ from absl import app, flags
 from PIL import Image
 
 from diffusion_jax import cli
+from diffusion_jax.data import embeddings
 from diffusion_jax.draw import gallery
-from diffusion_jax.draw.program import Texts
 from diffusion_jax.machine import progress, sheets
-from diffusion_jax.text import precomputed
+from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.trained import Choice, Model
 
@@ -132,7 +132,7 @@ def _texts(stages: Sequence[Model]) -> tuple[list[str], list[Texts]]:
         raise ValueError(f"the text encoder {stages[0].encoder.name!r} needs {flag}")
     if not needs_embeddings:
         return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
-    arrays = [precomputed.read(pathlib.Path(f).read_bytes(), f) for f in given]
+    arrays = [embeddings.read(pathlib.Path(f).read_bytes(), f) for f in given]
     return [pathlib.Path(f).stem for f in given], [s.encoder.tokenize(arrays) for s in stages]
 
 

@@ -3,7 +3,7 @@
 import os
 from typing import NamedTuple
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.draw import model as trained
 from diffusion_jax.draw.model import Encoders, Model, with_weights
 from diffusion_jax.machine import sharding
@@ -53,7 +53,7 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    s = read_settings(settings.load(workdir).to_dict())
+    s = read_settings(runs.load(workdir))
     asked = {
         "guidance": choice.guidance,
         "name": choice.sampler,

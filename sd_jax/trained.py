@@ -7,11 +7,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.draw import model as trained
 from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.machine import sharding
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint
 from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
@@ -85,7 +85,7 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    s = read_settings(settings.load(workdir).to_dict())
+    s = read_settings(runs.load(workdir))
     sampler = chosen_sampler(s.sampler, choice)
     text = s.text if choice.text_weights is None else s.text._replace(weights=choice.text_weights)
     vae_weights = s.vae_weights if choice.vae_weights is None else choice.vae_weights
@@ -99,7 +99,7 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     """The weights of a run with its VAE and its text encoder, where it has them, to be written."""
     s = read_run(workdir, Choice())
     abstract = names.abstract_unet(s.unet, s.text.width)
-    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
+    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = jax.device_get(checkpoint.load_params(folder, abstract, ema))
     plain = {"dtype": jnp.float32, "attention_impl": "xla"}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
 
-from diffusion_jax.data import examples, sources, storage, webdataset
+from diffusion_jax.data import embeddings, examples, sources, storage, webdataset
 from diffusion_jax.data.sources import Record
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import files
@@ -93,8 +93,8 @@ def read_feature(features: Mapping[str, bytes], text: str):
     """The text of an Example: a caption or embeddings, as the feature's name says, or Unusable."""
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
-    embeddings = text.rsplit(".")[-1] in sources.precomputed.SUFFIXES
-    return sources.read_text(features[text], text if embeddings else "txt")
+    is_array = text.rsplit(".")[-1] in embeddings.SUFFIXES
+    return sources.read_text(features[text], text if is_array else "txt")
 
 
 def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:

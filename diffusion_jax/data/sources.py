@@ -6,9 +6,8 @@ import pathlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from diffusion_jax.data import storage, tables
+from diffusion_jax.data import embeddings, storage, tables
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.text import precomputed
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
@@ -113,7 +112,7 @@ def read_text(contents: bytes, text: str) -> Any:
             return _field(json.loads(contents), field)
         if kind == "txt":
             return contents.decode("utf-8", errors="replace").strip()
-        return precomputed.read(contents, suffix)
+        return embeddings.read(contents, suffix)
     except ValueError as error:
         return Unusable("broken_text", str(error))
 
@@ -131,7 +130,7 @@ def check_text(text: str, formats: Sequence[str] = ()) -> tuple[str, str]:
     elif field:
         raise ValueError(f"data.text is {text!r}: only {', '.join(('json', *formats))} have fields")
     else:
-        precomputed.check_suffix(suffix)
+        embeddings.check_suffix(suffix)
     return suffix, field
 
 

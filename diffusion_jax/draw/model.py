@@ -6,12 +6,13 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from diffusion_jax import runs
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import sharding
+from diffusion_jax.settings import Text
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
-from diffusion_jax.text.registry import Text
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
 Encoders = dict[Text, tuple[TextEncoder, Any]]
@@ -45,7 +46,7 @@ def with_weights(model: Model, ema: str, step: int | None) -> Model:
 
     `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the last.
     """
-    folder = pathlib.Path(model.workdir) / loop.CHECKPOINTS
+    folder = pathlib.Path(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli
+from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, report, scorers, sweep
 from diffusion_jax.machine import files, log, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
-from diffusion_jax.train.state import Params
+from diffusion_jax.task import Params
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -124,7 +124,7 @@ def evaluate(system: System, scorer: scorers.Scorer, asked: Sweep) -> pathlib.Pa
         with cli.bad_input():
             point = system.at(ema, step)
         if not rows:
-            out = system.workdir / sweep.EVALUATION / (asked.name or f"step_{point.checkpoint:08}")
+            out = system.workdir / runs.EVALUATION / (asked.name or f"step_{point.checkpoint:08}")
         model = _fingerprint(point.params)
         for scale in asked.guidance:
             name = f"step_{point.checkpoint:08}_{point.ema}_guidance_{scale:g}"

@@ -1,54 +1,30 @@
-"""One page of a run, or of several over one another: scores, pictures, cards, training.
-
-    python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
-    python -m diffusion_jax.report runs/sd2_512 --rcp
-
-The page is one file that needs no network: figures are SVG (points say their values under the
-mouse), pictures stand inside it. It reads what training and evaluation wrote into the workdirs.
-"""
+"""The page of one run, or of several over one another: what its template, report.html, shows."""
 
 import base64
 import csv
-import html
+import functools
 import itertools
 import pathlib
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import flags, logging
+import jinja2
 from matplotlib.figure import Figure
 
-from diffusion_jax import cli
+from diffusion_jax import runs
 from diffusion_jax.evaluate import figures, sweep
 from diffusion_jax.evaluate.figures import Band, Line
-from diffusion_jax.evaluate.sweep import EVALUATION, SCORES, TABLE, Row, describe, sheet_name
-from diffusion_jax.machine import files, log
+from diffusion_jax.evaluate.sweep import SCORES, TABLE, Row, describe, sheet_name
+from diffusion_jax.machine import log
 from diffusion_jax.metrics.cards import ALIKE, Card, Scored, differing
 
+PAGE = "report.html"
+"""The page's name in a workdir, and its template's here."""
 RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 """Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
 _POINTS = 300
-_STYLE = """
-:root { color-scheme: light; }
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c2733; max-width: 68rem; margin: 2.5rem auto;
-       padding: 0 1.2rem; background: #fff; }
-h1 { font-size: 1.6rem; margin-bottom: .2rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem;
-     border-bottom: 1px solid #dfe5ea; padding-bottom: .3rem; } h3 { font-size: 1rem; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(26rem, 1fr)); gap: 1rem; }
-figure { margin: 0; } figcaption { color: #5a6875; font-size: .85rem; }
-svg { width: 100%; height: auto; } img { max-width: 100%; image-rendering: pixelated; }
-table { border-collapse: collapse; font-size: .85rem; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: .2rem .7rem; border-bottom: 1px solid #e8edf1; }
-th:first-child, td:first-child { text-align: left; } th { font-weight: 600; }
-.wide { overflow-x: auto; } summary { cursor: pointer; color: #2f6fb0; }
-.note { color: #5a6875; font-size: .85rem; }
-.warning { color: #8a2c12; background: #fdf1ec; padding: .4rem .8rem;
-           border-left: 3px solid #d1603d; }
-.card td, .card th { text-align: left; vertical-align: top; overflow-wrap: anywhere; }
-.card td:first-child { white-space: nowrap; color: #5a6875; }
-"""
 
 
 class Evaluation(NamedTuple):
@@ -69,27 +45,15 @@ class Run(NamedTuple):
     evaluations: list[Evaluation]
 
 
-def main(argv: list[str]) -> None:
-    """Reads the runs, writes the page."""
-    cli.start(alone=True)
-    with cli.bad_input():
-        if len(argv) < 2:
-            raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
-        runs = [read_run(workdir) for workdir in argv[1:]]
-        bands = [read_rcp()] if flags.FLAGS.rcp else []
-    out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / "report.html")
-    files.write_whole(out, page(runs, bands))
-    logging.info("wrote %s", out)
-
-
 def read_run(workdir: str | pathlib.Path) -> Run:
     """A run's metrics and sweeps; FileNotFoundError if it has neither."""
     workdir = pathlib.Path(workdir)
     metrics = workdir / log.METRICS
-    found = sorted((workdir / EVALUATION).glob(f"*/{TABLE}"))
+    found = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
     if not metrics.exists() and not found:
         raise FileNotFoundError(
-            f"{workdir} holds neither {log.METRICS} nor {EVALUATION}/*/{TABLE}: it is no workdir"
+            f"{workdir} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{TABLE}: "
+            "it is no workdir"
         )
     training = log.read_metrics(metrics) if metrics.exists() else []
     return Run(workdir.name, training, [_read_evaluation(path) for path in found])
@@ -110,15 +74,23 @@ def read_rcp(path: str | pathlib.Path = RCP) -> Band:
 
 
 def page(runs: Sequence[Run], bands: Sequence[Band] = ()) -> str:
-    """The whole page."""
-    title = " and ".join(run.name for run in runs)
-    parts = [_scores(runs, bands), *map(_pictures, runs), _training(runs), *map(_cards, runs)]
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta name="viewport" content="width=device-width">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>"
-        f"<h1>{_text(title)}</h1>{''.join(parts)}</body></html>\n"
+    """The whole page, in HTML."""
+    sweeps = _sweeps(runs, ("guidance",))
+    return _template().render(
+        title=" and ".join(run.name for run in runs),
+        warnings=_unlike(sweeps),
+        figures=[figures.to_svg(_draw(plot, bands), plot.lines) for plot in plots(runs)],
+        tables=[_table(_name(runs, run, e), e.rows) for run, e in sweeps],
+        pictures=[(run.name, _sheets(run)) for run in runs],
+        training=list(_training(runs)),
+        cards=[(run.name, [_cards(e) for e in run.evaluations if e.scored]) for run in runs],
     )
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((pathlib.Path(__file__).parent / PAGE).read_text())
 
 
 def trade_off(runs: Sequence[Run], x: str, y: str) -> list[Line]:
@@ -193,17 +165,6 @@ def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
     )
 
 
-def _scores(runs: Sequence[Run], bands: Sequence[Band]) -> str:
-    sweeps = _sweeps(runs, ("guidance",))
-    if not sweeps:
-        return "<p>No evaluation yet.</p>"
-    figures_ = "".join(
-        f"<figure>{figures.to_svg(_draw(plot, bands), plot.lines)}</figure>" for plot in plots(runs)
-    )
-    tables = "".join(_table(_name(runs, run, e), e.rows) for run, e in sweeps)
-    return f'<h2>Scores</h2>{_unlike(sweeps)}<div class="figures">{figures_}</div>{tables}'
-
-
 def _draw(plot: Plot, bands: Sequence[Band] = ()) -> Figure:
     """The bands are of FID over CLIP score alone."""
     fits = (plot.x, plot.y) == (_axis("clip_score"), _axis("fid"))
@@ -220,69 +181,51 @@ def _about(band: Band, lines: Sequence[Line]) -> Band:
     return Band(band.name, pick(band.x), pick(band.low), pick(band.high))
 
 
-def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> str:
+def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
     """A warning for each field for which scores of these sweeps cannot be compared."""
     cards: dict[str, list[Card]] = {}
     for one in (one for _, e in sweeps for one in e.scored.values()):
         cards.setdefault(one.card["extractor"], []).append(one.card)
-    lines = [
-        f"{name}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
-        for name, found in cards.items()
-        for field, values in differing(found, ALIKE).items()
+    return [
+        f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
+        for extractor, of_extractor in cards.items()
+        for field, values in differing(of_extractor, ALIKE).items()
     ]
-    return "".join(f'<p class="warning">Not comparable. {_text(line)}</p>' for line in lines)
 
 
-def _table(name: str, rows: Sequence[Row]) -> str:
+def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
     columns = ["guidance", *(c for c in rows[0] if c in SCORES)]
-    head = "".join(f"<th>{_text(_label(c))}</th>" for c in columns)
-    cells = lambda row: "".join(f"<td>{_cell(row, c)}</td>" for c in columns)
-    body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
-    table = f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
-    return f"<h3>{_text(name)}</h3>{table}{_share(rows)}"
+    shares = [float(row.get("features_share_of_time") or 0) for row in rows]
+    return {
+        "name": name,
+        "labels": list(map(_label, columns)),
+        "rows": [[_cell(row, column) for column in columns] for row in rows],
+        "share": f"{100 * max(shares):.2g}" if any(shares) else "",
+    }
 
 
-def _share(rows: Sequence[Row]) -> str:
-    shares = [
-        float(row["features_share_of_time"]) for row in rows if "features_share_of_time" in row
-    ]
-    if not shares:
-        return ""
-    return f'<p class="note">Scoring took {100 * max(shares):.2g} % of the time at most.</p>'
+def _cell(row: Row, column: str) -> dict[str, str]:
+    ends = [row.get(f"{column}_{end}") for end in ("low", "high")]
+    interval = " to ".join(f"{float(end):.3g}" for end in ends if end)
+    return {"value": f"{float(row[column]):.4g}", "interval": interval}
 
 
-def _cell(row: Row, column: str) -> str:
-    text = f"{float(row[column]):.4g}"
-    if f"{column}_low" in row:
-        low, high = (float(row[f"{column}_{end}"]) for end in ("low", "high"))
-        text += f' <span class="note">({low:.3g} to {high:.3g})</span>'
-    return text
+def _sheets(run: Run) -> list[dict[str, str]]:
+    return [
+        {"evaluation": evaluation.name, "guidance": guidance,
+         "png": base64.b64encode(path.read_bytes()).decode()}
+        for evaluation in run.evaluations
+        for guidance, path in evaluation.sheets.items()
+    ]  # fmt: skip
 
 
-def _pictures(run: Run) -> str:
-    parts = []
-    for evaluation in run.evaluations:
-        for guidance, path in evaluation.sheets.items():
-            data = base64.b64encode(path.read_bytes()).decode()
-            parts.append(
-                f"<details{' open' if not parts else ''}><summary>{_text(evaluation.name)}, "
-                f"guidance {guidance}</summary>"
-                f'<img alt="pictures at guidance {guidance}" src="data:image/png;base64,{data}">'
-                "</details>"
-            )
-    return f"<h2>Pictures of {_text(run.name)}</h2>{''.join(parts)}" if parts else ""
-
-
-def _training(runs: Sequence[Run]) -> str:
-    shown = []
+def _training(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """Figures of what training logged, and the medians in words."""
     for key, name in (("loss", "loss"), ("images_per_second", "images per second")):
         lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
         if lines:
-            figure = figures.plot(lines, "step", name)
             medians = ", ".join(f"{line.name} {statistics.median(line.y):.4g}" for line in lines)
-            caption = f"<figcaption>Median: {_text(medians)}.</figcaption>"
-            shown.append(f"<figure>{figures.to_svg(figure, [])}{caption}</figure>")
-    return f'<h2>Training</h2><div class="figures">{"".join(shown)}</div>' if shown else ""
+            yield figures.to_svg(figures.plot(lines, "step", name), []), medians
 
 
 def training_line(run: Run, key: str) -> Line:
@@ -294,26 +237,15 @@ def training_line(run: Run, key: str) -> Line:
     return Line(run.name, mean("step"), mean(key))
 
 
-def _cards(run: Run) -> str:
-    cards = [
-        f"<details><summary>{_text(e.name)}</summary>{_card_table(e.scored)}</details>"
-        for e in run.evaluations
-        if e.scored
-    ]
-    return f"<h2>How {_text(run.name)} was scored</h2>{''.join(cards)}" if cards else ""
-
-
-def _card_table(scored: Mapping[str, Scored]) -> str:
+def _cards(evaluation: Evaluation) -> dict[str, Any]:
     """A column an extractor, a line a field; where points differ, each value that occurs."""
     by_extractor: dict[str, list[Card]] = {}
-    for one in scored.values():
+    for one in evaluation.scored.values():
         by_extractor.setdefault(one.card["extractor"], []).append(one.card)
-    fields = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
-    head = "".join(f"<th>{_text(name)}</th>" for name in by_extractor)
-    line = lambda field: "".join(f"<td>{_values(c, field)}</td>" for c in by_extractor.values())
-    told = [f for f in fields if any(_values(c, f) for c in by_extractor.values())]
-    body = "".join(f"<tr><td>{_text(_label(f))}</td>{line(f)}</tr>" for f in told)
-    return f'<table class="card"><tr><th></th>{head}</tr>{body}</table>'
+    names = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
+    fields = [(_label(f), [_values(c, f) for c in by_extractor.values()]) for f in names]
+    told = [(label, values) for label, values in fields if any(values)]
+    return {"evaluation": evaluation.name, "extractors": list(by_extractor), "fields": told}
 
 
 def _values(cards: Sequence[Card], field: str) -> str:
@@ -321,7 +253,7 @@ def _values(cards: Sequence[Card], field: str) -> str:
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     if len(numbers) == len(values):
         return ", ".join(f"{number:.10g}" for number in sorted(set(numbers)))
-    return _text(", ".join(dict.fromkeys(map(_plain, values))))
+    return ", ".join(dict.fromkeys(map(_plain, values)))
 
 
 def _plain(value: Any) -> str:
@@ -360,13 +292,3 @@ def _axis(column: str) -> str:
 
 def _label(column: str) -> str:
     return SCORES[column].label if column in SCORES else column.replace("_", " ")
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
-
-
-if __name__ == "__main__":  # Flags of the command alone: other commands import the page.
-    flags.DEFINE_string("out", None, "The page; default: report.html in the first run.")
-    flags.DEFINE_bool("rcp", False, "Also MLPerf's reference runs, as a band.")
-    cli.run(main)

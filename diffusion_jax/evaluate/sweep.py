@@ -20,7 +20,7 @@ from diffusion_jax.machine import files, progress
 from diffusion_jax.metrics import cards
 from diffusion_jax.metrics.cards import Card, Scored
 
-EVALUATION, TABLE, CARD, SCORED = "evaluation", "sweep.csv", "card.json", "scores"
+TABLE, CARD, SCORED = "sweep.csv", "card.json", "scores"
 Row = Mapping[str, Any]
 Features = dict[str, Float[np.ndarray, "N D"]]
 Compute = Callable[[Int[np.ndarray, "B"]], Features]

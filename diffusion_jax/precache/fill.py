@@ -15,9 +15,8 @@ from diffusion_jax.data import pictures
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.precache import cost, encode, plan, store
-from diffusion_jax.settings import Data
+from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import TextEncoder, registry
-from diffusion_jax.text.registry import Text
 
 _SAMPLE = 1024  # Captions that the table is measured on.
 _RULES: sharding.Rules = [("", sharding.FSDP)]
@@ -62,7 +61,7 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
     registry.rule(text)  # Before any weights are opened.
     captions, source = _captions(data, _given(config), captions_file)
-    encoder = registry.ENCODERS[text.encoder](text)
+    encoder = registry.make_encoder(text)
     source = {**source, "captions": len(captions)}
     return Job(text, encoder, registry.identity(text, encoder), captions, source)
 

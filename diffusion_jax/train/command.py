@@ -10,7 +10,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, settings
+from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
@@ -18,9 +18,9 @@ from diffusion_jax.draw import program as drawing
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
-from diffusion_jax.task import Task
+from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import loop
-from diffusion_jax.train.state import Params, TrainState
+from diffusion_jax.train.state import TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -75,7 +75,7 @@ def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh],
             mesh = sharding.make_mesh(*s.mesh)
             sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
             prepared = prepare(s, mesh)
-            settings.claim(folder, config.value)
+            runs.claim(folder, config.value)
         _train(s, mesh, prepared, folder, config.value.to_dict())
 
     cli.run(main)
@@ -142,7 +142,7 @@ def batches_of(
 
 
 def evaluation_of(
-    asked: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], drawing.Texts]
+    asked: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
 ) -> loop.Evaluation | None:
     """What config.evaluation asks for: what the evaluation's command scores, on the way.
 

@@ -10,9 +10,9 @@ import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.machine import files
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
 from diffusion_jax.weights import torch_files
 from imagen_jax.settings import Settings, read_settings
@@ -32,22 +32,22 @@ def to_workdir(
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
     s = read_settings(config.to_dict())
-    if checkpoint.steps(workdir / loop.CHECKPOINTS):
+    if checkpoint.steps(workdir / runs.CHECKPOINTS):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = _read(source, s)
         state = train_state.init_state(
-            params, loop.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
+            params, optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
         )
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
         if averaged.is_file():
             logging.info("the averages are those of %s", averaged)
             average = _read(averaged, s)
             state = state._replace(ema={name: average for name in state.ema})
-    settings.claim(workdir, config)
-    checkpoints = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
+    runs.claim(workdir, config)
+    checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     checkpoints.save(0, state, _Start(), config.to_dict())
     checkpoints.close()
 
@@ -66,11 +66,11 @@ def from_workdir(
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
-    s = read_settings(settings.load(workdir).to_dict())
+    s = read_settings(runs.load(workdir))
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     abstract = nemo.abstract_params(s.unet, s.text.width)
-    folder = pathlib.Path(workdir) / loop.CHECKPOINTS
+    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = checkpoint.load_params(folder, abstract, ema, step)
     state = nemo.to_nemo(params, s.unet)

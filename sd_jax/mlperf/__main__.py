@@ -31,7 +31,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict, config_flags
 
-from diffusion_jax import cli, settings
+from diffusion_jax import cli, runs
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task
@@ -120,8 +120,8 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path) -> ConfigDict:
     """The config with --seed, that of the workdir's run, or a new one of the system's."""
     if _SEED.value is not None:
         config.seed = _SEED.value
-    elif (workdir / settings.CONFIG).exists():
-        config.seed = settings.load(workdir).seed
+    elif (workdir / runs.CONFIG).exists():
+        config.seed = runs.load(workdir)["seed"]
     else:
         drawn = np.uint32(secrets.randbelow(2**31))
         config.seed = int(multihost_utils.broadcast_one_to_all(drawn))
@@ -138,7 +138,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path) -> Run:
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
     encoder, vae_params = registry.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     made = task.make_task(s, encoder, vae_params)
-    settings.claim(workdir, config)
+    runs.claim(workdir, config)
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
         multihost_utils.sync_global_devices("log")
@@ -233,7 +233,7 @@ def _evaluated(run: Run, evaluate: Evaluate, step: int) -> dict[str, float]:
     run.log.start("eval_start", samples_count=samples)
     shapes = jax.eval_shape(run.made.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.made.rules))
-    params = checkpoint.load_params(run.workdir / loop.CHECKPOINTS, placed, "raw", step)
+    params = checkpoint.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
     scores = evaluate(params, step)
     for metric, score in scores.items():
         run.log.event("eval_accuracy", score, samples_count=samples, metric=metric)
@@ -268,7 +268,7 @@ def _say_header(run: Run, began: int) -> None:
 
 def _trained(workdir: pathlib.Path) -> int:
     """The step of the last checkpoint; 0 without one."""
-    return max(checkpoint.steps(workdir / loop.CHECKPOINTS), default=0)
+    return max(checkpoint.steps(workdir / runs.CHECKPOINTS), default=0)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
+from diffusion_jax import runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.machine import sharding
@@ -24,9 +25,8 @@ from diffusion_jax.metrics.clip_score import Clip
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.settings import Evaluation
-from diffusion_jax.task import Task
+from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train.state import Params
 from diffusion_jax.train.watchdog import Watchdog
 from sd_jax import sampling
 from sd_jax.mlperf import coco
@@ -85,7 +85,7 @@ def make_evaluate(
     texts = {**tokens, _SCORED: judge.clip.tokenize(judge.captions)}
     features = _features(made, judge, mesh, s.run.seed, s.evaluation.guidance[0])
     where = sharding.batch_sharding(mesh)
-    folder = workdir / sweep.EVALUATION / "mlperf"
+    folder = workdir / runs.EVALUATION / "mlperf"
     sweep.claim(folder, {"mlperf": _card(s, judge)})
 
     def evaluate(params: Params, step: int) -> Scores:

@@ -17,8 +17,7 @@ import sys
 
 from absl import flags
 
-from diffusion_jax import cli
-from diffusion_jax.train import loop
+from diffusion_jax import cli, runs
 from sd_jax import trained
 from sd_jax.weights import checkpoints
 
@@ -51,7 +50,7 @@ def main(argv: list[str]) -> None:
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Converts as the flags say, and opens the result; ValueError if it is not the same."""
     target = pathlib.Path(target)
-    is_run = (pathlib.Path(source) / loop.CHECKPOINTS).is_dir()
+    is_run = (pathlib.Path(source) / runs.CHECKPOINTS).is_dir()
     opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value)
     read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
     for line in read.report:

@@ -7,7 +7,8 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax import runs
+from diffusion_jax.train import checkpoint
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
@@ -40,11 +41,11 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
 
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:
-    return (pathlib.Path(path) / loop.CHECKPOINTS).is_dir()
+    return (pathlib.Path(path) / runs.CHECKPOINTS).is_dir()
 
 
 def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
-    return jax.device_get(checkpoint.load_params(pathlib.Path(path) / loop.CHECKPOINTS, abstract))
+    return jax.device_get(checkpoint.load_params(pathlib.Path(path) / runs.CHECKPOINTS, abstract))
 
 
 def _checked(part: Any, wanted: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:

@@ -8,7 +8,7 @@ import jax
 import pytest
 from ml_collections import ConfigDict
 
-from diffusion_jax import settings
+from diffusion_jax import runs, settings
 
 
 class Group(NamedTuple):
@@ -100,27 +100,27 @@ def test_the_first_field_out_of_its_range_is_named():
 
 
 def test_a_config_comes_back_from_its_workdir(tmp_path):
-    settings.claim(tmp_path / "a" / "run", config())
-    loaded = settings.load(tmp_path / "a" / "run")
-    assert loaded.unet.high == float("inf")
-    assert (loaded.unet.mult, loaded.prompts) == ([1, 2], ["a", "b"])
-    assert settings.read(Group, {"width": 1, "sizes": loaded.unet.mult}, "").sizes == (1, 2)
+    runs.claim(tmp_path / "a" / "run", config())
+    loaded = runs.load(tmp_path / "a" / "run")
+    assert loaded["unet"]["high"] == float("inf")
+    assert (loaded["unet"]["mult"], loaded["prompts"]) == ([1, 2], ["a", "b"])
+    assert settings.read(Group, {"width": 1, "sizes": loaded["unet"]["mult"]}, "").sizes == (1, 2)
 
 
 def test_the_config_may_claim_its_own_workdir_again(tmp_path):
-    settings.claim(tmp_path, config())
+    runs.claim(tmp_path, config())
     before = (tmp_path / "config.json").read_text()
-    settings.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
+    runs.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
     assert (tmp_path / "config.json").read_text() == before
 
 
 def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
-    settings.claim(tmp_path, config())
+    runs.claim(tmp_path, config())
     before = (tmp_path / "config.json").read_text()
     other = config(unet__width=64, data__source="digits", steps=20)
     other.unet.new = 1
     with pytest.raises(ValueError) as error:
-        settings.claim(tmp_path, other)
+        runs.claim(tmp_path, other)
     assert str(error.value) == (
         f"{tmp_path} was made with another config (data.source: 'folder' there, 'digits' now; "
         "unet.new: None there, 1 now; unet.width: 32 there, 64 now): "
@@ -140,8 +140,8 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
     ],
 )
 def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, field, value):
-    settings.claim(tmp_path, config())
-    settings.claim(tmp_path, config(**{field: value}))
+    runs.claim(tmp_path, config())
+    runs.claim(tmp_path, config(**{field: value}))
     kept = json.loads((tmp_path / "config.json").read_text())
     assert kept == json.loads(json.dumps(config(**{field: value}).to_dict()))
 
@@ -149,18 +149,18 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
 def test_a_url_is_no_workdir(kind):
     with pytest.raises(ValueError, match="workdir gs://bucket/run is a URL: give a folder"):
-        settings.claim(kind("gs://bucket/run"), config())
+        runs.claim(kind("gs://bucket/run"), config())
 
 
 def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    settings.claim(tmp_path / "run", config())
+    runs.claim(tmp_path / "run", config())
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_folder_without_a_config_is_no_workdir(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
-        settings.load(tmp_path)
+        runs.load(tmp_path)
     assert str(error.value) == (
         f"{tmp_path} holds no config.json: it is no workdir of a training run. Train one with\n"
         f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}"

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 import pytest
 
+from diffusion_jax import runs
 from diffusion_jax.machine import log
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint
 from tests.imagen_jax import commands
 
 # The schedule is constant, so that the number of steps changes nothing of what a step does.
@@ -51,7 +52,7 @@ def interrupted(tmp_path_factory):
     def record(process):
         process.join()
         codes.append(process.exitcode)
-        whole.append(checkpoint.steps(workdir / loop.CHECKPOINTS)[-1])
+        whole.append(checkpoint.steps(workdir / runs.CHECKPOINTS)[-1])
         lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
 
     record(_train(workdir, 4))

@@ -1,6 +1,6 @@
 """The EfficientUNet's initialisation, precision, memory, sizes of image, and what it refuses.
 
-Its numbers are compared with the reference's and with numpy's in test_verify.py.
+Its numbers are compared with the reference's and with numpy's in tests/parity/test_imagen.py.
 """
 
 import functools

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from configs import base64_500m_online, quickstart
+from diffusion_jax import runs
 from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, loop
@@ -62,12 +63,12 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
 
     names = {jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state)}
     assert not any("token_embedding" in name or "block_0" in name for name in names)
-    saved = tmp_path / loop.CHECKPOINTS / "2"
+    saved = tmp_path / runs.CHECKPOINTS / "2"
     on_disk = " ".join(path.read_text(errors="ignore") for path in saved.rglob("*_METADATA"))
     assert "pixels" in on_disk
     assert "token_embedding" not in on_disk
     assert "relative_bias" not in on_disk
-    restored = checkpoint.load_params(tmp_path / loop.CHECKPOINTS, jax.eval_shape(
+    restored = checkpoint.load_params(tmp_path / runs.CHECKPOINTS, jax.eval_shape(
         tiny.init, jax.random.key(0)), "raw", None)  # fmt: skip
     assert restored.keys() == {"pixels", "text", "time", "out"}
 

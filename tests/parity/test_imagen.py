@@ -14,8 +14,7 @@ from diffusion_jax.weights import torch_weights
 from imagen_jax import attention, conditioning, layers
 from imagen_jax.weights import nemo
 from tests.imagen_jax.cases import SMALL, SMALL_EFFICIENT, TINY, TINY_EFFICIENT, random_case
-from tests.parity import compare
-from tests.parity import imagen as verify
+from tests.parity import compare, imagen
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -132,23 +131,23 @@ def compile_unoptimised(monkeypatch):
     [("unet_srunet_fused_aug", 872_116), ("unet_efficient", 218_124)],
 )
 def test_a_case_of_the_reference_gives_its_numbers(name, parameters):
-    errors = verify.verify(torch_weights.read(FIXTURES / f"{name}.npz"))
+    errors = imagen.verify(torch_weights.read(FIXTURES / f"{name}.npz"))
     assert errors["parameters"] == parameters
-    assert None not in errors.values() and compare.within(errors, verify.TOLERANCE), errors
+    assert None not in errors.values() and compare.within(errors, imagen.TOLERANCE), errors
 
 
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_every_case_at_hand_gives_its_numbers(path):
-    errors = verify.verify(torch_weights.read(path))
-    assert None not in errors.values() and compare.within(errors, verify.TOLERANCE), errors
+    errors = imagen.verify(torch_weights.read(path))
+    assert None not in errors.values() and compare.within(errors, imagen.TOLERANCE), errors
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_together_give_numpys_numbers(name):
     text_width = 64 if name in ("efficient_stacked", "efficient_cross") else 40
     case = random_case(OPTIONS[name], size=SIZES.get(name), text_width=text_width)
-    errors = verify.verify(case)
+    errors = imagen.verify(case)
     # numpy computes in float64: what is left is our own rounding, of sums of some 1,000 float32
     # terms of size 1 (about 1e-6), and five times that under guidance 3.
     assert errors["max_abs_error"] < 1e-5 and errors["cfg_max_abs_error"] < 2e-5, errors
@@ -204,9 +203,9 @@ def test_a_single_weight_that_is_off_shows(config):
     name = "sd/time_embed.1.bias"
     changed = case[name].copy()
     changed[-1] += 1e-2
-    assert verify.verify(case)["max_abs_error"] < 1e-5
-    errors = verify.verify(case | {name: changed})
-    assert errors["max_abs_error"] > 3e-5 and not compare.within(errors, verify.TOLERANCE)
+    assert imagen.verify(case)["max_abs_error"] < 1e-5
+    errors = imagen.verify(case | {name: changed})
+    assert errors["max_abs_error"] > 3e-5 and not compare.within(errors, imagen.TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -228,11 +227,11 @@ def test_what_is_wrong_with_a_case_is_said(change, message):
     case = random_case(TINY)
     case = {name: a for name, a in (case | change).items() if a is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
-        verify.verify(case)
+        imagen.verify(case)
 
 
 def test_not_a_number_is_not_within_tolerance():
     errors = {"max_abs_error": 1e-6, "cfg_max_abs_error": None, "grad_max_abs_error": 9e-5}
-    assert compare.within(errors, verify.TOLERANCE)
-    assert not compare.within(errors | {"max_abs_error": float("nan")}, verify.TOLERANCE)
-    assert not compare.within(errors | {"grad_max_abs_error": 1.1e-4}, verify.TOLERANCE)
+    assert compare.within(errors, imagen.TOLERANCE)
+    assert not compare.within(errors | {"max_abs_error": float("nan")}, imagen.TOLERANCE)
+    assert not compare.within(errors | {"grad_max_abs_error": 1.1e-4}, imagen.TOLERANCE)

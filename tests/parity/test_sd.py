@@ -13,8 +13,7 @@ import pytest
 from diffusion_jax.weights import torch_weights
 from sd_jax.unet import ResBlock, Transformer
 from sd_jax.weights import formats, names
-from tests.parity import compare
-from tests.parity import sd as verify
+from tests.parity import compare, sd
 from tests.sd_jax.cases import TINY, TINY_VAE, unet_case, vae_case
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -50,14 +49,14 @@ def compile_unoptimised(monkeypatch):
 def test_options_together_give_numpys_numbers(name):
     config, norm_groups, size = OPTIONS[name]
     case = unet_case(config, norm_groups, size)
-    errors = verify.verify(case)
+    errors = sd.verify(case)
     # numpy computes in float64: what is left is our own rounding.
     assert errors["y"] < 5e-6 and errors["y_frac"] < 5e-6, errors
 
 
 def test_a_vae_gives_numpys_numbers():
     """Also of a size that does not halve, whose last pixels the reference leaves out."""
-    errors = verify.verify(vae_case(TINY_VAE, size=(9, 13)))
+    errors = sd.verify(vae_case(TINY_VAE, size=(9, 13)))
     assert errors["max_relative_error"] < 5e-6, errors
     assert {"encoder_out", "moments", "mean", "std", "sample", "decode"} < errors.keys()
 
@@ -90,8 +89,8 @@ def test_a_block_of_mlperfs_reference_gives_its_numbers():
 @pytest.mark.oracles
 @pytest.mark.parametrize("path", SHARED, ids=lambda path: path.stem)
 def test_a_case_of_the_reference_gives_its_numbers(path):
-    errors = verify.verify(torch_weights.read(path))
-    assert compare.within(errors, verify.TOLERANCE), errors
+    errors = sd.verify(torch_weights.read(path))
+    assert compare.within(errors, sd.TOLERANCE), errors
     assert len(errors) > 8
 
 
@@ -100,9 +99,9 @@ def test_a_single_weight_that_is_off_shows():
     name = "w/middle_block.1.transformer_blocks.0.attn2.to_v.weight"
     changed = case[name].copy()
     changed[-1, -1] += 1e-2
-    assert verify.verify(case)["max_relative_error"] < 5e-6
-    errors = verify.verify(case | {name: changed})
-    assert errors["max_relative_error"] > 3e-5 and not compare.within(errors, verify.TOLERANCE)
+    assert sd.verify(case)["max_relative_error"] < 5e-6
+    errors = sd.verify(case | {name: changed})
+    assert errors["max_relative_error"] > 3e-5 and not compare.within(errors, sd.TOLERANCE)
 
 
 @pytest.mark.parametrize(
@@ -125,16 +124,16 @@ def test_what_is_wrong_with_a_case_is_said(change, message):
     case = unet_case(TINY | dict(channel_mult=[1]))
     case = {name: a for name, a in (case | change).items() if a is not None}
     with pytest.raises(ValueError, match=re.escape(message)):
-        verify.verify(case)
+        sd.verify(case)
 
 
 def test_weights_alone_are_no_case():
     with pytest.raises(ValueError, match="the case lacks weights under w/: it holds x"):
-        verify.verify({"x": np.zeros(1)})
+        sd.verify({"x": np.zeros(1)})
 
 
 def test_not_a_number_is_not_within_tolerance():
     errors = {"max_relative_error": 1e-6, "grad_max_relative_error": None}
-    assert compare.within(errors, verify.TOLERANCE)
-    assert not compare.within(errors | {"max_relative_error": float("nan")}, verify.TOLERANCE)
-    assert not compare.within(errors | {"grad_max_relative_error": 1.1e-4}, verify.TOLERANCE)
+    assert compare.within(errors, sd.TOLERANCE)
+    assert not compare.within(errors | {"max_relative_error": float("nan")}, sd.TOLERANCE)
+    assert not compare.within(errors | {"grad_max_relative_error": 1.1e-4}, sd.TOLERANCE)

@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
 from sd_jax import drawing, task, trained, vae
 from sd_jax.drawing import Choice, File
@@ -85,10 +85,10 @@ def run(tmp_path_factory):
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
     made = task.make_task(s, registry.open_encoder(s.text), None)
-    tx = loop.make_optimizer(s.optimizer, s.run.steps)
+    tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     params = tiny.random_params(made)
-    settings.claim(workdir, config)
-    saved = checkpoint.Checkpointer(workdir / loop.CHECKPOINTS, keep_last=1)
+    runs.claim(workdir, config)
+    saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     state = train_state.init_state(params, tx, s.optimizer.ema_decays)
     batches = SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
     saved.save(0, state, batches, config.to_dict())

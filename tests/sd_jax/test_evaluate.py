@@ -8,14 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.text import registry
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
 from sd_jax import evaluate, sampling, task, trained
 from tests.sd_jax import tiny
@@ -28,11 +28,11 @@ def workdir(tmp_path_factory):
     """A run of the coloured digits with two checkpoints of random weights, not alike."""
     path = tmp_path_factory.mktemp("run")
     c = tiny.config(tiny.write_vae(path / "vae.safetensors"))
-    settings.claim(path, c)
+    runs.claim(path, c)
     s = tiny.read_settings(c.to_dict())
     made = task.make_task(s, registry.open_encoder(s.text), tiny.vae_params())
-    tx = loop.make_optimizer(s.optimizer, s.run.steps)
-    saved = checkpoint.Checkpointer(path / loop.CHECKPOINTS, keep_last=2)
+    tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
+    saved = checkpoint.Checkpointer(path / runs.CHECKPOINTS, keep_last=2)
     for step in STEPS:
         params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(made))
         state = train_state.init_state(params, tx, s.optimizer.ema_decays)

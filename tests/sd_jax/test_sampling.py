@@ -25,7 +25,6 @@ from sd_jax.settings import (
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
-from tests.parity import text as text_verify
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 TABLE = noise.scaled_linear()
@@ -186,7 +185,7 @@ def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
     tower, table = clip.text_tower(found, skip=1)
     state = clip_weights.tower_state(found, table)
     frozen = {
-        "text": text_verify.torch_weights.to_params(state, table, clip.abstract_params(tower)),
+        "text": torch_weights.to_params(state, table, clip.abstract_params(tower)),
         "vae": names.vae_from_torch(weights(of_vae), autoencoder),
     }
     encoder = TextEncoder(

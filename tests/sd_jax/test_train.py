@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.data import digits, moments, pictures, webdataset
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
@@ -122,7 +122,7 @@ def run(workdir, config, sizes=(1, 1, 1)):
     workdir.mkdir(exist_ok=True)
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
-    settings.claim(workdir, config)
+    runs.claim(workdir, config)
     made, batches, examples, evaluation, start = train.prepare(s, mesh)
     with batches:
         state = loop.train(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from configs import sd_quickstart_vae
-from diffusion_jax import settings
+from diffusion_jax import runs
 from diffusion_jax.data import digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import checkpoint, loop
@@ -71,7 +71,7 @@ def run(tmp_path_factory):
     digits.write_examples(pictures, 8, size=tiny.SIZE)
     c = config(data__source="folder", data__path=str(pictures), vae__channel_mult=(1,))
     s = train_vae.read_settings(c.to_dict())
-    settings.claim(workdir, c)
+    runs.claim(workdir, c)
     mesh = sharding.make_mesh(1, 1, 1)
     made, batches, examples, _, _ = train_vae.prepare(s, mesh)
     with batches:
@@ -91,7 +91,7 @@ def test_it_learns_to_reconstruct(run):
 def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
     vae = read(vae__channel_mult=(1,)).vae
     params = pretrained.read_vae(run[0], vae)
-    folder, abstract = run[0] / loop.CHECKPOINTS, names.abstract_vae(vae)
+    folder, abstract = run[0] / runs.CHECKPOINTS, names.abstract_vae(vae)
     raw, average = (checkpoint.load_params(folder, abstract, ema) for ema in ("raw", "0.99"))
     jax.tree.map(np.testing.assert_array_equal, params, average)
     assert not np.array_equal(jax.tree.leaves(raw)[0], jax.tree.leaves(params)[0])

@@ -17,9 +17,8 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
-from diffusion_jax.data import storage, webdataset
+from diffusion_jax.data import embeddings, storage, webdataset
 from diffusion_jax.machine import progress
-from diffusion_jax.text import precomputed
 
 _ARRAYS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
@@ -108,7 +107,7 @@ def _places(tars: Sequence[str]) -> dict[str, _Place]:
         with tarfile.open(tar, "r:") as opened:
             for member in filter(tarfile.TarInfo.isfile, opened):
                 stem, suffix = _split(member.name)
-                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in precomputed.SUFFIXES:
+                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in embeddings.SUFFIXES:
                     places[stem] = _Place(tar, member.offset_data, member.size, suffix)
     return places
 

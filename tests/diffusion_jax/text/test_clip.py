@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from diffusion_jax.text import clip, clip_weights, embed
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights
 from tests.parity import compare
-from tests.parity import text as verify
+from tests.parity import text as text_parity
 
 TEXT = {"penultimate", "text_features"}
 IMAGES = {"image_features", "clip_score"}
@@ -23,9 +23,9 @@ IMAGES = {"image_features", "clip_score"}
     ],
 )
 def test_the_references_numbers(name, outputs, parameters):
-    errors = verify.verify(tiny_weights.case(name))
+    errors = text_parity.verify(tiny_weights.case(name))
     assert outputs <= errors.keys()
-    assert compare.within(errors, verify.TOLERANCE)
+    assert compare.within(errors, text_parity.TOLERANCE)
     assert errors["parameters"] == parameters
 
 
@@ -50,7 +50,7 @@ def test_an_encoder_is_the_layer_that_it_is_told(tmp_path, name, layer, pad):
     opened = clip_weights.open_clip(folder)
     tower, table = clip.text_tower(opened)
     state = clip_weights.tower_state(opened, table)
-    params = verify.torch_weights.to_params(state, table, clip.abstract_params(tower))
+    params = torch_weights.to_params(state, table, clip.abstract_params(tower))
     np.testing.assert_allclose(text, getattr(jax.jit(tower.apply)(params, ids), layer), atol=1e-5)
     assert mask.all()
 
@@ -135,7 +135,7 @@ def test_an_array_too_many_is_named():
     opened = clip_weights.from_state(state, tiny_weights.config(case))
     tower, table = clip.text_tower(opened)
     with pytest.raises(ValueError, match=r"1 keys are left over: text_model\.adapter\.weight"):
-        verify.torch_weights.to_params(
+        torch_weights.to_params(
             clip_weights.tower_state(opened, table), table, clip.abstract_params(tower)
         )
 

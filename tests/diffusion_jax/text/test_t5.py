@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.stored import Stored
 from diffusion_jax.text import embed, t5
 from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights
 from tests.parity import compare
-from tests.parity import text as verify
+from tests.parity import text as text_parity
 
 RULES = [(r"(kernel|embedding)$", sharding.FSDP), (r"(bias|scale)$", sharding.P())]
 LONG = "A photo of a corgi riding a bike in Times Square. " * 2
@@ -21,10 +22,10 @@ LONG = "A photo of a corgi riding a bike in Times Square. " * 2
 @pytest.mark.parametrize(("name", "parameters"), [("t5_relu", 6640), ("t5_gated", 7304)])
 def test_the_references_numbers(name, parameters):
     """Layers, masks with holes, a text of 200 tokens; t5_gated has other buckets than usual."""
-    errors = verify.verify(tiny_weights.case(name))
+    errors = text_parity.verify(tiny_weights.case(name))
     assert errors["parameters"] == parameters
     assert {"hidden_0", "hidden_1", "last_hidden_state", "long"} <= errors.keys()
-    assert compare.within(errors, verify.TOLERANCE)
+    assert compare.within(errors, text_parity.TOLERANCE)
 
 
 def test_distances_and_their_buckets_of_the_paper():
@@ -143,7 +144,7 @@ def test_sharded_over_eight_devices_it_is_the_same(folder, encoder):
 
 def test_weights_are_opened_and_not_read(encoder):
     leaves = jax.tree.leaves(encoder.frozen)
-    assert all(isinstance(leaf, pretrained.Stored) for leaf in leaves)
+    assert all(isinstance(leaf, Stored) for leaf in leaves)
     assert len(leaves) == 11  # Neither the decoder nor the second name of the embedding.
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax import runs
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import log, sharding, sheets
@@ -122,7 +123,7 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
         patch.setattr(checkpoint.Checkpointer, "close", watched_close)
         stopped = train(tmp_path / "parts")
     assert int(stopped.step) == 4
-    assert checkpoint.steps(tmp_path / "parts" / loop.CHECKPOINTS) == [4]
+    assert checkpoint.steps(tmp_path / "parts" / runs.CHECKPOINTS) == [4]
     # A second signal must not end the process while the checkpoint is being written.
     assert during_close != [before] and signal.getsignal(signal.SIGTERM) is before
     assert_equal(train(tmp_path / "parts"), whole)
@@ -244,7 +245,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
 
 def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
     train(tmp_path, steps=5, save_every=2, keep_every=2, keep_last=1)
-    folder = tmp_path / loop.CHECKPOINTS
+    folder = tmp_path / runs.CHECKPOINTS
     assert checkpoint.steps(folder) == [2, 4, 5]
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata"}
@@ -255,7 +256,7 @@ def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
 def test_what_a_resumed_run_writes_again_replaces_what_was_there(tmp_path):
     train(tmp_path, steps=4, log_every=1, save_every=2)
     for name in ("4",):  # As if the run had been killed before the last save.
-        (tmp_path / loop.CHECKPOINTS / name).rename(tmp_path / name)
+        (tmp_path / runs.CHECKPOINTS / name).rename(tmp_path / name)
     first = read(tmp_path)
     train(tmp_path, steps=4, log_every=1)
     again = read(tmp_path)

@@ -1,0 +1,55 @@
+"""Files of embeddings: how they are read and refused."""
+
+import io
+import pickle
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffusion_jax.data import embeddings
+
+ARRAY = np.random.default_rng(0).standard_normal((3, 4)).astype(np.float16)
+
+
+def saved(save, *args, **kwargs):
+    buffer = io.BytesIO()
+    save(buffer, *args, **kwargs)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "contents"),
+    [
+        ("a.npy", saved(np.save, ARRAY)),
+        ("a.t5.npz", saved(np.savez, ARRAY)),
+        ("a.npz", saved(np.savez, mask=np.ones(3), **{"embeddings_t5_xxl/encodings": ARRAY})),
+        ("a.safetensors", safetensors.numpy.save({"encodings": ARRAY, "ids": np.arange(3)})),
+    ],
+)
+def test_every_format_gives_the_array_in_float32(name, contents):
+    np.testing.assert_array_equal(
+        embeddings.read(contents, name), ARRAY.astype(np.float32), strict=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("a.npy", b"\x93NUM", r"cannot read the embeddings a\.npy: "),
+        ("a.npy", saved(np.save, np.array([{}]), allow_pickle=True), "cannot read.* allow_pickle"),
+        ("a.npy", pickle.dumps(ARRAY), "cannot read the embeddings"),
+        ("a.npz", saved(np.savez, a=ARRAY, b=ARRAY), r"arrays \['a', 'b'\]: call the right one"),
+        ("a.npy", saved(np.save, ARRAY[0]), r"are float16\[4\]: they must be floats \[tokens, w"),
+        ("a.npy", saved(np.save, np.eye(2, dtype=int)), r"are int64\[2, 2\]: they must be floats"),
+    ],
+)
+def test_what_cannot_be_read_says_why(name, contents, message):
+    with pytest.raises(ValueError, match=message):
+        embeddings.read(contents, name)
+
+
+@pytest.mark.parametrize("suffix", ["pickle", "t5.pkl", "pt"])
+def test_pickles_are_refused_with_the_way_out(suffix):
+    with pytest.raises(ValueError, match=r"can run any code .* numpy\.save"):
+        embeddings.check_suffix(suffix)
