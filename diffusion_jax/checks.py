@@ -1,12 +1,9 @@
 """What holds of the groups that the configs of all systems have: checks in milliseconds."""
 
 from diffusion_jax import settings
-from diffusion_jax.data import pipeline
-from diffusion_jax.settings import Data, Optimizer, Run
+from diffusion_jax.settings import Data, Optimizer, Run, Text
 from diffusion_jax.text import registry
-from diffusion_jax.text.registry import Text
-from diffusion_jax.train import loop
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train import optimizer as optimizers
 
 EMBEDDED = "precomputed"
 """The encoder of embeddings that lie beside the images: it reads no captions."""
@@ -14,8 +11,8 @@ EMBEDDED = "precomputed"
 
 def check_run(run: Run, optimizer: Optimizer, data: Data) -> None:
     """ValueError for values that cannot be, or a schedule that does not fit the steps."""
-    settings.one_of("optimizer.schedule", optimizer.schedule, loop.SCHEDULES)
-    settings.one_of("data.crop", data.crop, pipeline.CROPS)
+    settings.one_of("optimizer.schedule", optimizer.schedule, optimizers.SCHEDULES)
+    settings.one_of("data.crop", data.crop, settings.CROPS)
     settings.positive(
         steps=run.steps, batch_size=run.batch_size, log_every=run.log_every,
         save_every=run.save_every, keep_last=run.keep_last, optimizer__lr=optimizer.lr,
@@ -23,8 +20,8 @@ def check_run(run: Run, optimizer: Optimizer, data: Data) -> None:
         step_timeout=run.step_timeout,
     )  # fmt: skip
     settings.within(0, 1, optimizer__b1=optimizer.b1, optimizer__b2=optimizer.b2)
-    loop.make_optimizer(optimizer, run.steps)  # A schedule may not fit the number of steps.
-    train_state.check_decays(optimizer.ema_decays)
+    optimizers.make_optimizer(optimizer, run.steps)  # A schedule may not fit the number of steps.
+    optimizers.check_decays(optimizer.ema_decays)
 
 
 def check_text(text: Text) -> None:

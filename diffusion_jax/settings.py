@@ -10,6 +10,10 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
+CROPS = ("center", "random")
+MOMENTS = "moments"
+"""The data source of what an autoencoder makes of images; the others give images."""
+
 
 class Run(NamedTuple):
     """A config's own values, outside the groups: what is done when."""
@@ -25,6 +29,24 @@ class Run(NamedTuple):
     step_timeout: int
     """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...]
+
+
+class Text(NamedTuple):
+    """The text encoder, and how often training drops the text.
+
+    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
+    `max_tokens` are kept) and `dtype` are for pretrained encoders alone. Where `store` is not
+    empty, captions are looked up in this store of the encoder's embeddings.
+    """
+
+    encoder: str
+    weights: str
+    store: str
+    width: int
+    max_tokens: int
+    read_tokens: int
+    dtype: str
+    drop_prob: float
 
 
 class Optimizer(NamedTuple):

@@ -5,12 +5,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Key, PRNGKeyArray
 
 from diffusion_jax.diffusion.precond import Images, Sigma
 from diffusion_jax.machine.sharding import Rules
-from diffusion_jax.train.state import Batch, Frozen, LossFn, Metrics, Params
 
+Params = Any
+Frozen = Any
+Batch = dict[str, Array]
+Metrics = dict[str, Array]
+# What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
+Texts = Mapping[str, np.ndarray]
+LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
 _LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
@@ -29,7 +36,7 @@ class Task(NamedTuple):
     An image depends on its own key, text and guidance alone, not on its batch. None skips the
     unconditional half of the work, which guidance 1 needs not.
     """
-    frozen: Any
+    frozen: Frozen
     """Weights that are not trained: sharded, never donated, in no checkpoint."""
     rules: Rules
     """Which parameter lives where on the mesh."""

@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.draw import program as drawing
-from diffusion_jax.draw.program import Images, Texts
+from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
+from diffusion_jax.task import Texts
 from imagen_jax.settings import Settings
 from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
 

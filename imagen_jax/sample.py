@@ -30,8 +30,8 @@ from PIL import Image
 from diffusion_jax import cli
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import gallery
-from diffusion_jax.draw.program import Texts
-from diffusion_jax.machine import sheets
+from diffusion_jax.machine import progress, sheets
+from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.trained import Choice, Model
 
@@ -163,7 +163,7 @@ def _draw(out, stages, texts, seeds, sizes, low_res, origins) -> None:
         list(zip(*(sheets.to_uint8(drawn) for drawn in by_stage), strict=True))
         for by_stage in batches
     )
-    for batch in gallery.with_progress(pixels, len(seeds)):
+    for batch in progress.reported(pixels, len(seeds), "images", size=len):
         if jax.process_index():
             continue
         for drawn in batch:

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 from diffusion_jax import checks, settings
 from diffusion_jax.diffusion import guidance, noise, precond, samplers
 from diffusion_jax.diffusion.precond import Precond
-from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
-from diffusion_jax.text.registry import Text
+from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet

@@ -33,7 +33,7 @@ from PIL import Image
 from diffusion_jax import cli
 from diffusion_jax.draw import gallery
 from diffusion_jax.draw.model import Model
-from diffusion_jax.machine import sheets
+from diffusion_jax.machine import progress, sheets
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.sampling import Preview
@@ -162,7 +162,7 @@ def _draw(
     starts = None if pictures is None else pictures[rows]
     lines, images = [], []
     batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
-    for batch in gallery.with_progress(batches, len(rows)):
+    for batch in progress.reported(batches, len(rows), "images", size=len):
         if jax.process_index():
             continue
         for image in sheets.to_uint8(batch):

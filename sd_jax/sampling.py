@@ -9,7 +9,7 @@ from jaxtyping import Array, ArrayLike, Float, UInt8
 
 from diffusion_jax.diffusion import guidance, noise, precond, samplers
 from diffusion_jax.diffusion.precond import Denoiser, Images
-from diffusion_jax.draw.program import Texts
+from diffusion_jax.task import Texts
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
 from sd_jax.settings import PRECONDS, SAMPLERS, Pipeline, Sampler

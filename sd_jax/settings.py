@@ -5,12 +5,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import checks, settings
-from diffusion_jax.data import pictures
 from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.diffusion.noise import LogAlphas, time_of
 from diffusion_jax.diffusion.precond import Precond
-from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
-from diffusion_jax.text.registry import Text
+from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
@@ -175,11 +173,11 @@ def read_vae(group: Mapping[str, Any]) -> tuple[VAE, str]:
 def uses_moments(data: Data) -> bool:
     """Whether the data are moments; ValueError for a mixture of moments and images."""
     kinds = [part[1] for part in data.mixture] if data.source == "mixture" else [data.source]
-    if len({kind == pictures.MOMENTS for kind in kinds}) > 1:
+    if len({kind == MOMENTS for kind in kinds}) > 1:
         raise ValueError(
             f"data.mixture has the sources {', '.join(kinds)}: moments and images do not mix"
         )
-    return kinds[0] == pictures.MOMENTS
+    return kinds[0] == MOMENTS
 
 
 def check(s: Settings) -> None:

@@ -8,11 +8,9 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import noise, precond
 from diffusion_jax.diffusion.precond import Sigma
-from diffusion_jax.draw.program import Texts
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.task import Batch, Task, Texts, loss_by_noise_level
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train.state import Batch
 from sd_jax import vae as vae_module
 from sd_jax.sampling import attended, make_sample, to_pixels
 from sd_jax.settings import PRECONDS, Diffusion, Settings

@@ -15,8 +15,8 @@ from diffusion_jax.data.arrayrecord import ArrayRecords
 from diffusion_jax.data.digits import Digits
 from diffusion_jax.data.sources import Folder, Record, Records, TextRecords
 from diffusion_jax.data.webdataset import WebDataset
+from diffusion_jax.settings import MOMENTS
 
-MOMENTS = "moments"
 Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pictures, or their moments.
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5

@@ -16,8 +16,8 @@ from jax.sharding import Sharding
 from jaxtyping import Array, Int
 
 from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.settings import CROPS
 
-CROPS = ("center", "random")
 Batch = dict[str, np.ndarray]
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 

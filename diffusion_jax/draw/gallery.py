@@ -1,20 +1,16 @@
-"""What the drawing commands read and write: prompts, progress, a sheet and metadata.jsonl."""
+"""What the drawing commands read and write: prompts, a sheet and metadata.jsonl."""
 
 import json
 import pathlib
-import time
-from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from absl import logging
 from jaxtyping import UInt8
 
 from diffusion_jax.machine import files, sheets
-from diffusion_jax.machine.log import clock
 from diffusion_jax.text import TextEncoder
-
-Batch = TypeVar("Batch", bound=Sized)
 
 
 def read_prompts(given: Sequence[str], path: str | None) -> list[str]:
@@ -34,17 +30,6 @@ def warn_of_cuts(encoder: TextEncoder, prompts: Sequence[str]) -> None:
             logging.warning(
                 "%r is longer than %d tokens, and its end is not read: %r", prompt, kept, lost
             )
-
-
-def with_progress(batches: Iterator[Batch], total: int) -> Iterator[Batch]:
-    """The same batches of images; after each the rate and the time left are logged."""
-    start, done = time.time(), 0
-    for batch in batches:
-        done += len(batch)
-        rate = done / (time.time() - start)
-        left = clock((total - done) / rate)
-        logging.info("%d/%d images | %.2f images/s | %s left", done, total, rate, left)
-        yield batch
 
 
 def write_index(

@@ -9,9 +9,9 @@ from jax.sharding import Mesh
 from diffusion_jax import runs
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import sharding
+from diffusion_jax.settings import Text
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder, registry
-from diffusion_jax.text.registry import Text
 from diffusion_jax.train import checkpoint
 
 # Text encoders and their weights on the devices, by the settings that they were read with.

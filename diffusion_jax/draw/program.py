@@ -5,7 +5,7 @@ drawn in nor the number of devices changes it (beyond the order of floating-poin
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,11 +14,8 @@ from jax.sharding import Mesh
 from jaxtyping import Float
 
 from diffusion_jax.machine.sharding import batch_sharding, place, replicated
-from diffusion_jax.task import Sample
-from diffusion_jax.train.state import Params
+from diffusion_jax.task import Params, Sample, Texts
 
-# What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
-Texts = Mapping[str, np.ndarray]
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.

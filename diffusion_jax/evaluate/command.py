@@ -25,7 +25,7 @@ from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, report, scorers, sweep
 from diffusion_jax.machine import files, log, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
-from diffusion_jax.train.state import Params
+from diffusion_jax.task import Params
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 

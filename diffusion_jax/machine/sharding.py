@@ -11,7 +11,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.weights.pretrained import Stored
+from diffusion_jax.machine.stored import Stored
 
 AXES = ("replica", "fsdp", "tensor")
 # A rule's spec may be one of three words. FSDP splits the largest axis that divides over "fsdp".

@@ -1,56 +1,40 @@
 """The text encoders by their names in configs, run in training or looked up in a store."""
 
+import importlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from diffusion_jax.precache import store
-from diffusion_jax.text import clip, hashed, precomputed, t5
+from diffusion_jax.settings import Text
 from diffusion_jax.text.encoder import TextEncoder
 
 
-class Text(NamedTuple):
-    """The text encoder, and how often training drops the text.
+class Kind(NamedTuple):
+    """A module of this package whose `encoder` makes a TextEncoder, and the arguments of that."""
 
-    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
-    `max_tokens` are kept) and `dtype` are for pretrained encoders alone. Where `store` is not
-    empty, captions are looked up in this store of the encoder's embeddings.
-    """
-
-    encoder: str
-    weights: str
-    store: str
-    width: int
-    max_tokens: int
-    read_tokens: int
-    dtype: str
-    drop_prob: float
+    module: str
+    fields: tuple[str, ...]
+    """The fields of `Text` that it takes: with its weights they decide what becomes of a text."""
+    options: Mapping[str, str] = MappingProxyType({})
+    reads_captions: bool = True
 
 
-ENCODERS: Mapping[str, Callable[[Text], TextEncoder]] = {
-    "hashed": lambda t: hashed.encoder(t.width, t.max_tokens),
-    "precomputed": lambda t: precomputed.encoder(t.width, t.max_tokens),
-    "t5": lambda t: t5.encoder(
-        t.weights,
-        width=t.width,
-        max_tokens=t.max_tokens,
-        read_tokens=t.read_tokens,
-        dtype=t.dtype,
-    ),
-    "clip": lambda t: clip.encoder(
-        t.weights, width=t.width, max_tokens=t.max_tokens, layer="last", dtype=t.dtype
-    ),
-    "clip_penultimate": lambda t: clip.encoder(
-        t.weights, width=t.width, max_tokens=t.max_tokens, layer="penultimate", dtype=t.dtype
-    ),
+_CLIP = ("weights", "width", "max_tokens", "dtype")
+ENCODERS: Mapping[str, Kind] = {
+    "hashed": Kind("hashed", ("width", "max_tokens")),
+    "precomputed": Kind("precomputed", ("width", "max_tokens"), reads_captions=False),
+    "t5": Kind("t5", ("weights", "width", "max_tokens", "read_tokens", "dtype")),
+    "clip": Kind("clip", _CLIP, {"layer": "last"}),
+    "clip_penultimate": Kind("clip", _CLIP, {"layer": "penultimate"}),
 }
-# The fields that decide, beside weights and tokenizer, what an encoder makes of a caption.
-_RULES = {
-    "hashed": ("width", "max_tokens"),
-    "t5": ("width", "max_tokens", "read_tokens", "dtype"),
-    "clip": ("width", "max_tokens", "dtype"),
-    "clip_penultimate": ("width", "max_tokens", "dtype"),
-}
+
+
+def make_encoder(text: Text) -> TextEncoder:
+    """The encoder of this name; its module is imported here, its weights are opened, not read."""
+    kind = ENCODERS[text.encoder]
+    module = importlib.import_module(f"diffusion_jax.text.{kind.module}")
+    return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options)
 
 
 def open_encoder(text: Text) -> TextEncoder:
@@ -60,7 +44,9 @@ def open_encoder(text: Text) -> TextEncoder:
     another way. Its weights are compared where text.weights is a folder here, and are not needed.
     """
     if not text.store:
-        return ENCODERS[text.encoder](text)
+        return make_encoder(text)
+    from diffusion_jax.precache import store  # Only a text with a store needs it.
+
     wanted = rule(text)
     opened = store.Store(text.store)
     store.check_identity(text.store, opened.identity, wanted)
@@ -80,15 +66,21 @@ def open_online(text: Text) -> TextEncoder:
             f"the embeddings in {text.store} were made by {text.encoder!r}, which new texts need "
             "too: say where its weights are with text.weights (in sampling --text_weights=FOLDER)"
         )
-    encoder = ENCODERS[text.encoder](text)
-    if text.store and (pathlib.Path(text.store) / store.MANIFEST).is_file():
+    encoder = make_encoder(text)
+    if not text.store:
+        return encoder
+    from diffusion_jax.precache import store
+
+    if (pathlib.Path(text.store) / store.MANIFEST).is_file():
         stored = store.read_manifest(pathlib.Path(text.store))["identity"]
         store.check_identity(text.store, stored, identity(text, encoder))
     return encoder
 
 
-def identity(text: Text, encoder: TextEncoder) -> store.Identity:
+def identity(text: Text, encoder: TextEncoder) -> dict[str, Any]:
     """All that decides what `encoder`, opened by `text`, makes of a caption."""
+    from diffusion_jax.precache import store
+
     return {**rule(text), **store.fingerprint(encoder)}
 
 
@@ -97,9 +89,12 @@ def rule(text: Text) -> dict[str, Any]:
 
     ValueError if it reads no captions.
     """
-    if text.encoder not in _RULES:
+    kind = ENCODERS[text.encoder]
+    if not kind.reads_captions:
+        readers = [name for name, other in ENCODERS.items() if other.reads_captions]
         raise ValueError(
             f"text.store is {text.store!r} and text.encoder is {text.encoder!r}, which reads no "
-            f"captions: leave text.store empty, or choose from {', '.join(_RULES)}"
+            f"captions: leave text.store empty, or choose from {', '.join(readers)}"
         )
-    return {"encoder": text.encoder, **{f: getattr(text, f) for f in _RULES[text.encoder]}}
+    fields = [field for field in kind.fields if field != "weights"]
+    return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

@@ -16,7 +16,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from diffusion_jax.train.state import Params, TrainState
+from diffusion_jax.task import Params
+from diffusion_jax.train.state import TrainState
 
 _EMA = "ema_"
 _DELETED = "deleted"  # What is in this folder is on its way out.

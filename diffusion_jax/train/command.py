@@ -18,9 +18,9 @@ from diffusion_jax.draw import program as drawing
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
-from diffusion_jax.task import Task
+from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import loop
-from diffusion_jax.train.state import Params, TrainState
+from diffusion_jax.train.state import TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -142,7 +142,7 @@ def batches_of(
 
 
 def evaluation_of(
-    asked: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], drawing.Texts]
+    asked: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
 ) -> loop.Evaluation | None:
     """What config.evaluation asks for: what the evaluation's command scores, on the way.
 

@@ -22,7 +22,8 @@ from diffusion_jax import runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, progress_line, write_manifest
+from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     batch_sharding,
     place,
@@ -32,11 +33,11 @@ from diffusion_jax.machine.sharding import (
     shardings,
 )
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.task import Task, noise_level_means
+from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
 from diffusion_jax.train import optimizer
 from diffusion_jax.train import state as train_state
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.train.state import Metrics, Params, TrainState
+from diffusion_jax.train.state import TrainState
 from diffusion_jax.train.watchdog import Watchdog
 
 CHECKPOINTS = "checkpoints"
@@ -46,7 +47,7 @@ _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 class Examples(NamedTuple):
     """What the pictures on the way are drawn of: a batch of texts, their captions, the guidance."""
 
-    batch: drawing.Texts
+    batch: Texts
     captions: tuple[str, ...]
     guidance: float
 
@@ -79,7 +80,7 @@ def train(
     Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
     `start` reads the first parameters, host arrays, in place of the task's initial ones.
     """
-    tx = make_optimizer(settings, run.steps)
+    tx = optimizer.make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
     layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
@@ -127,24 +128,6 @@ def train(
                 break
             batch = to_global(next(batches), where)
     return state
-
-
-def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:
-    """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
-    return optimizer.adamw(
-        SCHEDULES[settings.schedule](settings, steps),
-        b1=settings.b1,
-        b2=settings.b2,
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-    )
-
-
-SCHEDULES = {
-    "constant": lambda s, steps: optimizer.warmup_constant(s.lr, s.warmup),
-    "ldm": lambda s, steps: optimizer.warmup_ldm(s.lr, s.warmup),
-    "cosine": lambda s, steps: optimizer.warmup_cosine(s.lr, s.warmup, steps),
-}
 
 
 def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
@@ -266,7 +249,7 @@ class _Progress:
                 self._flops, seconds, device.device_kind, self._num_devices
             ),
         }
-        logging.info("%s", progress_line(step, self._run.steps, **line))
+        logging.info("%s", step_line(step, self._run.steps, **line))
         unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
         speed = {"images_per_second": line["images_per_second"]}
         self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)

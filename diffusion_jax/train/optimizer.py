@@ -1,6 +1,6 @@
-"""The optimizer: AdamW as NeMo runs it, and learning-rate schedules as functions of the step."""
+"""The optimizer of a config: AdamW as NeMo runs it, and its schedules as functions of the step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
+
+from diffusion_jax.settings import Optimizer
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
@@ -52,6 +54,31 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
         return warm(step) * 0.5 * (1 + jnp.cos(jnp.pi * past))
 
     return schedule
+
+
+SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
+    "constant": lambda s, steps: warmup_constant(s.lr, s.warmup),
+    "ldm": lambda s, steps: warmup_ldm(s.lr, s.warmup),
+    "cosine": lambda s, steps: warmup_cosine(s.lr, s.warmup, steps),
+}
+
+
+def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:
+    """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
+    return adamw(
+        SCHEDULES[settings.schedule](settings, steps),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+
+
+def check_decays(ema_decays: Sequence[float]) -> None:
+    """ValueError unless every decay of an average of the parameters is in [0, 1)."""
+    for decay in ema_decays:
+        if not 0 <= decay < 1:
+            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
 
 
 def adamw(

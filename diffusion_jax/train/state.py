@@ -1,20 +1,17 @@
 """The state of a run and one optimisation step on it."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer
+from diffusion_jax.train.optimizer import check_decays
 
-Params = Any
-Frozen = Any
-Batch = dict[str, Array]
-Metrics = dict[str, Array]
-LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
 
@@ -57,13 +54,6 @@ def init_state(
     ema = {ema_name(decay): jax.tree.map(jnp.copy, params) for decay in ema_decays}
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return TrainState(step, params, ema, tx.init(params), skipped)
-
-
-def check_decays(ema_decays: Sequence[float]) -> None:
-    """ValueError unless every decay is in [0, 1)."""
-    for decay in ema_decays:
-        if not 0 <= decay < 1:
-            raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
 
 
 def make_train_step(

@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 INDEX = "model.safetensors.index.json"
 FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.safetensors")
@@ -25,33 +24,6 @@ _DTYPES = {
     "BOOL": np.bool_,
 }  # fmt: skip
 _HUB = ("*.json", "*.txt", "*.model", "*.txt.gz", *FILES, "model-*.safetensors")
-
-
-class Stored:
-    """An array that stays in its file: `stored[index]` reads this part of it, as `dtype`."""
-
-    def __init__(self, view: np.ndarray, dtype: DTypeLike) -> None:
-        """`view` is an array mapped into memory, transposed and sliced as need be."""
-        self._view, self.dtype = view, jnp.dtype(dtype)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """As of any array."""
-        return self._view.shape
-
-    @property
-    def size(self) -> int:
-        """The number of elements."""
-        return self._view.size
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it."""
-        return self[...] if dtype is None else self[...].astype(dtype)
-
-    def __getitem__(self, index: Any) -> np.ndarray:
-        """A copy in memory, so that no device ever shares it with the file."""
-        # asarray: a scalar's index gives no array.
-        return np.asarray(self._view[index]).astype(self.dtype, order="C", copy=True)
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from diffusion_jax.weights.pretrained import Stored
+from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
 

@@ -14,7 +14,7 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffusion_jax.machine import files, sharding
-from diffusion_jax.train import loop
+from diffusion_jax.train import loop, optimizer
 from launch.accelerators import Target
 from launch.planner import systems, traffic
 from launch.planner.systems import Model
@@ -52,7 +52,7 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     by_rules = sharding.shardings(frozen, mesh, model.task.rules)
     batch = systems.batch_shapes(model, model.run.batch_size)
     split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
-    tx = loop.make_optimizer(model.optimizer, model.run.steps)
+    tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
     step = loop.make_step(model.task, model.optimizer, tx, where)
     return step.lower(
         sharding.placed(model.state, where),

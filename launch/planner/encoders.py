@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.settings import Text
 from diffusion_jax.text import clip, precomputed, registry, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
-from diffusion_jax.text.registry import Text
 
 # By encoder and width. T5-11b and T5 v1.1 XXL; the fields of T5Encoder.
 _T5 = {

@@ -10,8 +10,8 @@ import numpy as np
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import loop
 from diffusion_jax.train import state as train_state
+from diffusion_jax.train.optimizer import make_optimizer
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen_task
 from launch.planner import encoders
@@ -100,7 +100,7 @@ def frozen_shapes(task: Task) -> Any:
 
 def _model(task: Task, settings: Any, example, stored: float, notes: tuple[str, ...]) -> Model:
     run, optimizer = settings.run, settings.optimizer
-    tx = loop.make_optimizer(optimizer, run.steps)
+    tx = make_optimizer(optimizer, run.steps)
     create = lambda key: train_state.init_state(task.init(key), tx, optimizer.ema_decays)
     state = jax.eval_shape(create, abstract_key())
     itemsize = jnp.dtype(settings.unet.dtype).itemsize

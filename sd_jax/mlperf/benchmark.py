@@ -25,9 +25,8 @@ from diffusion_jax.metrics.clip_score import Clip
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.settings import Evaluation
-from diffusion_jax.task import Task
+from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train.state import Params
 from diffusion_jax.train.watchdog import Watchdog
 from sd_jax import sampling
 from sd_jax.mlperf import coco

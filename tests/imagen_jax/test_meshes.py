@@ -13,6 +13,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
 from diffusion_jax.train import loop
 from diffusion_jax.train import state as train_state
+from diffusion_jax.train.optimizer import make_optimizer
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 
@@ -54,7 +55,7 @@ def run(sizes):
     """The losses of three steps, the parameters after them, and the pictures they draw."""
     settings, imagen, batch = system()
     mesh = sharding.make_mesh(*sizes)
-    tx = loop.make_optimizer(settings.optimizer, 10)
+    tx = make_optimizer(settings.optimizer, 10)
     create = lambda key: train_state.init_state(imagen.init(key), tx, (0.9,))
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
     # Also what is too small to be worth splitting.

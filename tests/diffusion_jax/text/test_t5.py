@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.stored import Stored
 from diffusion_jax.text import embed, t5
 from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights
@@ -143,7 +144,7 @@ def test_sharded_over_eight_devices_it_is_the_same(folder, encoder):
 
 def test_weights_are_opened_and_not_read(encoder):
     leaves = jax.tree.leaves(encoder.frozen)
-    assert all(isinstance(leaf, pretrained.Stored) for leaf in leaves)
+    assert all(isinstance(leaf, Stored) for leaf in leaves)
     assert len(leaves) == 11  # Neither the decoder nor the second name of the embedding.
 
 

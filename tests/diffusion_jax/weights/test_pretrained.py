@@ -11,8 +11,8 @@ import pytest
 import safetensors.numpy
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.stored import Stored
 from diffusion_jax.weights import pretrained
-from diffusion_jax.weights.pretrained import Stored
 from tests.diffusion_jax.text import tiny_weights
 
 

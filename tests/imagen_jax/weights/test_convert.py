@@ -14,7 +14,7 @@ from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.text import registry
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.weights import torch_files
 from imagen_jax import task, trained
 from imagen_jax.settings import read_settings
@@ -73,7 +73,7 @@ def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: loop.train_state.init_state(
         task.make_task(s, registry.open_encoder(s.text)).init(key),
-        loop.make_optimizer(s.optimizer, s.run.steps),
+        optimizer.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))

@@ -7,7 +7,7 @@ import pytest
 
 from configs import base64_500m_online, sd2_512_base, sd2_mlperf, sd_quickstart_vae
 from diffusion_jax.machine import flops
-from diffusion_jax.text.registry import Text
+from diffusion_jax.settings import Text
 from launch.planner import encoders, systems
 
 
