@@ -6,7 +6,6 @@ are the same for all.
 
 import json
 import pathlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,8 +16,7 @@ from jaxtyping import UInt8
 
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, sheets
-from diffusion_jax.machine.log import clock
+from diffusion_jax.machine import files, progress, sheets
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -81,8 +79,8 @@ def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int)
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     lines, images = [], []
-    batches = session.draw(rows, seeds)
-    for batch in _with_progress(batches, len(rows)):
+    batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
+    for batch in progress.reported(batches, len(rows), "images", size=size):
         if jax.process_index():
             continue
         for sizes in zip(*map(sheets.to_uint8, batch), strict=True):
@@ -91,17 +89,6 @@ def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int)
             images.append(sizes[-1])
     if jax.process_index() == 0:
         _write_index(out, lines, images)
-
-
-def _with_progress(batches: Iterator[Sequence[Images]], total: int) -> Iterator[Sequence[Images]]:
-    """The same batches; after each the rate and the time left are logged."""
-    start, done = time.time(), 0
-    for batch in batches:
-        done += len(batch[-1])
-        rate = done / (time.time() - start)
-        left = clock((total - done) / rate)
-        logging.info("%d/%d images | %.2f images/s | %s left", done, total, rate, left)
-        yield batch
 
 
 def _write_image(
