@@ -13,7 +13,7 @@ from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, store
 from diffusion_jax.text import registry
-from imagen_jax import trained
+from imagen_jax import cascade
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.text import tiny_weights
@@ -117,10 +117,10 @@ def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
 def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
     """As sampling does: from the run's config, with the weights named there or by the command."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
-    without = trained.read_run(tmp_path, trained.Choice())
+    without = cascade.read_run(tmp_path, cascade.Choice())
     with pytest.raises(ValueError, match=r"made by 't5', which new texts need too.*--text_weights"):
         registry.open_online(without.text)
-    named = trained.read_run(tmp_path, trained.Choice(text_weights=weights))
+    named = cascade.read_run(tmp_path, cascade.Choice(text_weights=weights))
     assert registry.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
     with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):

@@ -12,10 +12,10 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
-from sd_jax import drawing, task, trained, vae
+from sd_jax import drawing, task, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
-from sd_jax.weights import checkpoints, published
+from sd_jax.weights import checkpoints, published, trained
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import compvis
 

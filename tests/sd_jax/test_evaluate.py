@@ -17,7 +17,8 @@ from diffusion_jax.metrics import digits as judges
 from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
-from sd_jax import evaluate, sampling, task, trained
+from sd_jax import evaluate, sampling, task
+from sd_jax.weights import trained
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)

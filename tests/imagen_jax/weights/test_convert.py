@@ -16,7 +16,7 @@ from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.weights import torch_files
-from imagen_jax import task, trained
+from imagen_jax import cascade, task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
@@ -62,7 +62,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
-    model = trained.load_model(converted, trained.Choice(ema=ema))
+    model = cascade.load_model(converted, cascade.Choice(ema=ema))
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)
