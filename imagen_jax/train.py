@@ -14,6 +14,7 @@ import numpy as np
 
 from diffusion_jax import checks
 from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
@@ -28,7 +29,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     encoder = lookup.open_encoder(s.text)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
-    evaluation = training.evaluation_of(
+    evaluation = on_the_way.open_evaluation(
         s.evaluation, s.data.source, s.output_size, encoder.tokenize
     )
     return training.Prepared(task.make_task(s, encoder), batches, examples, evaluation)

@@ -22,6 +22,7 @@ import numpy as np
 
 from diffusion_jax.data import moments
 from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
@@ -42,7 +43,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
     # Also where nothing is drawn: a store of embeddings must hold what training needs.
     examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
-    evaluation = training.evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)
+    evaluation = on_the_way.open_evaluation(s.evaluation, s.data.source, s.output_size, tokenize)
     start = None
     if s.unet_weights:
         start = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
