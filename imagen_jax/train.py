@@ -15,7 +15,8 @@ import numpy as np
 from diffusion_jax import checks
 from diffusion_jax.data.pipeline import Batches, open_data, training_batches
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.precache import lookup
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command, evaluation_of
 from imagen_jax import super_resolution, task
@@ -24,7 +25,7 @@ from imagen_jax.settings import Settings, read_settings
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens text encoder, data and evaluation; ValueError or OSError if they cannot be."""
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
     evaluation = evaluation_of(s.evaluation, s.data.source, s.output_size, encoder.tokenize)

@@ -12,9 +12,10 @@ from jax.sharding import Mesh
 from diffusion_jax import runs
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import checkpoint
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
@@ -117,6 +118,6 @@ def open_encoder(
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0)  # All else says what is read.
     if key not in encoders:
-        encoder = registry.open_online(text)
+        encoder = lookup.open_online(text)
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]

@@ -21,8 +21,9 @@ from ml_collections import ConfigDict
 from diffusion_jax import cli, runs
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import checkpoint, loop
 from diffusion_jax.train.command import exit_if_stopped
 from sd_jax import train
@@ -114,7 +115,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
         logging.warning("no closed run: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
-    encoder, vae_params = registry.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
+    encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
     runs.claim(workdir, config)
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)

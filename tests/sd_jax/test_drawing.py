@@ -9,7 +9,7 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
@@ -84,7 +84,7 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
-    made = task.make_task(s, registry.open_encoder(s.text), None)
+    made = task.make_task(s, lookup.open_encoder(s.text), None)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     params = tiny.random_params(made)
     runs.claim(workdir, config)
