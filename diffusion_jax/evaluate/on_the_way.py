@@ -10,11 +10,12 @@ from diffusion_jax.draw import program
 from diffusion_jax.evaluate import loop, scorers
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.settings import Evaluation
+from diffusion_jax.task import Texts
 from diffusion_jax.train import loop as training
 
 
 def open_evaluation(
-    wanted: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], program.Texts]
+    wanted: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
 ) -> training.Evaluation | None:
     """The evaluation that config.evaluation describes; None where it says never.
 
