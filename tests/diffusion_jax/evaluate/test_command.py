@@ -55,13 +55,14 @@ def inputs(tmp_path_factory):
     return write_reference(folder / "real.npz"), str(clip)
 
 
-def make_scorer(inputs, prompts=PROMPTS):
+def make_scorer(inputs, prompts=PROMPTS, **fields):
     """FID and CLIP score; the toy extractor stands for Inception."""
     with (
         mock.patch.object(weights, "load"),
         mock.patch.object(extractors, "inception_extractor", lambda *_: toy_metrics.extractor()),
     ):
-        return scorers.FidClip(toy.SIZE, prompts, inputs[0], "toy.safetensors", inputs[1])
+        wanted = toy_metrics.wanted(inputs[0], "toy.safetensors", inputs[1], **fields)
+        return scorers.of_prompts(toy.SIZE, prompts, wanted)
 
 
 def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
@@ -217,7 +218,10 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     system = make_system(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate(system, make_scorer(inputs), Sweep(SCALES))
-    message = "1 of 33 images at guidance 1 are not finite, first of prompt 40: the model or its"
+    message = (
+        "1 of 33 images of step_00000003_ema_guidance_1 are not finite, first of prompt 40: the "
+        "model or its sampler diverges, and no score is written"
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
 
