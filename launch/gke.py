@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 from diffusion_jax import settings
 from launch import job as jobs
+from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
 
@@ -76,7 +77,7 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
     bucket = run.workdir.removeprefix("gs://").split("/")[0]
     arguments = jobs.command(run, mounted(run.workdir))
     values = {"job": job, "gke": gke, "target": target, "run": run}
-    return jobs.fill("gke.yaml.jinja", bucket=bucket, arguments=arguments, **values)
+    return templates.fill("gke.yaml", bucket=bucket, arguments=arguments, **values)
 
 
 if __name__ == "__main__":

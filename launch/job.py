@@ -1,4 +1,4 @@
-"""What is to run where, described once for every launcher.
+"""A job, the description of what runs where, and what all launchers do with it.
 
 A job is a file of launch/jobs, whose values the command line may change:
 
@@ -10,14 +10,12 @@ field of a config costs seconds here and not a booking there.
 
 import operator
 import os
-import pathlib
 import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jinja2
 from absl import app, flags
 from ml_collections import config_flags
 
@@ -63,7 +61,7 @@ class Run(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """What a launcher makes of a checked job's runs."""
+    """A launcher's own part: a text for each run of a checked job, and who takes the texts."""
 
     render: Callable[[Run], str]
     """A run's manifest, script or command line."""
@@ -103,16 +101,6 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
 
     flags.mark_flag_as_required("job")
     cli.run(launch)
-
-
-def fill(template: str, **values: Any) -> str:
-    """A template of this folder with these values."""
-    environment = jinja2.Environment(
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-        undefined=jinja2.StrictUndefined,
-    )  # fmt: skip
-    text = (pathlib.Path(__file__).parent / template).read_text()
-    return environment.from_string(text).render(values)
 
 
 def pipe(program: Sequence[str], text: str, missing: str) -> None:

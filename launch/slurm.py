@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from diffusion_jax import settings
 from launch import job as jobs
+from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
 
@@ -62,7 +63,7 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     srun = ["srun", "--kill-on-bad-exit=1", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
     values = {"job": job, "slurm": slurm, "target": target, "run": run}
-    return jobs.fill("slurm.sh.jinja", srun=line, **values)
+    return templates.fill("slurm.sh", srun=line, **values)
 
 
 if __name__ == "__main__":
