@@ -57,7 +57,8 @@ def main(argv: list[str]) -> None:
         if not name.startswith("sd"):
             kept.append(f"{100 * _kept(curves['h100'], 8, 128):.0f} % ({name})")
     mfu = f"{100 * _MFU.value:.0f}"
-    print(templates.fill("scaling.md", mfu=mfu, kinds=_KINDS, sections=sections, kept=kept))
+    page = templates.fill("scaling.md", mfu=mfu, kinds=_KINDS, sections=sections, kept=kept)
+    print(page, end="")
 
 
 def section(traced: Traced, curves: Mapping[str, list[Point]]) -> Section:
