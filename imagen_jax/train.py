@@ -15,6 +15,7 @@ import numpy as np
 from diffusion_jax import checks
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
+from diffusion_jax.task import to_range
 from diffusion_jax.text import TextEncoder, registry
 from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
@@ -50,7 +51,7 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
     images, texts = batches.pictures.read(first)
     batch = encoder.tokenize(texts)
     if s.super_resolution.factor > 1:
-        large = task.to_unit_range(images)
+        large = to_range(images)
         batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
     return loop.Examples(batch, tuple(captions), s.sampler.guidance)
