@@ -121,9 +121,5 @@ def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
 
         files.write_whole(path, safetensors.numpy.save(state))
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp.npz")
-    try:
-        np.savez(temporary, **state)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with files.whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **state)
