@@ -8,12 +8,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import quickstart
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
-from diffusion_jax.train import state as train_state
 from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 
@@ -32,7 +32,7 @@ def system():
     settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
     texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
-    encoder = registry.open_encoder(settings.text)
+    encoder = lookup.open_encoder(settings.text)
     batch = {"image": rng.integers(0, 256, (8, 16, 16, 3), np.uint8), **encoder.tokenize(texts)}
     return settings, task.make_task(settings, encoder), batch
 
@@ -56,11 +56,11 @@ def run(sizes):
     settings, imagen, batch = system()
     mesh = sharding.make_mesh(*sizes)
     tx = make_optimizer(settings.optimizer, 10)
-    create = lambda key: train_state.init_state(imagen.init(key), tx, (0.9,))
+    create = lambda key: init_state(imagen.init(key), tx, (0.9,))
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
     # Also what is too small to be worth splitting.
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
-    state = jax.device_put(train_state.init_state(initial(), tx, (0.9,)), where)
+    state = jax.device_put(init_state(initial(), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
     optimizer = settings.optimizer._replace(ema_decays=(0.9,))
     step = loop.make_step(imagen, optimizer, tx, where)
@@ -69,7 +69,7 @@ def run(sizes):
         state, metrics = step(state, (), placed, key)
         losses.append(float(metrics["loss"]))
     texts = {k: v for k, v in batch.items() if k != "image"}
-    draw = drawing.make_draw(imagen.sample, (), mesh)
+    draw = program.make_draw(imagen.sample, (), mesh)
     pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
     return losses, jax.device_get(state.params), pictures
 

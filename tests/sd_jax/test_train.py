@@ -12,9 +12,10 @@ from diffusion_jax.data import digits, moments, pictures, webdataset
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
+from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
-from sd_jax import precache, sampling, train, trained
-from sd_jax.weights import pretrained
+from sd_jax import precache, sampling, train
+from sd_jax.weights import pretrained, trained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4
@@ -68,7 +69,7 @@ def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
     kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
     assert len(kept) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
-    expected = np.asarray(program(params, sampling.to_pixels(read, "symmetric")))
+    expected = np.asarray(program(params, to_range(read)))
     found = records(stored)
     assert list(found) == [f"{index:09}.npy" for index in kept]
     for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):
@@ -123,11 +124,9 @@ def run(workdir, config, sizes=(1, 1, 1)):
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
     runs.claim(workdir, config)
-    made, batches, examples, evaluation, start = train.prepare(s, mesh)
-    with batches:
-        state = loop.train(
-            made, s.run, s.optimizer, mesh, batches, examples, workdir, {}, evaluation, start
-        )
+    inputs = train.prepare(s, mesh)
+    with inputs.batches:
+        state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, {})
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return jax.device_get(state), [(line["loss"], line["grad_norm"]) for line in lines]
 
@@ -154,10 +153,10 @@ def test_eight_devices_are_one(tmp_path, whole, stored, vae):
 
 def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
     s = tiny.read_settings(on_moments(stored, vae, unet__weights=str(whole[0])).to_dict())
-    prepared = train.prepare(s, sharding.make_mesh(1, 1, 1))
-    prepared.batches.close()
-    assert prepared.start is not None
-    jax.tree.map(np.testing.assert_array_equal, prepared.start(), whole[1].ema["0.9999"])
+    inputs = train.prepare(s, sharding.make_mesh(1, 1, 1))
+    inputs.batches.close()
+    assert inputs.start is not None
+    jax.tree.map(np.testing.assert_array_equal, inputs.start(), whole[1].ema["0.9999"])
 
 
 def test_a_trained_model_draws_as_chosen(whole, vae):

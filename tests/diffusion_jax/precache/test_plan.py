@@ -52,8 +52,8 @@ def test_keys_are_read_once_whoever_is_interrupted(tmp_path, monkeypatch):
             return super().read(numbers)
 
     captions = Counted([f"text {i}" for i in range(18)], None, 0, 1)
-    expected = store.keys_of(captions.given, IDENTITY)
-    report = lambda done, total: None
+    expected = store.keys_of(captions.prompts, IDENTITY)
+    report = lambda done: None
     with pytest.raises(KeyboardInterrupt):
         plan.read_keys(captions, tmp_path, IDENTITY, 0, 1, report)
     for worker in (1, 0):
