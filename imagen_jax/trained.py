@@ -8,7 +8,7 @@ from diffusion_jax.draw import model as trained
 from diffusion_jax.draw.model import Encoders, Model, with_weights
 from diffusion_jax.machine import sharding
 from imagen_jax import task
-from imagen_jax.settings import Settings, check, read_settings
+from imagen_jax.settings import Settings, check
 
 __all__ = ["Choice", "Encoders", "Model", "load_model", "read_run", "with_weights"]
 
@@ -53,7 +53,7 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    s = read_settings(runs.load(workdir))
+    s: Settings = runs.read(workdir, "imagen_jax")
     asked = {
         "guidance": choice.guidance,
         "name": choice.sampler,

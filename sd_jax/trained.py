@@ -16,7 +16,7 @@ from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
-from sd_jax.settings import Sampler, Settings, check, check_pipeline, read_settings
+from sd_jax.settings import Sampler, Settings, check, check_pipeline
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
@@ -85,7 +85,7 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    s = read_settings(runs.load(workdir))
+    s: Settings = runs.read(workdir, "sd_jax")
     sampler = chosen_sampler(s.sampler, choice)
     text = s.text if choice.text_weights is None else s.text._replace(weights=choice.text_weights)
     vae_weights = s.vae_weights if choice.vae_weights is None else choice.vae_weights

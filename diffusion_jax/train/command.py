@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from absl import app, flags, logging
 from jax.sharding import Mesh
-from ml_collections import config_flags
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
@@ -57,9 +56,7 @@ def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh],
     `read` makes settings of a config. What it and `prepare` raise of ValueError and OSError is one
     message and exit code 2; SIGTERM saves and exits with 143.
     """
-    config = config_flags.DEFINE_config_file(
-        "config", None, "A file in configs/.", lock_config=True
-    )
+    config = cli.define_config()
     workdir = flags.DEFINE_string(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
@@ -75,7 +72,7 @@ def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh],
             mesh = sharding.make_mesh(*s.mesh)
             sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
             prepared = prepare(s, mesh)
-            runs.claim(folder, config.value)
+            runs.claim(folder, config.value.to_dict())
         _train(s, mesh, prepared, folder, config.value.to_dict())
 
     cli.run(main)

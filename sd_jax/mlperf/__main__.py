@@ -29,7 +29,7 @@ import numpy as np
 from absl import app, flags, logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from ml_collections import ConfigDict, config_flags
+from ml_collections import ConfigDict
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data.pipeline import Batches
@@ -46,7 +46,7 @@ from sd_jax.mlperf.results import Event
 from sd_jax.settings import Settings, read_settings
 from sd_jax.weights.pretrained import read_vae
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/sd2_mlperf.py:BATCH_SIZE.")
+_CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "The folder of this run; made if need be.", required=True
 )
@@ -138,7 +138,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path) -> Run:
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
     encoder, vae_params = registry.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     made = task.make_task(s, encoder, vae_params)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
         multihost_utils.sync_global_devices("log")

@@ -41,7 +41,7 @@ def test_a_group_is_read_into_its_tuple_and_lists_become_tuples():
 
 def test_the_configs_own_values_are_read_without_its_groups():
     own = {"width": 8, "sizes": (1,), "unet": {"stray": 1}}
-    assert settings.read(Group, own, "") == Group(8, (1,))
+    assert settings.split(own) == ({"width": 8, "sizes": (1,)}, {"unet": {"stray": 1}})
 
 
 @pytest.mark.parametrize(

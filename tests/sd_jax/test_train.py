@@ -122,7 +122,7 @@ def run(workdir, config, sizes=(1, 1, 1)):
     workdir.mkdir(exist_ok=True)
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     made, batches, examples, evaluation, start = train.prepare(s, mesh)
     with batches:
         state = loop.train(
