@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from logging import WARNING, LogRecord
+from typing import Any
 
 import jax
 from absl import app, flags, logging
@@ -37,7 +38,7 @@ class _CompleteConfig(flags.ArgumentParser):
     def __init__(self, files: flags.ArgumentParser) -> None:
         self._files = files
 
-    def parse(self, argument: str) -> ConfigDict:
+    def parse(self, argument: str) -> Any:
         config = self._files.parse(argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections' promise of an error.
             config = ConfigDict(systems.complete(config.to_dict())).lock()

@@ -77,10 +77,11 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
         files.write_whole(path, json.dumps(config, indent=1))
 
 
-def load(workdir: str | os.PathLike[str]) -> dict[str, Any]:
+def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:
     """The config of a workdir as today's code writes it, whichever earlier code wrote it.
 
-    FileNotFoundError if there is none; ValueError if today's code cannot do what it says.
+    FileNotFoundError if there is none; ValueError if today's code cannot do what it says, or it is
+    not of the system that is asked for.
     """
     path = pathlib.Path(workdir) / CONFIG
     if not path.exists():
@@ -93,20 +94,14 @@ def load(workdir: str | os.PathLike[str]) -> dict[str, Any]:
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    if later := sorted(_flat(config).keys() - _flat(old).keys()):
-        logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
-    return config
-
-
-def read(workdir: str | os.PathLike[str], system: str) -> Any:
-    """The settings of a run of this system; ValueError also for a run of another one."""
-    config = load(workdir)
-    if config["system"] != system:
+    if config["system"] != (system or config["system"]):
         raise ValueError(
             f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "
             f"of {config['system'].partition('.')[0]}"
         )
-    return systems.read(config, system)
+    if later := sorted(_flat(config).keys() - _flat(old).keys()):
+        logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
+    return config
 
 
 def _upgraded(config: dict[str, Any]) -> dict[str, Any]:

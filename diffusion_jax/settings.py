@@ -137,7 +137,7 @@ def defaults(kind: type) -> dict[str, Any]:
     if not dataclasses.is_dataclass(kind):
         known: Mapping[str, Any] = kind._field_defaults
         return {field: known.get(field, dataclasses.MISSING) for field in kind._fields}
-    fields = {f.name: f.default for f in dataclasses.fields(kind)}
+    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(kind)}
     fields["dtype"] = jnp.dtype(fields["dtype"]).name
     return {name: fields[name] for name in fields if name not in ("parent", "name")}
 

@@ -20,9 +20,8 @@ from diffusion_jax import cli
 from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Band, Line
 from diffusion_jax.machine import files
-from sd_jax.mlperf import convergence, results
-from sd_jax.mlperf.convergence import Verdict
-from sd_jax.mlperf.results import Result
+from sd_jax.mlperf import convergence, rules
+from sd_jax.mlperf.convergence import Result, Verdict
 
 _FAILED_EXIT = 1
 _LABELS = {"FID": "FID", "CLIP": "CLIP score"}
@@ -31,12 +30,11 @@ _LABELS = {"FID": "FID", "CLIP": "CLIP score"}
 def main(argv: list[str]) -> None:
     """Reads, prints, and writes into --out."""
     cli.start(alone=True)
-    with cli.bad_input():
+    with cli.bad_input(ModuleNotFoundError):
         if len(argv) < 2:
             raise ValueError("name one result or more: python -m sd_jax.rcp runs/mlperf/0")
-        runs = [results.read(path) for path in results.find(argv[1:])]
-        batch_size = check_alike(runs)
-    verdict = convergence.judge(batch_size, [run.samples_to_target for run in runs])
+        runs = [convergence.read(path) for path in convergence.find(argv[1:])]
+        verdict = convergence.judge(check_alike(runs), [run.samples_to_target for run in runs])
     print(describe(runs, verdict))
     if out := flags.FLAGS.out:
         write(pathlib.Path(out), runs)
@@ -77,8 +75,8 @@ def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]
     x, y = [], []
     for run in runs:
         x += [*(n / 1e6 for n in run.evaluations), math.nan]  # Which parts one from the next.
-        y += [*(found.get(metric, math.nan) for found in run.evaluations.values()), math.nan]
-    target, ends = results.TARGETS[metric], [0, np.nanmax([*x, *images])]
+        y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
+    target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
     name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
     return [Line(name, x, y), Line(f"target {target:g}", ends, [target, target])], [band]
 
@@ -99,20 +97,19 @@ def _runs(runs: Sequence[Result]) -> list[str]:
 
 def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
     lines = [f"{len(runs)} runs, mean without the fastest and the slowest {verdict.mean:,.0f}"]
-    if point := verdict.point:
-        lines.append(
-            f"reference {verdict.origin}: mean {point.mean:,.0f}, and not below {point.lowest:,.0f}"
-        )
+    if reference := verdict.reference:
+        mean, lowest, origin = reference
+        lines.append(f"reference {origin}: mean {mean:,.0f}, and not below {lowest:,.0f}")
     lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
     if verdict.passed and verdict.scale > 1:
         lines.append(f"scores are multiplied by {verdict.scale:.4f}: faster than the mean")
-    if len(runs) < convergence.RUNS:
-        lines.append(f"a submission has {convergence.RUNS} runs: this is a forecast")
+    if len(runs) < rules.RUNS:
+        lines.append(f"a submission has {rules.RUNS} runs: this is a forecast")
     return lines
 
 
 def _curves(runs: Sequence[Result]) -> list[str]:
-    """At each of the reference's evaluations that a run has too (the nearest, within a tenth)."""
+    """FID and CLIP at each of the reference's evaluations that a run has too."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     lines = [f"beside the reference of batch size {size}, its mean (and lowest to highest run):"]
     lines.append("    images       FID             reference     CLIP                    reference")
@@ -129,11 +126,14 @@ def _curves(runs: Sequence[Result]) -> list[str]:
 
 
 def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
-    """Runs evaluate at multiples of their batch size, so rarely at exactly so many images."""
+    """The runs' scores at the evaluation nearest to so many images, where one is within a tenth.
+
+    Runs evaluate at multiples of their batch size, so rarely at exactly so many images.
+    """
     nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
     pairs = zip(runs, nearest, strict=True)
     scores = [run.evaluations[n] for run, n in pairs if abs(n - images) < images / 10]
-    return [found[metric] for found in scores if metric in found]
+    return [at[metric] for at in scores if metric in at]
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from array_record.python import array_record_module  # pyright: ignore[reportAtt
 from diffusion_jax.data import embeddings, examples, sources, storage, webdataset
 from diffusion_jax.data.sources import Record
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.machine import files
 
 SUFFIX = ".array_record"
 _KEY = webdataset.KEY
@@ -101,16 +102,11 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
     Each record is compressed by itself, so that reading one reads no other.
     """
-    target = pathlib.Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
+    with files.whole(path) as temporary:
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
         with contextlib.closing(writer):
             for features in records:
                 writer.write(examples.encode(features))
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _find(path: str) -> list[str]:

@@ -26,6 +26,7 @@ from jaxtyping import Int
 
 from diffusion_jax.data import sources, storage
 from diffusion_jax.data.sources import Record
+from diffusion_jax.machine import files
 
 KEY = "__key__"
 _INDEX_VERSION = 2
@@ -137,18 +138,15 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
     A record holds its files by their suffixes, and its name under KEY.
     """
-    target = pathlib.Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar:
-            for record in records:
-                for suffix in sorted(record.keys() - {KEY}):
-                    member = tarfile.TarInfo(f"{record[KEY].decode()}.{suffix}")
-                    member.size = len(record[suffix])
-                    tar.addfile(member, io.BytesIO(record[suffix]))
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        files.whole(path) as temporary,
+        tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as tar,
+    ):
+        for record in records:
+            for suffix in sorted(record.keys() - {KEY}):
+                member = tarfile.TarInfo(f"{record[KEY].decode()}.{suffix}")
+                member.size = len(record[suffix])
+                tar.addfile(member, io.BytesIO(record[suffix]))
 
 
 def load_index(tar: str) -> Index:

@@ -8,18 +8,15 @@ import csv
 import io
 import json
 import pathlib
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, Float, Int
 
-from diffusion_jax.machine import files
-from diffusion_jax.machine.log import clock
+from diffusion_jax.machine import files, progress
 from diffusion_jax.metrics import cards
 from diffusion_jax.metrics.cards import Card, Scored
 
@@ -85,7 +82,8 @@ def collect(folder: pathlib.Path, num_images: int, batch_size: int, compute: Com
     must call it alike, and see the same folder.
     """
     batches = _batches(_agree(_missing(folder, num_images)), batch_size)
-    for rows in _with_progress(batches, folder.name):
+    total = sum(map(len, batches))
+    for rows in progress.reported(batches, total, "images", name=folder.name, size=len):
         features = compute(rows)
         if jax.process_index() == 0:
             buffer = io.BytesIO()
@@ -176,17 +174,3 @@ def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.nda
 def _agree(mine: np.ndarray) -> np.ndarray:
     """What process 0 found, for every process."""
     return mine if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(mine)
-
-
-def _with_progress(batches: Sequence[np.ndarray], name: str) -> Iterator[np.ndarray]:
-    total, done, start, last = sum(map(len, batches)), 0, time.time(), 0.0
-    for rows in batches:
-        yield rows
-        done += len(rows)
-        if time.time() - last > 5 or done == total:
-            last = time.time()
-            rate = done / (last - start)
-            logging.info(
-                "%s: %d/%d images | %.1f images/s | %s left",
-                name, done, total, rate, clock((total - done) / rate),
-            )  # fmt: skip

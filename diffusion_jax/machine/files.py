@@ -1,23 +1,52 @@
 """Files that are whole or absent: a kill at any moment leaves the old content or the new."""
 
+import contextlib
 import os
 import pathlib
+import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+Path = str | os.PathLike[str]
 
 
-def write_whole(path: str | os.PathLike[str], content: bytes | str) -> None:
-    """Replaces `path` (its folder must exist) by `content` in one atomic rename.
-
-    Text is written as UTF-8. The content is on the disk before the name points to it, so that a
-    power cut cannot leave an empty file under the final name either.
-    """
-    _write(pathlib.Path(path), content, lambda temporary, target: temporary.replace(target))
+def write_whole(path: Path, content: bytes | str) -> None:
+    """Replaces `path` (its folder must exist) by `content`; text is written as UTF-8."""
+    with whole(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def write_new(path: str | os.PathLike[str], content: bytes | str) -> None:
+def write_new(path: Path, content: bytes | str) -> None:
     """As write_whole, but a file that is there already stays, whoever made it and however late."""
-    _write(pathlib.Path(path), content, _link)
+    with whole(path, _link) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole(
+    path: Path, rename: Callable[[pathlib.Path, pathlib.Path], object] = pathlib.Path.replace
+) -> Iterator[pathlib.Path]:
+    """A hidden path beside `path`: the file or folder written there takes its place at the end.
+
+    In one atomic rename, and only when its content is on the disk, so that a power cut cannot leave
+    an empty file under the final name either. After an error nothing is left of it. The hidden name
+    ends in .tmp, whatever `path` ends in, so that nobody takes it for a finished one; hand a writer
+    that looks at suffixes an open file.
+    """
+    target = pathlib.Path(path)
+    # Two writers of one file, also on two hosts, must not share a temporary name.
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        yield temporary
+        if not temporary.is_dir():
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        rename(temporary, target)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
 
 
 def _link(temporary: pathlib.Path, target: pathlib.Path) -> None:
@@ -26,21 +55,3 @@ def _link(temporary: pathlib.Path, target: pathlib.Path) -> None:
     except OSError:
         if not target.exists():  # A file system without hard links.
             temporary.replace(target)
-
-
-def _write(
-    target: pathlib.Path,
-    content: bytes | str,
-    name: Callable[[pathlib.Path, pathlib.Path], object],
-) -> None:
-    # Two writers of one file, also on two hosts, must not share a temporary name.
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    data = content.encode() if isinstance(content, str) else content
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        name(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a run leaves to read: metrics, its manifest, and the progress line."""
+"""What a run leaves to read: its metrics and its manifest."""
 
 import datetime
 import importlib.util
@@ -18,7 +18,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import files, hardware
+from diffusion_jax.machine import files
 
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
@@ -115,38 +115,6 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-def progress_line(
-    step: int,
-    steps: int,
-    *,
-    images_per_second: float,
-    loss: float,
-    seconds_left: float,
-    memory: hardware.Memory | None = None,
-    utilization: float | None = None,
-) -> str:
-    """One line: "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
-    parts = [
-        f"step {step:,}/{steps:,}",
-        f"{images_per_second:,.{0 if images_per_second >= 100 else 1}f} images/s",
-        f"loss {loss:.4f}",
-        f"{clock(seconds_left)} left",
-    ]
-    if memory:
-        parts.append(f"{memory.peak / 2**30:.1f}/{memory.limit / 2**30:.1f} GiB")
-    if utilization is not None:
-        parts.append(f"MFU {100 * utilization:.1f} %")
-    return " | ".join(parts)
-
-
-def clock(seconds: float) -> str:
-    """Seconds as h:mm:ss, for people."""
-    if not math.isfinite(seconds):
-        return "-:--:--"
-    minutes, second = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:

@@ -1,29 +1,108 @@
-"""How far a long job is: a line now and then with its rate and the time left."""
+"""How far a long job is: a line every few seconds, with its rate and the time left."""
 
+import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from absl import logging
 
-from diffusion_jax.machine import log
+from diffusion_jax.machine import hardware
 
 T = TypeVar("T")
 
 
-def reported(items: Iterable[T], total: int, noun: str, every: float = 10.0) -> Iterator[T]:
-    """The items, with a line after each `every` seconds and at the end; `noun` is their plural."""
-    start = last = time.monotonic()
-    for done, item in enumerate(items, 1):
-        yield item
+class Meter:
+    """Logs "encoding: 30/1,000 captions | 1.5 captions/s | 0:10:47 left" while work is counted.
+
+    A line comes at most each `every` seconds, and at the end. Without a `total` it says for how
+    long the job has run. What was `done` before the start counts, but not towards the rate.
+    """
+
+    def __init__(
+        self, noun: str, total: int | None, *, name: str = "", done: int = 0, every: float = 5.0
+    ):
+        """`noun` is the plural of what is counted, `name` what is done to it."""
+        self._noun, self._total, self._every = noun, total, every
+        self._name = f"{name}: " if name else ""
+        self._done = self._first = done
+        self._start = self._last = time.monotonic()
+
+    def add(self, count: int = 1) -> None:
+        """So many more are done."""
+        self.reach(self._done + count)
+
+    def reach(self, done: int) -> None:
+        """So many are done in all."""
+        self._done = done
         now = time.monotonic()
-        if now - last >= every or done == total:
-            last = now
-            logging.info("%s", line(done, total, noun, now - start))
+        if self._done == self._total or now - self._last >= self._every:
+            self._last = now
+            self.log()
+
+    def log(self) -> None:
+        """The line, now."""
+        logging.info("%s%s", self._name, self._line(time.monotonic() - self._start))
+
+    def _line(self, seconds: float) -> str:
+        rate = (self._done - self._first) / seconds if seconds else math.inf
+        speed = _speed(rate, self._noun)
+        if self._total is None:
+            return f"{self._done:,} {self._noun} | {speed} | {_clock(seconds)} so far"
+        left = (self._total - self._done) / rate if rate else math.inf
+        return f"{self._done:,}/{self._total:,} {self._noun} | {speed} | {_clock(left)} left"
 
 
-def line(done: int, total: int, noun: str, seconds: float) -> str:
-    """For example "30 of 100 shards | 1.5 a second | 0:00:47 left"."""
-    rate = done / seconds if seconds else float("inf")
-    left = (total - done) / rate if rate else float("inf")
-    return f"{done:,} of {total:,} {noun} | {rate:,.1f} a second | {log.clock(left)} left"
+def reported(
+    items: Iterable[T],
+    total: int | None,
+    noun: str,
+    *,
+    name: str = "",
+    size: Callable[[T], int] = lambda item: 1,
+    every: float = 5.0,
+) -> Iterator[T]:
+    """The items, with a Meter's lines; each counts as `size(item)` when the next is asked for."""
+    meter = Meter(noun, total, name=name, every=every)
+    for item in items:
+        yield item
+        meter.add(size(item))
+    if total is None:
+        meter.log()
+
+
+def step_line(
+    step: int,
+    steps: int,
+    *,
+    images_per_second: float,
+    loss: float,
+    seconds_left: float,
+    memory: hardware.Memory | None = None,
+    utilization: float | None = None,
+) -> str:
+    """Training's line: "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
+    parts = [
+        f"step {step:,}/{steps:,}",
+        _speed(images_per_second, "images"),
+        f"loss {loss:.4f}",
+        f"{_clock(seconds_left)} left",
+    ]
+    if memory:
+        parts.append(f"{memory.peak / 2**30:.1f}/{memory.limit / 2**30:.1f} GiB")
+    if utilization is not None:
+        parts.append(f"MFU {100 * utilization:.1f} %")
+    return " | ".join(parts)
+
+
+def _speed(rate: float, noun: str) -> str:
+    """Three digits or so."""
+    return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 1 else 2}f} {noun}/s"
+
+
+def _clock(seconds: float) -> str:
+    """Seconds as h:mm:ss."""
+    if not math.isfinite(seconds):
+        return "-:--:--"
+    minutes, second = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{second:02}"

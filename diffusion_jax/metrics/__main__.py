@@ -27,7 +27,6 @@ makes safetensors of the FID Inception's public weights, without torch.
 import json
 import pathlib
 import sys
-import time
 
 import jax
 from absl import flags, logging
@@ -35,7 +34,7 @@ from absl import flags, logging
 from diffusion_jax import cli
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.machine import files, sharding
-from diffusion_jax.machine.log import clock
+from diffusion_jax.machine.progress import Meter
 from diffusion_jax.metrics import (
     bootstrap,
     cards,
@@ -203,17 +202,10 @@ def _of_images(path: str, extractor: extractors.Extractor, *, keep: bool) -> sta
 def _run(
     extractor: extractors.Extractor, source: extractors.Source, *, keep: bool = True
 ) -> extractors.Taken:
-    start, total = time.time(), len(source)
-
-    def progress(done: int) -> None:
-        rate = done / (time.time() - start)
-        if done == total or done // 1000 > (done - _BATCH.value) // 1000:
-            left = clock((total - done) / rate)
-            logging.info("%d/%d images | %.1f images/s | %s left", done, total, rate, left)
-
+    meter = Meter("images", len(source))
     mesh, batch = sharding.make_mesh(), _BATCH.value
     return extractors.extract(
-        extractor, source, mesh, batch_size=batch, keep=keep, progress=progress
+        extractor, source, mesh, batch_size=batch, keep=keep, progress=meter.reach
     )
 
 

@@ -3,12 +3,14 @@
 import hashlib
 import os
 import pathlib
+import shutil
 import urllib.request
 from typing import NamedTuple
 
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
+from diffusion_jax.machine import files
 from diffusion_jax.metrics import inception, inception_weights
 from diffusion_jax.weights import torch_files
 
@@ -81,19 +83,15 @@ def _download() -> pathlib.Path:
     if target.is_file():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
-    part = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
-        with urllib.request.urlopen(URL, timeout=30) as response, part.open("wb") as file:
-            while chunk := response.read(2**20):
-                file.write(chunk)
-        if not _has_hashes(part):
-            raise ValueError(f"what {URL} gave is not the public file: its hash is another")
-        part.replace(target)
+        with files.whole(target) as part:
+            with urllib.request.urlopen(URL, timeout=30) as response, part.open("wb") as file:
+                shutil.copyfileobj(response, file)
+            if not _has_hashes(part):
+                raise ValueError(f"what {URL} gave is not the public file: its hash is another")
     except OSError as error:
         raise FileNotFoundError(
             f"the FID Inception's weights could not be downloaded ({error}): get {URL} elsewhere "
             "and give the file with --weights=FILE"
         ) from error
-    finally:
-        part.unlink(missing_ok=True)
     return target

@@ -1,7 +1,6 @@
 """Fills a store with the embeddings of a data set's captions: the work of the command precache."""
 
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -14,8 +13,8 @@ from jaxtyping import Int, Shaped
 from diffusion_jax import settings
 from diffusion_jax.data import pictures
 from diffusion_jax.machine import sharding
-from diffusion_jax.machine.log import clock
-from diffusion_jax.precache import cost, encode, plan, store
+from diffusion_jax.machine.progress import Meter
+from diffusion_jax.precache import cost, encode, lookup, plan, store
 from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import TextEncoder, registry
 
@@ -60,11 +59,11 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     settings.one_of("text.encoder", text.encoder, registry.ENCODERS)
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
-    registry.rule(text)  # Before any weights are opened.
+    lookup.rule(text)  # Before any weights are opened.
     captions, source = _captions(data, _given(config), captions_file)
     encoder = registry.make_encoder(text)
     source = {**source, "captions": len(captions)}
-    return Job(text, encoder, registry.identity(text, encoder), captions, source)
+    return Job(text, encoder, lookup.identity(text, encoder), captions, source)
 
 
 def table(job: Job, format: str) -> str:
@@ -96,9 +95,9 @@ def run(job: Job, work: Work) -> dict[str, Any]:
                         len(listed) - len(held))  # fmt: skip
     have = store.held_keys(path, held)
     planned = plan.folder_of(path, job.source, job.identity)
-    progress = _Progress("reading captions")
+    reading = Meter("captions", len(job.captions), name="reading captions")
     keys = plan.read_keys(
-        job.captions, planned, job.identity, work.worker, work.workers, progress.report
+        job.captions, planned, job.identity, work.worker, work.workers, reading.reach
     )
     missing, different = plan.pending(keys, have)
     logging.info("%s captions, %s different, %s of them to encode",
@@ -126,12 +125,13 @@ def _encode_shards(
     absent = lambda i: not (path / names[i]).exists()
     to_do = (i for i in plan.turns(len(parts), work.worker, work.workers) if absent(i))
     encode_texts = _make_encode(job, work)
-    progress = _Progress("encoding", done=sum(len(p) for i, p in enumerate(parts) if not absent(i)))
+    done = sum(len(part) for i, part in enumerate(parts) if not absent(i))
+    meter = Meter("captions", len(missing), name="encoding", done=done)
     with ThreadPoolExecutor(1) as reader:
         for i, texts in plan.ahead(reader, lambda i: job.captions.read(parts[i]), to_do):
             if absent(i):  # Another worker may have been faster.
                 store.write_shard(path, keys[parts[i]], encode_texts(texts))
-            progress.report(progress.done + len(texts), len(missing))
+            meter.add(len(texts))
     return names
 
 
@@ -170,21 +170,3 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
     return plan.Captions(tuple(prompts), opened, count, data.threads), source
-
-
-class _Progress:
-    """A line every ten seconds: how much, how fast, how long."""
-
-    def __init__(self, what: str, done: int = 0):
-        self.done, self._what, self._first = done, what, done
-        self._start = self._last = time.time()
-
-    def report(self, done: int, total: int) -> None:
-        self.done, now = done, time.time()
-        if now - self._last < 10 and done < total:
-            return
-        self._last = now
-        rate = (done - self._first) / max(now - self._start, 1e-9)
-        left = (total - done) / max(rate, 1e-9)
-        logging.info("%s: %s/%s | %.0f captions/s | %s left",
-                     self._what, f"{done:,}", f"{total:,}", rate, clock(left))  # fmt: skip

@@ -73,11 +73,11 @@ def read_keys(
     identity: store.Identity,
     worker: int,
     workers: int,
-    report: Callable[[int, int], None],
+    report: Callable[[int], None],
 ) -> Shaped[np.ndarray, "N"]:
     """The key of every caption, in their order; kept in `folder`, in case this is interrupted.
 
-    `report` hears of captions read so far, of how many.
+    `report` hears how many captions are read so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{i:08}.npy" for i in range(-(-len(captions) // _CHUNK))]
@@ -85,7 +85,7 @@ def read_keys(
         if not paths[i].exists():
             texts = captions.read(np.arange(i * _CHUNK, min((i + 1) * _CHUNK, len(captions))))
             files.write_whole(paths[i], store.keys_of(texts, identity).tobytes())
-        report(min((done + 1) * _CHUNK, len(captions)), len(captions))
+        report(min((done + 1) * _CHUNK, len(captions)))
     return np.concatenate([np.frombuffer(path.read_bytes(), store.KEY) for path in paths])
 
 

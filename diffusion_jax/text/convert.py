@@ -35,7 +35,7 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
         name = f"model-{i + 1:05}.safetensors"
         files.write_whole(out / name, safetensors.numpy.save(part))
         where |= dict.fromkeys(part, name)
-    (out / pretrained.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    files.write_whole(out / pretrained.INDEX, json.dumps({"metadata": {}, "weight_map": where}))
     for path in (path for pattern in _COPIED for path in folder.glob(pattern)):
         if not path.name.endswith(".index.json"):
             shutil.copy(path, out / path.name)

@@ -22,7 +22,8 @@ from diffusion_jax import runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, progress_line, write_manifest
+from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     batch_sharding,
     place,
@@ -248,7 +249,7 @@ class _Progress:
                 self._flops, seconds, device.device_kind, self._num_devices
             ),
         }
-        logging.info("%s", progress_line(step, self._run.steps, **line))
+        logging.info("%s", step_line(step, self._run.steps, **line))
         unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
         speed = {"images_per_second": line["images_per_second"]}
         self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)

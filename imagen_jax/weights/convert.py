@@ -66,7 +66,7 @@ def from_workdir(
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
-    s: Settings = runs.read(workdir, "imagen_jax")
+    s = read_settings(runs.load(workdir, "imagen_jax"))
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     abstract = nemo.abstract_params(s.unet, s.text.width)
@@ -121,9 +121,5 @@ def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
 
         files.write_whole(path, safetensors.numpy.save(state))
         return
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp.npz")
-    try:
-        np.savez(temporary, **state)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with files.whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **state)

@@ -1,70 +1,60 @@
-"""Whether runs converge as MLPerf's reference does: its points, its curves, its test.
+"""Whether runs converge as MLPerf's reference does: its points and its test, through rcp_checker.
 
-The rules of training 5.0.0: of ten runs the fastest and the slowest are dropped, and the mean of
-the others may not be significantly below the reference's at the same batch size.
+Of ten runs the fastest and the slowest are dropped, and the mean of the others may not be
+significantly below the reference's at the same batch size. The reference's points, their pruning
+and the limit of the t-test are MLCommons' own code and data (mlperf_logging.rcp_checker).
 """
 
 import csv
 import itertools
 import math
+import os
+import pathlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import scipy.special
 from jaxtyping import Float, Int
 
 from diffusion_jax.evaluate import report
-
-RUNS = 10
-"""Of a submission."""
-_SIGNIFICANCE = 0.05
-
-# {batch size: (learning rate a sample, {samples to target: how many runs})}, from the rcp_checker
-# of MLCommons' logging repository, ruleset 5.0.0. All have 1,000 steps of warm-up.
-REFERENCE = {
-    256: (2.8e-7, {1_536_000: 13, 2_048_000: 7}),
-    384: (2.3e-7, {1_536_768: 2, 2_049_024: 16, 2_561_280: 2}),
-    512: (2.3e-7, {1_536_000: 2, 2_048_000: 14, 2_560_000: 4}),
-    1024: (1.25e-7, {2_560_000: 6, 3_072_000: 7}),
-    2048: (1.25e-7, {3_584_000: 4, 4_096_000: 7, 4_608_000: 2}),
-}
+from sd_jax.mlperf import mllog, rules
 
 
-class Point(NamedTuple):
-    """A reference convergence point: the samples that a batch size takes."""
+class Result(NamedTuple):
+    """A benchmark run as its log tells it, over or not."""
 
+    name: str
+    """Its workdir, or its file."""
     batch_size: int
+    status: str
+    """"running" until there is a run_stop, which says "success" or "aborted"."""
+    evaluations: dict[int, dict[str, float]]
+    """{samples: {"FID": ..., "CLIP": ...}}, ascending; a score may still be missing."""
+    samples_to_target: int | None
+    """Samples at the first evaluation that meets both targets; None unless it succeeded."""
+
+
+class Reference(NamedTuple):
+    """The samples to target of the reference's runs at one batch size."""
+
     mean: float
     """Without the fastest and the slowest run."""
-    std: float
-    """Of all runs, divided by n."""
-    runs: int
-    """How many the mean is of, as the test counts them."""
-
-    @property
-    def lowest(self) -> float:
-        """The lowest mean of a submission's eight runs that is not significantly faster.
-
-        A one-sided t-test of two means of this one standard deviation.
-        """
-        of_mean = math.sqrt(1 / self.runs + 1 / (RUNS - 2))
-        return self.mean - self.std * of_mean * _quantile(self.runs + RUNS - 4)
+    lowest: float
+    """The lowest mean of a submission's runs that is not significantly faster."""
+    origin: str
+    """How it follows from the published points, for people."""
 
 
 class Verdict(NamedTuple):
-    """What the test says of runs of one batch size."""
+    """The outcome of the test on runs of one batch size."""
 
     passed: bool
     reason: str
     mean: float
     """Olympic, in samples; infinite where runs did not converge."""
-    point: Point | None
-    """What they were compared with."""
-    origin: str
-    """Where the point comes from, for people."""
-    scale: float
-    """What a score is multiplied by: above 1 where the runs were faster than the reference."""
+    reference: Reference | None = None
+    scale: float = 1.0
+    """A submission's score is multiplied by it: above 1 for runs faster than the reference."""
 
 
 class Curve(NamedTuple):
@@ -75,6 +65,36 @@ class Curve(NamedTuple):
     clip: Float[np.ndarray, "R E"]
 
 
+def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
+    """The result files that are named, or lie in a named folder as result.txt or result_*.txt.
+
+    FileNotFoundError if a path has none.
+    """
+    results = []
+    for path in map(pathlib.Path, paths):
+        here = [*path.glob(mllog.RESULT), *sorted(path.glob("result_*.txt"))]
+        here = here if path.is_dir() else [path]
+        if not here or not here[0].is_file():
+            raise FileNotFoundError(
+                f"no result at {path}: give a file of mllog lines, or a folder that holds "
+                f"{mllog.RESULT} or result_*.txt"
+            )
+        results += here
+    return results
+
+
+def read(path: str | os.PathLike[str]) -> Result:
+    """Reads a result file; ValueError if it holds no batch size, which every run logs first."""
+    path = pathlib.Path(path)
+    events = mllog.read(path)
+    sizes = [event.value for event in events if event.key == "global_batch_size"]
+    if not sizes:
+        raise ValueError(f"{path} logs no global_batch_size: it is no result of a benchmark run")
+    name = str(path.parent if path.name == mllog.RESULT else path)
+    status, evaluations = mllog.status(events), mllog.evaluations(events)
+    return Result(name, int(sizes[-1]), status, evaluations, _samples_to_target(path, status))
+
+
 def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
     """The test of MLPerf's rules on each run's samples to target; None for one without.
 
@@ -83,19 +103,14 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
     """
     mean = olympic_mean([math.inf if n is None else n for n in samples])
     if (lost := list(samples).count(None)) > 1 or not math.isfinite(mean):
-        reason = f"{lost} of {len(samples)} runs did not converge"
-        return Verdict(False, reason, mean, None, "", 1.0)
-    points = pruned([_point(size) for size in sorted(REFERENCE)])
-    low = [point for point in points if point.batch_size <= batch_size]
-    high = [point for point in points if point.batch_size >= batch_size]
-    if not high:
+        return Verdict(False, f"{lost} of {len(samples)} runs did not converge", mean)
+    reference = reference_at(batch_size)
+    if reference is None:
         reason = f"no reference of batch size {batch_size}: one would have to be submitted"
-        return Verdict(False, reason, mean, None, "", 1.0)
-    point = interpolated(batch_size, low[-1], high[0]) if low else high[0]
-    passed = mean >= point.lowest
+        return Verdict(False, reason, mean)
+    passed = mean >= reference.lowest
     reason = "no faster than the reference" if passed else "faster than the reference allows"
-    scale = max(1.0, point.mean / mean)
-    return Verdict(passed, reason, mean, point, _origin(batch_size, low, high), scale)
+    return Verdict(passed, reason, mean, reference, max(1.0, reference.mean / mean))
 
 
 def olympic_mean(values: Sequence[float | int]) -> float:
@@ -104,29 +119,22 @@ def olympic_mean(values: Sequence[float | int]) -> float:
     return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
 
 
-def pruned(points: Sequence[Point]) -> list[Point]:
-    """Drops the points that are slower than the line between their neighbours.
-
-    Those below the batch size that converges fastest go first, then the others in turn, once.
-    """
-    fastest = min(points, key=lambda point: point.mean)
-    kept = [point for point in points if point.batch_size >= fastest.batch_size]
-    i = 1
-    while i < len(kept) - 1:
-        if kept[i].mean > interpolated(kept[i].batch_size, kept[i - 1], kept[i + 1]).mean:
-            del kept[i]
-        else:
-            i += 1
-    return kept
-
-
-def interpolated(batch_size: int, low: Point, high: Point) -> Point:
-    """Mean and deviation between two points, linear in the batch size; a point itself is exact."""
-    if batch_size in (low.batch_size, high.batch_size):
-        return low if batch_size == low.batch_size else high
-    share = (batch_size - low.batch_size) / (high.batch_size - low.batch_size)
-    between = lambda a, b: a + share * (b - a)
-    return Point(batch_size, between(low.mean, high.mean), between(low.std, high.std), 2 * RUNS)
+def reference_at(batch_size: int) -> Reference | None:
+    """The reference at any batch size; None above its largest."""
+    checker = _rcp_checker().RCP_Checker("training", rules.VERSION, rules.NAME, False)
+    points = sorted(checker.pruned_rcp_data.values(), key=lambda point: point["BS"])
+    at_least = [point for point in points if point["BS"] >= batch_size]
+    below = [point for point in points if point["BS"] < batch_size]
+    if not at_least:
+        return None
+    point, size = at_least[0], at_least[0]["BS"]
+    origin = f"of batch size {size}"
+    if size > batch_size and not below:
+        origin += ", the smallest there is"
+    elif size > batch_size:
+        origin = f"interpolated between batch sizes {below[-1]['BS']} and {size}"
+        _, point = checker._create_interp_rcp(batch_size, below[-1], point)
+    return Reference(float(point["RCP Mean"]), float(point["Min Epochs"]), origin)
 
 
 def read_curves() -> dict[int, Curve]:
@@ -144,22 +152,21 @@ def nearest_curve(batch_size: int) -> tuple[int, Curve]:
     return size, curves[size]
 
 
-def _origin(batch_size: int, low: Sequence[Point], high: Sequence[Point]) -> str:
-    if not low:
-        return f"of batch size {high[0].batch_size}, the smallest there is"
-    if low[-1] is high[0]:
-        return f"of batch size {batch_size}"
-    return f"interpolated between batch sizes {low[-1].batch_size} and {high[0].batch_size}"
+def _rcp_checker() -> Any:
+    return mllog.package("rcp_checker.rcp_checker")
 
 
-def _point(batch_size: int) -> Point:
-    _, counts = REFERENCE[batch_size]
-    samples = [n for n, runs in counts.items() for _ in range(runs)]
-    return Point(batch_size, olympic_mean(samples), float(np.std(samples)), len(samples) - 2)
-
-
-def _quantile(freedom: int) -> float:
-    return float(scipy.special.stdtrit(freedom, 1 - _SIGNIFICANCE))
+def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
+    if status != mllog.SUCCESS:  # Of which the checker would only warn.
+        return None
+    try:
+        _, samples, *_ = _rcp_checker().read_submission_file(path, rules.VERSION, False)
+    except ValueError:  # The least of none: no evaluation meets the targets after all.
+        return None
+    except KeyError as error:
+        missing = f"an evaluation of {path} has no {error}, which MLCommons' checker reads of each"
+        raise ValueError(missing) from error
+    return int(samples)
 
 
 def _place(row: dict[str, str]) -> tuple[int, int, int]:

@@ -7,6 +7,8 @@ import pyarrow as pa
 import pyarrow.compute
 import pyarrow.parquet
 
+from diffusion_jax.machine import files
+
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
 """What is kept: URL and TEXT for img2dataset, the others for the .json beside each image."""
 NONE = "?"
@@ -20,16 +22,9 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
     The file is read page by page and written as it comes, whole or not at all. ValueError if a
     column is missing, or it is no parquet file.
     """
-    temporary = target.with_name(f".{target.name}.tmp")
-    try:
-        with _open(source) as file:
-            _check_columns(source, file.schema_arrow.names)
-            kept = _write(file, temporary)
-            total = file.metadata.num_rows
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return kept, total
+    with files.whole(target) as temporary, _open(source) as file:
+        _check_columns(source, file.schema_arrow.names)
+        return _write(file, temporary), file.metadata.num_rows
 
 
 def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:

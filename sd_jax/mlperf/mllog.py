@@ -1,21 +1,33 @@
-"""The result file of a benchmark run: lines of mllog that go on, one valid log, after a kill.
+"""Result files, lines of mllog: read from any program, and written by ours, also across kills.
 
 Process 0 alone writes. What a kill left half said (a block without its end, an evaluation without
 its scores, steps after the last checkpoint) is taken out when the run goes on, and said anew.
 """
 
+import importlib
+import json
 import logging
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from diffusion_jax.machine import files
-from sd_jax.mlperf import results
-from sd_jax.mlperf.results import Event
 
-_INSTALL = "the benchmark's log needs a package of MLCommons: pip install mlperf-logging"
+RESULT = "result.txt"
+RUNNING, SUCCESS, ABORTED = "running", "success", "aborted"
+_TOKEN = ":::MLLOG "
+
+
+class Event(NamedTuple):
+    """One line of mllog."""
+
+    key: str
+    value: Any
+    metadata: Mapping[str, Any]
+    time_ms: int
 
 
 class ResultLog:
@@ -23,7 +35,7 @@ class ResultLog:
 
     def __init__(self, workdir: pathlib.Path):
         """Opens the file behind what it holds; see `recover`. ModuleNotFoundError with a remedy."""
-        self.path = workdir / results.RESULT
+        self.path = workdir / RESULT
         self._logger: Any = None
         if jax.process_index() == 0:
             self._logger = _mllogger(self.path)
@@ -34,12 +46,12 @@ class ResultLog:
             self._logger.event(key, value, metadata=metadata, stack_offset=2)
 
     def start(self, key: str, time_ms: int | None = None, **metadata: Any) -> None:
-        """The begin of an interval."""
+        """The begin of an interval: now, or at `time_ms`."""
         if self._logger:
             self._logger.start(key, metadata=metadata, time_ms=time_ms, stack_offset=2)
 
     def stop(self, key: str, time_ms: int | None = None, **metadata: Any) -> None:
-        """Its end; both are now, unless `time_ms` says another time."""
+        """The end of an interval: now, or at `time_ms`."""
         if self._logger:
             self._logger.end(key, metadata=metadata, time_ms=time_ms, stack_offset=2)
 
@@ -57,12 +69,12 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
     To be called before the file is opened. Empty for a run without a checkpoint: it starts anew,
     its clock too. ValueError for a file that is not all lines of mllog.
     """
-    path = workdir / results.RESULT
+    path = workdir / RESULT
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()  # The last one may be half a line.
-    events = results.parse(lines, str(path))
+    events = _parse(lines, path)
     if len(events) < len(lines):
         raise ValueError(f"{path} holds lines that are none of mllog: move it elsewhere")
     whole = _whole(events, samples)
@@ -71,9 +83,52 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
     return events[:whole]
 
 
+def read(path: str | os.PathLike[str]) -> list[Event]:
+    """The lines of mllog in any log, whatever stands before them; ValueError for a damaged one."""
+    text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
+    return _parse(text.splitlines(), path)
+
+
+def status(events: Sequence[Event]) -> str:
+    """What "run_stop" says, "success" or "aborted"; "running" without one."""
+    stops = [event.metadata.get("status") for event in events if event.key == "run_stop"]
+    return str(stops[-1]) if stops else RUNNING
+
+
+def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    """{samples: {metric: score}} of the events "eval_accuracy", ascending."""
+    scores: dict[int, dict[str, float]] = {}
+    for event in events:
+        if event.key == "eval_accuracy":
+            at = scores.setdefault(int(event.metadata["samples_count"]), {})
+            at[event.metadata["metric"]] = float(event.value)
+    return dict(sorted(scores.items()))
+
+
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
     """{samples: milliseconds} at which training had seen so many."""
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
+
+
+def package(module: str) -> Any:
+    """A module of MLCommons' package; ModuleNotFoundError that names the remedy if it is absent."""
+    try:
+        return importlib.import_module(f"mlperf_logging.{module}")
+    except ModuleNotFoundError as error:
+        remedy = "the benchmark needs a package of MLCommons: pip install mlperf-logging"
+        raise ModuleNotFoundError(remedy) from error
+
+
+def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
+    events = []
+    for number, line in enumerate(lines, 1):
+        if _TOKEN in line:
+            try:
+                event = json.loads(line.partition(_TOKEN)[2])
+                events.append(Event(*(event[field] for field in Event._fields)))
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{path}, line {number} is no line of mllog: {error}") from error
+    return events
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
@@ -88,10 +143,7 @@ def _whole(events: Sequence[Event], samples: int) -> int:
 
 
 def _mllogger(path: pathlib.Path) -> Any:
-    try:
-        from mlperf_logging.mllog import mllog
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(_INSTALL) from error
+    mllog = package("mllog.mllog")
     path.parent.mkdir(parents=True, exist_ok=True)
     logger = logging.Logger(f"mllog {path}", logging.INFO)  # In no tree: it says nothing elsewhere.
     logger.addHandler(logging.FileHandler(path, encoding="utf-8"))

@@ -1,12 +1,26 @@
-"""The rules of MLPerf training 5.0.0 for Stable Diffusion, as far as a config can break them."""
+"""The rules of MLPerf training for Stable Diffusion: targets, and what a config may not change."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from sd_jax.settings import Settings
 
+NAME, VERSION = "stable_diffusion", "5.0.0"
+"""The benchmark's name, and that of the last rules that have it."""
+TARGETS = {"FID": 90.0, "CLIP": 0.15}
+"""One evaluation must score at most this FID and at least this CLIP score."""
+RUNS = 10
+"""A submission has so many."""
 EVERY = 512_000
 """Images between evaluations, rounded up to whole steps."""
+
+
+def meets_targets(scores: Mapping[str, float]) -> bool:
+    """Whether one evaluation's {"FID", "CLIP"} reach both; a missing score or NaN does not."""
+    if not scores.keys() >= TARGETS.keys():
+        return False
+    return scores["FID"] <= TARGETS["FID"] and scores["CLIP"] >= TARGETS["CLIP"]
 
 
 def steps_between(s: Settings) -> int:
@@ -33,7 +47,7 @@ def check(s: Settings) -> None:
 
 
 def departures(s: Settings) -> list[str]:
-    """In what a config is not a run of the closed division, a line each."""
+    """A line for each value with which a config is no run of the closed division."""
     o = s.optimizer
     wanted = [
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
@@ -55,9 +69,9 @@ def departures(s: Settings) -> list[str]:
 
 
 def hyperparameters(s: Settings) -> dict[str, Any]:
-    """What the log says of a config, by the names of the rules.
+    """The config's values that a log must hold, under the rules' names for them.
 
-    The learning rate is the scaled one, after the warm-up.
+    The learning rate is that after the warm-up, already multiplied by the batch size.
     """
     o = s.optimizer
     return {

@@ -137,8 +137,7 @@ def save_diffusers(
     index |= {"requires_safety_checker": False, "scheduler": ["diffusers", "DDIMScheduler"]}
     index |= {"text_encoder": [None, None], "tokenizer": [None, None]}
     ddim = _scheduler(predicts or checkpoint.predicts or "eps")
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
+    with files.whole(folder) as temporary:
         for part, (library, name, config, state) in _for_diffusers(checkpoint).items():
             _write_json(temporary / part / "config.json", config)
             save_state(state, temporary / part / name)
@@ -151,11 +150,6 @@ def save_diffusers(
                 theirs = pretrained.read_json(pathlib.Path(source) / "model_index.json")
                 index[part] = theirs.get(part, index[part])
         _write_json(temporary / "model_index.json", index)
-        if folder.exists():
-            folder.rmdir()
-        temporary.rename(folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str = "ldm") -> None:
@@ -188,12 +182,8 @@ def save_state(state: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
         # diffusers refuses files that do not say whose tensors they are.
         files.write_whole(path, safetensors.numpy.save(dict(state), {"format": "pt"}))
     elif path.suffix == ".npz":
-        temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp.npz")
-        try:
-            np.savez(temporary, **state)  # pyright: ignore[reportArgumentType]
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        with files.whole(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, **state)  # pyright: ignore[reportArgumentType]
     else:
         raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
 

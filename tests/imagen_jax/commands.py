@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 ROOT = pathlib.Path(__file__).parents[2]
 _SLOW_IMPORTS = [
-    "imagen_jax.trained", "sd_jax.drawing", "diffusion_jax.evaluate.figures",
+    "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.figures",
     "diffusion_jax.evaluate.sweep", "diffusion_jax.train.command",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip

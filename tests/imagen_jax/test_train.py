@@ -10,7 +10,8 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.data import digits
 from diffusion_jax.machine import log, sharding
-from diffusion_jax.text import precomputed, registry
+from diffusion_jax.precache import lookup
+from diffusion_jax.text import precomputed
 from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.train import state as train_state
 from imagen_jax import task, train
@@ -34,7 +35,7 @@ def last_state(workdir):
     """Everything that the last checkpoint holds."""
     s = read_settings(runs.load(workdir))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    imagen = task.make_task(s, registry.open_encoder(s.text))
+    imagen = task.make_task(s, lookup.open_encoder(s.text))
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     position = Position()
     checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=2)

@@ -5,20 +5,30 @@ import pytest
 from PIL import Image
 
 from sd_jax import rcp
-from sd_jax.mlperf import convergence, results
+from sd_jax.mlperf import convergence, rules
 from tests.sd_jax import mllog_files
 
 PASSING = {512_000: (240.0, 0.06), 2_560_000: (89.0, 0.16), 3_072_000: (80.0, 0.17)}
 
 
 def test_reads_what_a_run_logged(tmp_path):
-    run = results.read(mllog_files.write(tmp_path / "r.txt", 512, PASSING))
+    run = convergence.read(mllog_files.write(tmp_path / "r.txt", 512, PASSING))
     assert run.evaluations[512_000] == {"FID": 240.0, "CLIP": 0.06}
-    assert (run.batch_size, run.learning_rate, run.samples_to_target) == (512, 1e-4, 2_560_000)
-    aborted = results.read(mllog_files.write(tmp_path / "a.txt", 512, PASSING, "aborted"))
-    running = results.read(mllog_files.write(tmp_path / "b.txt", 512, PASSING, ""))
+    assert (run.batch_size, run.samples_to_target) == (512, 2_560_000)
+    aborted = convergence.read(mllog_files.write(tmp_path / "a.txt", 512, PASSING, "aborted"))
+    running = convergence.read(mllog_files.write(tmp_path / "b.txt", 512, PASSING, ""))
     assert (aborted.status, running.status) == ("aborted", "running")
     assert aborted.samples_to_target is running.samples_to_target is None
+    failing = convergence.read(mllog_files.write(tmp_path / "c.txt", 512, {512_000: (240.0, 0.06)}))
+    assert failing.status == "success" and failing.samples_to_target is None
+
+
+def test_an_evaluation_without_a_score_is_an_error_where_the_run_says_it_succeeded(tmp_path):
+    path = mllog_files.write(tmp_path / "r.txt", 512, PASSING)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"value": 240.0' not in line))
+    with pytest.raises(ValueError, match=r"r.txt has no 'FID', which MLCommons' checker"):
+        convergence.read(path)
 
 
 @pytest.mark.parametrize(
@@ -27,13 +37,13 @@ def test_reads_what_a_run_logged(tmp_path):
      ((float("nan"), 0.2), False)],
 )  # fmt: skip
 def test_both_targets_must_be_met_at_once(scores, met):
-    assert results.meets_targets(dict(zip(("FID", "CLIP"), scores, strict=True))) is met
-    assert not results.meets_targets({"FID": 1.0})
+    assert rules.meets_targets(dict(zip(("FID", "CLIP"), scores, strict=True))) is met
+    assert not rules.meets_targets({"FID": 1.0})
 
 
 def test_targets_met_in_different_evaluations_do_not_count(tmp_path):
     scores = {1: (80.0, 0.1), 2: (95.0, 0.2), 3: (89.0, 0.151)}
-    assert results.read(mllog_files.write(tmp_path / "r", 8, scores)).samples_to_target == 3
+    assert convergence.read(mllog_files.write(tmp_path / "r", 8, scores)).samples_to_target == 3
 
 
 def test_the_report_and_its_files(tmp_path):
@@ -41,7 +51,7 @@ def test_the_report_and_its_files(tmp_path):
     folder.mkdir()
     for i in range(3):
         mllog_files.write(folder / f"result_{i}.txt", 512, PASSING)
-    runs = [results.read(path) for path in results.find([folder])]
+    runs = [convergence.read(path) for path in convergence.find([folder])]
     verdict = convergence.judge(rcp.check_alike(runs), [r.samples_to_target for r in runs])
     text = rcp.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
@@ -65,7 +75,9 @@ def test_the_report_and_its_files(tmp_path):
 
 def test_a_run_that_did_not_converge_fails(tmp_path):
     nan = float("nan")
-    runs = [results.read(mllog_files.write(tmp_path / "r", 300, {512_000: (nan, 0.1)}, "aborted"))]
+    runs = [
+        convergence.read(mllog_files.write(tmp_path / "r", 300, {512_000: (nan, 0.1)}, "aborted"))
+    ]
     verdict = convergence.judge(300, [None])
     assert not verdict.passed
     assert "1 of 1 runs did not converge" in rcp.describe(runs, verdict)
@@ -74,13 +86,13 @@ def test_a_run_that_did_not_converge_fails(tmp_path):
 
 def test_what_cannot_be_compared_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no result at .*holds result.txt or result_"):
-        results.find([tmp_path])
-    a, b = (results.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
+        convergence.find([tmp_path])
+    a, b = (convergence.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
     with pytest.raises(ValueError, match=r"batch size 512 and .* of 1024: compare runs of one"):
         rcp.check_alike([a, b])
     (tmp_path / "log").write_text("step 1\n")
     with pytest.raises(ValueError, match="logs no global_batch_size"):
-        results.read(tmp_path / "log")
+        convergence.read(tmp_path / "log")
     (tmp_path / "log").write_text("step 1\n:::MLLOG {\n")
     with pytest.raises(ValueError, match="line 2 is no line of mllog"):
-        results.read(tmp_path / "log")
+        convergence.read(tmp_path / "log")

@@ -22,6 +22,7 @@ from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.train import checkpoint
 from sd_jax import task
 from sd_jax.mlperf import __main__ as mlperf
+from sd_jax.mlperf import run
 from tests.diffusion_jax.metrics import toy
 from tests.sd_jax.tiny_benchmark import INTERVAL
 
@@ -35,7 +36,7 @@ def main(argv):
     weights.load = lambda path: None
     clip_score.load = lambda path: clip()
     if _TOY.value:
-        task.make_task, mlperf.read_vae = make_task, lambda path, vae: None
+        run.make_task, run.read_vae = make_task, lambda path, vae: None
     if _KILL.value:
         _KILLS[_KILL.value]()
     mlperf.main(argv)

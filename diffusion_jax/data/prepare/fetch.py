@@ -20,7 +20,6 @@ from diffusion_jax.machine import progress
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 _CHUNK = 2**20
 _ATTEMPTS = 4
-_REPORT = 10.0  # Seconds.
 
 
 def expand(urls: Sequence[str]) -> list[str]:
@@ -126,14 +125,11 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
 
 
 def _copy(response, file, url: str, total: int) -> None:
-    start = last = time.monotonic()
-    first = file.tell()
+    done = file.tell() // _CHUNK
+    meter = progress.Meter("MiB", total // _CHUNK or None, name=name(url), done=done)
     while chunk := response.read(_CHUNK):
         file.write(chunk)
-        if (now := time.monotonic()) - last > _REPORT:
-            last, done = now, (file.tell() - first) // _CHUNK
-            left = max((total - first) // _CHUNK, done)
-            logging.info("%s", progress.line(done, left, f"MiB of {name(url)}", now - start))
+        meter.reach(file.tell() // _CHUNK)
     if total and file.tell() < total:
         raise OSError(f"it ended after {file.tell()} of {total} bytes")
 

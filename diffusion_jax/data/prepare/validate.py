@@ -44,8 +44,8 @@ def validate(records: Records, num: int = 0, threads: int = 4, seed: int = 0) ->
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
     with ThreadPoolExecutor(threads) as pool:
         looked = pool.map(look, chunks)
-        found = [f for part in progress.reported(looked, len(chunks), f"x {_CHUNK} records")
-                 for f in part]  # fmt: skip
+        parts = progress.reported(looked, len(chosen), "records", size=len)
+        found = [one for part in parts for one in part]
     good = [f for f in found if not f.reason]
     bad = [f for f in found if f.reason]
     return {

@@ -41,3 +41,29 @@ def test_write_new_leaves_what_is_there(tmp_path, monkeypatch, links):
     files.write_new(path, "first")
     files.write_new(path, "second")
     assert path.read_text() == "first" and os.listdir(tmp_path) == ["a.txt"]
+
+
+def test_what_is_written_beside_a_file_takes_its_place_only_when_whole(tmp_path):
+    path = tmp_path / "a.npz"
+    with pytest.raises(ValueError, match="halfway"), files.whole(path) as temporary:
+        temporary.write_text("half")
+        raise ValueError("halfway")
+    assert os.listdir(tmp_path) == []
+    with files.whole(path) as temporary:
+        temporary.write_text("all")
+        assert not path.exists() and temporary.name.startswith(".a.npz.")
+    assert path.read_text() == "all" and os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_a_folder_is_whole_or_absent_too(tmp_path):
+    path = tmp_path / "model"
+    path.mkdir()  # An empty one may be there.
+    with pytest.raises(ValueError, match="halfway"), files.whole(path) as temporary:
+        temporary.mkdir()
+        (temporary / "part").write_text("half")
+        raise ValueError("halfway")
+    assert os.listdir(tmp_path) == ["model"] and not os.listdir(path)
+    with files.whole(path) as temporary:
+        temporary.mkdir()
+        (temporary / "part").write_text("all")
+    assert os.listdir(tmp_path) == ["model"] and (path / "part").read_text() == "all"

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics, manifest, progress line."""
+"""What a run writes down: its metrics and its manifest."""
 
 import importlib.util
 import json
@@ -11,9 +11,8 @@ import types
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from diffusion_jax.machine import hardware, log
+from diffusion_jax.machine import log
 
 
 def write(workdir, steps, resumed_from=0):
@@ -148,27 +147,3 @@ def test_a_commit_is_that_of_the_checkout_which_tracks_the_file(tmp_path):
     tracked.write_text("changed")
     assert log.git_commit(tracked) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
     assert log.git_commit(untracked) is None
-
-
-def test_the_progress_line_names_what_is_known():
-    line = log.progress_line(
-        300,
-        8000,
-        images_per_second=812.34,
-        loss=0.12345,
-        seconds_left=3792.4,
-        memory=hardware.Memory(used=1, peak=3 * 2**29, limit=2**36),
-        utilization=0.4123,
-    )
-    assert line == (
-        "step 300/8,000 | 812 images/s | loss 0.1235 | 1:03:12 left | 1.5/64.0 GiB | MFU 41.2 %"
-    )
-
-
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [(0, "0:00:00"), (59.6, "0:01:00"), (100 * 3600, "100:00:00"), (float("inf"), "-:--:--")],
-)
-def test_the_progress_line_counts_hours_minutes_and_seconds(seconds, expected):
-    line = log.progress_line(1, 2, images_per_second=9.87, loss=1.0, seconds_left=float(seconds))
-    assert line == f"step 1/2 | 9.9 images/s | loss 1.0000 | {expected} left"

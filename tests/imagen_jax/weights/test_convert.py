@@ -13,10 +13,10 @@ import pytest
 from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.data import pictures, pipeline
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.weights import torch_files
-from imagen_jax import task, trained
+from imagen_jax import cascade, task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
@@ -62,7 +62,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
-    model = trained.load_model(converted, trained.Choice(ema=ema))
+    model = cascade.load_model(converted, cascade.Choice(ema=ema))
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)
@@ -72,13 +72,13 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: loop.train_state.init_state(
-        task.make_task(s, registry.open_encoder(s.text)).init(key),
+        task.make_task(s, lookup.open_encoder(s.text)).init(key),
         optimizer.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))
     digits = pictures.open_pictures("digits", size=16, path="", text="txt")
-    tokenize = registry.open_encoder(s.text).tokenize
+    tokenize = lookup.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
     checkpoints = checkpoint.Checkpointer(converted / runs.CHECKPOINTS, keep_last=1)
     with batches:

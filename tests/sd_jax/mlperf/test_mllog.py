@@ -1,10 +1,11 @@
 """A run's log after a kill: what is whole stays, what is half said goes."""
 
 import json
+import sys
 
 import pytest
 
-from sd_jax.mlperf import mllog, results
+from sd_jax.mlperf import convergence, mllog
 
 HEADER = [("seed", {}), ("run_start", {}), ("train_samples", {})]
 
@@ -24,10 +25,10 @@ def recovered(tmp_path, events, samples, end=""):
         f":::MLLOG {json.dumps({'key': key, 'value': i, 'metadata': metadata, 'time_ms': i})}\n"
         for i, (key, metadata) in enumerate(events)
     ]
-    path = tmp_path / results.RESULT
+    path = tmp_path / mllog.RESULT
     path.write_text("".join(lines) + end)
     kept = mllog.recover(tmp_path, samples)
-    assert results.read_events(path) == kept  # The file is cut down alike.
+    assert mllog.read(path) == kept  # The file is cut down alike.
     return [(event.key, dict(event.metadata)) for event in kept]
 
 
@@ -63,9 +64,18 @@ def test_without_a_checkpoint_or_a_clock_the_run_starts_anew(tmp_path):
 
 
 def test_a_file_of_others_is_left_alone(tmp_path):
-    (tmp_path / results.RESULT).write_text("step 1\n")
+    (tmp_path / mllog.RESULT).write_text("step 1\n")
     with pytest.raises(ValueError, match="holds lines that are none of mllog: move it elsewhere"):
         mllog.recover(tmp_path, 16)
+
+
+def test_without_mlcommons_package_the_remedy_is_said(tmp_path, monkeypatch):
+    for module in ("mllog.mllog", "rcp_checker.rcp_checker"):
+        monkeypatch.setitem(sys.modules, f"mlperf_logging.{module}", None)
+    with pytest.raises(ModuleNotFoundError, match="pip install mlperf-logging"):
+        mllog.ResultLog(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="pip install mlperf-logging"):
+        convergence.judge(512, [1, 2, 3])
 
 
 def test_a_run_goes_on_in_its_file(tmp_path):
@@ -74,7 +84,7 @@ def test_a_run_goes_on_in_its_file(tmp_path):
         log.event("seed", value)
         log.stop("block_stop", 5, samples_count=8)
         log.close()
-    events = results.read_events(tmp_path / results.RESULT)
+    events = mllog.read(tmp_path / mllog.RESULT)
     assert [event.value for event in events] == [1, None, 2, None]
     assert events[1].time_ms == 5 and events[1].metadata["samples_count"] == 8
     assert mllog.block_ends(events) == {8: 5}

@@ -15,7 +15,7 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 from diffusion_jax.metrics import frechet, stats_files
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.train import checkpoint
-from sd_jax.mlperf import results
+from sd_jax.mlperf import convergence, mllog
 from tests.processes import Group
 from tests.sd_jax import tiny_benchmark
 from tests.sd_jax.tiny_benchmark import BATCH, CAPTIONS, INTERVAL
@@ -38,7 +38,7 @@ def complies(path):
 
 def said(path):
     """A log without its times."""
-    return [(e.key, e.value, dict(e.metadata)) for e in results.read_events(path)]
+    return [(e.key, e.value, dict(e.metadata)) for e in mllog.read(path)]
 
 
 def run(folder, name, *arguments, count=1, devices=2, code=0):
@@ -72,14 +72,14 @@ def test_the_real_networks_meet_their_target(tmp_path):
     once = f"--config.steps={INTERVAL}"
     workdir, _ = run(folder, "real", once, devices=1)
     path = workdir / "result.txt"
-    result = results.read(path)
+    result = convergence.read(path)
     assert result.status == "aborted" and result.evaluations[FIRST]["FID"] > 90
     # The target becomes what was drawn; the log ends there, and the checkpoint draws it again.
     tiny_benchmark.write_reference(folder, gaussian(features(workdir, INTERVAL)["inception"]))
     path.write_text(path.read_text().partition('"key": "eval_start"')[0])
     shutil.rmtree(workdir / "evaluation")
     run(folder, "real", once, devices=1)
-    result = results.read(path)
+    result = convergence.read(path)
     assert result.samples_to_target == FIRST
     assert result.evaluations[FIRST]["FID"] == pytest.approx(0, abs=1e-3)
 
@@ -97,13 +97,13 @@ def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
 
 
 def test_the_result_says_what_was_done(whole):
-    result = results.read(whole / "result.txt")
+    result = convergence.read(whole / "result.txt")
     assert (result.status, result.samples_to_target) == ("success", SECOND)
-    values = {event.key: event.value for event in results.read_events(whole / "result.txt")}
+    values = {event.key: event.value for event in mllog.read(whole / "result.txt")}
     assert values["seed"] == 7 and values["train_samples"] == 24
     assert values["eval_samples"] == CAPTIONS and values["opt_base_learning_rate"] == 0.05
     places = {metadata["file"] for _, _, metadata in said(whole / "result.txt")}
-    assert places == {"sd_jax/mlperf.py"}
+    assert places == {"sd_jax/mlperf/run.py"}
     blocks = [(key, metadata["samples_count"]) for key, _, metadata in said(whole / "result.txt")
               if key.startswith(("block", "eval_st"))]  # fmt: skip
     assert blocks == [
@@ -115,7 +115,7 @@ def test_the_result_says_what_was_done(whole):
 
 def test_the_scores_are_of_each_caption_once(whole, folder):
     real = frechet.reference(stats_files.read(folder / "reference.npz").gaussian)
-    for samples, scores in results.read(whole / "result.txt").evaluations.items():
+    for samples, scores in convergence.read(whole / "result.txt").evaluations.items():
         rows = features(whole, samples // BATCH)
         assert rows["inception"].shape == (CAPTIONS, 3)
         assert len(np.unique(rows["inception"], axis=0)) == CAPTIONS
@@ -143,11 +143,11 @@ def test_two_processes_say_the_same(whole, folder):
 
 def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
     workdir, _ = run(folder, "later", "--toy", "--mode=train")
-    assert results.read(workdir / "result.txt").status == "running"
+    assert convergence.read(workdir / "result.txt").status == "running"
     run(folder, "later", "--toy", "--mode=evaluate")
     assert complies(workdir / "result.txt")
-    events = results.read_events(workdir / "result.txt")
-    assert results.evaluations_of(events) == results.read(whole / "result.txt").evaluations
+    events = mllog.read(workdir / "result.txt")
+    assert mllog.evaluations(events) == convergence.read(whole / "result.txt").evaluations
     (stop,) = [event for event in events if event.key == "run_stop"]
     (end,) = [event for event in events if event.key == "block_stop"
               and event.metadata["samples_count"] == SECOND]  # fmt: skip

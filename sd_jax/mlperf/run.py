@@ -1,0 +1,249 @@
+"""A run of the benchmark: blocks of training and evaluations in turn, each said in its log.
+
+What is done is read from the log and the checkpoints alone, so that a run goes on wherever it was
+killed.
+"""
+
+import contextlib
+import itertools
+import pathlib
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from diffusion_jax import cli, runs
+from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
+from diffusion_jax.task import Task
+from diffusion_jax.text import TextEncoder
+from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import command as training
+from sd_jax import train
+from sd_jax.mlperf import benchmark, mllog, rules
+from sd_jax.mlperf.benchmark import Evaluate
+from sd_jax.mlperf.mllog import Event, ResultLog
+from sd_jax.settings import Settings, read_settings
+from sd_jax.task import make_task
+from sd_jax.weights.pretrained import read_vae
+
+MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
+
+
+class Submission(NamedTuple):
+    """The log's header, as far as no config holds it: whose run it is, and of which division."""
+
+    division: str
+    org: str
+    platform: str
+    status: str
+    cache_cleared: bool
+
+
+class OpenRun(NamedTuple):
+    """A run whose config, networks and log are open and checked, but not its data."""
+
+    s: Settings
+    config: Mapping[str, Any]
+    workdir: pathlib.Path
+    mode: str
+    mesh: Mesh
+    encoder: TextEncoder
+    vae_params: Any
+    task: Task
+    log: ResultLog
+    events: list[Event]
+    """The lines that its log held when it was opened."""
+
+    @property
+    def interval(self) -> int:
+        """Steps from one evaluation to the next."""
+        return rules.steps_between(self.s)
+
+    @property
+    def last(self) -> int:
+        """The step of the last evaluation."""
+        return self.s.run.steps // self.interval * self.interval
+
+    def samples(self, step: int) -> int:
+        """Images seen at a step."""
+        return step * self.s.run.batch_size
+
+
+def go(
+    config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
+    submission: Submission, init_start: int,
+) -> str:  # fmt: skip
+    """Begins a run or goes on with it; its status then. Bad input ends the command.
+
+    Without `seed` it is that of the workdir's run, or a new one of the system's. A device draws
+    `eval_batch` images at once. `init_start` is when the command began, in milliseconds.
+    """
+    with cli.bad_input(ModuleNotFoundError):
+        run = _open(_seeded(config, workdir, seed), workdir, mode)
+        evaluate = None if mode == TRAIN else _open_evaluate(run, eval_batch)
+    with contextlib.closing(run.log):
+        status = mllog.status(run.events)
+        if status == mllog.RUNNING:
+            status = _go_on(run, evaluate, submission, init_start)
+    return status
+
+
+def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> ConfigDict:
+    if seed is not None:
+        config.seed = seed
+    elif (workdir / runs.CONFIG).exists():
+        config.seed = runs.load(workdir)["seed"]
+    else:
+        drawn = np.uint32(secrets.randbelow(2**31))
+        config.seed = int(multihost_utils.broadcast_one_to_all(drawn))
+    return config
+
+
+def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
+    """ValueError or OSError if what the config names cannot be."""
+    s = read_settings(config.to_dict())
+    rules.check(s)
+    for departure in rules.departures(s):
+        logging.warning("no closed run: %s", departure)
+    mesh = sharding.make_mesh(*s.mesh)
+    sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
+    encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
+    task = make_task(s, encoder, vae_params)
+    runs.claim(workdir, config.to_dict())
+    events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
+    if jax.process_count() > 1:  # All have read the log before the first goes on with it.
+        multihost_utils.sync_global_devices("log")
+    log = ResultLog(workdir)
+    return OpenRun(s, config.to_dict(), workdir, mode, mesh, encoder, vae_params, task, log, events)
+
+
+def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
+    if run.mode == EVALUATE and not run.events:
+        raise ValueError(f"{run.workdir} holds no checkpoint yet: first --mode=train")
+    judge = benchmark.open_judge(run.s.evaluation)
+    if not judge.inception.official:
+        logging.warning("no closed run: evaluation.inception is not the public file")
+    size = images_per_device * run.mesh.size
+    return benchmark.make_evaluate(run.s, run.task, run.encoder, judge, run.mesh, run.workdir, size)
+
+
+def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
+    """The whole of the run, or what is left of it; its status then."""
+    if evaluate and run.mode == EVALUATE:
+        return _rounds(run, evaluate, lambda step: None)
+    if not run.events:
+        _say_header(run, submission, init_start)
+    with cli.bad_input():
+        batches = train.open_batches(run.s, run.encoder, run.vae_params, run.mesh)
+    with batches:
+        if not run.events:
+            run.log.event("train_samples", len(batches.pictures))
+        if evaluate:
+            return _rounds(run, evaluate, lambda step: _train(run, batches, step))
+        _train(run, batches, run.last)
+    logging.info("trained: --mode=evaluate scores the checkpoints")
+    return mllog.RUNNING
+
+
+def _say_header(run: OpenRun, submission: Submission, init_start: int) -> None:
+    """All that does not depend on the data, up to the start of the clock."""
+    log, header = run.log, submission._asdict()
+    log.event("cache_clear", header.pop("cache_cleared"))
+    log.event("submission_benchmark", rules.NAME)
+    for key, value in header.items():
+        log.event(f"submission_{key}", value)
+    log.start("init_start", init_start)
+    log.event("seed", run.s.run.seed)
+    for key, value in rules.hyperparameters(run.s).items():
+        log.event(key, value)
+    log.stop("init_stop")
+    log.start("run_start")
+
+
+def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
+    """Evaluation after evaluation, until one meets the targets or the steps are over.
+
+    `reach` trains to a step. "running" if a checkpoint is not there then.
+    """
+    done = mllog.evaluations(run.events)
+    for step in range(run.interval, run.last + 1, run.interval):
+        if run.samples(step) not in done:
+            reach(step)
+            if step > _trained(run.workdir):
+                logging.warning("no checkpoint of step %d yet: go on with --mode=train", step)
+                return mllog.RUNNING
+            done[run.samples(step)] = _scores(run, evaluate, step)
+        if rules.meets_targets(done[run.samples(step)]):
+            return _stop(run, mllog.SUCCESS, step)
+    return _stop(run, mllog.ABORTED, run.last)
+
+
+def _train(run: OpenRun, batches: Batches, step: int) -> None:
+    """Trains to a step, with a block in the log and a checkpoint for each interval.
+
+    SIGTERM saves and exits with 143.
+    """
+    first = _trained(run.workdir)
+    if first >= step:
+        return
+    passed = first // run.interval
+    run.log.start("block_start", samples_count=run.samples(passed * run.interval))
+    goal = run.s.run._replace(
+        steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
+    )
+    state = loop.train(
+        run.task, goal, run.s.optimizer, run.mesh, batches, loop.Examples({}, (), 0.0),
+        run.workdir, run.config, _blocks(run, passed, step),
+    )  # fmt: skip
+    training.exit_if_stopped(state, step)
+
+
+def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:
+    """Lets the loop say in the log where blocks end, of which `passed` are over."""
+    steps = itertools.count((passed + 1) * run.interval, run.interval)
+
+    def say(draw, params):
+        del draw, params
+        step = next(steps)
+        run.log.stop("block_stop", samples_count=run.samples(step))
+        if step < last:
+            run.log.start("block_start", samples_count=run.samples(step))
+        return {}
+
+    return loop.Evaluation(run.samples(run.interval), say)
+
+
+def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
+    """The scores of a checkpoint, which are in the log then."""
+    samples = run.samples(step)
+    run.log.start("eval_start", samples_count=samples)
+    shapes = jax.eval_shape(run.task.init, jax.random.key(0))
+    placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
+    params = checkpoint.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
+    scores = evaluate(params, step)
+    for metric, score in scores.items():
+        run.log.event("eval_accuracy", score, samples_count=samples, metric=metric)
+        logging.info("%d images: %s %.4f", samples, metric, score)
+    run.log.stop("eval_stop", samples_count=samples)
+    return scores
+
+
+def _stop(run: OpenRun, status: str, step: int) -> str:
+    """Ends the clock: now, or where evaluation came later, at the time the step was reached."""
+    reached = mllog.block_ends(run.events) if run.mode == EVALUATE else {}
+    samples = run.samples(step)
+    run.log.stop("run_stop", reached.get(samples), status=status, samples_count=samples)
+    return status
+
+
+def _trained(workdir: pathlib.Path) -> int:
+    """The step of the last checkpoint; 0 without one."""
+    return max(checkpoint.steps(workdir / runs.CHECKPOINTS), default=0)
