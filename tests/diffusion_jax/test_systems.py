@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 def get_config(steps="10"):
     c = ConfigDict(dict(system="imagen_jax", steps=int(steps), batch_size=4))
-    c.unet = dict(image_size=16)
+    c.unet = dict(image_size=16, attention_resolutions=(8, 16))
     c.text = dict(encoder="hashed", width=32)
     c.optimizer = dict(lr=1.0, warmup=0)
     c.data = dict(source="digits", max_aspect=2)
@@ -42,8 +42,8 @@ def file(tmp_path):
 
 def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeypatch, file):
     c = parse(
-        monkeypatch, f"--config={file}:20", "--config.data.max_aspect=1.5", "--config.sampler.eta=1",
-        "--config.unet.channel_mult=(1, 2)", "--config.sample_every=0",
+        monkeypatch, f"--config={file}:20", "--config.data.max_aspect=1.5",
+        "--config.unet.channel_mult=(1, 2)", "--config.sample_every=0", "--config.sampler.eta=1",
     )  # fmt: skip
     assert (c.steps, c.data.max_aspect, c.sampler.eta, c.unet.kind) == (20, 1.5, 1.0, "unet")
     s = imagen_settings.read_settings(c.to_dict())
@@ -98,5 +98,5 @@ def test_an_option_of_a_unet_goes_from_file_and_flag_to_the_workdir_and_back(
     runs.claim(tmp_path / "new", parse(monkeypatch, f"--config={file}", *flag).to_dict())
     loaded = imagen_settings.read_settings(runs.load(tmp_path / "new")).unet
     assert (type(loaded), loaded.sharpness, loaded.image_size) == (Sharper, 2.0, 16)
-    file.write_text(SMALLEST.replace("image_size=16", "image_size=16, sharpness=3.0"))
+    file.write_text(SMALLEST.replace("image_size=16,", "image_size=16, sharpness=3.0,"))
     assert parse(monkeypatch, f"--config={file}").unet.sharpness == 3.0
