@@ -12,11 +12,12 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
-from diffusion_jax.data.pictures import Mixture, Pictures
-from diffusion_jax.settings import CROPS
+from diffusion_jax.data.pictures import Filters, Mixture, Pictures, open_pictures
+from diffusion_jax.machine.sharding import batch_sharding
+from diffusion_jax.settings import CROPS, Data, Run
 
 Batch = dict[str, np.ndarray]
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
@@ -95,6 +96,47 @@ class Batches:
     def close(self) -> None:
         """Stops the threads; may be called twice."""
         self._iterator.close()
+
+
+def open_data(
+    data: Data,
+    size: int,
+    *,
+    embeddings: tuple[int, int] | None = None,
+    shape: tuple[int, int, int] | None = None,
+) -> Pictures:
+    """The pictures of a config, `size` pixels on a side; see open_pictures for the rest."""
+    return open_pictures(
+        data.source,
+        size=size,
+        path=data.path,
+        text=data.text,
+        uncaptioned=data.uncaptioned,
+        resize=data.resize,
+        filters=Filters(data.min_size, data.max_aspect, data.min_chars, data.max_broken),
+        mixture=data.mixture,
+        embeddings=embeddings,
+        shape=shape,
+    )
+
+
+def training_batches(
+    pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
+) -> Batches:
+    """The batches of a config, this process's rows of them; the rest is as of make_batches."""
+    process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
+    return make_batches(
+        pictures,
+        tokenize,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        process_index=process_index,
+        process_count=process_count,
+        num_threads=data.threads,
+        crop=data.crop,
+        flip=data.flip,
+        name=name,
+    )
 
 
 def make_batches(

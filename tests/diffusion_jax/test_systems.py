@@ -48,7 +48,6 @@ def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeyp
     assert (c.steps, c.data.max_aspect, c.sampler.eta, c.unet.kind) == (20, 1.5, 1.0, "unet")
     s = imagen_settings.read_settings(c.to_dict())
     assert (s.unet.channel_mult, s.unet.embed_dim, s.run.step_timeout) == ((1, 2), 256, 1800)
-    assert next(iter(c)) == "system"
 
 
 @pytest.mark.parametrize(
@@ -90,8 +89,8 @@ def test_an_option_of_a_unet_goes_from_file_and_flag_to_the_workdir_and_back(
     before = parse(monkeypatch, f"--config={file}", "--config.sample_every=0").to_dict()
     runs.claim(tmp_path, before)
     monkeypatch.setitem(imagen_settings.UNETS, "unet", Sharper)
-    read = lambda: imagen_settings.read_settings(runs.load(tmp_path)).unet
-    assert read() == Sharper(**{**vars(read()), "sharpness": 0.5})  # Yesterday's run has it.
+    loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
+    assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)  # Yesterday's run has it too.
     flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
     with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 there, 2\.0 now"):
         runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())

@@ -14,7 +14,8 @@ from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.data import pictures, pipeline
 from diffusion_jax.precache import lookup
-from diffusion_jax.train import checkpoint, loop, optimizer
+from diffusion_jax.train import checkpoint, optimizer
+from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
 from imagen_jax import cascade, task
 from imagen_jax.settings import read_settings
@@ -71,7 +72,7 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
-    create = lambda key: loop.train_state.init_state(
+    create = lambda key: init_state(
         task.make_task(s, lookup.open_encoder(s.text)).init(key),
         optimizer.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,
