@@ -91,9 +91,12 @@ class Evaluation(NamedTuple):
     """A file; "" stands for the prompts of the coloured digits."""
     num_prompts: int = 1_000
     reference: str = ""
-    """Statistics of real images; then the weights of Inception and of CLIP: see evaluate."""
+    """Statistics of real images; then weights of Inception and of CLIP: see evaluate."""
     inception: str = ""
     clip: str = ""
+    clip_reference: str = ""
+    metrics: tuple[str, ...] = ()
+    """Names in metrics.table; none: all that the reference and the weights allow."""
 
 
 class Data(NamedTuple):

@@ -24,7 +24,7 @@ import jax
 from absl import app, flags, logging
 
 from diffusion_jax import cli
-from diffusion_jax.precache import fill, store
+from diffusion_jax.precache import fill, shards, store
 
 _CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
@@ -57,7 +57,7 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         path = pathlib.Path(job.text.store)
-        store.start(path, job.identity, work.format)
+        shards.start(path, job.identity, work.format)
     manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "
