@@ -190,7 +190,7 @@ def check_sampler(sampler: Any, samplers: Iterable[str]) -> None:
     one_of("sampler.name", sampler.name, samplers)
     positive(sampler__steps=sampler.steps)
     within(0, 1, sampler__eta=sampler.eta)
-    within(0, 1000, sampler__guidance=sampler.guidance)
+    within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
 
 
 def one_of(field: str, value: str, known: Iterable[str]) -> None:
