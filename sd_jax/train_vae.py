@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from diffusion_jax import checks, settings
+from diffusion_jax.data import sources
 from diffusion_jax.diffusion import precond
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
@@ -110,7 +111,7 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     """Opens the data; ValueError or OSError if they cannot be."""
-    pictures = training.open_data(s.data, s.reconstruction.image_size)
+    pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
     shown = {"image": np.asarray(sampling.to_pixels(images, "symmetric"))}

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from diffusion_jax.data import pictures
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files
 from diffusion_jax.precache import store
@@ -52,7 +51,7 @@ class Captions(NamedTuple):
         texts = [self.given[i] for i in numbers[numbers < given].tolist()]
         if self.data is None or (numbers < given).all():
             return texts
-        return texts + list(pictures.read_texts(self.data, numbers[numbers >= given] - given))
+        return texts + list(self.data.texts(numbers[numbers >= given] - given))
 
 
 def turns(count: int, worker: int, workers: int) -> Iterator[int]:

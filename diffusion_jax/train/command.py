@@ -12,7 +12,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.data.pictures import Filters, Pictures, open_pictures
+from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.evaluate import scorers
@@ -98,28 +98,6 @@ def exit_if_stopped(state: TrainState, steps: int) -> None:
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(distributed.PREEMPTED)
-
-
-def open_data(
-    data: Data,
-    size: int,
-    *,
-    embeddings: tuple[int, int] | None = None,
-    shape: tuple[int, int, int] | None = None,
-) -> Pictures:
-    """The pictures of a config, `size` pixels on a side; see open_pictures for the rest."""
-    return open_pictures(
-        data.source,
-        size=size,
-        path=data.path,
-        text=data.text,
-        uncaptioned=data.uncaptioned,
-        resize=data.resize,
-        filters=Filters(data.min_size, data.max_aspect, data.min_chars, data.max_broken),
-        mixture=data.mixture,
-        embeddings=embeddings,
-        shape=shape,
-    )
 
 
 def batches_of(

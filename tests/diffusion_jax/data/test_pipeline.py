@@ -12,15 +12,17 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.data.pictures import Mixture, open_pictures
+from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sheets
+from diffusion_jax.settings import Data
 from diffusion_jax.text import hashed
 
 ROOT = pathlib.Path(__file__).parents[3]
 TOKENIZE = hashed.encoder(32, 6).tokenize
 
 
-class Numbers:
+class Numbers(Pictures):
     """Pictures of one pixel that show their own number."""
 
     def __init__(self, length):
@@ -86,7 +88,7 @@ def test_a_batch_may_be_larger_than_the_data():
 def test_a_restored_iterator_continues_exactly_broken_images_included(damaged, num_threads):
     def make(process_index=0, process_count=1):
         return pipeline.make_batches(
-            open_pictures("folder", path=damaged, size=8), TOKENIZE, batch_size=4, seed=3,
+            open_pictures(Data("folder", path=damaged), 8), TOKENIZE, batch_size=4, seed=3,
             num_threads=num_threads, process_index=process_index, process_count=process_count,
         )  # fmt: skip
 
@@ -228,7 +230,7 @@ def test_random_crops_lie_anywhere_by_the_samples_number_and_centred_ones_in_the
     for i in range(8):
         sheets.write_png(tmp_path / f"{i}.png", picture)
         (tmp_path / f"{i}.txt").write_text("a ramp")
-    pictures = open_pictures("folder", path=str(tmp_path), size=16, resize=64)
+    pictures = open_pictures(Data("folder", path=str(tmp_path), resize=64), 16)
 
     def corners(crop, batch_size):
         made = pipeline.make_batches(pictures, TOKENIZE, batch_size=batch_size, seed=3, crop=crop)

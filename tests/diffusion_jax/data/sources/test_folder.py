@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import digits
-from diffusion_jax.data.sources import Folder, suffix_of
+from diffusion_jax.data.records import suffix_of
+from diffusion_jax.data.sources.folder import Folder
 
 
 @pytest.fixture
