@@ -28,8 +28,9 @@ from ml_collections import config_flags
 from benchmarks import sd_inputs
 from diffusion_jax import cli
 from diffusion_jax.machine import flops, hardware, sharding
+from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train import state as train_state
 from imagen_jax import task as imagen_task
@@ -130,7 +131,7 @@ def _open_system(config: Mapping[str, Any], size: int) -> tuple[Any, Task, dict]
     if "latents" in config:
         return sd_inputs.open_system(config, size, _INPUTS.value)
     s = read_settings(config)
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     return s, imagen_task.make_task(s, encoder), _batch(s, encoder, size)
 
 

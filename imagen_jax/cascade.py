@@ -1,4 +1,4 @@
-"""Several models in a row: a base model draws small, super-resolution models enlarge.
+"""Trained models, one or several in a row: a base model draws small, the others enlarge.
 
     from imagen_jax import cascade
 
@@ -9,6 +9,7 @@ Each stage has its own checkpoint, sampler and guidance. What a stage draws reac
 it is, neither clipped nor rounded.
 """
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -16,12 +17,21 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.draw import program as drawing
-from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import sheets
+from diffusion_jax.draw import model
+from diffusion_jax.draw.model import Encoders, Model, replaces
+from diffusion_jax.draw.program import Images, default_batch_size, in_batches
+from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.task import Texts
-from imagen_jax.settings import Settings
-from imagen_jax.trained import Choice, Encoders, Model, load_model, read_run
+from imagen_jax import task
+from imagen_jax.settings import Settings, read_settings
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice(model.Choice):
+    """Which weights a stage draws with, and how; None stands for what the run's config says."""
+
+    threshold: str | None = replaces("sampler.threshold")
+    aug_sigma: float | None = replaces("super_resolution.aug_sigma")
 
 
 def load(
@@ -35,6 +45,29 @@ def load(
     check_chain([(str(workdir), read_run(workdir, choice)) for workdir, choice in named])
     encoders: Encoders = {}
     return tuple(load_model(workdir, choice, encoders) for workdir, choice in named)
+
+
+def load_model(
+    workdir: str | os.PathLike[str],
+    choice: Choice | None = None,
+    encoders: Encoders | None = None,
+) -> Model:
+    """The model of a training run; ValueError or FileNotFoundError if there is no such one.
+
+    Models that are loaded with the same `encoders` (a dict, empty at first) share the weights of
+    their text encoders.
+    """
+    choice = choice or Choice()
+    s = read_run(workdir, choice)
+    mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
+    encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
+    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
+    return model.load_model(workdir, choice, s, encoder, imagen, mesh)
+
+
+def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
+    """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
+    return model.read_run(workdir, choice, read_settings)
 
 
 def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
@@ -94,7 +127,7 @@ def draw_batches(
     unguided = guidance is None and scale == 1
     scales = None if unguided else np.full(len(seeds), scale, np.float32)
     first = 0
-    for images in drawing.in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
+    for images in in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
         rows = slice(first, first + len(images))
         first = rows.stop
         if len(stages) == 1:
@@ -110,7 +143,7 @@ def draw_batches(
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
     """How many images each stage draws at once by default: fewer where they are larger."""
     sides = [stage.settings.output_size for stage in stages]
-    return [min(drawing.default_batch_size(side, side), num_images) for side in sides]
+    return [min(default_batch_size(side, side), num_images) for side in sides]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:

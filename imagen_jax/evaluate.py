@@ -25,9 +25,10 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.model import with_weights
 from diffusion_jax.evaluate import command as evaluation
-from imagen_jax import cascade, trained
-from imagen_jax.trained import Choice, Model
+from imagen_jax import cascade
+from imagen_jax.cascade import Choice, Model
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
@@ -40,7 +41,7 @@ def open_system(workdirs: Sequence[str], choice: evaluation.Choice) -> evaluatio
     cascade.check_low_res(stages[0], None)
 
     def at(ema, step):
-        return _point((trained.with_weights(stages[0], ema, step), *stages[1:]))
+        return _point((with_weights(stages[0], ema, step), *stages[1:]))
 
     last, first_size = stages[-1].settings, stages[0].settings.output_size
     batch_size = drawing.default_batch_size(first_size, first_size)

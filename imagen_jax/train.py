@@ -16,7 +16,8 @@ from diffusion_jax import checks
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.precache import lookup
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
 from imagen_jax import super_resolution, task
@@ -25,7 +26,7 @@ from imagen_jax.settings import Settings, read_settings
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     """Opens text encoder, data and evaluation; ValueError or OSError if they cannot be."""
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
     evaluation = training.evaluation_of(

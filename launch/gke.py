@@ -17,17 +17,14 @@ one that fails otherwise job.gke.restarts times, and one that refused its config
 Kubernetes secret job.gke.secret, whose contents this command never sees.
 """
 
-import subprocess
-import sys
 from typing import Any, NamedTuple
 
 import yaml
-from absl import app, flags
 
-from diffusion_jax import cli, settings
+from diffusion_jax import settings
 from launch import job as jobs
 from launch.accelerators import Target
-from launch.job import Job, Run
+from launch.job import Job, Launcher, Run
 
 PORT = 55527
 _WORKER, _MAIN = "worker", "main"
@@ -39,7 +36,7 @@ class Gke(NamedTuple):
 
     namespace: str
     service_account: str
-    """Kubernetes' name of who may read and write the bucket; "" for the default."""
+    """The Kubernetes account that may read and write the bucket; "" for the default."""
     queue: str
     """A queue of Kueue's, or ""."""
     secret: str
@@ -49,26 +46,17 @@ class Gke(NamedTuple):
     """Seconds to save in after SIGTERM."""
 
 
-def main(argv: list[str]) -> None:
-    """Checks, renders, prints or submits."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    with cli.bad_input():
-        job, target, groups = jobs.read()
-        gke = settings.read(Gke, groups["gke"], "gke")
-        check(job)
-        runs = jobs.runs(job)
-        manifests = [render(job, gke, target, run) for run in runs]
-        jobs.check_commands([jobs.with_workdir(run, mounted(run.workdir)) for run in runs])
-        for run in runs:
-            jobs.check_mesh(run, target)
-    text = yaml.dump_all(manifests, Dumper=_Plain, sort_keys=False)
-    print(jobs.table(runs), file=sys.stderr)
-    if jobs.DRY_RUN.value:
-        print(text, end="")
-        return
-    with cli.bad_input():
-        _submit(text)
+def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
+    """A JobSet for each run."""
+    gke = settings.read(Gke, groups["gke"], "gke")
+    check(job)
+    text = {"Dumper": _Plain, "sort_keys": False, "explicit_start": True}
+    apply = ("kubectl", "apply", "-f", "-")
+    return Launcher(
+        render=lambda run: yaml.dump(render(job, gke, target, run), **text),
+        submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or apply --dry_run's"),
+        folder=mounted,
+    )
 
 
 class _Plain(yaml.SafeDumper):
@@ -197,7 +185,7 @@ def _container(job: Job, gke: Gke, target: Target, run: Run, bucket: str) -> dic
         "name": _MAIN,
         "image": job.image,
         "command": ["python", "-m"],
-        "args": jobs.with_workdir(run, mounted(run.workdir)),
+        "args": jobs.command(run, mounted(run.workdir)),
         "env": [*_joining(target, run), *(_secret(name, gke) for name in job.secrets)],
         "resources": {"requests": count, "limits": count},
         "volumeMounts": [
@@ -225,15 +213,5 @@ def _secret(variable: str, gke: Gke) -> dict[str, Any]:
     return {"name": variable, "valueFrom": {"secretKeyRef": reference}}
 
 
-def _submit(text: str) -> None:
-    try:
-        subprocess.run(["kubectl", "apply", "-f", "-"], input=text, text=True, check=True)
-    except FileNotFoundError as error:
-        raise ValueError("there is no kubectl here: install it, or apply --dry_run's") from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError("kubectl refused the manifests; see above") from error
-
-
 if __name__ == "__main__":
-    flags.mark_flag_as_required("job")
-    cli.run(main)
+    jobs.main(launcher)

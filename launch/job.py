@@ -13,20 +13,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from absl import flags
+from absl import app, flags
 from ml_collections import config_flags
 
-from diffusion_jax import settings
+from diffusion_jax import cli, settings
 from diffusion_jax.machine import sharding
 from launch import accelerators
 from launch.accelerators import Target
 
-FLAG = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
+_JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
 _GROUPS = ("gke", "slurm")
-DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
+_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
 
 
 class Job(NamedTuple):
@@ -60,9 +60,62 @@ class Run(NamedTuple):
     overrides: tuple[str, ...]
 
 
-def read() -> tuple[Job, Target, Mapping[str, Any]]:
+class Launcher(NamedTuple):
+    """What a launcher makes of a checked job's runs."""
+
+    render: Callable[[Run], str]
+    """A run's manifest, script or command line."""
+    submit: Callable[[list[str]], None]
+    """Hands over all of them; ValueError or ImportError where it cannot."""
+    folder: Callable[[str], str] = str
+    """Where a workdir is for the command that runs."""
+
+
+Groups = Mapping[str, Any]
+"""The launchers' own groups of a job file."""
+
+
+def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
+    """Runs `python -m launch.NAME --job=FILE`: checks, renders, prints or submits.
+
+    `open_launcher` raises ValueError for a job that its cluster could not start.
+    """
+
+    def launch(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        with cli.bad_input():
+            job, target, groups = read()
+            launcher = open_launcher(job, target, groups)
+            all_runs = runs(job)
+            rendered = [launcher.render(run) for run in all_runs]
+            check_commands([command(run, launcher.folder(run.workdir)) for run in all_runs])
+            for run in all_runs:
+                check_mesh(run, target)
+        print(table(all_runs), file=sys.stderr)
+        if _DRY_RUN.value:
+            print("\n".join(rendered))
+            return
+        with cli.bad_input(ImportError):
+            launcher.submit(rendered)
+
+    flags.mark_flag_as_required("job")
+    cli.run(launch)
+
+
+def pipe(program: Sequence[str], text: str, missing: str) -> None:
+    """Gives text to a program's standard input; ValueError, `missing` if it is not installed."""
+    try:
+        subprocess.run(program, input=text, text=True, check=True)
+    except FileNotFoundError as error:
+        raise ValueError(f"there is no {program[0]} here: {missing}") from error
+    except subprocess.CalledProcessError as error:
+        raise ValueError(f"{program[0]} refused what it was given; see above") from error
+
+
+def read() -> tuple[Job, Target, Groups]:
     """The job of --job, its accelerators, and the launchers' groups; ValueError if it cannot be."""
-    values = FLAG.value.to_dict()
+    values = _JOB.value.to_dict()
     settings.check_groups(values, _GROUPS)
     job = settings.read(Job, values, "")
     check(job)
@@ -83,28 +136,28 @@ def check(job: Job) -> None:
 
 def runs(job: Job) -> list[Run]:
     """The runs of a job, one without a sweep; each of a sweep has a folder of its own."""
-    found = []
+    rows = []
     for i, more in enumerate(job.sweep or ((),)):
         name = f"{job.name}-{i}" if job.sweep else job.name
         workdir = f"{job.workdir.rstrip('/')}/{i}" if job.sweep else job.workdir.rstrip("/")
         config = (f"--config={job.config}",) if job.config else ()
         overrides = tuple(f"--config.{change}" for change in (*job.overrides, *more))
         argv = (job.command, *config, *overrides, *job.flags)
-        found.append(Run(name, argv, workdir, more))
-    return found
+        rows.append(Run(name, argv, workdir, more))
+    return rows
 
 
-def with_workdir(run: Run, folder: str) -> list[str]:
+def command(run: Run, folder: str) -> list[str]:
     """The command after `python -m`, on this folder."""
     return [*run.argv, f"--workdir={folder}"]
 
 
-def table(found: Sequence[Run]) -> str:
+def table(rows: Sequence[Run]) -> str:
     """A line for each run: its name, its folder, what it changes."""
-    names, folders = max(len(run.name) for run in found), max(len(run.workdir) for run in found)
+    names, folders = max(len(run.name) for run in rows), max(len(run.workdir) for run in rows)
     return "\n".join(
         f"{run.name:<{names}}  {run.workdir:<{folders}}  {' '.join(run.overrides)}".rstrip()
-        for run in found
+        for run in rows
     )
 
 
@@ -114,9 +167,9 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
     All in one process: a flag that is given again is parsed again. Nothing of the command runs,
     since absl's --only_check_args ends it there.
     """
-    given = dict.fromkeys(argument for command in commands for argument in command)
-    command = [sys.executable, "-m", *given, "--only_check_args"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    arguments = dict.fromkeys(argument for one in commands for argument in one)
+    whole = [sys.executable, "-m", *arguments, "--only_check_args"]
+    ended = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)
     if ended.returncode:
         lines = ended.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "rror" in line] or lines
@@ -132,9 +185,9 @@ def check_mesh(run: Run, target: Target) -> None:
     if config is None or "mesh" not in config:
         return
     pairs = (argument.partition("=") for argument in run.argv)
-    given: dict[str, Any] = {name: value for name, _, value in pairs}
+    overrides: dict[str, Any] = {name: value for name, _, value in pairs}
     default = lambda name: operator.attrgetter(name)(config)
-    number = lambda name: int(given.get(f"--config.{name}", default(name)))
+    number = lambda name: int(overrides.get(f"--config.{name}", default(name)))
     sizes = tuple(number(f"mesh.{axis}") for axis in sharding.AXES)
     mesh = accelerators.mesh_over(sizes, target.devices)
     sharding.check_batch(number("batch_size"), number("optimizer.accumulate"), mesh)

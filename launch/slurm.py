@@ -11,16 +11,12 @@ the shell that submits.
 """
 
 import shlex
-import subprocess
-import sys
 from typing import NamedTuple
 
-from absl import app, flags
-
-from diffusion_jax import cli, settings
+from diffusion_jax import settings
 from launch import job as jobs
 from launch.accelerators import Target
-from launch.job import Job, Run
+from launch.job import Job, Launcher, Run
 
 
 class Slurm(NamedTuple):
@@ -36,26 +32,16 @@ class Slurm(NamedTuple):
     """A line of shell that makes `python` the right one."""
 
 
-def main(argv: list[str]) -> None:
-    """Checks, renders, prints or submits."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    with cli.bad_input():
-        job, target, groups = jobs.read()
-        slurm = settings.read(Slurm, groups["slurm"], "slurm")
-        check(job, target)
-        runs = jobs.runs(job)
-        scripts = [render(job, slurm, target, run) for run in runs]
-        jobs.check_commands([jobs.with_workdir(run, run.workdir) for run in runs])
-        for run in runs:
-            jobs.check_mesh(run, target)
-    print(jobs.table(runs), file=sys.stderr)
-    if jobs.DRY_RUN.value:
-        print("\n".join(scripts), end="")
-        return
-    with cli.bad_input():
+def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
+    """An sbatch script for each run."""
+    slurm = settings.read(Slurm, groups["slurm"], "slurm")
+    check(job, target)
+
+    def submit(scripts: list[str]) -> None:
         for script in scripts:
-            _submit(script)
+            jobs.pipe(["sbatch"], script, "run it on a login node")
+
+    return Launcher(lambda run: render(job, slurm, target, run), submit)
 
 
 def check(job: Job, target: Target) -> None:
@@ -83,14 +69,15 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
         "output": f"{run.name}-%j.log",
         "open-mode": "append",
     }
-    given = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
-    image = ["--container-image", job.image, "--container-mounts", _mount(run)] if job.image else []
-    command = ["srun", "--kill-on-bad-exit=1", *image, "python", "-m"]
-    line = shlex.join([*command, *jobs.with_workdir(run, run.workdir)])
+    header = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    mount = f"{run.workdir}:{run.workdir}"
+    image = ["--container-image", job.image, "--container-mounts", mount] if job.image else []
+    srun = ["srun", "--kill-on-bad-exit=1", *image, "python", "-m"]
+    line = shlex.join([*srun, *jobs.command(run, run.workdir)])
     needed = [f': "${{{name}:?is not set where sbatch was called}}"' for name in job.secrets]
     parts = [
         "#!/bin/bash",
-        *given,
+        *header,
         "#SBATCH --requeue",
         "",
         *needed,
@@ -111,19 +98,5 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     return "\n".join(parts)
 
 
-def _mount(run: Run) -> str:
-    return f"{run.workdir}:{run.workdir}"
-
-
-def _submit(script: str) -> None:
-    try:
-        subprocess.run(["sbatch"], input=script, text=True, check=True)
-    except FileNotFoundError as error:
-        raise ValueError("there is no sbatch here: run it on a login node") from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError("sbatch refused the script; see above") from error
-
-
 if __name__ == "__main__":
-    flags.mark_flag_as_required("job")
-    cli.run(main)
+    jobs.main(launcher)

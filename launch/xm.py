@@ -16,33 +16,26 @@ import shlex
 import sys
 from typing import Any
 
-from absl import app, flags
+from absl import flags
 
-from diffusion_jax import cli
 from launch import job as jobs
 from launch.accelerators import Target
 from launch.gke import mounted
-from launch.job import Job, Run
+from launch.job import Job, Launcher
 
 _EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where it runs.")
 
 
-def main(argv: list[str]) -> None:
-    """Checks, renders, prints or submits."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    with cli.bad_input():
-        job, target, _ = jobs.read()
-        check(job, target, _EXECUTOR.value)
-        runs = jobs.runs(job)
-        commands = [arguments(run, _EXECUTOR.value) for run in runs]
-        jobs.check_commands([command[1:] for command in commands])
-    print(jobs.table(runs), file=sys.stderr)
-    if jobs.DRY_RUN.value:
-        print("\n".join(shlex.join(["python", *command]) for command in commands))
-        return
-    with cli.bad_input(ImportError):
-        _submit(job, target, runs, commands)
+def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
+    """A work unit for each run, which is a command line."""
+    del groups
+    check(job, target, _EXECUTOR.value)
+    folder = str if _EXECUTOR.value == "local" else mounted
+    return Launcher(
+        render=lambda run: shlex.join(["python", "-m", *jobs.command(run, folder(run.workdir))]),
+        submit=lambda lines: _submit(job, target, lines),
+        folder=folder,
+    )
 
 
 def check(job: Job, target: Target, executor: str) -> None:
@@ -64,13 +57,7 @@ def check(job: Job, target: Target, executor: str) -> None:
         raise ValueError(f"job.workdir is {job.workdir!r}: choose one in a bucket, gs://BUCKET/...")
 
 
-def arguments(run: Run, executor: str) -> list[str]:
-    """What follows `python`."""
-    folder = run.workdir if executor == "local" else mounted(run.workdir)
-    return ["-m", *jobs.with_workdir(run, folder)]
-
-
-def _submit(job: Job, target: Target, runs: list[Run], commands: list[list[str]]) -> None:
+def _submit(job: Job, target: Target, lines: list[str]) -> None:
     try:
         from xmanager import xm, xm_local  # pyright: ignore[reportMissingImports]
     except ImportError as error:
@@ -78,19 +65,18 @@ def _submit(job: Job, target: Target, runs: list[Run], commands: list[list[str]]
     executor: Any
     if _EXECUTOR.value == "local":
         executor = xm_local.Local()
-        package = xm.binary(executor.Spec(), path=sys.executable)
+        package, first = xm.binary(executor.Spec(), path=sys.executable), 1
     else:
         needs = xm.JobRequirements(a100=target.devices_per_host)
         executor = xm_local.Vertex(requirements=needs)
         # The image's entry point is `python -m`.
-        package = xm.container(executor.Spec(), image_path=job.image)
-        commands = [command[1:] for command in commands]
+        package, first = xm.container(executor.Spec(), image_path=job.image), 2
     with xm_local.create_experiment(experiment_title=job.name) as experiment:
         (executable,) = experiment.package([package])
-        for run, command in zip(runs, commands, strict=True):
-            experiment.add(xm.Job(executable, executor, name=run.name, args=command))
+        for run, line in zip(jobs.runs(job), lines, strict=True):
+            arguments = shlex.split(line)[first:]
+            experiment.add(xm.Job(executable, executor, name=run.name, args=arguments))
 
 
 if __name__ == "__main__":
-    flags.mark_flag_as_required("job")
-    cli.run(main)
+    jobs.main(launcher)

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from jaxtyping import UInt8
 
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
-from sd_jax import sampling, settings, trained
-from sd_jax.trained import Choice
-from sd_jax.weights import published
+from sd_jax import sampling, settings
+from sd_jax.weights import published, trained
 from sd_jax.weights.published import File
+from sd_jax.weights.trained import Choice
 
 
 def load(
@@ -87,9 +87,9 @@ def draw_batches(
     if images is not None:
         batch[sampling.IMAGE] = images
     size = min(batch_size or default_batch_size(model), len(seeds))
-    yield from drawing.in_batches(model.draw, model.params, batch, seeds, scales, size)
+    yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
 
 
 def default_batch_size(model: Model) -> int:
     """How many images are drawn at once by default: fewer where they are larger."""
-    return drawing.default_batch_size(*model.settings.output_shape)
+    return program.default_batch_size(*model.settings.output_shape)

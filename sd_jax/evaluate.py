@@ -21,10 +21,11 @@ import pathlib
 import numpy as np
 from absl import flags
 
+from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.evaluate import command as evaluation
-from sd_jax import drawing, trained
+from sd_jax import drawing
 from sd_jax.settings import Settings
-from sd_jax.trained import Choice, Model
+from sd_jax.weights.trained import Choice, read_run
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
 
@@ -36,13 +37,13 @@ def open_system(
     chosen = Choice(
         ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps, vae_weights=vae_weights
     )
-    s, model = trained.read_run(workdir, chosen), drawing.load(workdir, chosen)
+    s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
     return evaluation.System(
         pathlib.Path(workdir),
         s.data.source,
         s.output_size,
         drawing.default_batch_size(model),
-        lambda ema, step: _point(trained.with_weights(model, ema, step), s),
+        lambda ema, step: _point(with_weights(model, ema, step), s),
     )
 
 

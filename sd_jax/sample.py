@@ -24,32 +24,24 @@ import itertools
 import pathlib
 from typing import Any
 
-import jax
 import numpy as np
-from absl import app, flags
+from absl import flags, logging
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
-from diffusion_jax import cli
-from diffusion_jax.draw import gallery
+from diffusion_jax.draw.command import Session, command
 from diffusion_jax.draw.model import Model
-from diffusion_jax.machine import progress, sheets
+from diffusion_jax.machine import sheets
+from diffusion_jax.text import TextEncoder
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.sampling import Preview
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
-_OUT = flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
-_PROMPT = flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated.")
-_PROMPTS = flags.DEFINE_string("prompts", None, "A file with one text a line.")
 _NEGATIVE = flags.DEFINE_string("negative_prompt", None, "What guidance leads away from.")
 _IMAGE = flags.DEFINE_multi_string("image", [], "A picture to start from: one, or one a text.")
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
-_NUM_IMAGES = flags.DEFINE_integer("num_images", 1, "Images for each text.", lower_bound=1)
-_SEED = flags.DEFINE_integer(
-    "seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1
-)
 _HEIGHT = flags.DEFINE_integer("height", None, "Pixels.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", None, "Pixels.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", None, "Sampling steps, 1 to 1000.")
@@ -71,30 +63,30 @@ _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLP
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Of --model; float32 on CPUs.")
 
 
-def main(argv: list[str]) -> None:
-    """Reads the texts, loads the model, draws."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
-    cli.start()
-    with cli.bad_input():
-        if bool(_WORKDIR.value) == bool(_MODEL.value):
-            raise ValueError(
-                "give --workdir=FOLDER of a training run, or --model=PATH: one of them"
-            )
-        if _WORKDIR.value and any(value is not None for value in _file()):
-            raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
-        prompts = gallery.read_prompts(_PROMPT.value, _PROMPTS.value)
-        if not prompts:
-            raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-        pictures = _pictures(len(prompts))
-        model = drawing.load(str(_WORKDIR.value or _MODEL.value), _choice(pictures), _file())
-        gallery.warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
-        out = pathlib.Path(_OUT.value)
-        out.mkdir(parents=True, exist_ok=True)
-    _draw(out, model, prompts, pictures)
+def open_session(prompts: list[str], out: pathlib.Path) -> Session:
+    """The model that the flags name, and what it draws from."""
+    if bool(_WORKDIR.value) == bool(_MODEL.value):
+        raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
+    file = File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value)
+    if _WORKDIR.value and any(value is not None for value in file):
+        raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
+    if not prompts:
+        raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
+    pictures = _pictures(len(prompts))
+    choice = _choice(pictures, _preview(out) if _PREVIEW.value else None)
+    model = drawing.load(str(_WORKDIR.value or _MODEL.value), choice, file)
+    _warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
+
+    def draw(rows, seeds):
+        texts = [prompts[i] for i in rows]
+        starts = None if pictures is None else pictures[rows]
+        batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
+        return ([images] for images in batches)
+
+    return Session(prompts, draw, _card(model), {"image": _IMAGE.value})
 
 
-def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None) -> Choice:
+def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None, preview: Preview | None) -> Choice:
     height, width = (_HEIGHT.value, _WIDTH.value) if pictures is None else pictures.shape[1:3]
     return Choice(
         ema=_EMA.value,
@@ -109,11 +101,11 @@ def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None) -> Choice:
         text_weights=_TEXT_WEIGHTS.value,
         vae_weights=_VAE_WEIGHTS.value,
         strength=1.0 if pictures is None else _STRENGTH.value,
-        preview=_preview() if _PREVIEW.value else None,
+        preview=preview,
     )
 
 
-def _preview() -> Preview:
+def _preview(out: pathlib.Path) -> Preview:
     """Writes a sheet of the sketches that it gets, those of every so many steps."""
     steps = itertools.count(1)
 
@@ -121,15 +113,9 @@ def _preview() -> Preview:
         if next(steps) % _PREVIEW.value == 0:
             images = sheets.to_uint8(np.asarray(sketches))
             captions = [f"noise {float(np.asarray(sigma)):.2f}"] * len(images)
-            sheets.write_png(
-                pathlib.Path(_OUT.value) / "preview.png", sheets.contact_sheet(images, captions)
-            )
+            sheets.write_png(out / "preview.png", sheets.contact_sheet(images, captions))
 
     return show
-
-
-def _file() -> File:
-    return File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value)
 
 
 def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
@@ -142,43 +128,23 @@ def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
     size = (_WIDTH.value or opened[0].width, _HEIGHT.value or opened[0].height)
     if not (_WIDTH.value and _HEIGHT.value) and len({image.size for image in opened}) > 1:
         raise ValueError("the pictures differ in size: give --height and --width for all")
-    same = [image if image.size == size else image.resize(size, _BICUBIC) for image in opened]
+    bicubic = Image.Resampling.BICUBIC
+    same = [image if image.size == size else image.resize(size, bicubic) for image in opened]
     return np.stack([np.asarray(image) for image in same] * (num_texts // len(same)))
 
 
-_BICUBIC = Image.Resampling.BICUBIC
-
-
-def _draw(
-    out: pathlib.Path,
-    model: Model,
-    prompts: list[str],
-    pictures: UInt8[np.ndarray, "N H W 3"] | None,
-) -> None:
-    """Draws, and writes each image as soon as it is there; of several processes the first does."""
-    rows = [i for i in range(len(prompts)) for _ in range(_NUM_IMAGES.value)]
-    seeds = [_SEED.value + n for n in range(len(rows))]
-    texts = [prompts[i] for i in rows]
-    starts = None if pictures is None else pictures[rows]
-    lines, images = [], []
-    batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
-    for batch in progress.reported(batches, len(rows), "images", size=len):
-        if jax.process_index():
-            continue
-        for image in sheets.to_uint8(batch):
-            n = len(lines)
-            lines.append({"file_name": f"seed_{seeds[n]:06}.png", "text": texts[n]})
-            if starts is not None:
-                lines[n]["image"] = _IMAGE.value[rows[n] % len(_IMAGE.value)]
-            lines[n] |= {"seed": seeds[n], **_card(model)}
-            sheets.write_png(out / lines[n]["file_name"], image)
-            images.append(image)
-    if jax.process_index() == 0:
-        gallery.write_index(out, lines, images, texts)
+def _warn_of_cuts(encoder: TextEncoder, prompts: list[str]) -> None:
+    """Logs what each prompt loses that is longer than the encoder reads."""
+    for prompt, lost in zip(prompts, encoder.cut_off(prompts), strict=True):
+        if lost:
+            kept = encoder.max_tokens
+            logging.warning(
+                "%r is longer than %d tokens, and its end is not read: %r", prompt, kept, lost
+            )
 
 
 def _card(model: Model) -> dict[str, Any]:
-    """What an image was drawn with."""
+    """What an image is drawn with."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape
@@ -189,4 +155,4 @@ def _card(model: Model) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    command(open_session)

@@ -24,7 +24,8 @@ from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.data.sources import moments
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.precache import lookup
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
 from diffusion_jax.weights import pretrained
@@ -36,7 +37,7 @@ from sd_jax.weights.pretrained import read_unet, read_vae
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     """Opens encoder, VAE, data and evaluation; ValueError or OSError if they cannot be."""
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
     tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)

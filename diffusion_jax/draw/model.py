@@ -1,44 +1,98 @@
-"""A trained model of any system, read from the workdir of its run."""
+"""Models that draw: the workdir of a training run, opened with the weights and settings chosen."""
 
+import dataclasses
+import os
 import pathlib
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import runs
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import checkpoint
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
 Encoders = dict[Text, tuple[TextEncoder, Any]]
+S = TypeVar("S")
+
+
+def replaces(field: str) -> Any:
+    """A field of a Choice that, where it is not None, stands in place of the config's `field`."""
+    return dataclasses.field(default=None, metadata={"field": field})
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which weights draw, and how; None stands for what the run's config says."""
+
+    ema: str = "ema"
+    """A decay such as "0.9999", "ema" for the largest, or "raw"."""
+    checkpoint: int | None = None
+    """A step that was saved; None for the last."""
+    guidance: float | None = replaces("sampler.guidance")
+    sampler: str | None = replaces("sampler.name")
+    steps: int | None = replaces("sampler.steps")
+    text_weights: str | None = replaces("text.weights")
+    """Where the text encoder's weights are: a folder or a Hugging Face name."""
+
+    def fields_of(self, group: str) -> dict[str, Any]:
+        """What was chosen in place of fields of a group of the config, by their names there."""
+        chosen = {}
+        for field in dataclasses.fields(self):
+            of, _, name = field.metadata.get("field", "").partition(".")
+            if of == group and (value := getattr(self, field.name)) is not None:
+                chosen[name] = value
+        return chosen
 
 
 class Model(NamedTuple):
-    """A trained model, ready to draw as its settings say."""
+    """A model with the weights that it draws with, ready to draw as its settings say."""
 
     workdir: str
     settings: Any
     """Those of its system."""
     encoder: TextEncoder
-    draw: drawing.Draw
+    draw: Draw
     params: Any
     ema: str
     step: int
 
 
-def open_model(
-    workdir: str, s: Any, encoder: TextEncoder, task: Task, frozen: Any, mesh: Mesh
+def read_run(
+    workdir: str | os.PathLike[str], choice: Choice, read: Callable[[Mapping[str, Any]], S]
+) -> S:
+    """The settings of a run as `read` makes them of its config, with what was chosen in it.
+
+    ValueError or FileNotFoundError if there is no such run or no such choice.
+    """
+    config = runs.load(workdir)
+    for name, group in config.items():
+        if isinstance(group, dict):
+            group |= choice.fields_of(name)
+    return read(config)
+
+
+def load_model(
+    workdir: str | os.PathLike[str],
+    choice: Choice,
+    s: Any,
+    encoder: TextEncoder,
+    task: Task,
+    mesh: Mesh,
 ) -> Model:
-    """A model whose `params` are shapes in their places yet: see with_weights."""
+    """The model of a run, with the weights chosen; `task.frozen` lies on the devices already."""
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
-    draw = drawing.make_draw(task.sample, frozen, mesh)
-    return Model(workdir, s, encoder, draw, placed, "", 0)
+    draw = make_draw(task.sample, task.frozen, mesh)
+    model = Model(str(workdir), s, encoder, draw, placed, "", 0)
+    return with_weights(model, choice.ema, choice.checkpoint)
 
 
 def with_weights(model: Model, ema: str, step: int | None) -> Model:
@@ -64,6 +118,6 @@ def open_encoder(
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0)  # All else says what is read.
     if key not in encoders:
-        encoder = registry.open_online(text)
+        encoder = lookup.open_online(text)
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]

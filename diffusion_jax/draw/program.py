@@ -22,7 +22,7 @@ _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherw
 
 
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
-    """Of a task's `sample` draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
+    """Jits a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
     `guidance` None draws without guidance, at half the cost. Compiles once for each B.
     """

@@ -14,7 +14,7 @@ from diffusion_jax import settings
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.progress import Meter
-from diffusion_jax.precache import cost, encode, plan, store
+from diffusion_jax.precache import cost, encode, lookup, plan, store
 from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import TextEncoder, registry
 
@@ -59,11 +59,11 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     settings.one_of("text.encoder", text.encoder, registry.ENCODERS)
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
-    registry.rule(text)  # Before any weights are opened.
+    lookup.rule(text)  # Before any weights are opened.
     captions, source = _captions(data, _given(config), captions_file)
     encoder = registry.make_encoder(text)
     source = {**source, "captions": len(captions)}
-    return Job(text, encoder, registry.identity(text, encoder), captions, source)
+    return Job(text, encoder, lookup.identity(text, encoder), captions, source)
 
 
 def table(job: Job, format: str) -> str:

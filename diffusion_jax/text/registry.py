@@ -1,10 +1,9 @@
-"""The text encoders by their names in configs, run in training or looked up in a store."""
+"""The text encoders by their names in configs."""
 
 import importlib
-import pathlib
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from diffusion_jax.settings import Text
 from diffusion_jax.text.encoder import TextEncoder
@@ -35,66 +34,3 @@ def make_encoder(text: Text) -> TextEncoder:
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")
     return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options)
-
-
-def open_encoder(text: Text) -> TextEncoder:
-    """What training conditions on; weights are opened and checked, not read.
-
-    ValueError or FileNotFoundError if there is no such encoder or store, or the store was made in
-    another way. Its weights are compared where text.weights is a folder here, and are not needed.
-    """
-    if not text.store:
-        return make_encoder(text)
-    from diffusion_jax.precache import store  # Only a text with a store needs it.
-
-    wanted = rule(text)
-    opened = store.Store(text.store)
-    store.check_identity(text.store, opened.identity, wanted)
-    if text.weights and pathlib.Path(text.weights).is_dir():
-        open_online(text)
-    return store.encoder(opened)
-
-
-def open_online(text: Text) -> TextEncoder:
-    """The encoder itself, for texts that are in no store, such as the prompts of sampling.
-
-    ValueError or FileNotFoundError if there is none, or it is not the one that made text.store,
-    as far as that is still there.
-    """
-    if text.store and not text.weights and "dtype" in rule(text):
-        raise ValueError(
-            f"the embeddings in {text.store} were made by {text.encoder!r}, which new texts need "
-            "too: say where its weights are with text.weights (in sampling --text_weights=FOLDER)"
-        )
-    encoder = make_encoder(text)
-    if not text.store:
-        return encoder
-    from diffusion_jax.precache import store
-
-    if (pathlib.Path(text.store) / store.MANIFEST).is_file():
-        stored = store.read_manifest(pathlib.Path(text.store))["identity"]
-        store.check_identity(text.store, stored, identity(text, encoder))
-    return encoder
-
-
-def identity(text: Text, encoder: TextEncoder) -> dict[str, Any]:
-    """All that decides what `encoder`, opened by `text`, makes of a caption."""
-    from diffusion_jax.precache import store
-
-    return {**rule(text), **store.fingerprint(encoder)}
-
-
-def rule(text: Text) -> dict[str, Any]:
-    """The encoder's name, and the fields that decide what it makes of a caption.
-
-    ValueError if it reads no captions.
-    """
-    kind = ENCODERS[text.encoder]
-    if not kind.reads_captions:
-        readers = [name for name, other in ENCODERS.items() if other.reads_captions]
-        raise ValueError(
-            f"text.store is {text.store!r} and text.encoder is {text.encoder!r}, which reads no "
-            f"captions: leave text.store empty, or choose from {', '.join(readers)}"
-        )
-    fields = [field for field in kind.fields if field != "weights"]
-    return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

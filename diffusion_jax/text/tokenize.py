@@ -1,24 +1,22 @@
-"""Texts to token ids, by the `tokenizers` library that transformers is built on.
+"""Texts to token ids, by the tokenizers of transformers, read from files on this machine.
 
-Its own padding and cutting are never used: they are state of the tokenizer, which two threads of
-the input pipeline would change under each other.
+Of transformers only the tokenizer itself is used, not its padding and cutting: they are state of
+the tokenizer, which two threads of the input pipeline would change under each other.
 """
 
 import gzip
 import html
 import os
 import pathlib
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from tokenizers import Encoding, Regex, Tokenizer, models, normalizers, pre_tokenizers
+from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
-_SPLIT = (
-    r"<\|startoftext\|>|<\|endoftext\|>|'s|'t|'re|'ve|'m|'ll|'d|[\p{L}]+|[\p{N}]|[^\s\p{L}\p{N}]+"
-)
+# Inside of T5's control tokens; no piece of text reaches over these places.
+_IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
 
 
 class Tokenize:
@@ -35,11 +33,12 @@ class Tokenize:
         end: int,
         pad: int,
         clean: Callable[[str], str] = str,
+        lower: bool = False,
     ) -> None:
-        """`begin`, `end` and `pad` are ids; `clean` is done to each text first."""
+        """`begin`, `end` and `pad` are ids; `clean` and `lower` are done to each text first."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
-        self._tokenizer, self._clean = tokenizer, clean
+        self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
         self.begin, self.end, self.pad = begin, end, pad
 
     @property
@@ -54,8 +53,7 @@ class Tokenize:
         mask = np.zeros((len(texts), length), bool)
         first = [] if self.begin is None else [self.begin]
         for row, (_, encoding) in enumerate(self._encode(texts)):
-            begun = [*first, *encoding.ids]
-            tokens = [*begun[: length - 1], self.end]
+            tokens = [*[*first, *encoding.ids][: length - 1], self.end]
             ids[row, : len(tokens)] = tokens
             mask[row, : len(tokens)] = True
         return {"text_ids": ids, "text_mask": mask}
@@ -70,24 +68,28 @@ class Tokenize:
 
     def _encode(self, texts: Sequence[Any]) -> Iterable[tuple[str, Encoding]]:
         cleaned = [self._clean(_checked(text)) for text in texts]
-        encoded = self._tokenizer.encode_batch(cleaned, add_special_tokens=False)
+        # Python's own lower case, which knows where a Greek word ends.
+        lower = [text.lower() for text in cleaned] if self._lower else cleaned
+        encoded = self._tokenizer.encode_batch(lower, add_special_tokens=False)
         return zip(cleaned, encoded, strict=True)
 
 
 def t5(path: str | os.PathLike[str]) -> Tokenize:
-    """T5's pieces from spiece.model, or tokenizer.json, in a folder; they end with </s>, id 1."""
+    """T5's pieces from spiece.model, or tokenizer.json, in a folder; they end with </s>, id 1.
+
+    With spiece.model, "</s>" and its like in a caption are letters, as for sentencepiece itself.
+    """
     folder = pathlib.Path(path)
     if (folder / "spiece.model").is_file():
-        tokenizer = _unigram(folder / "spiece.model")
+        tokenizer = _read_pieces(folder / "spiece.model")
     elif (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json")
+        tokenizer = _read_json(folder / "tokenizer.json")
     else:
         raise FileNotFoundError(
             f"{folder} holds neither spiece.model nor tokenizer.json: copy T5's tokenizer beside "
             "its weights (every size and version of T5 has the same)"
         )
-    control = _CONTROL if (folder / "spiece.model").is_file() else ""
-    end, pad = (tokenizer.token_to_id(control + name) for name in ("</s>", "<pad>"))
+    end, pad = (tokenizer.token_to_id(name) for name in ("</s>", "<pad>"))
     if end is None or pad is None:
         raise ValueError(f"the tokenizer in {folder} has no </s> or no <pad>: it is not T5's")
     return Tokenize(tokenizer, begin=None, end=end, pad=pad)
@@ -97,18 +99,17 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
     """CLIP's byte pairs, from a folder's vocab.json and merges.txt, tokenizer.json, or OpenAI's
     bpe_simple_vocab_16e6.txt.gz, which the package open_clip_torch brings.
 
-    OpenAI's and Hugging Face's CLIP is padded with its end token; OpenCLIP with 0, and it resolves
-    HTML entities first.
+    OpenAI's CLIP is padded with its end token, as by transformers' CLIPTokenizer; OpenCLIP's with
+    0, and its texts are mended by ftfy first, as open_clip does.
     """
     folder = pathlib.Path(path)
     if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json")
+        tokenizer = _read_json(folder / "tokenizer.json")
     elif (folder / "merges.txt").is_file() and (folder / "vocab.json").is_file():
-        tokenizer = _byte_pairs(
-            models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
-        )
+        files = str(folder / "vocab.json"), str(folder / "merges.txt")
+        tokenizer = _byte_pairs(folder, *models.BPE.read_file(*files), open_clip)
     elif (folder / _BPE).is_file():
-        tokenizer = _byte_pairs(_read_open_ai(folder / _BPE))
+        tokenizer = _byte_pairs(folder, *_read_open_ai(folder / _BPE), open_clip)
     else:
         raise FileNotFoundError(
             f"{folder} holds no CLIP tokenizer (tokenizer.json, or vocab.json and merges.txt, or "
@@ -117,98 +118,47 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
     begin, end = (tokenizer.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
     if begin is None or end is None:
         raise ValueError(f"the tokenizer in {folder} has no <|startoftext|>: it is not CLIP's")
-    clean = _resolve_entities if open_clip else str
-    return Tokenize(tokenizer, begin=begin, end=end, pad=0 if open_clip else end, clean=clean)
+    if open_clip:
+        return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
+    return Tokenize(tokenizer, begin=begin, end=end, pad=end)
 
 
-def _from_json(path: pathlib.Path) -> Tokenizer:
+def _transformers() -> Any:
+    """The module, which takes a second to import, so that only what reads captions pays for it."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # It misses torch.
+    import transformers
+
+    return transformers
+
+
+def _read_json(path: pathlib.Path) -> Tokenizer:
     try:
-        return Tokenizer.from_file(str(path))
+        return _transformers().PreTrainedTokenizerFast(tokenizer_file=str(path)).backend_tokenizer
     except Exception as error:  # The library raises Exception itself.
         raise ValueError(f"cannot read the tokenizer {path}: {error}") from error
 
 
-def _unigram(path: pathlib.Path) -> Tokenizer:
-    """A sentencepiece model: its pieces with their scores, and its map of characters."""
-    pieces: list[tuple[str, float]] = []
-    charsmap = b""
+def _read_pieces(path: pathlib.Path) -> Tokenizer:
+    """A sentencepiece model, in which control tokens are never found in a text."""
+    options = {"extra_ids": 0, "split_special_tokens": True, "local_files_only": True}
     try:
-        for number, value in _fields(path.read_bytes()):
-            if number == 1:  # A piece.
-                piece = dict(_fields(value))
-                score = np.frombuffer(piece.get(2, b"\0\0\0\0"), "<f4")[0]
-                # Type 1, the default, are pieces of text; "</s>" and its like are not, and must
-                # never be found in a caption: with a space in it nothing is.
-                control = "" if piece.get(3, 1) == 1 else _CONTROL
-                pieces.append((control + piece[1].decode(), float(score)))
-            elif number == 3:  # The normaliser.
-                charsmap = dict(_fields(value)).get(2, b"")
-        tokenizer = Tokenizer(models.Unigram(pieces, unk_id=_UNKNOWN, byte_fallback=False))
-        if charsmap:
-            tokenizer.normalizer = normalizers.Precompiled(charsmap)
+        t5 = _transformers().T5Tokenizer.from_pretrained(str(path), **options)
     except Exception as error:  # A damaged file fails in many ways.
         raise ValueError(f"{path} is no sentencepiece model, or damaged: {error}") from error
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
-    )
+    tokenizer = t5.backend_tokenizer
+    apart = pre_tokenizers.Split(_IN_CONTROL, behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, apart])
     return tokenizer
 
 
-_UNKNOWN = 2  # T5's id of <unk>.
-_CONTROL = " "
-
-
-def _fields(message: bytes) -> list[tuple[int, Any]]:
-    """(number, value) of each field of a protocol buffer: an int, or the field's bytes."""
-    fields, i = [], 0
-    while i < len(message):
-        key, i = _varint(message, i)
-        kind = key & 7
-        if kind == 0:
-            value, i = _varint(message, i)
-            fields.append((key >> 3, value))
-            continue
-        if kind == 2:
-            size, i = _varint(message, i)
-        else:
-            size = {1: 8, 5: 4}[kind]
-        if i + size > len(message):
-            raise ValueError("it ends too early")
-        fields.append((key >> 3, message[i : i + size]))
-        i += size
-    return fields
-
-
-def _varint(message: bytes, i: int) -> tuple[int, int]:
-    """A number of seven bits a byte, and where it ends."""
-    value, shift = 0, 0
-    while True:
-        byte = message[i]
-        value, shift, i = value | (byte & 127) << shift, shift + 7, i + 1
-        if byte < 128:
-            return value, i
-
-
-def _byte_pairs(vocab_and_merges: tuple[dict[str, int], list[tuple[str, str]]]) -> Tokenizer:
-    vocab, merges = vocab_and_merges
-    model = models.BPE(
-        vocab,
-        merges,
-        continuing_subword_prefix="",
-        end_of_word_suffix="</w>",
-        unk_token="<|endoftext|>",
-    )
-    tokenizer = Tokenizer(model)
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(_SPLIT), behavior="removed", invert=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-    return tokenizer
+def _byte_pairs(
+    folder: pathlib.Path, vocab: dict[str, int], merges: list[tuple[str, str]], open_clip: bool
+) -> Tokenizer:
+    """CLIP's tokenizer; OpenCLIP's knows its control tokens by other names, not in captions."""
+    if "<|startoftext|>" not in vocab:  # transformers would add it.
+        raise ValueError(f"the tokenizer in {folder} has no <|startoftext|>: it is not CLIP's")
+    options = {"vocab": vocab, "merges": merges, "split_special_tokens": open_clip}
+    return _transformers().CLIPTokenizer(**options).backend_tokenizer
 
 
 def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -216,23 +166,22 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
     256 bytes, the same at the end of a word, a token for each merge, and two that begin and end.
     """
+    _transformers()
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
     lines = gzip.decompress(path.read_bytes()).decode().split("\n")
     merges = [(a, b) for a, b in (line.split() for line in lines[1:48895] if line)]
-    letters = _byte_letters()
+    letters = list(bytes_to_unicode().values())
     tokens = [*letters, *(letter + "</w>" for letter in letters)]
     tokens += [a + b for a, b in merges] + ["<|startoftext|>", "<|endoftext|>"]
     return {token: i for i, token in enumerate(tokens)}, merges
 
 
-def _byte_letters() -> list[str]:
-    """A printable letter for each byte, in the order of CLIP's ids: printable bytes first."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = 256 - len(printable)
-    return [*map(chr, printable), *(chr(256 + i) for i in range(others))]
+def _mend(text: str) -> str:
+    """A text without wrong decodings, curly quotes, HTML entities and needless spaces."""
+    import ftfy  # Only OpenCLIP's captions need it.
 
-
-def _resolve_entities(text: str) -> str:
-    return re.sub(r"\s+", " ", html.unescape(html.unescape(text))).strip()
+    return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
 
 def _checked(text: Any) -> str:

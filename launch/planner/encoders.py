@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
-from diffusion_jax.text import clip, precomputed, registry, t5
+from diffusion_jax.text import clip, precomputed, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
 # By encoder and width. T5-11b and T5 v1.1 XXL; the fields of T5Encoder.
@@ -25,7 +26,7 @@ def open_encoder(text: Text) -> tuple[TextEncoder, tuple[str, ...]]:
     A store that is not here counts as stored embeddings. ValueError for an unknown shape.
     """
     try:
-        return registry.open_encoder(text), ()
+        return lookup.open_encoder(text), ()
     except (OSError, ValueError) as error:
         if text.store:
             return precomputed.encoder(text.width, text.max_tokens), ()

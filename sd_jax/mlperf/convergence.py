@@ -6,7 +6,6 @@ and the limit of the t-test are MLCommons' own code and data (mlperf_logging.rcp
 """
 
 import csv
-import itertools
 import math
 import os
 import pathlib
@@ -139,10 +138,11 @@ def reference_at(batch_size: int) -> Reference | None:
 
 def read_curves() -> dict[int, Curve]:
     """The reference's FID and CLIP at every evaluation, by batch size (1.25e-7 a sample)."""
-    with report.RCP.open(newline="") as file:
-        rows = sorted(csv.DictReader(file), key=_place)
-    groups = itertools.groupby(rows, lambda row: int(row["global_batch_size"]))
-    return {size: _curve(list(group)) for size, group in groups}
+    with report.RCP.open() as file:
+        columns = ("global_batch_size", "run", "images", "fid", "clip")
+        rows = np.array([[float(row[c]) for c in columns] for row in csv.DictReader(file)])
+    rows = rows[np.lexsort(rows.T[2::-1])]  # By batch size, run and images.
+    return {int(size): _curve(rows[rows[:, 0] == size]) for size in np.unique(rows[:, 0])}
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
@@ -169,11 +169,7 @@ def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
     return int(samples)
 
 
-def _place(row: dict[str, str]) -> tuple[int, int, int]:
-    return int(row["global_batch_size"]), int(row["run"]), int(row["images"])
-
-
-def _curve(rows: Sequence[dict[str, str]]) -> Curve:
-    images = sorted({int(row["images"]) for row in rows})
-    table = lambda column: np.array([float(row[column]) for row in rows]).reshape(-1, len(images))
-    return Curve(np.array(images), table("fid"), table("clip"))
+def _curve(rows: Float[np.ndarray, "N 5"]) -> Curve:
+    images = np.unique(rows[:, 2]).astype(int)
+    fid, clip = rows[:, 3:].T.reshape(2, -1, len(images))
+    return Curve(images, fid, clip)

@@ -30,37 +30,17 @@ class Event(NamedTuple):
     time_ms: int
 
 
-class ResultLog:
-    """Writes `WORKDIR/result.txt` as things happen; each line is in the file when it is said."""
+def open_log(workdir: pathlib.Path) -> Any:
+    """MLCommons' MLLogger, which writes `WORKDIR/result.txt` behind what it holds, line by line.
 
-    def __init__(self, workdir: pathlib.Path):
-        """Opens the file behind what it holds; see `recover`. ModuleNotFoundError with a remedy."""
-        self.path = workdir / RESULT
-        self._logger: Any = None
-        if jax.process_index() == 0:
-            self._logger = _mllogger(self.path)
-
-    def event(self, key: str, value: Any, **metadata: Any) -> None:
-        """A point in time: now."""
-        if self._logger:
-            self._logger.event(key, value, metadata=metadata, stack_offset=2)
-
-    def start(self, key: str, time_ms: int | None = None, **metadata: Any) -> None:
-        """The begin of an interval: now, or at `time_ms`."""
-        if self._logger:
-            self._logger.start(key, metadata=metadata, time_ms=time_ms, stack_offset=2)
-
-    def stop(self, key: str, time_ms: int | None = None, **metadata: Any) -> None:
-        """The end of an interval: now, or at `time_ms`."""
-        if self._logger:
-            self._logger.end(key, metadata=metadata, time_ms=time_ms, stack_offset=2)
-
-    def close(self) -> None:
-        """Lets the file go."""
-        if self._logger:
-            for handler in self._logger.logger.handlers[:]:
-                self._logger.logger.removeHandler(handler)
-                handler.close()
+    Those of other processes than 0 write nothing. ModuleNotFoundError with a remedy.
+    """
+    mllog, path = package("mllog.mllog"), workdir / RESULT
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first = jax.process_index() == 0
+    logger = logging.Logger("mllog", logging.INFO)  # In no tree: it says nothing elsewhere.
+    logger.addHandler(logging.FileHandler(path) if first else logging.NullHandler())
+    return mllog.MLLogger(logger, root_dir=str(pathlib.Path(__file__).parents[2]))
 
 
 def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
@@ -140,11 +120,3 @@ def _whole(events: Sequence[Event], samples: int) -> int:
         if event.key not in ("block_start", "eval_start", "eval_accuracy"):
             whole = i
     return whole if "run_start" in [event.key for event in events[:whole]] else 0
-
-
-def _mllogger(path: pathlib.Path) -> Any:
-    mllog = package("mllog.mllog")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    logger = logging.Logger(f"mllog {path}", logging.INFO)  # In no tree: it says nothing elsewhere.
-    logger.addHandler(logging.FileHandler(path, encoding="utf-8"))
-    return mllog.MLLogger(logger, root_dir=str(pathlib.Path(__file__).parents[2]))

@@ -4,7 +4,6 @@ What is done is read from the log and the checkpoints alone, so that a run goes 
 killed.
 """
 
-import contextlib
 import itertools
 import pathlib
 import secrets
@@ -21,14 +20,15 @@ from ml_collections import ConfigDict
 from diffusion_jax import cli, runs
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder, registry
+from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import checkpoint, loop
 from diffusion_jax.train import command as training
 from sd_jax import train
 from sd_jax.mlperf import benchmark, mllog, rules
 from sd_jax.mlperf.benchmark import Evaluate
-from sd_jax.mlperf.mllog import Event, ResultLog
+from sd_jax.mlperf.mllog import Event
 from sd_jax.settings import Settings, read_settings
 from sd_jax.task import make_task
 from sd_jax.weights.pretrained import read_vae
@@ -57,7 +57,8 @@ class OpenRun(NamedTuple):
     encoder: TextEncoder
     vae_params: Any
     task: Task
-    log: ResultLog
+    log: Any
+    """MLCommons' MLLogger."""
     events: list[Event]
     """The lines that its log held when it was opened."""
 
@@ -75,6 +76,10 @@ class OpenRun(NamedTuple):
         """Images seen at a step."""
         return step * self.s.run.batch_size
 
+    def at(self, step: int) -> dict[str, Any]:
+        """The metadata of what the log says of a step."""
+        return {"samples_count": self.samples(step)}
+
 
 def go(
     config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
@@ -88,11 +93,8 @@ def go(
     with cli.bad_input(ModuleNotFoundError):
         run = _open(_seeded(config, workdir, seed), workdir, mode)
         evaluate = None if mode == TRAIN else _open_evaluate(run, eval_batch)
-    with contextlib.closing(run.log):
-        status = mllog.status(run.events)
-        if status == mllog.RUNNING:
-            status = _go_on(run, evaluate, submission, init_start)
-    return status
+    status = mllog.status(run.events)
+    return status if status != mllog.RUNNING else _go_on(run, evaluate, submission, init_start)
 
 
 def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> ConfigDict:
@@ -114,13 +116,13 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
         logging.warning("no closed run: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
-    encoder, vae_params = registry.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
+    encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
     runs.claim(workdir, config)
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
         multihost_utils.sync_global_devices("log")
-    log = ResultLog(workdir)
+    log = mllog.open_log(workdir)
     return OpenRun(s, config.to_dict(), workdir, mode, mesh, encoder, vae_params, task, log, events)
 
 
@@ -159,11 +161,11 @@ def _say_header(run: OpenRun, submission: Submission, init_start: int) -> None:
     log.event("submission_benchmark", rules.NAME)
     for key, value in header.items():
         log.event(f"submission_{key}", value)
-    log.start("init_start", init_start)
+    log.start("init_start", time_ms=init_start)
     log.event("seed", run.s.run.seed)
     for key, value in rules.hyperparameters(run.s).items():
         log.event(key, value)
-    log.stop("init_stop")
+    log.end("init_stop")
     log.start("run_start")
 
 
@@ -194,7 +196,7 @@ def _train(run: OpenRun, batches: Batches, step: int) -> None:
     if first >= step:
         return
     passed = first // run.interval
-    run.log.start("block_start", samples_count=run.samples(passed * run.interval))
+    run.log.start("block_start", metadata=run.at(passed * run.interval))
     goal = run.s.run._replace(
         steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
     )
@@ -212,9 +214,9 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:
     def say(draw, params):
         del draw, params
         step = next(steps)
-        run.log.stop("block_stop", samples_count=run.samples(step))
+        run.log.end("block_stop", metadata=run.at(step))
         if step < last:
-            run.log.start("block_start", samples_count=run.samples(step))
+            run.log.start("block_start", metadata=run.at(step))
         return {}
 
     return loop.Evaluation(run.samples(run.interval), say)
@@ -222,24 +224,23 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
     """The scores of a checkpoint, which are in the log then."""
-    samples = run.samples(step)
-    run.log.start("eval_start", samples_count=samples)
+    run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
     params = checkpoint.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
     scores = evaluate(params, step)
     for metric, score in scores.items():
-        run.log.event("eval_accuracy", score, samples_count=samples, metric=metric)
-        logging.info("%d images: %s %.4f", samples, metric, score)
-    run.log.stop("eval_stop", samples_count=samples)
+        run.log.event("eval_accuracy", score, metadata={**run.at(step), "metric": metric})
+        logging.info("%d images: %s %.4f", run.samples(step), metric, score)
+    run.log.end("eval_stop", metadata=run.at(step))
     return scores
 
 
 def _stop(run: OpenRun, status: str, step: int) -> str:
     """Ends the clock: now, or where evaluation came later, at the time the step was reached."""
     reached = mllog.block_ends(run.events) if run.mode == EVALUATE else {}
-    samples = run.samples(step)
-    run.log.stop("run_stop", reached.get(samples), status=status, samples_count=samples)
+    time_ms = reached.get(run.samples(step))
+    run.log.end("run_stop", time_ms=time_ms, metadata={"status": status, **run.at(step)})
     return status
 
 

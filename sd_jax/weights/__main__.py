@@ -18,8 +18,7 @@ import sys
 from absl import flags
 
 from diffusion_jax import cli, runs
-from sd_jax import trained
-from sd_jax.weights import checkpoints
+from sd_jax.weights import checkpoints, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
            [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]"""

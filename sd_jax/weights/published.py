@@ -8,15 +8,14 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import DTypeLike
 
-from diffusion_jax.draw import program as drawing
 from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.program import make_draw
 from diffusion_jax.machine import sharding
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
-from sd_jax.trained import Choice, chosen_sampler
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints
@@ -24,6 +23,7 @@ from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.pretrained import read_vae
 from sd_jax.weights.text import TextPart
+from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
 """What is not chosen; as NeMo draws, at the size that the model was trained at."""
@@ -47,7 +47,7 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
 
     ValueError or FileNotFoundError that says what is missing or wrong.
     """
-    sampler = chosen_sampler(DEFAULTS, choice)
+    sampler = DEFAULTS._replace(**choice.fields_of("sampler"))
     settings.check_sampler(sampler)  # Before anything is read.
     opened = checkpoints.load(path, choice.ema, file.norm_groups)
     unet, vae, text = _whole(path, opened, choice)
@@ -62,7 +62,7 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen = {"text": place(text.params), "vae": place(vae.params)}
-    draw = drawing.make_draw(sampling.make_sample(p, encoder, choice.preview), frozen, mesh)
+    draw = make_draw(sampling.make_sample(p, encoder, choice.preview), frozen, mesh)
     return Model(str(path), p, encoder, draw, place(unet.params), choice.ema, 0)
 
 

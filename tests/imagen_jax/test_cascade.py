@@ -9,8 +9,8 @@ from PIL import Image
 
 from configs import base64_500m, sr256_600m, sr1024_600m
 from imagen_jax import cascade
+from imagen_jax.cascade import Choice, Model
 from imagen_jax.settings import read_settings
-from imagen_jax.trained import Choice, Model
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 

@@ -10,7 +10,7 @@ from PIL import Image
 from diffusion_jax.data import digits
 from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import digits as judges
-from imagen_jax.trained import load_model
+from imagen_jax.cascade import load_model
 from tests.imagen_jax import commands
 
 

@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from configs import quickstart
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
 from diffusion_jax.train import state as train_state
 from diffusion_jax.train.optimizer import make_optimizer
@@ -32,7 +32,7 @@ def system():
     settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
     texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
-    encoder = registry.open_encoder(settings.text)
+    encoder = lookup.open_encoder(settings.text)
     batch = {"image": rng.integers(0, 256, (8, 16, 16, 3), np.uint8), **encoder.tokenize(texts)}
     return settings, task.make_task(settings, encoder), batch
 

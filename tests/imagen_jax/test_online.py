@@ -7,7 +7,8 @@ import pytest
 from configs import base64_500m_online, quickstart
 from diffusion_jax import runs
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
+from diffusion_jax.settings import Text
 from diffusion_jax.train import checkpoint, loop
 from diffusion_jax.weights import pretrained
 from imagen_jax import task
@@ -37,7 +38,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
     from diffusion_jax.settings import Data
 
     s = settings(weights=str(folder), dtype="float32")
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     tiny = toy.task(encoder)._replace(rules=task.RULES)
     mesh = sharding.make_mesh(1, 8, 1)
     placed = []
@@ -78,7 +79,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
 def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
     """Traced, not run: the weights are inputs of the program, and no constants of it."""
     s = settings(weights=str(folder))
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     imagen = task.make_task(s, encoder)
     assert imagen.frozen is encoder.frozen
     shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
@@ -96,7 +97,7 @@ def test_imagens_loss_takes_t5s_weights_as_an_argument(folder):
 def test_the_shipped_config_is_nemos():
     c = base64_500m_online.get_config()
     s = read_settings(c.to_dict())
-    assert s.text == registry.Text(
+    assert s.text == Text(
         encoder="t5",
         weights="weights/t5-11b-encoder",
         store="",
@@ -108,7 +109,7 @@ def test_the_shipped_config_is_nemos():
     )
     assert len(s.run.prompts) == 4
     with pytest.raises(FileNotFoundError, match="weights/t5-11b-encoder"):
-        registry.open_encoder(s.text)
+        lookup.open_encoder(s.text)
 
 
 @pytest.mark.parametrize(
@@ -127,5 +128,5 @@ def test_mistakes_in_the_config_are_named(text, message):
 def test_clip_is_chosen_by_name(tmp_path, encoder, layer):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
     text = settings(encoder=encoder, weights=str(folder), width=24, max_tokens=16).text
-    names = registry.open_encoder(text).frozen["params"].keys()
+    names = lookup.open_encoder(text).frozen["params"].keys()
     assert max(int(n.split("_")[1]) for n in names if n.startswith("layer_")) == layer

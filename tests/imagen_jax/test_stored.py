@@ -12,10 +12,9 @@ from configs import quickstart
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sharding
-from diffusion_jax.precache import fill, store
-from diffusion_jax.settings import Data
-from diffusion_jax.text import registry
-from imagen_jax import trained
+from diffusion_jax.precache import fill, lookup, store
+from diffusion_jax.settings import Data, Text
+from imagen_jax import cascade
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.text import tiny_weights
@@ -48,7 +47,7 @@ def path(tmp_path_factory, weights):
 
 
 def first_batch(s):
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     digits = open_pictures(Data("digits"), 16)
     with pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0) as batches:
         return encoder, next(batches)
@@ -84,7 +83,7 @@ def test_the_rows_are_ordinary_inputs_of_the_loss(path):
 
 
 def test_a_prompt_that_is_not_stored_names_the_command(path):
-    encoder = registry.open_encoder(settings(store=path).text)
+    encoder = lookup.open_encoder(settings(store=path).text)
     with pytest.raises(ValueError, match=r"1 of 2 captions are not in .*'what else': encode them"):
         encoder.tokenize([PROMPTS[0], "what else"])
 
@@ -104,30 +103,30 @@ def test_a_prompt_that_is_not_stored_names_the_command(path):
 )
 def test_a_store_of_something_else_is_refused(path, text, message):
     with pytest.raises(ValueError, match=message):
-        registry.open_encoder(settings()._replace(text=registry.Text(**{
+        lookup.open_encoder(settings()._replace(text=Text(**{
             **settings(store=path).text._asdict(), **text})).text)  # fmt: skip
 
 
 def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
-    registry.open_encoder(settings(store=path, weights=weights).text)
-    registry.open_encoder(settings(store=path, weights="of/another-machine").text)
+    lookup.open_encoder(settings(store=path, weights=weights).text)
+    lookup.open_encoder(settings(store=path, weights="of/another-machine").text)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, update=2.0)
     with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
-        registry.open_encoder(settings(store=path, weights=str(other)).text)
+        lookup.open_encoder(settings(store=path, weights=str(other)).text)
 
 
 def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
     """As sampling does: from the run's config, with the weights named there or by the command."""
     (tmp_path / "config.json").write_text(json.dumps(config(store=path).to_dict()))
-    without = trained.read_run(tmp_path, trained.Choice())
+    without = cascade.read_run(tmp_path, cascade.Choice())
     with pytest.raises(ValueError, match=r"made by 't5', which new texts need too.*--text_weights"):
-        registry.open_online(without.text)
-    named = trained.read_run(tmp_path, trained.Choice(text_weights=weights))
-    assert registry.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
+        lookup.open_online(without.text)
+    named = cascade.read_run(tmp_path, cascade.Choice(text_weights=weights))
+    assert lookup.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
     with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
-        registry.open_online(named.text._replace(weights=str(other)))
+        lookup.open_online(named.text._replace(weights=str(other)))
     moved = str(tmp_path / "moved")
     shutil.copytree(path, moved)
     assert len(store.Store(moved)) == len(store.Store(path))
-    assert registry.open_encoder(named.text._replace(store=moved)).name == "t5"
+    assert lookup.open_encoder(named.text._replace(store=moved)).name == "t5"

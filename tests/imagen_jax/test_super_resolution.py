@@ -10,7 +10,7 @@ from PIL import Image
 
 from configs import quickstart_sr
 from diffusion_jax.diffusion import precond, samplers
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import read_settings
 
@@ -41,7 +41,7 @@ def seen_by(s, run):
     unet = types.SimpleNamespace(
         image_size=s.unet.image_size, noise_aug=s.unet.noise_aug, apply=apply
     )
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     made = task.make_task(s._replace(unet=unet), encoder)
     return run(made, encoder), calls
 

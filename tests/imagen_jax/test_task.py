@@ -13,7 +13,7 @@ import pytest
 from configs import base64_2b, base64_500m, quickstart
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
 from diffusion_jax.train import state as train_state
 from imagen_jax import task
@@ -101,7 +101,7 @@ def papers_loss(s, f, x0, eps, sigma):
 def test_the_loss_is_the_papers(network, precond, noise, distance):
     apply, params = network
     s = settings(diffusion__precond=precond, diffusion__noise=noise, diffusion__distance=distance)
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     batch, key = a_batch(encoder), jax.random.key(3)
     calls = []
 
@@ -147,7 +147,7 @@ def test_dropped_texts_are_zeros_and_the_others_stay():
 
 def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     s = settings(text__drop_prob=0.999999)
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     batch, seen = a_batch(encoder), []
 
     def record(params, x, time, text, mask, *low_res, **_):
@@ -182,7 +182,7 @@ def grey(text, mask):
 
 
 def draw(s, scale):
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder)
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     return tiny.sample(None, (), encoder.tokenize(CAPTIONS), keys, scale)
@@ -368,7 +368,7 @@ def test_what_the_super_resolution_configs_draw():
 
 def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
     s = read_settings(base64_2b.get_config().to_dict())
-    imagen = task.make_task(s, registry.open_encoder(s.text))
+    imagen = task.make_task(s, lookup.open_encoder(s.text))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     state = jax.eval_shape(create, jax.random.key(0))

@@ -23,12 +23,12 @@ def settings(path):
 def read(path, state=None, steps=STEPS):
     """(the indices of this process's rows of each batch, the position after step SAVED)."""
     from diffusion_jax.machine import sharding
-    from diffusion_jax.text import registry
+    from diffusion_jax.precache import lookup
     from imagen_jax import train
 
     s, taken, saved = settings(path), [], b""
     mesh = sharding.make_mesh(1, -1, 1)
-    with train.open_batches(s, registry.open_encoder(s.text), mesh) as batches:
+    with train.open_batches(s, lookup.open_encoder(s.text), mesh) as batches:
         read_all = batches.pictures.read
 
         def noting(indices, places=None):

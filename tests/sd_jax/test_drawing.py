@@ -9,13 +9,13 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
-from sd_jax import drawing, task, trained, vae
+from sd_jax import drawing, task, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
-from sd_jax.weights import checkpoints, published
+from sd_jax.weights import checkpoints, published, trained
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import compvis
 
@@ -84,7 +84,7 @@ def run(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("run")
     config = tiny.config(tiny.write_vae(workdir / "vae.npz"), diffusion__predicts="v")
     s = read_settings(config.to_dict())
-    made = task.make_task(s, registry.open_encoder(s.text), None)
+    made = task.make_task(s, lookup.open_encoder(s.text), None)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     params = tiny.random_params(made)
     runs.claim(workdir, config)

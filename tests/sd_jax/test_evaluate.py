@@ -14,10 +14,11 @@ from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import digits as judges
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train import state as train_state
-from sd_jax import evaluate, sampling, task, trained
+from sd_jax import evaluate, sampling, task
+from sd_jax.weights import trained
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)
@@ -30,7 +31,7 @@ def workdir(tmp_path_factory):
     c = tiny.config(tiny.write_vae(path / "vae.safetensors"))
     runs.claim(path, c)
     s = tiny.read_settings(c.to_dict())
-    made = task.make_task(s, registry.open_encoder(s.text), tiny.vae_params())
+    made = task.make_task(s, lookup.open_encoder(s.text), tiny.vae_params())
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     saved = checkpoint.Checkpointer(path / runs.CHECKPOINTS, keep_last=2)
     for step in STEPS:

@@ -10,7 +10,7 @@ import pytest
 
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.machine import sharding
-from diffusion_jax.text import registry
+from diffusion_jax.precache import lookup
 from sd_jax import sampling, task
 from sd_jax.settings import SAMPLERS, Diffusion
 from sd_jax.vae import VAE
@@ -25,7 +25,7 @@ PARAMS = jax.tree.map(jnp.asarray, tiny.vae_params())
 @functools.cache
 def a_task(**changes):
     s = tiny.settings(**changes)
-    return task.make_task(s, registry.open_encoder(s.text), PARAMS)
+    return task.make_task(s, lookup.open_encoder(s.text), PARAMS)
 
 
 def plain_network(params, x, time, text):
@@ -97,7 +97,7 @@ def ldm_loss(s, batch, key, f):
 def test_the_loss_is_ldms(changes, drop_to):
     changes = {f"diffusion__{name}": value for name, value in changes.items()}
     s = tiny.settings(conditioning__drop_to=drop_to, conditioning__pad_to=8, **changes)
-    hashed = registry.open_encoder(s.text)
+    hashed = lookup.open_encoder(s.text)
     encode = lambda frozen, batch: (
         # Of the empty prompt hashed words make zeros: here it is a vector of ones.
         hashed.encode(frozen, batch)[0] + ~jnp.asarray(batch["text_mask"])[..., None],
@@ -124,7 +124,7 @@ def test_the_loss_is_ldms(changes, drop_to):
 
 def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
     s = with_network(tiny.settings(), plain_network)._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
-    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": {}}
+    encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": {}}
     made = task.make_task(s, encoder, PARAMS)
     images = np.random.default_rng(1).integers(0, 256, (4, 8, 8, 3), np.uint8)
     words = encoder.tokenize(CAPTIONS)
@@ -176,7 +176,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     s = tiny.settings(
         sampler__name=name, sampler__steps=steps, diffusion__predicts=predicts, sampler__height=16
     )
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     s = with_network(s, knows_the_answer(s, 2.0))._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
     made = task.make_task(s, encoder, PARAMS)
     frozen = {"text": (), "vae": {}}
@@ -198,7 +198,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
 def test_guidance_1_of_a_real_network_is_the_conditional_model():
     made, s = a_task(), tiny.settings()
     params = tiny.random_params(made)
-    encoder, frozen = registry.open_encoder(s.text), {"text": (), "vae": PARAMS}
+    encoder, frozen = lookup.open_encoder(s.text), {"text": (), "vae": PARAMS}
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     keys = jax.random.split(jax.random.key(0), 4)
     sample = jax.jit(made.sample)
@@ -214,7 +214,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
     """The whole of a step in LDM's own coordinates, with a network that gives 0."""
     s = with_network(tiny.settings(sampler__steps=2), lambda params, x, t, text: 0 * x)
     s = s._replace(vae=PlainVAE(**tiny.VAE_FIELDS))
-    encoder = registry.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text)
     batch, keys = sampling.prompts(encoder, ["one"], ""), jax.random.split(jax.random.key(0), 1)
     made = task.make_task(s, encoder, PARAMS)
     images = jax.jit(made.sample)({}, {"text": (), "vae": {}}, batch, keys, None)

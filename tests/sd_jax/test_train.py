@@ -16,8 +16,8 @@ from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
 from diffusion_jax.settings import Data
 from diffusion_jax.train import loop
-from sd_jax import precache, sampling, train, trained
-from sd_jax.weights import pretrained
+from sd_jax import precache, sampling, train
+from sd_jax.weights import pretrained, trained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4

@@ -10,8 +10,9 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax.data import digits
-from diffusion_jax.precache import fill, store
-from diffusion_jax.text import embed, registry
+from diffusion_jax.precache import fill, lookup, store
+from diffusion_jax.settings import Text
+from diffusion_jax.text import embed
 from tests.diffusion_jax.text import tiny_weights
 from tests.imagen_jax import commands
 
@@ -65,9 +66,9 @@ def test_a_store_holds_every_caption_and_prompt_once(whole, weights):
     assert len(opened) == len(EVERY) == opened.manifest["captions"]
     assert all(len(rows) == 1 for rows in contents(whole).values())
     texts = sorted(EVERY)[::40]
-    text = registry.Text(**config(whole, weights)["text"])
-    found, mask = embed(registry.open_encoder(text), texts)
-    expected, expected_mask = embed(registry.open_online(text), texts)
+    text = Text(**config(whole, weights)["text"])
+    found, mask = embed(lookup.open_encoder(text), texts)
+    expected, expected_mask = embed(lookup.open_online(text), texts)
     np.testing.assert_array_equal(mask, expected_mask)
     found, expected = np.asarray(found)[mask], np.asarray(expected)[mask]
     error = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)

@@ -6,11 +6,14 @@ import threading
 
 import numpy as np
 import pytest
+import sentencepiece
 
 from diffusion_jax.text import tokenize
 from tests.diffusion_jax.text.tiny_weights import FIXTURES, ROOT, spiece
 
 SHARED = ROOT.parent / "shared" / "tokenizers"
+# By open_clip 3.3's own SimpleTokenizer, of the fixture's 2,000 merges.
+OPEN_CLIP = json.loads((FIXTURES / "open_clip_ids.json").read_text())
 CORGI = "A photo of a corgi riding a bike in Times Square."
 CORGI_IDS = [71, 1202, 13, 3, 9, 4301, 122, 23, 7494, 3, 9, 3724, 16, 5324, 7120, 5, 1]
 
@@ -66,6 +69,27 @@ def test_t5_normalises_characters_and_spaces(t5):
 
 def test_control_tokens_in_a_caption_are_its_letters(t5):
     assert not {0, 1} & set(ids(t5, "<pad> x </s> y")[:-1])
+
+
+def test_t5_gives_sentencepieces_ids(t5):
+    """Of odd texts, also of control tokens next to what they could merge with."""
+    reference = sentencepiece.SentencePieceProcessor(model_proto=spiece())
+    texts = [*OPEN_CLIP, "<unk></s></s>>", "=></s> <pad", "<extra_id_0> </s>x", "word " * 700]
+    for text in texts:
+        assert ids(t5, text, 1000) == [*reference.encode(text), 1]
+
+
+@pytest.mark.parametrize("text", OPEN_CLIP)
+def test_open_clip_mends_texts_as_its_own_tokenizer(clip_folder, text):
+    """Curly quotes, wrong decodings, entities, controls, white space, Greek capitals."""
+    begin, *body, end = ids(tokenize.clip(clip_folder, open_clip=True), text, 200)
+    assert (begin, body, end) == (2512, OPEN_CLIP[text], 2513)
+
+
+def test_control_tokens_in_a_caption_are_transformers_in_openais_clip_alone(clip_folder):
+    text = "a <|endoftext|> b"
+    assert ids(tokenize.clip(clip_folder), text) == [2512, 320, 2513, 321, 2513]
+    assert ids(tokenize.clip(clip_folder, open_clip=True), text).count(2513) == 1
 
 
 def test_clips_reference_caption(clip_folder):

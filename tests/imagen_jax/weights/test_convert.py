@@ -14,11 +14,11 @@ from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Data
-from diffusion_jax.text import registry
 from diffusion_jax.train import checkpoint, loop, optimizer
 from diffusion_jax.weights import torch_files
-from imagen_jax import task, trained
+from imagen_jax import cascade, task
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import convert, nemo
 from tests.imagen_jax.cases import random_weights
@@ -64,7 +64,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
-    model = trained.load_model(converted, trained.Choice(ema=ema))
+    model = cascade.load_model(converted, cascade.Choice(ema=ema))
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)
@@ -74,13 +74,13 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: loop.train_state.init_state(
-        task.make_task(s, registry.open_encoder(s.text)).init(key),
+        task.make_task(s, lookup.open_encoder(s.text)).init(key),
         optimizer.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))
-    digits = open_pictures(Data("digits", path="", text="txt"), 16)
-    tokenize = registry.open_encoder(s.text).tokenize
+    digits = open_pictures(Data("digits"), 16)
+    tokenize = lookup.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
     checkpoints = checkpoint.Checkpointer(converted / runs.CHECKPOINTS, keep_last=1)
     with batches:

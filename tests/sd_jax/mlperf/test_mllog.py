@@ -73,17 +73,17 @@ def test_without_mlcommons_package_the_remedy_is_said(tmp_path, monkeypatch):
     for module in ("mllog.mllog", "rcp_checker.rcp_checker"):
         monkeypatch.setitem(sys.modules, f"mlperf_logging.{module}", None)
     with pytest.raises(ModuleNotFoundError, match="pip install mlperf-logging"):
-        mllog.ResultLog(tmp_path)
+        mllog.open_log(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="pip install mlperf-logging"):
         convergence.judge(512, [1, 2, 3])
 
 
 def test_a_run_goes_on_in_its_file(tmp_path):
     for value in (1, 2):
-        log = mllog.ResultLog(tmp_path)
+        log = mllog.open_log(tmp_path)
         log.event("seed", value)
-        log.stop("block_stop", 5, samples_count=8)
-        log.close()
+        log.end("block_stop", time_ms=5, metadata={"samples_count": 8})
+        log.logger.handlers[0].close()
     events = mllog.read(tmp_path / mllog.RESULT)
     assert [event.value for event in events] == [1, None, 2, None]
     assert events[1].time_ms == 5 and events[1].metadata["samples_count"] == 8

@@ -1,0 +1,123 @@
+"""The sampling command, whole, for every system: prompts -> PNG files, a sheet, metadata.jsonl.
+
+A system says how it reads its own flags and opens its models; prompts, seeds, progress and files
+are the same for all.
+"""
+
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from absl import app, flags, logging
+from jaxtyping import UInt8
+
+from diffusion_jax import cli
+from diffusion_jax.draw.program import Images
+from diffusion_jax.machine import files, progress, sheets
+
+flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+
+
+class Session(NamedTuple):
+    """Models, opened and checked, and the texts that they are to draw."""
+
+    captions: Sequence[str]
+    draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
+    """(numbers of texts [N], seeds [N]) to batches of images, as each of the models drew them."""
+    card: dict[str, Any]
+    """Which models draw, with which settings: the end of each line of metadata.jsonl."""
+    inputs: Mapping[str, Sequence[str]] = {}
+    """Files that each text is drawn from, by their kind: one for all texts, or one for each."""
+    all_sizes: bool = False
+    """Whether what the earlier models drew is written too."""
+
+
+def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
+    """Runs `python -m SYSTEM.sample --out=FOLDER`; the caller's is its --help.
+
+    `open_session` gets the prompts, maybe none, and the folder of --out, which is not there yet.
+    What it raises of ValueError and OSError is one message and exit code 2.
+    """
+    f = _define_flags()
+
+    def main(argv: list[str]) -> None:
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
+        cli.start()
+        out = pathlib.Path(f["out"].value)
+        with cli.bad_input():
+            session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), out)
+            out.mkdir(parents=True, exist_ok=True)
+        _draw(session, out, f["num_images"].value, f["seed"].value)
+
+    cli.run(main)
+
+
+def _define_flags() -> dict[str, flags.FlagHolder]:
+    whole = flags.DEFINE_integer
+    holders = [
+        flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True),
+        flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
+        flags.DEFINE_string("prompts", None, "A file with one text a line."),
+        whole("num_images", 1, "Images for each text.", lower_bound=1),
+        whole("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
+    ]
+    return {holder.name: holder for holder in holders}
+
+
+def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
+    """The prompts of flags, and the lines of a UTF-8 file that are not blank."""
+    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    return [*prompts, *(line for line in lines if line.strip())]
+
+
+def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
+    """Draws, and writes each image as soon as it is there; of several processes the first does."""
+    rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
+    seeds = [first_seed + n for n in range(len(rows))]
+    lines, images = [], []
+    batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
+    for batch in progress.reported(batches, len(rows), "images", size=size):
+        if jax.process_index():
+            continue
+        for sizes in zip(*map(sheets.to_uint8, batch), strict=True):
+            n = len(lines)
+            lines.append(_write_image(session, out, rows[n], seeds[n], sizes))
+            images.append(sizes[-1])
+    if jax.process_index() == 0:
+        _write_index(out, lines, images)
+
+
+def _write_image(
+    session: Session,
+    out: pathlib.Path,
+    text: int,
+    seed: int,
+    sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
+) -> dict[str, Any]:
+    """Writes the PNG of one image, and its smaller sizes; returns its line of the metadata."""
+    name = f"seed_{seed:06}"
+    line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
+    line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}
+    line |= {"seed": seed}
+    sheets.write_png(out / line["file_name"], sizes[-1])
+    if session.all_sizes:
+        line["smaller"] = [f"{name}_{image.shape[0]}.png" for image in sizes[:-1]]
+        for smaller, image in zip(line["smaller"], sizes, strict=False):
+            sheets.write_png(out / smaller, image)
+    return line | session.card
+
+
+def _write_index(
+    out: pathlib.Path,
+    lines: Sequence[Mapping[str, Any]],
+    images: Sequence[UInt8[np.ndarray, "H W 3"]],
+) -> None:
+    """metadata.jsonl, a line an image, and sheet.png with all images over their captions."""
+    files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+    sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
+    sheets.write_png(out / "sheet.png", sheet)
+    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
