@@ -32,7 +32,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from imagen_jax import task as imagen_task
 from imagen_jax.settings import Settings, read_settings
 from sd_jax.settings import Settings as SDSettings
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> None:
         mesh = sharding.make_mesh(*s.mesh)
         sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: train_state.init_state(task.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
     key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
     layout = sharding.shardings(jax.eval_shape(create, key), mesh, task.rules)
     state = jax.jit(create, out_shardings=layout)(key)

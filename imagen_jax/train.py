@@ -14,25 +14,23 @@ import numpy as np
 
 from diffusion_jax import checks
 from diffusion_jax.data import sources
-from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
+from diffusion_jax.train.command import command, evaluation_of
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import Settings, read_settings
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
+def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens text encoder, data and evaluation; ValueError or OSError if they cannot be."""
     encoder = lookup.open_encoder(s.text)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
-    evaluation = training.evaluation_of(
-        s.evaluation, s.data.source, s.output_size, encoder.tokenize
-    )
-    return training.Prepared(task.make_task(s, encoder), batches, examples, evaluation)
+    evaluation = evaluation_of(s.evaluation, s.data.source, s.output_size, encoder.tokenize)
+    return loop.Inputs(task.make_task(s, encoder), batches, examples, evaluation)
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
@@ -40,7 +38,7 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
     embedded = s.text.encoder == checks.EMBEDDED
     shape = (s.text.max_tokens, s.text.width) if embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
-    return training.batches_of(pictures, encoder.tokenize, s.run, s.data, mesh)
+    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
@@ -59,4 +57,4 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
 
 
 if __name__ == "__main__":
-    training.command(read_settings, prepare)
+    command(read_settings, prepare)

@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from diffusion_jax.data import sources
-from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
+from diffusion_jax.train.command import command, evaluation_of
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
@@ -35,7 +35,7 @@ from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.weights.pretrained import read_unet, read_vae
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
+def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens encoder, VAE, data and evaluation; ValueError or OSError if they cannot be."""
     encoder = lookup.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
@@ -43,12 +43,10 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
     tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
     # Also where nothing is drawn: a store of embeddings must hold what training needs.
     examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
-    evaluation = training.evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)
-    start = None
-    if s.unet_weights:
-        start = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
-    made = task.make_task(s, encoder, vae_params)
-    return training.Prepared(made, batches, examples, evaluation, start)
+    evaluation = evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)
+    start = (lambda: read_unet(s.unet_weights, s.unet, s.text.width)) if s.unet_weights else None
+    sd = task.make_task(s, encoder, vae_params)
+    return loop.Inputs(sd, batches, examples, evaluation, start)
 
 
 def open_batches(
@@ -69,7 +67,7 @@ def open_batches(
     if latent:
         pictures.read(np.arange(1))  # Of another shape they are an error here, not after compiling.
     name = "moments" if latent else "image"
-    return training.batches_of(pictures, encoder.tokenize, s.run, s.data, mesh, name)
+    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, name)
 
 
 def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
@@ -80,4 +78,4 @@ def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    training.command(read_settings, prepare)
+    command(read_settings, prepare)

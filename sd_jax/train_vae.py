@@ -17,12 +17,13 @@ from jaxtyping import Array, Float
 
 from diffusion_jax import checks, settings
 from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import training_batches
 from diffusion_jax.diffusion import precond
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
-from diffusion_jax.train import command as training
 from diffusion_jax.train import loop
+from diffusion_jax.train.command import command
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import read_vae, uses_moments
@@ -109,17 +110,17 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> training.Prepared:
+def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens the data; ValueError or OSError if they cannot be."""
     pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
     shown = {"image": np.asarray(sampling.to_pixels(images, "symmetric"))}
     examples = loop.Examples(shown, captions, guidance=1.0)
-    batches = training.batches_of(pictures, lambda texts: {}, s.run, s.data, mesh)
+    batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
-    return training.Prepared(make_task(s), batches, examples, start=start)
+    return loop.Inputs(make_task(s), batches, examples, start=start)
 
 
 if __name__ == "__main__":
-    training.command(read_settings, prepare)
+    command(read_settings, prepare)

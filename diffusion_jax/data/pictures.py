@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
-from jaxtyping import Float, Int, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
@@ -45,7 +45,7 @@ class Pictures(abc.ABC):
 
     def usable(
         self, indices: Int[np.ndarray, "B"]
-    ) -> tuple[Int[np.ndarray, "N"], Rows, Sequence[Any]]:
+    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
         """Indices, pictures and texts of those that can be used; `read` replaces the others."""
         return indices, *self.read(indices)
 
@@ -103,7 +103,7 @@ class Decoded(Pictures):
 
     def usable(
         self, indices: Int[np.ndarray, "B"]
-    ) -> tuple[Int[np.ndarray, "N"], Rows, Sequence[Any]]:
+    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
         """Indices, pictures and texts without those that cannot be used, which are counted."""
         kept, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
@@ -112,7 +112,7 @@ class Decoded(Pictures):
                 kept.append(index)
             except transforms.Unusable as error:
                 self._count(index, record.name, error)
-        images = np.stack([i for i, _ in pairs]) if pairs else np.zeros((0, 1, 1, 3), np.uint8)
+        images = np.stack([i for i, _ in pairs]) if pairs else np.zeros((0,), np.uint8)
         return np.array(kept, np.int64), images, [text for _, text in pairs]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:

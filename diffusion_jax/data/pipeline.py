@@ -12,11 +12,12 @@ from typing import Any
 import grain
 import jax
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
 from diffusion_jax.data.pictures import Mixture, Pictures
-from diffusion_jax.settings import CROPS
+from diffusion_jax.machine.sharding import batch_sharding
+from diffusion_jax.settings import CROPS, Data, Run
 
 Batch = dict[str, np.ndarray]
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
@@ -95,6 +96,25 @@ class Batches:
     def close(self) -> None:
         """Stops the threads; may be called twice."""
         self._iterator.close()
+
+
+def training_batches(
+    pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
+) -> Batches:
+    """The batches of a config, this process's rows of them; the rest is as of make_batches."""
+    process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
+    return make_batches(
+        pictures,
+        tokenize,
+        batch_size=run.batch_size,
+        seed=run.seed,
+        process_index=process_index,
+        process_count=process_count,
+        num_threads=data.threads,
+        crop=data.crop,
+        flip=data.flip,
+        name=name,
+    )
 
 
 def make_batches(

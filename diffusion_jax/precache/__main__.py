@@ -25,7 +25,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffusion_jax import cli
-from diffusion_jax.precache import fill, store
+from diffusion_jax.precache import fill, shards, store
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
 _FORMAT = flags.DEFINE_enum(
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         path = pathlib.Path(job.text.store)
-        store.start(path, job.identity, work.format)
+        shards.start(path, job.identity, work.format)
     manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "

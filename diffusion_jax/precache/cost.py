@@ -1,4 +1,4 @@
-"""What embeddings cost: the disk of a store, or the work of encoding in training instead."""
+"""The cost of embeddings: the disk of a store, or the work of encoding in training instead."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _MODELS = {"base64_500m": 1.003, "base64_2b": 3.947}
 
 
 def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
-    """What a store takes on average, its index included; `tokens` is the mean number of rows."""
+    """Bytes of a store for each caption, its index included; `tokens` are the mean rows of one."""
     groups = quantize.num_groups(width)
     row = {"int8": width + 2 * groups, "bfloat16": 2 * width, "float32": 4 * width}[format]
     return float(tokens * row + _SHARD_BYTES + _INDEX_BYTES)

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from diffusion_jax.machine.sharding import batch_sharding, place
-from diffusion_jax.precache import quantize, store
+from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
 _SHORTEST = 16  # Lengths are 16, 32, 64, ...: each is compiled once.
@@ -19,7 +19,7 @@ _SHORTEST = 16  # Lengths are 16, 32, 64, ...: each is compiled once.
 
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
-) -> Callable[[Sequence[str]], store.Rows]:
+) -> Callable[[Sequence[str]], shards.Rows]:
     """Returns encode(texts) -> their rows in the texts' order, in a store's `format`.
 
     `frozen` is encoder.frozen on the devices of `mesh`, `batch_tokens` what a batch holds at once,
@@ -63,7 +63,7 @@ def flops(encoder: TextEncoder) -> float:
 
 
 def num_parameters(encoder: TextEncoder) -> int:
-    """Of the encoder's weights."""
+    """The number of parameters of the encoder."""
     return sum(leaf.size for leaf in jax.tree.leaves(encoder.frozen))
 
 
@@ -114,8 +114,8 @@ def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Ar
         rows[text] = tokens, kept
 
 
-def _join(rows: Sequence[Any]) -> store.Rows:
+def _join(rows: Sequence[Any]) -> shards.Rows:
     tokens = np.array([count for count, _ in rows], np.int64)
     column = lambda name: np.concatenate([kept[name] for _, kept in rows])
     scales = column("scales") if "scales" in rows[0][1] else None
-    return store.Rows(tokens, column("values"), scales, column("errors"))
+    return shards.Rows(tokens, column("values"), scales, column("errors"))

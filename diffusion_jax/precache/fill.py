@@ -14,7 +14,7 @@ from diffusion_jax import settings
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.progress import Meter
-from diffusion_jax.precache import cost, encode, lookup, plan, store
+from diffusion_jax.precache import cost, encode, lookup, plan, shards, store
 from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import TextEncoder, registry
 
@@ -23,18 +23,18 @@ _RULES: sharding.Rules = [("", sharding.FSDP)]
 
 
 class Job(NamedTuple):
-    """What is to be done, checked."""
+    """An encoder and the captions that it is to encode, checked."""
 
     text: Text
     encoder: TextEncoder
     identity: store.Identity
     captions: plan.Captions
     source: dict[str, Any]
-    """What the captions are of: a plan of another source is another plan."""
+    """Names the data of the captions: a plan of another source is another plan."""
 
 
 class Work(NamedTuple):
-    """How it is done; the flags of precache say what each field means."""
+    """Formats, sizes and shares of the work; the flags of precache say what each field means."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -60,14 +60,14 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
     lookup.rule(text)  # Before any weights are opened.
-    captions, source = _captions(data, _given(config), captions_file)
+    captions, source = _captions(data, _prompts(config), captions_file)
     encoder = registry.make_encoder(text)
     source = {**source, "captions": len(captions)}
     return Job(text, encoder, lookup.identity(text, encoder), captions, source)
 
 
 def table(job: Job, format: str) -> str:
-    """What the store will take on disk, measured on a sample, and what it saves."""
+    """The size of the store on disk, measured on a sample of captions, and the work it saves."""
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
@@ -87,13 +87,13 @@ def table(job: Job, format: str) -> str:
 def run(job: Job, work: Work) -> dict[str, Any]:
     """Encodes what the store lacks; returns its manifest. ValueError if it is of another kind."""
     path = pathlib.Path(job.text.store)
-    manifest = store.start(path, job.identity, work.format)
+    manifest = shards.start(path, job.identity, work.format)
     listed = [shard["file"] for shard in manifest["shards"]]
-    held = store.whole_shards(path, listed, verify=work.verify)
+    held = shards.whole_shards(path, listed, verify=work.verify)
     if len(held) < len(listed):
         logging.warning("%d shards are missing or damaged: encoding them again",
                         len(listed) - len(held))  # fmt: skip
-    have = store.held_keys(path, held)
+    have = shards.held_keys(path, held)
     planned = plan.folder_of(path, job.source, job.identity)
     reading = Meter("captions", len(job.captions), name="reading captions")
     keys = plan.read_keys(
@@ -103,7 +103,7 @@ def run(job: Job, work: Work) -> dict[str, Any]:
     logging.info("%s captions, %s different, %s of them to encode",
                  f"{len(keys):,}", f"{different:,}", f"{len(missing):,}")  # fmt: skip
     names = _encode_shards(job, work, path, keys, missing)
-    manifest = store.finish(path, [*held, *names])
+    manifest = shards.finish(path, [*held, *names])
     plan.remove(path)
     return manifest
 
@@ -120,8 +120,8 @@ def _encode_shards(
         return []
     size = work.shard_captions
     parts = [missing[i : i + size] for i in range(0, len(missing), size)]
-    names = [store.shard_name(keys[part]) for part in parts]
-    store.whole_shards(path, names, verify=work.verify)
+    names = [shards.shard_name(keys[part]) for part in parts]
+    shards.whole_shards(path, names, verify=work.verify)
     absent = lambda i: not (path / names[i]).exists()
     to_do = (i for i in plan.turns(len(parts), work.worker, work.workers) if absent(i))
     encode_texts = _make_encode(job, work)
@@ -130,12 +130,12 @@ def _encode_shards(
     with ThreadPoolExecutor(1) as reader:
         for i, texts in plan.ahead(reader, lambda i: job.captions.read(parts[i]), to_do):
             if absent(i):  # Another worker may have been faster.
-                store.write_shard(path, keys[parts[i]], encode_texts(texts))
+                shards.write_shard(path, keys[parts[i]], encode_texts(texts))
             meter.add(len(texts))
     return names
 
 
-def _make_encode(job: Job, work: Work) -> Callable[[Sequence[str]], store.Rows]:
+def _make_encode(job: Job, work: Work) -> Callable[[Sequence[str]], shards.Rows]:
     """On this process's own devices: no process waits for another."""
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(job.encoder.frozen, mesh, _RULES)
@@ -143,20 +143,20 @@ def _make_encode(job: Job, work: Work) -> Callable[[Sequence[str]], store.Rows]:
     return encode.make_encode(job.encoder, frozen, mesh, work.format, tokens)
 
 
-def _given(config: dict[str, Any]) -> list[str]:
+def _prompts(config: dict[str, Any]) -> list[str]:
     """A config's prompts; of systems with a negative prompt also that one, and the empty one."""
     negative = config.get("sampler", {}).get("negative_prompt")
     return list(config["prompts"]) + ([] if negative is None else sorted({"", negative}))
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """The captions, and what they are of."""
+    """The captions, and the name of their source."""
     if file is not None:
         lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
-        given = [*prompts, *(line.strip() for line in lines if line.strip())]
-        if not given:
+        texts = [*prompts, *(line.strip() for line in lines if line.strip())]
+        if not texts:
             raise ValueError(f"{file} holds no captions: write one a line")
-        return plan.Captions(given, None, 0, 1), {"given": given}
+        return plan.Captions(texts, None, 0, 1), {"given": texts}
     opened = sources.open_pictures(data, size=16)  # No picture is made.
     # The synthetic source has one caption, for as many pictures as anyone likes.
     count = 1 if data.source == "synthetic" else len(opened)

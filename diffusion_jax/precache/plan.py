@@ -29,16 +29,16 @@ _R = TypeVar("_R")
 
 
 class Captions(NamedTuple):
-    """A list of captions: a few given ones, then those of a data set."""
+    """A list of captions: a config's prompts or a file's lines, then those of a data set."""
 
-    given: Sequence[str]
+    prompts: Sequence[str]
     data: Pictures | None
     num_data: int
     threads: int
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """How many there are, repeated ones counted each time."""
-        return len(self.given) + self.num_data
+        return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
         """The captions of these numbers, read by several threads."""
@@ -47,11 +47,11 @@ class Captions(NamedTuple):
             return [text for part in threads.map(self._read, parts) for text in part]
 
     def _read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        given = len(self.given)
-        texts = [self.given[i] for i in numbers[numbers < given].tolist()]
-        if self.data is None or (numbers < given).all():
+        first = len(self.prompts)  # Of the data set.
+        texts = [self.prompts[i] for i in numbers[numbers < first].tolist()]
+        if self.data is None or (numbers < first).all():
             return texts
-        return texts + list(self.data.texts(numbers[numbers >= given] - given))
+        return texts + list(self.data.texts(numbers[numbers >= first] - first))
 
 
 def turns(count: int, worker: int, workers: int) -> Iterator[int]:
@@ -106,7 +106,7 @@ def pending(
 
 
 def folder_of(path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity):
-    """Where the keys of this data are kept while a store is being made."""
+    """The folder that holds the keys of this data while a store is being made."""
     text = json.dumps([source, identity], sort_keys=True, default=str)
     return path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -133,7 +133,7 @@ def ahead(
 
 
 def free_bytes(path: pathlib.Path) -> int:
-    """What is left on the disk of a folder, or of the first of its parents that is there."""
+    """The free bytes on the disk of a folder, or of the first of its parents that exists."""
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -15,19 +15,17 @@ rows: encoder, weights, tokenizer, length rule, type.
 
 import functools
 import hashlib
-import itertools
 import json
 import os
 import pathlib
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Int, Shaped
 
-from diffusion_jax.machine import files
 from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
@@ -36,9 +34,9 @@ MANIFEST = "manifest.json"
 INDEX = "index.safetensors"
 FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
-_VERSION = 1
-_KEY_SIZE = 16
-KEY = np.dtype(f"S{_KEY_SIZE}")
+VERSION = 1
+KEY_SIZE = 16
+KEY = np.dtype(f"S{KEY_SIZE}")
 _OPEN_SHARDS = 4096  # Mapped at once; Linux allows a process 65,530 maps.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
@@ -46,18 +44,8 @@ _PROBES = (
 )  # fmt: skip
 
 
-class Rows(NamedTuple):
-    """The embeddings of some texts, one after the other, as they are stored."""
-
-    tokens: Int[np.ndarray, "N"]
-    values: Shaped[np.ndarray, "T D"]
-    scales: Shaped[np.ndarray, "T G"] | None
-    errors: Float[np.ndarray, "T 2"]
-    """Of each row: the error relative to its length, and the cosine with what was encoded."""
-
-
 def command(path: str | os.PathLike[str], *more: str) -> str:
-    """What makes or completes the store at `path`, for error messages."""
+    """The command that makes or completes the store at `path`, for error messages."""
     flags = " ".join([f"--config.text.store={path}", *more])
     return f"python -m diffusion_jax.precache --config=CONFIG {flags}"
 
@@ -97,7 +85,7 @@ def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]
                 f"of shape {np.shape(text)}: set data.text=txt, or leave text.store empty"
             )
         data = text.encode("utf-8", "surrogatepass")
-        digests += hashlib.blake2b(data, key=salt, digest_size=_KEY_SIZE).digest()
+        digests += hashlib.blake2b(data, key=salt, digest_size=KEY_SIZE).digest()
     return np.frombuffer(bytes(digests), KEY)
 
 
@@ -125,7 +113,7 @@ class Store:
 
     @property
     def identity(self) -> Identity:
-        """What made the rows."""
+        """The encoder that made the rows: its name, options and digests."""
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -140,15 +128,15 @@ class Store:
         ValueError that says what to do for a text that is not there and for damaged rows.
         """
         keys = keys_of(texts, self.identity)
-        found = self.find(keys)
-        if (found < 0).any():
-            missing = [text for text, at in zip(texts, found, strict=True) if at < 0]
+        places = self.find(keys)
+        if (places < 0).any():
+            missing = [text for text, at in zip(texts, places, strict=True) if at < 0]
             raise ValueError(
                 f"{len(missing)} of {len(texts)} captions are not in the store {self.path}, first "
                 f"{missing[0]!r}: encode them, and them alone, with\n  {command(self.path)}"
             )
         batch = self._empty(len(texts))
-        for row, at in enumerate(found.tolist()):
+        for row, at in enumerate(places.tolist()):
             values, scales = self._rows(at, texts[row])
             batch["text_values"][row, : len(values)] = values
             batch["text_mask"][row, : len(values)] = True
@@ -157,14 +145,14 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """What is stored of one text; ValueError if it does not have its checksum."""
+        """The values and scales of one text; ValueError if they do not have its checksum."""
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")
         )
         shard = self._shard(number)
         values = shard["values"][first : first + tokens]
         scales = shard["scales"][first : first + tokens] if "scales" in shard else None
-        if _check(self._index["keys"][at], values, scales) != check:
+        if checksum(self._index["keys"][at], values, scales) != check:
             file = self.path / self.manifest["shards"][number]["file"]
             raise ValueError(
                 f"{file} is damaged where the embeddings of {text!r} are: encode it again with\n"
@@ -189,7 +177,7 @@ def encoder(opened: Store) -> TextEncoder:
     """A TextEncoder that looks its texts up: rows travel as stored and become floats on devices."""
 
     def encode(frozen: tuple[()], batch: Batch):
-        del frozen  # What made the rows stays away.
+        del frozen  # The encoder that made the rows is not needed.
         values, mask = jnp.asarray(batch["text_values"]), jnp.asarray(batch["text_mask"])
         if "text_scales" in batch:
             return quantize.dequantize(values, jnp.asarray(batch["text_scales"])), mask
@@ -208,161 +196,31 @@ def read_manifest(path: pathlib.Path) -> dict[str, Any]:
             f"  {command(path)}"
         )
     manifest = pretrained.read_json(path / MANIFEST)
-    if manifest.get("version") != _VERSION:
+    if manifest.get("version") != VERSION:
         raise ValueError(f"{path / MANIFEST} is of version {manifest.get('version')}, not 1")
     return manifest
 
 
-def start(path: pathlib.Path, identity: Identity, format: str) -> dict[str, Any]:
-    """The manifest of the store at `path`, which is made if need be.
-
-    ValueError if the store is of another identity or format.
-    """
-    path.mkdir(parents=True, exist_ok=True)
-    if not (path / MANIFEST).is_file():
-        manifest = {"version": _VERSION, "identity": identity, "format": format}
-        files.write_whole(path / MANIFEST, json.dumps(manifest | {"shards": []}, indent=1))
-    manifest = read_manifest(path)
-    check_identity(path, manifest["identity"], identity)
-    if manifest["format"] != format:
-        raise ValueError(
-            f"the store {path} is of format {manifest['format']!r}, not {format!r}: "
-            "take the same, or another folder"
-        )
-    return manifest
-
-
-def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
-    """The file that holds these texts and no others: so that no two can hold the same."""
-    return f"shard-{hashlib.blake2b(keys.tobytes(), digest_size=12).hexdigest()}.safetensors"
-
-
-def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -> pathlib.Path:
-    """A shard in the store at `path`, whole or not at all; one that is there already is left."""
-    first = np.concatenate([[0], np.cumsum(rows.tokens)]).astype(np.int64)
-    raw = keys.view(np.uint8).reshape(-1, _KEY_SIZE)
-    check = _checks(raw, first, rows.values, rows.scales)
-    arrays = {"keys": raw, "first": first, "check": check}
-    arrays |= {"errors": _summary(rows.errors), "values": rows.values}
-    if rows.scales is not None:
-        arrays["scales"] = rows.scales
-    target = path / shard_name(keys)
-    files.write_new(target, serialize(arrays))
-    return target
-
-
-def finish(path: pathlib.Path, names: Sequence[str]) -> dict[str, Any]:
-    """Writes the index and the manifest over the shards `names`; others are removed.
-
-    Needs about 100 bytes of memory a text. Returns the manifest.
-    """
-    shards = [pretrained.map_safetensors(path / name) for name in names]
-    index = _make_index(shards)
-    content = serialize(index)
-    files.write_whole(path / INDEX, content)
-    sizes = [os.path.getsize(path / name) for name in names]
-    manifest = read_manifest(path) | {
-        **_totals(index, shards, sum(sizes) + len(content)),
-        "index": {"file": INDEX, "bytes": len(content), "sha256": _sha256(content)},
-        "shards": [{"file": n, "bytes": size} for n, size in zip(names, sizes, strict=True)],
-    }
-    files.write_whole(path / MANIFEST, json.dumps(manifest, indent=1))
-    for stray in {file.name for file in path.glob("shard-*.safetensors")} - set(names):
-        (path / stray).unlink(missing_ok=True)
-    return manifest
-
-
-def whole_shards(path: pathlib.Path, names: Sequence[str], *, verify: bool) -> list[str]:
-    """Those of the shards `names` that can be used; the damaged ones are removed.
-
-    `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
-    """
-    return [name for name in names if (path / name).is_file() and _usable(path / name, verify)]
-
-
-def held_keys(path: pathlib.Path, names: Sequence[str]) -> Shaped[np.ndarray, "N"]:
-    """The keys of all texts in the shards `names`, sorted."""
-    raw = [pretrained.map_safetensors(path / name)["keys"].view(KEY)[:, 0] for name in names]
-    return np.sort(np.concatenate([np.zeros(0, KEY), *raw]))
-
-
 def check_size(path: pathlib.Path, size: int) -> None:
     """ValueError or FileNotFoundError unless the file has this size."""
-    found = path.stat().st_size if path.is_file() else None
-    if found != size:
-        state = "is missing" if found is None else f"has {found} of {size} bytes"
-        kind = FileNotFoundError if found is None else ValueError
+    actual = path.stat().st_size if path.is_file() else None
+    if actual != size:
+        state = "is missing" if actual is None else f"has {actual} of {size} bytes"
+        kind = FileNotFoundError if actual is None else ValueError
         raise kind(f"{path} {state}: make it again with\n  {command(path.parent)}")
 
 
-def serialize(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """A safetensors file. By hand, since the library's numpy side knows no bfloat16 everywhere."""
-    header, parts, end = {}, [], 0
-    # The widest types first, so that each begins at a multiple of its size.
-    for name, array in sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize):
-        span = [end, end := end + array.nbytes]
-        header[name] = {"dtype": _TYPES[array.dtype], "shape": array.shape, "data_offsets": span}
-        parts.append(np.ascontiguousarray(array).tobytes())
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    return b"".join([len(text).to_bytes(8, "little"), text, *parts])
-
-
-_TYPES = {
-    np.dtype(dtype): name
-    for name, dtype in (
-        ("U8", np.uint8), ("I8", np.int8), ("I32", np.int32), ("I64", np.int64),
-        ("BF16", jnp.bfloat16), ("F32", np.float32), ("F64", np.float64),
-    )
-}  # fmt: skip
-
-
-def _make_index(shards: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Keys in order, each once, with its shard, first row, number of rows and checksum."""
-    keys = np.concatenate([shard["keys"] for shard in shards])
-    order = np.argsort(keys.view(KEY)[:, 0], kind="stable")
-    ordered = keys[order].view(KEY)[:, 0]
-    order = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
-    column = lambda make, dtype: np.concatenate([make(shard) for shard in shards])[order].astype(
-        dtype
-    )
-    return {
-        "keys": keys[order],
-        "shard": np.repeat(np.arange(len(shards)), [len(s["keys"]) for s in shards])[order].astype(
-            np.int32
-        ),
-        "first": column(lambda s: s["first"][:-1], np.int64),
-        "tokens": column(lambda s: np.diff(s["first"]), np.int32),
-        "check": column(lambda s: s["check"], np.int64),
-    }
-
-
-def _totals(index, shards, size: int) -> dict[str, Any]:
-    """Numbers of a store for its manifest: sizes, and the errors of its rows."""
-    captions, tokens = len(index["keys"]), int(index["tokens"].sum())
-    errors = np.array([shard["errors"] for shard in shards])
-    weights = [max(1, int(shard["first"][-1])) for shard in shards]
-    return {
-        "captions": captions,
-        "tokens": tokens,
-        "bytes_per_caption": size / captions,
-        "mean_relative_error": float(np.average(errors[:, 0], weights=weights)),
-        "largest_relative_error": float(errors[:, 1].max()),
-        "least_cosine": float(errors[:, 2].min()),
-    }
-
-
-def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
-    """Mean and largest relative error, and the least cosine."""
-    relative, cosine = errors.T.astype(np.float64)
-    return np.array([relative.mean(), relative.max(), cosine.min()] if len(errors) else [0, 0, 1.0])
+def checksum(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> int:
+    """The CRC-32 of a text's key and rows."""
+    check = zlib.crc32(_bytes(values), zlib.crc32(_bytes(key)))
+    return check if scales is None else zlib.crc32(_bytes(scales), check)
 
 
 def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.ndarray]:
     check_size(path / INDEX, entry["bytes"])
     with (path / INDEX).open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != entry["sha256"]:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != entry["sha256"]:
         raise ValueError(
             f"{path / INDEX} is damaged, or of another run than the manifest: make it again with\n"
             f"  {command(path)}"
@@ -370,37 +228,5 @@ def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.nd
     return pretrained.map_safetensors(path / INDEX)
 
 
-def _usable(file: pathlib.Path, verify: bool) -> bool:
-    try:
-        shard = pretrained.map_safetensors(file)
-        if not verify:
-            return True
-        found = _checks(shard["keys"], shard["first"], shard["values"], shard.get("scales"))
-        if np.array_equal(found, shard["check"]):
-            return True
-    except (ValueError, KeyError):
-        pass  # Cut off, or damaged in its header.
-    file.unlink(missing_ok=True)
-    return False
-
-
-def _checks(
-    keys: np.ndarray, first: np.ndarray, values: np.ndarray, scales: np.ndarray | None
-) -> np.ndarray:
-    """The checksum of each text of a shard."""
-    spans = (slice(*pair) for pair in itertools.pairwise(first.tolist()))
-    rows = ((values[s], None if scales is None else scales[s]) for s in spans)
-    return np.array([_check(k, *row) for k, row in zip(keys, rows, strict=True)], np.int64)
-
-
-def _check(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> int:
-    check = zlib.crc32(_bytes(values), zlib.crc32(_bytes(key)))
-    return check if scales is None else zlib.crc32(_bytes(scales), check)
-
-
 def _bytes(array: np.ndarray) -> memoryview:
     return np.ascontiguousarray(array).view(np.uint8).data
-
-
-def _sha256(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()

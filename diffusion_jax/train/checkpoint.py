@@ -40,11 +40,11 @@ class Checkpointer:
     """The checkpoints of one run under `directory`; call `close` before the process ends.
 
     The last `keep_last` steps are kept, and every step that is a multiple of `keep_every`
-    (None: no other). A step is listed only when all of it is on the disk.
+    (0: no other). A step is listed only when all of it is on the disk.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep_last: int, keep_every: int | None = None
+        self, directory: str | os.PathLike[str], keep_last: int, keep_every: int = 0
     ) -> None:
         """Makes `directory` if need be, and removes what a killed save left in it."""
         last = checkpoint_managers.LatestN(keep_last)

@@ -3,7 +3,7 @@
 import pathlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any
 
 import numpy as np
 from absl import app, flags, logging
@@ -12,50 +12,25 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.data.pipeline import Batches, Tokenize, local_rows, make_batches
 from diffusion_jax.draw import program as drawing
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import distributed, sharding
-from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run
-from diffusion_jax.task import Params, Task, Texts
+from diffusion_jax.settings import Evaluation
+from diffusion_jax.task import Texts
 from diffusion_jax.train import loop
 from diffusion_jax.train.state import TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
 
-@runtime_checkable
-class Common(Protocol):
-    """What the settings of every system have."""
-
-    @property
-    def run(self) -> Run: ...  # noqa: D102
-    @property
-    def optimizer(self) -> Optimizer: ...  # noqa: D102
-    @property
-    def mesh(self) -> MeshShape: ...  # noqa: D102
-
-
-S = TypeVar("S", bound=Common)
-
-
-class Prepared(NamedTuple):
-    """All that training needs besides settings and mesh: opened and checked, nothing computed."""
-
-    task: Task
-    batches: Batches
-    examples: loop.Examples
-    evaluation: loop.Evaluation | None = None
-    start: Callable[[], Params] | None = None
-    """Reads the parameters to start from; None: the task's own initial ones."""
-
-
-def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh], Prepared]) -> None:
+def command(
+    read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
+) -> None:
     """Runs `python -m SYSTEM.train --config=FILE --workdir=FOLDER`; the caller's is its --help.
 
-    `read` makes settings of a config. What it and `prepare` raise of ValueError and OSError is one
-    message and exit code 2; SIGTERM saves and exits with 143.
+    `read` makes settings of a config, `run`, `optimizer` and `mesh` among them. What it and
+    `prepare` raise of ValueError and OSError is one message and exit code 2; SIGTERM saves and
+    exits with 143.
     """
     config = config_flags.DEFINE_config_file(
         "config", None, "A file in configs/.", lock_config=True
@@ -74,23 +49,14 @@ def command(read: Callable[[Mapping[str, Any]], S], prepare: Callable[[S, Mesh],
             s = read(config.value.to_dict())
             mesh = sharding.make_mesh(*s.mesh)
             sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
-            prepared = prepare(s, mesh)
+            inputs = prepare(s, mesh)
             runs.claim(folder, config.value)
-        _train(s, mesh, prepared, folder, config.value.to_dict())
+        with inputs.batches:
+            state = loop.train(inputs, s.run, s.optimizer, mesh, folder, config.value.to_dict())
+        exit_if_stopped(state, s.run.steps)
+        logging.info("done: %s", folder)
 
     cli.run(main)
-
-
-def _train(
-    s: Common, mesh: Mesh, prepared: Prepared, workdir: pathlib.Path, config: Mapping[str, Any]
-) -> None:
-    task, batches, examples, evaluation, start = prepared
-    with batches:
-        state = loop.train(
-            task, s.run, s.optimizer, mesh, batches, examples, workdir, config, evaluation, start
-        )
-    exit_if_stopped(state, s.run.steps)
-    logging.info("done: %s", workdir)
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
@@ -98,25 +64,6 @@ def exit_if_stopped(state: TrainState, steps: int) -> None:
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(distributed.PREEMPTED)
-
-
-def batches_of(
-    pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
-) -> Batches:
-    """The training data, this process's rows of it; `name` is that of the pictures in a batch."""
-    process, processes = local_rows(sharding.batch_sharding(mesh), run.batch_size)
-    return make_batches(
-        pictures,
-        tokenize,
-        batch_size=run.batch_size,
-        seed=run.seed,
-        process_index=process,
-        process_count=processes,
-        num_threads=data.threads,
-        crop=data.crop,
-        flip=data.flip,
-        name=name,
-    )
 
 
 def evaluation_of(

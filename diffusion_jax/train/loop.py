@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from diffusion_jax import runs
 from diffusion_jax.data.pipeline import Batches, to_global
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import flops, hardware, sheets
 from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.progress import step_line
@@ -34,13 +34,17 @@ from diffusion_jax.machine.sharding import (
 )
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
-from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as train_state
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.train.state import TrainState
+from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.state import (
+    TrainState,
+    constant_decay,
+    init_state,
+    make_train_step,
+    warmup_decay,
+)
 from diffusion_jax.train.watchdog import Watchdog
 
-CHECKPOINTS = "checkpoints"
 _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 
 
@@ -56,33 +60,40 @@ class Evaluation(NamedTuple):
     """Scores on the way: after each `every` images, and at the end."""
 
     every: int
-    score: Callable[[drawing.Draw, Params], Mapping[str, float]]
+    score: Callable[[Draw, Params], Mapping[str, float]]
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Whether this step passed a multiple of `every`."""
         return step * batch_size // self.every > (step - 1) * batch_size // self.every
 
 
+class Inputs(NamedTuple):
+    """All that training takes besides settings and mesh: opened and checked, nothing computed."""
+
+    task: Task
+    batches: Batches
+    examples: Examples = Examples({}, (), 0.0)
+    evaluation: Evaluation | None = None
+    start: Callable[[], Params] | None = None
+    """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
+
+
 def train(
-    task: Task,
+    inputs: Inputs,
     run: Run,
     settings: Optimizer,
     mesh: Mesh,
-    batches: Batches,
-    examples: Examples,
     workdir: pathlib.Path,
     config: Mapping[str, Any],
-    evaluation: Evaluation | None = None,
-    start: Callable[[], Params] | None = None,
 ) -> TrainState:
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
-    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
-    `start` reads the first parameters, host arrays, in place of the task's initial ones.
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
     """
-    tx = optimizer.make_optimizer(settings, run.steps)
+    task, batches, examples, evaluation, start = inputs
+    tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    create = lambda key: train_state.init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
     layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
@@ -90,18 +101,16 @@ def train(
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
         checkpoints = closing(
-            Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every or None)
+            Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
         )
-        state = _restore_or_create(checkpoints, create, key, layout, batches)
-        if start is not None and int(state.step) == 0:
-            state = _started_from(start(), state, layout)
+        state = _first_state(checkpoints, create, key, layout, batches, start)
         first = int(state.step)
         writer = closing(MetricWriter(workdir, first))
         write_manifest(workdir, config, run.seed, first)
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        draw = drawing.make_draw(task.sample, frozen, mesh)
+        draw = make_draw(task.sample, frozen, mesh)
         draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
@@ -132,13 +141,13 @@ def train(
 
 def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
     """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
-    step = train_state.make_train_step(
+    step = make_train_step(
         task.loss,
         tx,
         settings.ema_decays,
         accumulate=settings.accumulate,
         clip=settings.clip,
-        decay_at=train_state.warmup_decay if settings.ema_warmup else train_state.constant_decay,
+        decay_at=warmup_decay if settings.ema_warmup else constant_decay,
     )
     # Metrics are whole everywhere, as the step is, so that each process can read them.
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
@@ -163,16 +172,17 @@ def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Cal
     return compiled, float(flops.count(traced.jaxpr.jaxpr))
 
 
-def _restore_or_create(checkpoints, create, key, layout, batches) -> TrainState:
+def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:
+    """That of the last checkpoint; or of step 0, with what `start` reads, also as its averages."""
     step = checkpoints.latest_step()
     if step is None:
-        return jax.jit(create, out_shardings=layout)(key)
-    logging.info("continuing from the checkpoint of step %d", step)
-    return checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
-
-
-def _started_from(params: Params, state: TrainState, layout: Any) -> TrainState:
-    """Step 0 with these parameters, also as its averages."""
+        state = jax.jit(create, out_shardings=layout)(key)
+    else:
+        logging.info("continuing from the checkpoint of step %d", step)
+        state = checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
+    if start is None or step:
+        return state
+    params = start()
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
 

@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 from diffusion_jax import runs
 from diffusion_jax.machine import files
 from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
@@ -38,7 +38,7 @@ def to_workdir(
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = _read(source, s)
-        state = train_state.init_state(
+        state = init_state(
             params, optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
         )
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")

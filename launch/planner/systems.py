@@ -10,8 +10,8 @@ import numpy as np
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import state as train_state
 from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.state import TrainState, init_state
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen_task
 from launch.planner import encoders
@@ -35,7 +35,7 @@ class Model(NamedTuple):
     """Bytes of a picture of the data set: a JPEG, or moments."""
     itemsize: int
     """Bytes of a number in the network's arithmetic."""
-    state: train_state.TrainState
+    state: TrainState
     """Shapes."""
     notes: tuple[str, ...]
     """What the figures leave out."""
@@ -101,7 +101,7 @@ def frozen_shapes(task: Task) -> Any:
 def _model(task: Task, settings: Any, example, stored: float, notes: tuple[str, ...]) -> Model:
     run, optimizer = settings.run, settings.optimizer
     tx = make_optimizer(optimizer, run.steps)
-    create = lambda key: train_state.init_state(task.init(key), tx, optimizer.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, optimizer.ema_decays)
     state = jax.eval_shape(create, abstract_key())
     itemsize = jnp.dtype(settings.unet.dtype).itemsize
     return Model(task, run, optimizer, settings.mesh, example, stored, itemsize, state, notes)

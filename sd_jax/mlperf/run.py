@@ -24,7 +24,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import checkpoint, loop
-from diffusion_jax.train import command as training
+from diffusion_jax.train.command import exit_if_stopped
 from sd_jax import train
 from sd_jax.mlperf import benchmark, mllog, rules
 from sd_jax.mlperf.benchmark import Evaluate
@@ -200,11 +200,9 @@ def _train(run: OpenRun, batches: Batches, step: int) -> None:
     goal = run.s.run._replace(
         steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
     )
-    state = loop.train(
-        run.task, goal, run.s.optimizer, run.mesh, batches, loop.Examples({}, (), 0.0),
-        run.workdir, run.config, _blocks(run, passed, step),
-    )  # fmt: skip
-    training.exit_if_stopped(state, step)
+    inputs = loop.Inputs(run.task, batches, evaluation=_blocks(run, passed, step))
+    state = loop.train(inputs, goal, run.s.optimizer, run.mesh, run.workdir, run.config)
+    exit_if_stopped(state, step)
 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:

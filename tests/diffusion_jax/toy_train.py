@@ -39,9 +39,8 @@ def main(argv):
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
-        state = loop.train(
-            toy.task(), run, OPTIMIZER, mesh, batches, examples, pathlib.Path(_WORKDIR.value), {}
-        )
+        inputs = loop.Inputs(toy.task(), batches, examples)
+        state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
         sys.exit(distributed.PREEMPTED)
 

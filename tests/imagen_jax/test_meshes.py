@@ -12,8 +12,8 @@ from diffusion_jax.draw import program as drawing
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
-from diffusion_jax.train import state as train_state
 from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 
@@ -56,11 +56,11 @@ def run(sizes):
     settings, imagen, batch = system()
     mesh = sharding.make_mesh(*sizes)
     tx = make_optimizer(settings.optimizer, 10)
-    create = lambda key: train_state.init_state(imagen.init(key), tx, (0.9,))
+    create = lambda key: init_state(imagen.init(key), tx, (0.9,))
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
     # Also what is too small to be worth splitting.
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
-    state = jax.device_put(train_state.init_state(initial(), tx, (0.9,)), where)
+    state = jax.device_put(init_state(initial(), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
     optimizer = settings.optimizer._replace(ema_decays=(0.9,))
     step = loop.make_step(imagen, optimizer, tx, where)

@@ -15,7 +15,7 @@ from diffusion_jax.diffusion import samplers
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import PRECONDS, read_settings
@@ -370,7 +370,7 @@ def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
     s = read_settings(base64_2b.get_config().to_dict())
     imagen = task.make_task(s, lookup.open_encoder(s.text))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     state = jax.eval_shape(create, jax.random.key(0))
     places = sharding.shardings(state, sharding.make_mesh(2, 4, 1), imagen.rules)
     here = lambda leaf, place: int(np.prod(place.shard_shape(leaf.shape)))

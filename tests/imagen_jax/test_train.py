@@ -14,7 +14,7 @@ from diffusion_jax.machine import log, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import precomputed
 from diffusion_jax.train import checkpoint, loop, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from imagen_jax import task, train
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
@@ -37,7 +37,7 @@ def last_state(workdir):
     s = read_settings(runs.load(workdir))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     imagen = task.make_task(s, lookup.open_encoder(s.text))
-    create = lambda key: train_state.init_state(imagen.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     position = Position()
     checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=2)
     state = checkpoints.restore(jax.eval_shape(create, jax.random.key(0)), position)
@@ -181,9 +181,8 @@ def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
     (tmp_path / "run").mkdir()
     with train.open_batches(s, encoder, mesh) as batches:
         examples = train._examples(s, encoder, batches)
-        state = loop.train(
-            toy.task(encoder), s.run, s.optimizer, mesh, batches, examples, tmp_path / "run", {}
-        )
+        inputs = loop.Inputs(toy.task(encoder), batches, examples)
+        state = loop.train(inputs, s.run, s.optimizer, mesh, tmp_path / "run", {})
     assert (int(state.step), int(state.skipped)) == (2, 0)
     assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step_00000002.png"]
     if kind == "embeddings":

@@ -11,7 +11,7 @@ from diffusion_jax import runs
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
 from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
@@ -89,7 +89,7 @@ def run(tmp_path_factory):
     params = tiny.random_params(made)
     runs.claim(workdir, config)
     saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
-    state = train_state.init_state(params, tx, s.optimizer.ema_decays)
+    state = init_state(params, tx, s.optimizer.ema_decays)
     batches = SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
     saved.save(0, state, batches, config.to_dict())
     saved.close()

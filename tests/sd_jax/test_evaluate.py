@@ -16,7 +16,7 @@ from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from sd_jax import evaluate, sampling, task
 from sd_jax.weights import trained
 from tests.sd_jax import tiny
@@ -36,7 +36,7 @@ def workdir(tmp_path_factory):
     saved = checkpoint.Checkpointer(path / runs.CHECKPOINTS, keep_last=2)
     for step in STEPS:
         params = jax.tree.map(lambda x, n=step: x * (1 + n / 10), tiny.random_params(made))
-        state = train_state.init_state(params, tx, s.optimizer.ema_decays)
+        state = init_state(params, tx, s.optimizer.ema_decays)
         nothing = types.SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)
         saved.save(step, state._replace(step=jnp.int32(step)), nothing)
     saved.close()

@@ -126,11 +126,9 @@ def run(workdir, config, sizes=(1, 1, 1)):
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
     runs.claim(workdir, config)
-    made, batches, examples, evaluation, start = train.prepare(s, mesh)
-    with batches:
-        state = loop.train(
-            made, s.run, s.optimizer, mesh, batches, examples, workdir, {}, evaluation, start
-        )
+    inputs = train.prepare(s, mesh)
+    with inputs.batches:
+        state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, {})
     lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
     return jax.device_get(state), [(line["loss"], line["grad_norm"]) for line in lines]
 
@@ -157,10 +155,10 @@ def test_eight_devices_are_one(tmp_path, whole, stored, vae):
 
 def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
     s = tiny.read_settings(on_moments(stored, vae, unet__weights=str(whole[0])).to_dict())
-    prepared = train.prepare(s, sharding.make_mesh(1, 1, 1))
-    prepared.batches.close()
-    assert prepared.start is not None
-    jax.tree.map(np.testing.assert_array_equal, prepared.start(), whole[1].ema["0.9999"])
+    inputs = train.prepare(s, sharding.make_mesh(1, 1, 1))
+    inputs.batches.close()
+    assert inputs.start is not None
+    jax.tree.map(np.testing.assert_array_equal, inputs.start(), whole[1].ema["0.9999"])
 
 
 def test_a_trained_model_draws_as_chosen(whole, vae):

@@ -73,9 +73,9 @@ def run(tmp_path_factory):
     s = train_vae.read_settings(c.to_dict())
     runs.claim(workdir, c)
     mesh = sharding.make_mesh(1, 1, 1)
-    made, batches, examples, _, _ = train_vae.prepare(s, mesh)
-    with batches:
-        loop.train(made, s.run, s.optimizer, mesh, batches, examples, workdir, {})
+    inputs = train_vae.prepare(s, mesh)
+    with inputs.batches:
+        loop.train(inputs, s.run, s.optimizer, mesh, workdir, {})
     lines = (workdir / "metrics.jsonl").read_text().splitlines()
     return workdir, [json.loads(line) for line in lines]
 

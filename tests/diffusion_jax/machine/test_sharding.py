@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 
 
 def leaf(*shape):
@@ -55,7 +55,7 @@ def test_sizes_that_do_not_divide_the_devices_are_an_error(sizes, message):
 def test_the_first_rule_that_matches_places_params_averages_and_moments_alike():
     params = {"conv": {"kernel": jnp.ones((3, 3, 8, 16)), "bias": jnp.ones(16)}}
     tx = optimizer.adamw(optimizer.warmup_constant(0.1, 1))
-    state = train_state.init_state(params, tx, [0.9])
+    state = init_state(params, tx, [0.9])
     rules = [(r"conv/kernel$", P(None, None, None, "tensor")), (r"kernel", P("fsdp")), (r"", P())]
     placed = sharding.shardings(state, sharding.make_mesh(1, 4, 2), rules)
     trees = (placed.params, placed.ema["0.9"], placed.opt_state[0].mu, placed.opt_state[0].nu)

@@ -53,7 +53,7 @@ def test_keys_are_read_once_whoever_is_interrupted(tmp_path, monkeypatch):
             return super().read(numbers)
 
     captions = Counted([f"text {i}" for i in range(18)], None, 0, 1)
-    expected = store.keys_of(captions.given, IDENTITY)
+    expected = store.keys_of(captions.prompts, IDENTITY)
     report = lambda done: None
     with pytest.raises(KeyboardInterrupt):
         plan.read_keys(captions, tmp_path, IDENTITY, 0, 1, report)

@@ -125,7 +125,7 @@ def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
     lost.unlink()
     cut.write_bytes(cut.read_bytes()[:-3])
     contents_ = bytearray(changed.read_bytes())
-    contents_[-1] ^= 1
+    contents_[-1 - 8 * 16] ^= 1  # The last value; the keys of 8 captions follow.
     changed.write_bytes(contents_)
     job = fill.open_job(config(path, weights))
     fill.run(job, WORK)

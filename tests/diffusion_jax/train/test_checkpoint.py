@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 
 ROOT = pathlib.Path(__file__).parents[3]
 TX = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
@@ -40,7 +40,7 @@ def random_state(step=0, decays=(0.9, 0.9999)):
     params = {"params": {"a": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}}
     rng = np.random.default_rng(step)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 1000, x.dtype)
-    return jax.tree.map(draw, train_state.init_state(params, TX, decays))
+    return jax.tree.map(draw, init_state(params, TX, decays))
 
 
 def place(state, *sizes):
@@ -166,7 +166,7 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
     checkpointer.save(1, random_state(1), Position(), {"step": 1})
     checkpointer.wait()
-    large = train_state.init_state({"w": jnp.ones((1024, 4096))}, TX, [0.9])
+    large = init_state({"w": jnp.ones((1024, 4096))}, TX, [0.9])
     checkpointer.save(2, large, Position())
     (tmp_path / "2").touch()  # In the way of the last act of the save, a rename.
     assert checkpointer.latest_step() == 1  # Step 2 is under way.
@@ -237,7 +237,8 @@ def test_positions_of_another_number_of_processes_must_agree(tmp_path):
 CHILD = """
 import sys
 import jax, jax.numpy as jnp
-from diffusion_jax import checkpoint, optimizer, train_state
+from diffusion_jax.train import checkpoint, optimizer
+from diffusion_jax.train.state import init_state
 
 class Position:
     state = b"0"
@@ -246,7 +247,7 @@ class Position:
 
 tx = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
 params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
-state, position = train_state.init_state(params, tx, [0.9]), Position()
+state, position = init_state(params, tx, [0.9]), Position()
 spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 checkpointer = checkpoint.Checkpointer(sys.argv[1], keep_last=2)
 start = checkpointer.latest_step() or 0

@@ -52,9 +52,8 @@ def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, **ch
     )
     mesh = sharding.make_mesh(*sizes)
     with batches:
-        state = loop.train(
-            task, run, OPTIMIZER, mesh, batches, EXAMPLES, workdir, {"a": (1, 2)}, evaluation, start
-        )
+        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, start)
+        state = loop.train(inputs, run, OPTIMIZER, mesh, workdir, {"a": (1, 2)})
     return jax.device_get(state)
 
 

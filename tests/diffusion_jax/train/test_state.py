@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import constant_decay, init_state, make_train_step, warmup_decay
 
 KEY = jax.random.key(7)
 DECAYS = (0.5, 0.9, 0.9999)
@@ -45,15 +45,15 @@ def line_problem(seed=0, batch=8):
 
 
 @functools.cache
-def line_step(accumulate=1, clip=1.0, decay_at=train_state.constant_decay):
-    step = train_state.make_train_step(
+def line_step(accumulate=1, clip=1.0, decay_at=constant_decay):
+    step = make_train_step(
         line_loss, make_tx(), DECAYS, accumulate=accumulate, clip=clip, decay_at=decay_at
     )
     return jax.jit(step)
 
 
 def run_line(step, batches, params, frozen):
-    state = train_state.init_state(params, make_tx(), DECAYS)
+    state = init_state(params, make_tx(), DECAYS)
     history = []
     for batch in batches:
         state, metrics = step(state, frozen, batch, KEY)
@@ -95,7 +95,7 @@ def test_a_small_gradient_and_an_infinite_clip_change_nothing():
     jax.tree.map(np.testing.assert_array_equal, loose, never)
 
 
-@pytest.mark.parametrize("decay_at", [train_state.constant_decay, train_state.warmup_decay])
+@pytest.mark.parametrize("decay_at", [constant_decay, warmup_decay])
 def test_every_average_follows_the_recurrence_of_numpy(decay_at):
     params, frozen, batches = line_problem()
     history = run_line(line_step(decay_at=decay_at), batches, params, frozen)
@@ -103,7 +103,7 @@ def test_every_average_follows_the_recurrence_of_numpy(decay_at):
     for decay in DECAYS:
         ema = np.asarray(params["w"], np.float64)
         for step, (state, _) in enumerate(history):
-            warm = decay_at is train_state.warmup_decay
+            warm = decay_at is warmup_decay
             d = min(decay, (1 + step) / (10 + step)) if warm else decay
             ema = d * ema + (1 - d) * np.asarray(state.params["w"], np.float64)
             # Float32 rounding of the weights: 6e-8 a step.
@@ -112,9 +112,9 @@ def test_every_average_follows_the_recurrence_of_numpy(decay_at):
 
 def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
     params, frozen, batches = line_problem()
-    state = train_state.init_state(params, make_tx(), DECAYS)
+    state = init_state(params, make_tx(), DECAYS)
     jax.tree.map(np.testing.assert_array_equal, state.ema["0.9999"], params)
-    step = train_state.make_train_step(line_loss, make_tx(), DECAYS)
+    step = make_train_step(line_loss, make_tx(), DECAYS)
     donated, _ = jax.jit(step, donate_argnums=0)(state, frozen, batches[0], KEY)
     assert state.params["w"].is_deleted() and not frozen["scale"].is_deleted()
     expected = run_line(line_step(), batches[:1], *line_problem()[:2])[0][0]
@@ -124,7 +124,7 @@ def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
 @pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
 def test_a_decay_outside_0_to_1_is_an_error(decay):
     with pytest.raises(ValueError, match=rf"EMA decay {decay} is not in \[0, 1\)"):
-        train_state.init_state({"w": jnp.zeros(2)}, make_tx(), [decay])
+        init_state({"w": jnp.zeros(2)}, make_tx(), [decay])
 
 
 def test_four_micro_batches_are_one_batch_of_four_times_the_size():
@@ -144,9 +144,9 @@ def test_each_micro_batch_draws_from_seed_step_and_its_own_index():
         return jnp.sum(params["w"] ** 2), {"draws": jnp.sum(draw * batch["x"])}
 
     tx = make_tx()
-    step = jax.jit(train_state.make_train_step(loss_fn, tx, [], accumulate=3))
+    step = jax.jit(make_train_step(loss_fn, tx, [], accumulate=3))
     x = jnp.arange(1.0, 7.0)
-    state = train_state.init_state({"w": jnp.ones(2)}, tx, [])._replace(step=jnp.int32(11))
+    state = init_state({"w": jnp.ones(2)}, tx, [])._replace(step=jnp.int32(11))
     _, metrics = step(state, (), {"x": x}, KEY)
 
     key = jax.random.fold_in(KEY, 11)
@@ -165,7 +165,7 @@ def test_a_batch_that_does_not_divide_into_micro_batches_is_an_error():
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_no_gradient_runs_in_a_loop_on_the_cpu(accumulate):
     params, frozen, batches = line_problem()
-    state = train_state.init_state(params, make_tx(), DECAYS)
+    state = init_state(params, make_tx(), DECAYS)
     lowered = line_step(accumulate=accumulate).lower(state, frozen, batches[0], KEY)
     assert " while(" not in lowered.compile().as_text()
 
@@ -174,8 +174,8 @@ def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
     params, frozen, batches = line_problem()
     unrolled = run_line(line_step(accumulate=4), batches, params, frozen)[-1]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    step = jax.jit(train_state.make_train_step(line_loss, make_tx(), DECAYS, accumulate=4))
-    state = train_state.init_state(params, make_tx(), DECAYS)
+    step = jax.jit(make_train_step(line_loss, make_tx(), DECAYS, accumulate=4))
+    state = init_state(params, make_tx(), DECAYS)
     assert " while(" in step.lower(state, frozen, batches[0], KEY).compile().as_text()
     rolled = run_line(step, batches, params, frozen)[-1]
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)  # Other fusions.
@@ -204,10 +204,8 @@ def test_a_step_that_is_not_finite_changes_only_step_and_skipped():
 
 def test_an_infinite_gradient_under_a_finite_loss_is_skipped_too():
     tx = make_tx()
-    state = train_state.init_state({"w": jnp.ones(3)}, tx, [])
-    new, metrics = jax.jit(train_state.make_train_step(explode, tx, []))(
-        state, (), {"x": jnp.ones(2)}, KEY
-    )
+    state = init_state({"w": jnp.ones(3)}, tx, [])
+    new, metrics = jax.jit(make_train_step(explode, tx, []))(state, (), {"x": jnp.ones(2)}, KEY)
     assert float(metrics["loss"]) == 2.0 and int(new.skipped) == 1
     np.testing.assert_array_equal(new.params["w"], np.ones(3))
 
@@ -234,7 +232,7 @@ def init_conv():
     params = {
         name: {"kernel": draw(*shape), "bias": draw(shape[-1])} for name, shape in shapes.items()
     }
-    return train_state.init_state(params, make_tx(lr=1e-2), [0.9])
+    return init_state(params, make_tx(lr=1e-2), [0.9])
 
 
 @functools.cache
@@ -246,7 +244,7 @@ def run_conv(fsdp, tensor, accumulate=1):
     image = np.random.default_rng(0).normal(size=(16, 4, 4, 8)).astype(np.float32)
     batch = jax.device_put({"image": image}, sharding.batch_sharding(mesh))
     frozen = jax.device_put(jnp.float32(0.5), sharding.replicated(mesh))
-    step = train_state.make_train_step(conv_loss, make_tx(lr=1e-2), [0.9], accumulate=accumulate)
+    step = make_train_step(conv_loss, make_tx(lr=1e-2), [0.9], accumulate=accumulate)
     step = jax.jit(step, donate_argnums=0, out_shardings=(layout, None))
     for _ in range(3):
         state, metrics = step(state, frozen, batch, KEY)

@@ -16,7 +16,8 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Data
-from diffusion_jax.train import checkpoint, loop, optimizer
+from diffusion_jax.train import checkpoint, optimizer
+from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
 from imagen_jax import cascade, task
 from imagen_jax.settings import read_settings
@@ -73,7 +74,7 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
 
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
-    create = lambda key: loop.train_state.init_state(
+    create = lambda key: init_state(
         task.make_task(s, lookup.open_encoder(s.text)).init(key),
         optimizer.make_optimizer(s.optimizer, s.run.steps),
         s.optimizer.ema_decays,

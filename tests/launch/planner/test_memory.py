@@ -10,7 +10,7 @@ from configs import quickstart, sr256_600m
 from diffusion_jax.machine import sharding
 from diffusion_jax.nn import layers
 from diffusion_jax.train import optimizer
-from diffusion_jax.train import state as train_state
+from diffusion_jax.train.state import init_state
 from imagen_jax.layers import ResBlock
 from launch.planner import compiling, estimate, memory, systems, traffic
 
@@ -115,7 +115,7 @@ def blocks(c):
     init = lambda key: net.init(key, jnp.float32(image))
     made = model.task._replace(init=init, loss=loss)
     tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
-    create = lambda key: train_state.init_state(made.init(key), tx, model.optimizer.ema_decays)
+    create = lambda key: init_state(made.init(key), tx, model.optimizer.ema_decays)
     state = jax.eval_shape(create, systems.abstract_key())
     return model._replace(task=made, example={"image": image}, state=state)
 
