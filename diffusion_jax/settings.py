@@ -86,6 +86,9 @@ class Evaluation(NamedTuple):
     reference: str
     inception: str
     clip: str
+    clip_reference: str = ""
+    metrics: tuple[str, ...] = ()
+    """Names in metrics.table; none: all that the reference and the weights allow."""
 
 
 class Data(NamedTuple):
@@ -123,7 +126,7 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
     """
     fields = kind._fields
     values = {key: value for key, value in group.items() if name or not isinstance(value, Mapping)}
-    check_fields(values, fields, name)
+    check_fields(values, fields, name, kind._field_defaults)
     return kind(**{key: plain(value) for key, value in values.items()})
 
 
@@ -135,10 +138,13 @@ def read_network(kind: type, group: Mapping[str, Any], name: str) -> Any:
     return kind(**values | {"dtype": jnp.dtype(values["dtype"])})
 
 
-def check_fields(values: Iterable[str], fields: Iterable[str], name: str) -> None:
-    """ValueError unless the group `name` has exactly these fields."""
+def check_fields(
+    values: Iterable[str], fields: Iterable[str], name: str, optional: Iterable[str] = ()
+) -> None:
+    """ValueError unless the group `name` has exactly these fields, maybe without optional ones."""
     dot = f"{name}." if name else ""
-    unknown, missing = sorted(set(values) - set(fields)), sorted(set(fields) - set(values))
+    unknown = sorted(set(values) - set(fields))
+    missing = sorted(set(fields) - set(values) - set(optional))
     if unknown:
         close = difflib.get_close_matches(unknown[0], list(fields), n=1)
         hint = f"did you mean {dot}{close[0]}?" if close else f"known are {', '.join(fields)}"

@@ -15,11 +15,12 @@ import numpy as np
 from diffusion_jax import checks
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
+from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
-from diffusion_jax.train.command import command, evaluation_of
+from diffusion_jax.train.command import command
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import Settings, read_settings
 
@@ -29,7 +30,9 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     encoder = lookup.open_encoder(s.text)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
-    evaluation = evaluation_of(s.evaluation, s.data.source, s.output_size, encoder.tokenize)
+    evaluation = on_the_way.open_evaluation(
+        s.evaluation, s.data.source, s.output_size, encoder.tokenize
+    )
     return loop.Inputs(task.make_task(s, encoder), batches, examples, evaluation)
 
 

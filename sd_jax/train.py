@@ -23,11 +23,12 @@ import numpy as np
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
+from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
-from diffusion_jax.train.command import command, evaluation_of
+from diffusion_jax.train.command import command
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
@@ -43,7 +44,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
     # Also where nothing is drawn: a store of embeddings must hold what training needs.
     examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
-    evaluation = evaluation_of(s.evaluation, s.data.source, s.output_size, tokenize)
+    evaluation = on_the_way.open_evaluation(s.evaluation, s.data.source, s.output_size, tokenize)
     start = (lambda: read_unet(s.unet_weights, s.unet, s.text.width)) if s.unet_weights else None
     sd = task.make_task(s, encoder, vae_params)
     return loop.Inputs(sd, batches, examples, evaluation, start)

@@ -9,7 +9,6 @@ import functools
 import hashlib
 import itertools
 import pathlib
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,10 +20,11 @@ from absl import app, flags, logging
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program as drawing
-from diffusion_jax.draw.program import Images
-from diffusion_jax.evaluate import figures, report, scorers, sweep
+from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
+from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, log, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
+from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -36,8 +36,7 @@ class Point(NamedTuple):
     checkpoint: int
     ema: str
     params: Sequence[Params]
-    draw: Callable[[Sequence[str], Sequence[int], float], Images]
-    """(prompts [B], seeds [B], guidance scale) to images [B, H, W, 3], all at once."""
+    draw: loop.Draw
     card: Card
     """Sampler, steps, precision, and what else the pictures depend on."""
 
@@ -99,12 +98,12 @@ def command(
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
             system = open_system(Choice(f["ema"].value[0], steps[0], f["steps"].value))
             scorer = _scorer(system, f)
-        default = digits_guidance if isinstance(scorer, scorers.Digits) else guidance
-        asked = Sweep(
+        default = digits_guidance if "digits" in scorer.cards else guidance
+        plan = Sweep(
             scales or default, f["ema"].value, steps, f["seed"].value, f["batch_size"].value,
             f["save_images"].value, f["name"].value,
         )  # fmt: skip
-        out = evaluate(system, scorer, asked)
+        out = evaluate(system, scorer, plan)
         page = system.workdir / "report.html"
         if jax.process_index() == 0:
             files.write_whole(page, report.page([report.read_run(system.workdir)]))
@@ -113,24 +112,24 @@ def command(
     cli.run(main)
 
 
-def evaluate(system: System, scorer: scorers.Scorer, asked: Sweep) -> pathlib.Path:
+def evaluate(system: System, scorer: Scorer, plan: Sweep) -> pathlib.Path:
     """Draws every prompt at every point, scores, writes; returns the folder of what it wrote.
 
     The table is there after each point, of those so far. Exits with code 2 and a message where a
     checkpoint or average is missing, features there are of another sweep, or images not finite.
     """
     out, rows, pictures = pathlib.Path(), [], {}
-    for ema, step in itertools.product(asked.ema, asked.checkpoints):
+    for ema, step in itertools.product(plan.ema, plan.checkpoints):
         with cli.bad_input():
             point = system.at(ema, step)
         if not rows:
-            out = system.workdir / runs.EVALUATION / (asked.name or f"step_{point.checkpoint:08}")
+            out = system.workdir / runs.EVALUATION / (plan.name or f"step_{point.checkpoint:08}")
         model = _fingerprint(point.params)
-        for scale in asked.guidance:
+        for scale in plan.guidance:
             name = f"step_{point.checkpoint:08}_{point.ema}_guidance_{scale:g}"
-            card = point.card | {"guidance": scale, "seed": asked.seed, "model": model}
+            card = point.card | {"guidance": scale, "seed": plan.seed, "model": model}
             card |= {"checkpoint": point.checkpoint, "ema": point.ema}
-            begun, features = _features(system, point, scorer, asked, out, name, card)
+            cards, features = _features(system, point, scorer, plan, out, name, card)
             if jax.process_index():
                 continue
             pictures[scale] = _sheet(scorer, features.pop("images"))
@@ -139,7 +138,7 @@ def evaluate(system: System, scorer: scorers.Scorer, asked: Sweep) -> pathlib.Pa
             scores = scorer.score(features)
             rows.append(row | scorers.columns(scores) | _share(*seconds))
             sweep.write_scored(
-                out / sweep.SCORED, name, {k: Scored(v, begun[k]) for k, v in scores.items()}
+                out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
             sweep.write_table(out / sweep.TABLE, rows)
             sheets.write_png(out / sweep.sheet_name(scale), pictures[scale])
@@ -152,49 +151,18 @@ def evaluate(system: System, scorer: scorers.Scorer, asked: Sweep) -> pathlib.Pa
 
 
 def _features(
-    system: System, point: Point, scorer: scorers.Scorer, asked: Sweep, out: pathlib.Path,
-    name: str, card: Card,
-) -> tuple[dict[str, Card], sweep.Features]:  # fmt: skip
+    system: System, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
+    card: Card,
+) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
-    folder, prompts, total = out / "features" / name, scorer.prompts, len(scorer.prompts)
-    batch_size = drawing.even_batch_size(asked.batch_size or system.batch_size, total)
-    shown = np.isin(np.arange(total), scorer.shown)
+    folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
+    batch_size = drawing.even_batch_size(plan.batch_size or system.batch_size, total)
     with cli.bad_input():
-        begun = sweep.claim(folder, {k: made | card for k, made in scorer.cards.items()})
-
-    def compute(rows):
-        filled = rows[np.arange(batch_size) % len(rows)]  # One program for all batches.
-        start, texts = time.time(), [prompts[i] for i in filled]
-        drawn = point.draw(texts, (filled + asked.seed).tolist(), card["guidance"])
-        with cli.bad_input():
-            _check_finite(drawn[: len(rows)], rows, card["guidance"])
-        images = sheets.to_uint8(drawn)
-        half = time.time()
-        features = {k: made[: len(rows)] for k, made in scorer.features(images, texts).items()}
-        with cli.bad_input():
-            _check_features(features)
-        seconds = np.array([[half - start, time.time() - half]])
-        images = images[: len(rows)]
-        if asked.save_images and jax.process_index() == 0:
-            _save(out / f"images_guidance_{card['guidance']:g}", rows, images)
-        return {**features, "images": images[shown[rows]], "seconds": seconds}
-
-    return begun, sweep.collect(folder, total, batch_size, compute)
-
-
-def _check_finite(images: np.ndarray, rows: np.ndarray, scale: float) -> None:
-    bad = np.flatnonzero(~np.isfinite(images).all(axis=(1, 2, 3)))
-    if bad.size:
-        raise ValueError(
-            f"{bad.size} of {len(images)} images at guidance {scale:g} are not finite, first of "
-            f"prompt {rows[bad[0]]}: the model or its sampler diverges, and no score is written"
-        )
-
-
-def _check_features(features: sweep.Features) -> None:
-    bad = [name for name, rows in features.items() if not np.isfinite(rows).all()]
-    if bad:
-        raise ValueError(f"features of {bad[0]} are not finite: its weights are damaged")
+        cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
+    keep = plan.save_images and jax.process_index() == 0
+    save = functools.partial(_save, out / f"images_guidance_{scale:g}") if keep else None
+    compute = loop.drawing(scorer, point.draw, scale, batch_size, first_seed=plan.seed, save=save)
+    return cards, loop.collect(total, batch_size, compute, name, folder, finite=True)
 
 
 def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
@@ -203,7 +171,7 @@ def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
         sheets.write_png(folder / f"image{i:06}.png", image)
 
 
-def _sheet(scorer: scorers.Scorer, images: np.ndarray) -> np.ndarray:
+def _sheet(scorer: Scorer, images: np.ndarray) -> np.ndarray:
     return sheets.contact_sheet(images, [scorer.caption(i) for i in scorer.shown])
 
 
@@ -244,13 +212,16 @@ def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np
     writer.close()
 
 
-def _scorer(system: System, f: dict[str, flags.FlagHolder]) -> scorers.Scorer:
-    path = f["prompts"].value
-    if system.source == "digits" and not path:
-        return scorers.Digits(system.size, f["num_seen"].value, f["num_heldout"].value)
-    prompts = prompt_files.read(path, f["num_prompts"].value) if path else []
-    given = (f[name].value for name in ("reference", "inception", "clip"))
-    return scorers.make(system.source, system.size, prompts, *given)
+def _scorer(system: System, f: dict[str, flags.FlagHolder]) -> Scorer:
+    value = lambda name: f[name].value
+    if system.source == "digits" and not value("prompts"):
+        return scorers.of_digits(
+            system.size, value("num_seen"), value("num_heldout"), value("metrics")
+        )
+    prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
+    names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
+    group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
+    return scorers.open_scorer(system.source, system.size, prompts, group)
 
 
 def _number(text: str, flag: str, kind: type) -> Any:
@@ -277,6 +248,12 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
+        flags.DEFINE_string(
+            "clip_reference", "", "Features of real images that `metrics stats --clip` made: CMMD."
+        ),
+        flags.DEFINE_list(
+            "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."
+        ),
         whole("num_seen", 1, "Digits: images of each prompt seen."),
         whole("num_heldout", 8, "Digits: images of each prompt never shown."),
     ]

@@ -16,8 +16,9 @@ from matplotlib.figure import Figure
 from diffusion_jax import runs
 from diffusion_jax.evaluate import figures, sweep
 from diffusion_jax.evaluate.figures import Band, Line
-from diffusion_jax.evaluate.sweep import SCORES, TABLE, Row, describe, sheet_name
+from diffusion_jax.evaluate.sweep import TABLE, Row, describe, sheet_name
 from diffusion_jax.machine import log
+from diffusion_jax.metrics import table
 from diffusion_jax.metrics.cards import ALIKE, Card, Scored, differing
 
 PAGE = "report.html"
@@ -120,12 +121,12 @@ class Plot(NamedTuple):
 def plots(runs: Sequence[Run]) -> list[Plot]:
     """Figures of scores: the first distance over other axes, then every axis over guidance."""
     rows = [e.rows[0] for _, e in _sweeps(runs, ("guidance",))]
-    columns = [name for name in SCORES if any(name in row for row in rows)]
+    shown = {c: metric for c, metric in table.shown().items() if any(c in row for row in rows)}
     axes: dict[str, list[str]] = {}
-    for column in columns:
+    for column in shown:
         axes.setdefault(_axis(column), []).append(column)
-    distances = [column for column in columns if SCORES[column].lower_is_better]
-    others = [group for group in axes.values() if not SCORES[group[0]].lower_is_better]
+    distances = [column for column, metric in shown.items() if metric.lower_is_better]
+    others = [group for group in axes.values() if not shown[group[0]].lower_is_better]
     pairs = [(xs, distances[:1]) for xs in others if distances]
     pairs += [(["guidance"], group) for group in axes.values()]
     return [Plot(_lines(runs, xs, ys), _axis(xs[0]), _axis(ys[0])) for xs, ys in pairs]
@@ -194,7 +195,7 @@ def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
 
 
 def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    columns = ["guidance", *(c for c in rows[0] if c in SCORES)]
+    columns = ["guidance", *(column for column in table.shown() if column in rows[0])]
     shares = [float(row.get("features_share_of_time") or 0) for row in rows]
     return {
         "name": name,
@@ -287,8 +288,10 @@ def _read_evaluation(path: pathlib.Path) -> Evaluation:
 
 
 def _axis(column: str) -> str:
-    return SCORES[column].axis or SCORES[column].label if column in SCORES else _label(column)
+    metric = table.shown().get(column)
+    return metric.axis or metric.label if metric else _label(column)
 
 
 def _label(column: str) -> str:
-    return SCORES[column].label if column in SCORES else column.replace("_", " ")
+    metric = table.shown().get(column)
+    return metric.label if metric else column.replace("_", " ")

@@ -1,277 +1,238 @@
-"""What a sweep scores pictures with: prompts, features of pictures, scores of features."""
+"""Scorers: the prompts of an evaluation, the features of their pictures, the scores of these."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
-import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import sharding, sheets
-from diffusion_jax.metrics import (
-    bootstrap,
-    cards,
-    clip_score,
-    extractors,
-    frechet,
-    stats_files,
-    weights,
-)
+from diffusion_jax.metrics import cards, clip_score, clip_towers, extractors, stats_files, table
 from diffusion_jax.metrics import digits as judges
+from diffusion_jax.metrics import weights as inception_weights
+from diffusion_jax.metrics.cards import Card
+from diffusion_jax.metrics.features import gaussian
+from diffusion_jax.metrics.stats_files import Stats
+from diffusion_jax.metrics.table import METRICS
+from diffusion_jax.settings import Evaluation
 
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
+"""The columns of the table that each judge's features give."""
 _SHOWN = 42  # Pictures on a sheet.
 _REAL = 4_000  # Real pictures of digits that generated ones are compared with.
 
 
-@runtime_checkable
-class Scorer(Protocol):
+class Judge(NamedTuple):
+    """An extractor of pictures and prompts, and the real pictures that it compares with."""
+
+    card: Card
+    """What its scores depend on besides the model that drew."""
+    features: tuple[str, ...]
+    """The names of what it extracts (see table.Metric)."""
+    extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
+    """Those features [B, D] of images and their prompts."""
+    real: Stats | None = None
+
+
+class Scorer:
     """Prompts, and how the pictures drawn from them are scored."""
 
-    prompts: list[str]
-    shown: list[int]
-    """Which prompts' pictures people see."""
-    cards: dict[str, cards.Card]
-    """By extractor: what its scores depend on besides the model that drew."""
+    def __init__(
+        self,
+        prompts: Sequence[str],
+        judges: Mapping[str, Judge],
+        metrics: Sequence[str] = (),
+        *,
+        groups: Mapping[str, slice] | None = None,
+        shown: Sequence[int] = range(_SHOWN),
+    ):
+        """`groups` are the rows of prompts of each kind, `shown` those whose pictures people see.
+
+        `metrics` are keys of METRICS, by default all that the judges allow; ValueError for one that
+        they do not.
+        """
+        self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
+        self.groups = {"": slice(None), **(groups or {})}
+        self._judges = dict(judges)
+        self._owners = {name: key for key, judge in judges.items() for name in judge.features}
+        self._metrics = self._chosen(metrics)
+
+    @property
+    def cards(self) -> dict[str, Card]:
+        """The card of each judge."""
+        return {name: judge.card for name, judge in self._judges.items()}
 
     def caption(self, i: int) -> str:
-        """What stands under the picture of prompt i."""
-        ...
+        """The prompt, and whether it was held out of training."""
+        held_out = i in range(len(self.prompts))[self.groups.get("heldout", slice(0))]
+        return self.prompts[i] + (" (held out)" if held_out else "")
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """What is kept of the pictures of these prompts, a row each."""
-        ...
+        """What all judges keep of the pictures of these prompts, a row each."""
+        features = {}
+        for judge in self._judges.values():
+            features |= zip(judge.features, judge.extract(images, prompts), strict=True)
+        return features
 
     def score(self, features: Features) -> Scores:
-        """By extractor: columns of the table from the features of all pictures."""
-        ...
+        """The scores of the features of all pictures, with their intervals."""
+        scores: Scores = {name: {} for name in self._judges}
+        for name, reference in self._metrics.items():
+            metric = METRICS[name]
+            owner = self._owners[metric.features]
+            rows = features[metric.features][self.groups[metric.group]]
+            score = metric.score(rows, *([reference] if metric.reference else []))
+            column = table.column(name, self._judges[owner].card)
+            scores[owner] |= table.columns(column, score)
+        return scores
+
+    def _chosen(self, names: Sequence[str]) -> dict[str, object]:
+        """What each metric compares with: those named, or all that can be taken."""
+        chosen = {}
+        for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
+            try:
+                chosen[name] = self._reference(name)
+            except LookupError as error:
+                if names:
+                    raise ValueError(error.args[0]) from error
+        return chosen
+
+    def _reference(self, name: str) -> object:
+        """What a metric of METRICS compares with; LookupError that says why it cannot be taken."""
+        metric = METRICS.get(name)
+        if metric is None:
+            raise LookupError(f"there is no metric {name!r}: there are {', '.join(METRICS)}")
+        if metric.features not in self._owners or metric.group not in self.groups:
+            raise LookupError(
+                f"{name} is of features of {metric.features}, which nothing here extracts: these "
+                f"have {', '.join(self._owners)}"
+            )
+        if len(self.prompts) < metric.least:
+            raise LookupError(
+                f"{name} needs {metric.least} images or more, and there are {len(self.prompts)}"
+            )
+        if metric.reference is None:
+            return None
+        real = self._judges[self._owners[metric.features]].real
+        reference = None if real is None else metric.reference(real)
+        if reference is None:
+            raise LookupError(
+                f"{name} needs the features of each real image, and the reference has their "
+                "moments alone: make it with python -m diffusion_jax.metrics stats --keep_features"
+            )
+        return reference
 
 
-def make(
-    source: str, size: int, prompts: Sequence[str], reference: str, inception: str, clip: str
-) -> Scorer:
-    """FID and CLIP score of these prompts; without any, the judge of the digits.
+def columns(scores: Scores) -> dict[str, float]:
+    """The scores of all judges in one row."""
+    return {name: value for of_one in scores.values() for name, value in of_one.items()}
 
-    ValueError for a data `source` that has no prompts of its own.
+
+def open_scorer(source: str, size: int, prompts: Sequence[str], wanted: Evaluation) -> Scorer:
+    """The scorer of these prompts as a config's group says; without prompts, that of the digits.
+
+    `size` is the pictures' side. ValueError for a data `source` that has no prompts of its own.
     """
     if prompts:
-        return FidClip(size, prompts, reference, inception, clip)
+        return of_prompts(size, prompts, wanted)
     if source != "digits":
         raise ValueError(
             f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
             "own, so give a file of prompts, and a reference with Inception's weights or CLIP's"
         )
-    return Digits(size)
+    return of_digits(size, metrics=wanted.metrics)
 
 
-def score_now(
-    scorer: Scorer,
-    draw: Callable[[Sequence[str], Sequence[int], float], Images],
-    guidance: Sequence[float],
-    batch_size: int,
-) -> dict[str, float]:
-    """{"evaluation/guidance_2/fid": ...}: all prompts, `batch_size` at once, nothing kept on disk.
+def of_prompts(size: int, prompts: Sequence[str], wanted: Evaluation) -> Scorer:
+    """Inception against a reference's statistics, and CLIP of each picture with its prompt.
 
-    Of a scale at which images are not finite it is {"evaluation/guidance_2/images_not_finite": 3}.
+    Without the public weights a distance is named after its extractor, never FID (see table).
+    ValueError or FileNotFoundError if these cannot be.
     """
-    scores = {}
-    for scale in guidance:
-        features, bad = _features_at(scorer, draw, scale, batch_size)
-        row = {"images_not_finite": float(bad)} if bad else columns(scorer.score(features))
-        if bad:
-            logging.warning("%d images at guidance %g are not finite: no score of it", bad, scale)
-        scores |= {f"evaluation/guidance_{scale:g}/{name}": value for name, value in row.items()}
-    return scores
-
-
-def _features_at(
-    scorer: Scorer,
-    draw: Callable[[Sequence[str], Sequence[int], float], Images],
-    scale: float,
-    batch_size: int,
-) -> tuple[Features, int]:
-    """What is kept of the pictures of all prompts, and how many of them are not finite."""
-    total, bad, parts = len(scorer.prompts), 0, []
-    for first in range(0, total, batch_size):
-        rows = np.arange(first, first + batch_size) % total  # One program for all batches.
-        texts = [scorer.prompts[i] for i in rows]
-        images = draw(texts, rows.tolist(), scale)
-        bad += int((~np.isfinite(images[: total - first])).any(axis=(1, 2, 3)).sum())
-        features = scorer.features(sheets.to_uint8(np.nan_to_num(images)), texts)
-        parts.append({name: made[: total - first] for name, made in features.items()})
-    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}, bad
-
-
-def columns(scores: Scores) -> dict[str, float]:
-    """The scores of all extractors in one row."""
-    return {name: value for of_one in scores.values() for name, value in of_one.items()}
-
-
-class FidClip:
-    """FID against real images, and the CLIP score of each picture with its prompt.
-
-    Without the public weights a distance is named after its extractor, never FID (see cards).
-    """
-
-    def __init__(
-        self, size: int, prompts: Sequence[str], reference: str, inception: str, clip: str
-    ):
-        """`size` is the pictures' side, `reference` a file of statistics.
-
-        ValueError or FileNotFoundError if these cannot be.
-        """
-        if bool(reference) != bool(inception) or not (inception or clip):
-            raise ValueError(
-                "FID needs both the reference's statistics and Inception's weights, and the CLIP "
-                "score a CLIP: give the two, or the third, or all"
-            )
-        self.prompts = list(prompts)
-        self.shown = list(range(min(_SHOWN, len(self.prompts))))
-        self.cards: dict[str, cards.Card] = {}
-        self._size = size
-        self._extract: dict[str, Callable[..., np.ndarray]] = {}
-        self._scores: dict[str, Callable[[np.ndarray], dict[str, float]]] = {}
-        if inception:
-            self._add_inception(inception, reference)
-        if clip:
-            self._add_clip(clip_score.load(clip))
-
-    def caption(self, i: int) -> str:
-        """The prompt."""
-        return self.prompts[i]
-
-    def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """Inception's features, and the cosine of each picture with its prompt."""
-        return {name: extract(images, prompts) for name, extract in self._extract.items()}
-
-    def score(self, features: Features) -> Scores:
-        """The Fréchet distance and the mean CLIP score, each with its interval."""
-        return {name: score(features[name]) for name, score in self._scores.items()}
-
-    def _add_inception(self, path: str, reference: str) -> None:
-        stats = stats_files.read(reference)
-        mode = (stats.card or {}).get("preprocessing", "pytorch")  # The reference's own.
-        extractor = extractors.inception_extractor(weights.load(path), mode)
-        stats_files.check(reference, stats, extractor)
-        if len(self.prompts) < 2:
+    reference, inception, clip = wanted.reference, wanted.inception, wanted.clip
+    if bool(reference) != bool(inception) or not (inception or clip):
+        raise ValueError(
+            "FID needs both the reference's statistics and Inception's weights, and the CLIP "
+            "score a CLIP: give the two, or the third, or all"
+        )
+    if wanted.clip_reference and not clip:
+        raise ValueError("a clip_reference, for CMMD, needs the CLIP that made it: give both")
+    card = {"image_size": (size, size), "n": len(prompts)}
+    card["prompts"] = prompt_files.fingerprint(prompts)
+    found: dict[str, Judge] = {}
+    if inception:
+        if len(prompts) < 2:
             raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
-        real = frechet.reference(stats.gaussian if stats.features is None else stats.features)
-        card = self._card(extractor, cards.reference_name(reference, stats.gaussian.n))
-        name, run = cards.frechet_name(card), _runner(extractor)
-        self._extract["inception"] = lambda images, prompts: run(images)
-        self._scores["inception"] = lambda rows: _distance(name, rows, real)
-        self.cards["inception"] = card
-
-    def _add_clip(self, clip: clip_score.Clip) -> None:
-        image, text = _runner(clip.image), _runner(clip.text)
-
-        def extract(images, prompts):
-            rows = clip_score.cosines(image(images), text(clip.tokenize(list(prompts))))
-            return rows[:, None]
-
-        self._extract["clip"], self._scores["clip"] = (
-            extract,
-            functools.partial(_mean, "clip_score"),
-        )
-        self.cards["clip"] = self._card(clip.image)
-
-    def _card(self, extractor: extractors.Extractor, reference: str | None = None) -> cards.Card:
-        prompts, size = prompt_files.fingerprint(self.prompts), (self._size, self._size)
-        return cards.make_card(
-            extractor, image_size=size, n=len(self.prompts), prompts=prompts, reference=reference
-        )
+        make = lambda mode: extractors.inception_extractor(inception_weights.load(inception), mode)
+        found["inception"] = _against("inception", reference, make, "pytorch", card)
+    if clip:
+        found["clip"] = _pairs(clip_towers.load(clip), card)
+    if wanted.clip_reference:
+        make = lambda mode: clip_towers.load(clip, preprocessing=mode).image
+        found["clip_image"] = _against("clip_image", wanted.clip_reference, make, "squash", card)
+    return Scorer(prompts, found, wanted.metrics)
 
 
-class Digits:
-    """The coloured digits: a judge of prompts seen and never shown, and its features' distance."""
-
-    def __init__(self, size: int, num_seen: int = 1, num_heldout: int = 8):
-        """`size` is the pictures' side; the others, how many pictures a prompt gets."""
-        self._judge = judges.fit_judge()
-        seen = digits.seen_prompts() * num_seen
-        self._num_seen = len(seen)
-        self.prompts = seen + digits.heldout_prompts() * num_heldout
-        every = max(1, len(seen) // 24)
-        self.shown = [*range(0, len(seen), every), *range(len(seen), len(seen) + 18)]
-        real = judges.accuracy_on_real(self._judge, size)
-        pictures = judges.real_pictures(size, _REAL)
-        self._real = frechet.reference(self._judge.features(pictures))
-        card = cards.make_card(
-            self._judge,
-            image_size=(size, size),
-            n=len(self.prompts),
-            prompts=prompt_files.fingerprint(self.prompts),
-            reference=f"held-out digits, n {_REAL}",
-        )
-        self.cards = {
-            "digits": card
-            | {
-                "images_seen": len(seen),
-                "images_heldout": len(self.prompts) - len(seen),
-                "judge_accuracy_on_real": round(real["prompt_accuracy"], 4),
-            }
-        }
-
-    def caption(self, i: int) -> str:
-        """The prompt, and whether it was held out."""
-        return self.prompts[i] + (" (held out)" if i >= self._num_seen else "")
-
-    def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """The classifier's features, and for each of digit, ink and paper whether it is right."""
-        read = self._judge(images)
-        asked = [digits.parse(prompt) for prompt in prompts]
-        right = [[a == b for a, b in zip(*pair, strict=True)]
-                 for pair in zip(read, asked, strict=True)]  # fmt: skip
-        return {"digits": self._judge.features(images), "right": np.array(right, np.float64)}
-
-    def score(self, features: Features) -> Scores:
-        """Shares all right and the Fréchet distance to real pictures, of prompts seen."""
-        right, n = features["right"], self._num_seen
-        row = _accuracies("seen", right[:n]) | _accuracies("heldout", right[n:])
-        seen = features["digits"][:n]
-        return {"digits": row | _distance("fd_digits", seen, self._real)}
+def _against(
+    name: str,
+    path: str,
+    make: Callable[[str], extractors.Extractor],
+    default_mode: str,
+    card: Mapping,
+) -> Judge:
+    """Compares with the statistics in a file, by the preprocessing that its own card names."""
+    real = stats_files.read(path)
+    extractor = make((real.card or {}).get("preprocessing", default_mode))
+    stats_files.check(path, real, extractor)
+    if real.features is None:
+        logging.info("%s keeps no features: no KID, precision or recall", path)
+    run = extractors.on_host(extractor)
+    known = cards.reference_name(path, real.gaussian.n)
+    return Judge(
+        cards.make_card(extractor, **card, reference=known), (name,),
+        lambda images, prompts: (run(images),), real,
+    )  # fmt: skip
 
 
-def _accuracies(group: str, right: Float[np.ndarray, "N 3"]) -> dict[str, float]:
-    names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = _mean("prompt_accuracy", right.min(axis=1, keepdims=True))
-    shares |= dict(zip(names, right.mean(0).tolist(), strict=True))
-    return {f"{group}_{name}": round(share, 4) for name, share in shares.items()}
+def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
+    """The cosine of each picture with its prompt."""
+    image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
+    extract = lambda images, prompts: (
+        clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),
+    )
+    return Judge(cards.make_card(clip.image, **card), ("clip",), extract)
 
 
-def _distance(
-    name: str, features: Float[np.ndarray, "N D"], real: frechet.Reference
-) -> dict[str, float]:
-    """The Fréchet distance with its interval."""
-    value = frechet.distance(features, real)
-    low, high = bootstrap.interval(frechet.influence(features, real), value)
-    return {name: value, f"{name}_low": low, f"{name}_high": high}
+def of_digits(
+    size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
+) -> Scorer:
+    """The coloured digits: a judge of prompts seen and never shown, and its features' distance.
 
-
-def _mean(name: str, values: Float[np.ndarray, "N 1"]) -> dict[str, float]:
-    """The mean with its interval."""
-    mean = float(values.mean())
-    low, high = bootstrap.interval(values[:, 0], mean)
-    return {name: mean, f"{name}_low": low, f"{name}_high": high}
-
-
-def _runner(extractor: extractors.Extractor) -> Callable[[np.ndarray], np.ndarray]:
-    """run(rows [B, ...]) -> features [B, D]: one program for each B, on all devices."""
-    mesh = sharding.make_mesh()
-    everywhere, where = sharding.replicated(mesh), sharding.batch_sharding(mesh)
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    params = jax.tree.map(lambda leaf: sharding.place(leaf, everywhere), extractor.params)
-    apply = lambda params, rows: extractor.apply(params, extractor.prepare(rows))
-    apply = jax.jit(apply, out_shardings=everywhere)
-
-    def run(rows: np.ndarray) -> np.ndarray:
-        filled = rows[np.arange(-(-len(rows) // ways) * ways) % len(rows)]
-        return np.asarray(apply(params, sharding.place(filled, where)))[: len(rows)]
-
-    return run
+    `size` is the pictures' side; `num_seen` and `num_heldout`, how many pictures a prompt gets.
+    """
+    judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
+    prompts = seen + digits.heldout_prompts() * num_heldout
+    real = judge.features(judges.real_pictures(size, _REAL))
+    right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
+    card = cards.make_card(
+        judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
+        reference=f"held-out digits, n {_REAL}",
+    ) | {
+        "images_seen": len(seen),
+        "images_heldout": len(prompts) - len(seen),
+        "judge_accuracy_on_real": round(float(right_on_real), 4),
+    }  # fmt: skip
+    extract = lambda images, prompts: (
+        judge.features(images), judges.compare(judge(images), prompts)
+    )  # fmt: skip
+    every = max(1, len(seen) // 24)
+    return Scorer(
+        prompts,
+        {"digits": Judge(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
+        metrics,
+        groups={"seen": slice(len(seen)), "heldout": slice(len(seen), None)},
+        shown=[*range(0, len(seen), every), *range(len(seen), len(seen) + 18)],
+    )

@@ -2,7 +2,8 @@
 
     python -m diffusion_jax.metrics stats --images=DIR --out=FILE.npz
 
-makes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar").
+makes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"); for CMMD
+those of a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features.
 
     python -m diffusion_jax.metrics fid A B
 
@@ -24,9 +25,11 @@ prints scores side by side, and refuses if their cards say that they cannot be c
 makes safetensors of the FID Inception's public weights, without torch.
 """
 
+import functools
 import json
 import pathlib
 import sys
+from collections.abc import Callable, Sequence
 
 import jax
 from absl import flags, logging
@@ -36,19 +39,19 @@ from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.metrics import (
-    bootstrap,
     cards,
     clip_score,
+    clip_towers,
     extractors,
     frechet,
     images,
     inception,
-    mmd,
-    neighbours,
     preprocess,
     stats_files,
+    table,
     weights,
 )
+from diffusion_jax.metrics.table import METRICS
 
 _IMAGES = flags.DEFINE_string("images", None, "stats: a folder, or tars.")
 _OUT = flags.DEFINE_string("out", None, "Where the result goes.")
@@ -61,12 +64,14 @@ _SIZE = flags.DEFINE_integer("size", 0, "Resize images to this side first.", low
 _FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How they are brought to --size.")
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images at once.", lower_bound=1)
 _KEEP = flags.DEFINE_bool("keep_features", False, "stats: keep the features in the file too.")
-_ALL = flags.DEFINE_bool("all", False, "fid: all scores, not the distance alone.")
+_ALL = flags.DEFINE_bool("all", False, "All scores with intervals; fid: not the distance alone.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images in one of KID's subsets.", lower_bound=2)
-_SEED = flags.DEFINE_integer("seed", 0, "Of KID's subsets and the interval.", lower_bound=0)
+_SEED = flags.DEFINE_integer("seed", 0, "Draws KID's subsets and the intervals.", lower_bound=0)
 _PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one a line.")
-_CLIP = flags.DEFINE_string("clip", None, "clip: a folder or Hub name of a CLIP.")
-_CLIP_MODE = flags.DEFINE_enum("clip_mode", "open_clip", ["open_clip", "squash"], "clip: resizing.")
+_CLIP = flags.DEFINE_string("clip", None, "clip, stats: a folder or Hub name of a CLIP.")
+_CLIP_MODE = flags.DEFINE_enum(
+    "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
+)
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: images to take the CMMD to.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
 _FEW = 4  # Times the dimensions: below, a distance tells more of n than of the images.
@@ -84,7 +89,7 @@ def main(argv: list[str]) -> None:
                 _fid(a, b)
             case ["clip", folder] if _PROMPTS.value and _CLIP.value:
                 cli.start()
-                _clip(folder)
+                _score_clip(folder)
             case ["compare", *paths] if len(paths) > 1:
                 _print_table(
                     cards.table(
@@ -92,10 +97,9 @@ def main(argv: list[str]) -> None:
                     )
                 )
             case ["convert", path, out]:
-                found = weights.convert(path, out)
-                print(
-                    f"{out}: {found.digest}, {'the' if found.official else 'not the'} public file"
-                )
+                converted = weights.convert(path, out)
+                which = "the" if converted.official else "not the"
+                print(f"{out}: {converted.digest}, {which} public file")
             case _:
                 print(__doc__, file=sys.stderr)
                 sys.exit(2)
@@ -104,74 +108,74 @@ def main(argv: list[str]) -> None:
 def _stats(path: str, out: str) -> None:
     if pathlib.Path(out).suffix != ".npz":
         raise ValueError(f"cannot write {out}: the name must end in .npz")
-    stats = _of_images(path, _extractor(), keep=_KEEP.value)
+    extractor = _clip().image if _CLIP.value else _inception()
+    stats = _of_images(path, extractor, keep=_KEEP.value)
     stats_files.write(out, stats)
     logging.info("wrote statistics of %d images to %s", stats.gaussian.n, out)
 
 
 def _fid(a: str, b: str) -> None:
-    extractor = _extractor()
-    sides = [_side(path, extractor) for path in (a, b)]
-    samples = [one.gaussian if one.features is None else one.features for one in sides]
-    reference = frechet.reference(samples[0])
-    card = _card_of(extractor, a, sides)
-    scores = {cards.frechet_name(card): frechet.distance(samples[1], reference)}
-    if _ALL.value:
-        scores |= _more(card, sides, reference)
-    _report(cards.Scored(scores, card))
-
-
-def _more(
-    card: cards.Card, sides: list[stats_files.Stats], reference: frechet.Reference
-) -> dict[str, float]:
-    """What needs features; ValueError that says how to keep them."""
-    real, generated = (side.features for side in sides)
-    if real is None or generated is None:
+    extractor = _inception()
+    real, generated = (_side(path, extractor) for path in (a, b))
+    if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
             "--all needs the features of both sides: give folders, or files that `stats` wrote "
             "with --keep_features"
         )
-    name, seed = cards.frechet_name(card), _SEED.value
-    value = frechet.distance(generated, reference)
-    low, high = bootstrap.interval(frechet.influence(generated, reference), value, seed=seed)
-    infinity, residual = frechet.extrapolated(generated, reference, seed=seed)
-    kid, deviation = mmd.kid(real, generated, size=_SUBSET.value, seed=seed)
-    precision, recall = neighbours.precision_recall(real, generated)
-    named = lambda kind: cards.score_name(kind, card)
-    return {
-        f"{name}_low": low,
-        f"{name}_high": high,
-        f"{name}_infinity": infinity,
-        f"{name}_infinity_residual": residual,
-        named("kid"): kid,
-        f"{named('kid')}_deviation": deviation,
-        named("precision"): precision,
-        named("recall"): recall,
-    }
+    names = _metrics_of("inception") if _ALL.value else ["fid"]
+    rows = generated.gaussian if generated.features is None else generated.features
+    card = _card_of(extractor, a, real, generated)
+    _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
 
 
-def _clip(folder: str) -> None:
-    prompts = prompt_files.read(_PROMPTS.value or "")
-    model = clip_score.load(_CLIP.value or "", preprocessing=_CLIP_MODE.value)
-    pictures = _of_images(folder, model.image, keep=True)
-    if pictures.features is None or len(pictures.features) != len(prompts):
-        n = pictures.gaussian.n
+def _score_clip(folder: str) -> None:
+    prompts, clip = prompt_files.read(_PROMPTS.value or ""), _clip()
+    generated = _of_images(folder, clip.image, keep=True)
+    if generated.features is None or len(generated.features) != len(prompts):
+        n = generated.gaussian.n
         raise ValueError(f"{n} usable images in {folder} and {len(prompts)} prompts are no pairs")
-    texts = _run(model.text, extractors.InMemory(model.tokenize(prompts))).stream.features()
-    card = (pictures.card or {}) | {"prompts": prompt_files.fingerprint(prompts)}
-    name = f"clip_score_{model.image.name.removeprefix('clip_')}"
-    scores = {name: clip_score.clip_score(pictures.features, texts)}
+    texts = _run(clip.text, extractors.InMemory(clip.tokenize(prompts))).stream.features()
+    card = (generated.card or {}) | {"prompts": prompt_files.fingerprint(prompts)}
+    # The model is in the name, since ViT-L/14 and ViT-H/14 give different numbers.
+    column = lambda name: f"{name}_{clip.image.name}".replace("clip_score_clip_", "clip_score_")
+    cosines = clip_score.cosines(generated.features, texts)
+    scores = _scores(_metrics_of("clip"), cosines, None, column)
     if _REFERENCE.value:
-        real = _of_images(_REFERENCE.value, model.image, keep=True).features
-        assert real is not None
-        both = map(clip_score.normalised, (real, pictures.features))
-        scores[f"cmmd_{model.image.name}"] = mmd.cmmd(*both)
+        real = _of_images(_REFERENCE.value, clip.image, keep=True)
+        scores |= _scores(_metrics_of("clip_image"), generated.features, real, column)
         card["reference"] = _REFERENCE.value
     _report(cards.Scored(scores, card))
 
 
-def _extractor() -> extractors.Extractor:
+def _metrics_of(features: str) -> list[str]:
+    return [name for name, metric in METRICS.items() if metric.features == features]
+
+
+def _scores(
+    names: Sequence[str],
+    rows: frechet.Sample,
+    real: stats_files.Stats | None,
+    column: Callable[[str], str],
+) -> dict[str, float]:
+    """The columns of these metrics, with intervals where all scores are wanted."""
+    seed = {"seed": _SEED.value}
+    options = {"kid": {"size": _SUBSET.value, **seed}, "fid_infinity": seed}
+    prepare = functools.cache(lambda reference: reference(real))  # FID's takes seconds.
+    scores = {}
+    for name in names:
+        reference = METRICS[name].reference
+        compared = [prepare(reference)] if reference else []
+        score = METRICS[name].score(rows, *compared, **options.get(name, {}))
+        scores |= table.columns(column(name), score, seed=_SEED.value, interval=_ALL.value)
+    return scores
+
+
+def _inception() -> extractors.Extractor:
     return extractors.inception_extractor(weights.load(_WEIGHTS.value), _MODE.value, _DIMS.value)
+
+
+def _clip() -> clip_towers.Clip:
+    return clip_towers.load(_CLIP.value or "", preprocessing=_CLIP_MODE.value)
 
 
 def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
@@ -186,22 +190,22 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
 
 
 def _of_images(path: str, extractor: extractors.Extractor, *, keep: bool) -> stats_files.Stats:
-    found = images.open_files(path)
-    source = images.Decoded(found, _SIZE.value, _FIT.value)
-    taken = _run(extractor, source, keep=keep)
-    skipped = {**found.left_out(), **taken.skipped}
+    encoded = images.open_files(path)
+    source = images.Decoded(encoded, _SIZE.value, _FIT.value)
+    extracted = _run(extractor, source, keep=keep)
+    skipped = {**encoded.left_out(), **extracted.skipped}
     if skipped:
         logging.warning("of %d images in %s were left out: %s", len(source), path, skipped)
-    moments = taken.stream.gaussian()
+    stream = extracted.stream
     fit = f"{_FIT.value} {_SIZE.value}" if _SIZE.value else None
-    card = cards.make_card(extractor, image_size=source.shape[:2], n=taken.stream.n, fit=fit)
+    card = cards.make_card(extractor, image_size=source.shape[:2], n=stream.n, fit=fit)
     card |= {"images": path, "skipped": skipped}
-    return stats_files.Stats(moments, taken.stream.features() if keep else None, card)
+    return stats_files.Stats(stream.gaussian(), stream.features() if keep else None, card)
 
 
 def _run(
     extractor: extractors.Extractor, source: extractors.Source, *, keep: bool = True
-) -> extractors.Taken:
+) -> extractors.Extracted:
     meter = Meter("images", len(source))
     mesh, batch = sharding.make_mesh(), _BATCH.value
     return extractors.extract(
@@ -210,25 +214,25 @@ def _run(
 
 
 def _card_of(
-    extractor: extractors.Extractor, reference: str, sides: list[stats_files.Stats]
+    extractor: extractors.Extractor,
+    path: str,
+    real: stats_files.Stats,
+    generated: stats_files.Stats,
 ) -> cards.Card:
-    """B's card, and which reference it was held against."""
-    of_reference, of_b = (side.card for side in sides)
-    n = sides[1].gaussian.n
-    card = of_b or cards.make_card(extractor, image_size=(0, 0), n=n or 0) | {"image_size": None}
-    known = cards.reference_name(reference, sides[0].gaussian.n)
-    size = (of_reference or {}).get("image_size")
+    """The generated images' card, and which reference they were held against."""
+    counts = [side.gaussian.n for side in (real, generated)]
+    empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
+    card = generated.card or empty
+    size = (real.card or {}).get("image_size")
     if size is not None and card["image_size"] not in (None, size):
         logging.warning("the images are %s, and the reference's %s", card["image_size"], size)
-    for side in sides:
-        count = side.gaussian.n
-        if count is not None and count < _FEW * extractor.width:
-            logging.warning(
-                "%d images of %d dimensions: the distance is mostly their number; compare it at "
-                "equal numbers alone", count, extractor.width,
-            )  # fmt: skip
-            break
-    return card | {"reference": known}
+    few = [n for n in counts if n is not None and n < _FEW * extractor.width]
+    if few:
+        logging.warning(
+            "%d images of %d dimensions: the distance is mostly their number; compare it at "
+            "equal numbers alone", few[0], extractor.width,
+        )  # fmt: skip
+    return card | {"reference": cards.reference_name(path, counts[0])}
 
 
 def _report(scored: cards.Scored) -> None:

@@ -1,16 +1,33 @@
-"""Confidence intervals of scores by the bootstrap (Efron 1979) over images."""
+"""Scores, and their confidence intervals by the bootstrap (Efron 1979) over images."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 
 
+class Score(NamedTuple):
+    """A score of a set of images."""
+
+    value: float
+    each: Float[np.ndarray, "N"] | None = None
+    """Each image's part in it, to first order: their spread makes the interval. None: no interval.
+    """
+    more: Mapping[str, float] | None = None
+    """Numbers that belong to it, by what their columns add to its name: {"deviation": 0.1}."""
+
+
 class Interval(NamedTuple):
-    """Where a score lies with the confidence asked for."""
+    """Where a score lies, with the wanted confidence."""
 
     low: float
     high: float
+
+
+def mean(values: Float[np.ndarray, "N"]) -> Score:
+    """The mean over images, of which each has its own value as its part."""
+    return Score(float(values.mean()), values)
 
 
 def interval(
@@ -21,7 +38,7 @@ def interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """The interval about a score, of which `each` image's part is given: their mean moves it.
+    """The interval about a score, which the mean of its images' parts moves (see Score.each).
 
     Percentiles of the mean over images drawn again with replacement. Of a Frechet distance the
     parts are frechet.influence. It says nothing of the bias that all scores of n images share (see

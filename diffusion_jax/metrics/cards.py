@@ -80,16 +80,6 @@ def reference_name(path: str, n: int | None) -> str:
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
 
-def frechet_name(card: Card) -> str:
-    """FID of the real weights alone, else "fd_" and the extractor: never a false FID."""
-    return "fid" if card["official"] else f"fd_{card['extractor']}"
-
-
-def score_name(kind: str, card: Card) -> str:
-    """The names "kid" and other `kind`s, likewise: "kid" or "kid_" and the extractor."""
-    return kind if card["official"] else f"{kind}_{card['extractor']}"
-
-
 def read_scored(path: str | os.PathLike[str]) -> Scored:
     """Scores with their card from a JSON file; ValueError if there are none."""
     try:

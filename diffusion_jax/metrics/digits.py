@@ -5,19 +5,23 @@ rest. No network and no download, and on real pictures it errs about once in a h
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.data import digits
+from diffusion_jax.metrics import bootstrap
+from diffusion_jax.metrics.bootstrap import Score
+
+PARTS = ("digit", "ink", "paper")
 
 
 class Judge:
     """Reads pictures of coloured digits; made by fit_judge."""
 
-    # What cards say of it.
+    # Its fields of a card.
     name, preprocessing, official = "digits", "8x8 glyphs", False
 
     def __init__(self, svc: Any, weights: str):
@@ -25,13 +29,13 @@ class Judge:
         self._svc, self.weights = svc, weights
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
-        """What each picture shows."""
+        """The prompt that each picture shows."""
         papers, inks, mix = _read_colours(images)
         numbers = self._svc.predict(_glyphs(mix))
         return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
-        """What the classifier thinks of each digit, then the mean colours of ink and paper."""
+        """The classifier's margin for each digit, then the mean colours of ink and paper."""
         _, _, mix = _read_colours(images)
         scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
         pixels, mix = images.astype(np.float32) / 255, mix[..., None]
@@ -50,28 +54,33 @@ def fit_judge() -> Judge:
     return Judge(svc.fit(seen, glyphs.digits), hashlib.sha256(seen.tobytes()).hexdigest())
 
 
-def score(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> dict[str, float]:
-    """Shares that are right, from 0 to 1, of what was read against the captions asked for.
-
-    "prompt_accuracy" counts a picture only if digit, ink and paper are all right.
-    """
-    asked = [digits.parse(text) for text in prompts]
-    right = np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in
-                      zip(read, asked, strict=True)])  # fmt: skip
-    names = ("digit_accuracy", "ink_accuracy", "paper_accuracy")
-    shares = dict(zip(names, right.mean(axis=0).tolist(), strict=True))
-    return {"prompt_accuracy": float(right.all(axis=1).mean()), **shares}
+def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
+    """1 for each of digit, ink and paper that was read as its caption asks for, else 0."""
+    wanted = [digits.parse(prompt) for prompt in prompts]
+    pairs = zip(read, wanted, strict=True)
+    return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
 
 
-def accuracy_on_real(judge: Judge, size: int) -> dict[str, float]:
-    """`score` of the judge itself: every held-out glyph, going round the colours it may have."""
+def all_right(right: Float[np.ndarray, "N 3"]) -> Score:
+    """The share of pictures of which digit, ink and paper are all right."""
+    share = bootstrap.mean(right.min(axis=1))
+    return share._replace(value=round(share.value, 4))
+
+
+def part_right(part: int) -> Callable[[Float[np.ndarray, "N 3"]], Score]:
+    """A metric: the share of pictures of which one of PARTS is right."""
+    return lambda right: Score(round(float(right[:, part].mean()), 4))
+
+
+def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
+    """`compare` of the judge itself: every held-out glyph, going round the colours it may have."""
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
     of_digit = [[p for p in prompts if p.digit == digit] for digit in range(10)]
-    asked = [of_digit[n][i % len(of_digit[n])] for i, n in enumerate(glyphs.digits)]
+    wanted = [of_digit[n][i % len(of_digit[n])] for i, n in enumerate(glyphs.digits)]
     images = np.stack([digits.render(glyph, p.ink, p.paper, size)
-                       for glyph, p in zip(glyphs.images, asked, strict=True)])  # fmt: skip
-    return score(judge(images), [digits.caption(p) for p in asked])
+                       for glyph, p in zip(glyphs.images, wanted, strict=True)])  # fmt: skip
+    return compare(judge(images), [digits.caption(p) for p in wanted])
 
 
 def real_pictures(size: int, number: int) -> UInt8[np.ndarray, "number size size 3"]:

@@ -1,8 +1,9 @@
 """Extractors: images (or token ids) to features, batch by batch over the mesh.
 
-An extractor is two pure functions and its weights, so that a sampler can be followed by it inside
-one jitted program. `features_of` runs it over any number of images; the batch that an image lies in
-and the number of devices and processes change its features by float32's rounding at most.
+An extractor is two pure functions and its weights. `program` runs it on the devices, and everything
+that wants features calls that: folders of images (`extract`), arrays of the host (`on_host`) and
+samplers, whose images need not leave the devices. The batch that an image lies in and the number of
+devices and processes change its features by float32's rounding at most.
 """
 
 import functools
@@ -15,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
+from diffusion_jax.machine import sharding
 from diffusion_jax.machine.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess
 from diffusion_jax.metrics.features import Rows, Stream
@@ -22,7 +24,7 @@ from diffusion_jax.metrics.weights import Weights
 
 
 class Extractor(NamedTuple):
-    """What turns images [B, H, W, 3] on 0..255, uint8 or float32, into features [B, D]."""
+    """A network from images [B, H, W, 3] on 0..255, uint8 or float32, to features [B, D]."""
 
     name: str
     """Stands in the names of scores: "inception", "inception_768", "clip_vit_l_14" ..."""
@@ -46,7 +48,7 @@ class Source(Protocol):
     """Images of one size, or rows of token ids, read on the host."""
 
     shape: tuple[int, ...]
-    """Of one."""
+    """The shape of one image or row."""
     dtype: Any
 
     def __len__(self) -> int:
@@ -58,7 +60,7 @@ class Source(Protocol):
         ...
 
     def reason(self, status: int) -> str:
-        """What a status other than 0 is counted as; may raise ValueError where it must not be."""
+        """The name under which a status other than 0 is counted; ValueError if it must not be."""
         ...
 
 
@@ -83,8 +85,8 @@ class InMemory:
         raise ValueError(f"there is no status {status}")
 
 
-class Taken(NamedTuple):
-    """What came of a source."""
+class Extracted(NamedTuple):
+    """The features of a source's images."""
 
     stream: Stream
     skipped: dict[str, int]
@@ -126,7 +128,7 @@ def extract(
     batch_size: int = 64,
     keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
-) -> Taken:
+) -> Extracted:
     """The features of all usable rows of a source, in its order, the same in every process."""
     stream, skipped = Stream(extractor.width, keep=keep), {}
     for done, (rows, status) in enumerate(features_of(extractor, source, mesh, batch_size)):
@@ -137,7 +139,43 @@ def extract(
         progress(min((done + 1) * batch_size, len(source)))
     if stream.not_finite:
         skipped["not_finite"] = stream.not_finite
-    return Taken(stream, skipped)
+    return Extracted(stream, skipped)
+
+
+def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
+    """run(params, images) -> features [B, D] in every process, of images over all devices.
+
+    `params` are the extractor's, where the caller placed them. An image with a value that is not
+    finite has features that are not.
+    """
+    where = batch_sharding(mesh)
+
+    def prepare(images):
+        # Marked here, since maxima in a network might hide a NaN.
+        return extractor.prepare(images), jnp.isfinite(images.reshape(len(images), -1)).all(1)
+
+    prepare = jax.jit(prepare, out_shardings=(where, where))
+    apply = jax.jit(extractor.apply, out_shardings=where)
+    mark = lambda rows, fine: jnp.where(fine[:, None], rows, jnp.nan)
+    gather = jax.jit(mark, out_shardings=replicated(mesh))
+
+    def run(params: Any, images: jax.Array) -> jax.Array:
+        prepared, fine = prepare(images)
+        return gather(apply(params, prepared), fine)
+
+    return run
+
+
+def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
+    """run(rows [B, ...]) -> features [B, D] of arrays that every process has; on all devices."""
+    mesh = sharding.make_mesh()
+    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
+
+    def run_rows(rows: np.ndarray) -> Rows:
+        filled = rows[np.arange(_filled(len(rows), mesh)) % len(rows)]
+        return np.asarray(run(params, place(filled, batch_sharding(mesh))))[: len(rows)]
+
+    return run_rows
 
 
 def features_of(
@@ -145,37 +183,33 @@ def features_of(
 ) -> Iterator[tuple[Rows, UInt8[np.ndarray, "B"]]]:
     """Batches of features and statuses, of all processes' images in each process.
 
-    A process reads the rows of its own devices alone, the next ones while the devices compute. An
-    image with a value that is not finite has features that are not.
+    A process reads the rows of its own devices alone, the next ones while the devices compute.
     """
-    where, everywhere = batch_sharding(mesh), replicated(mesh)
-    prepare = jax.jit(_marked(extractor.prepare), out_shardings=(where, where))
-    apply = jax.jit(extractor.apply, out_shardings=where)
-    gather = jax.jit(lambda *arrays: arrays, out_shardings=everywhere)
-    params = jax.tree.map(functools.partial(place, sharding=everywhere), extractor.params)
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    size = -(-batch_size // ways) * ways  # Filled up, so that one program does for all batches.
+    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
+    where = batch_sharding(mesh)
+    share = jax.jit(lambda status: status, out_shardings=replicated(mesh))
+    size = _filled(batch_size, mesh)  # One program does for all batches.
     pending = None
     for start in range(0, len(source), batch_size):
         end = min(start + batch_size, len(source))
         images, status = _read(source, np.minimum(np.arange(start, start + size), end - 1), where)
-        prepared, fine = prepare(images)
-        rows = apply(params, prepared)
+        arrays = run(params, images), share(status)
         if pending is not None:
             yield _fetch(*pending)
-        pending = gather(rows, fine, status), end - start
+        pending = arrays, end - start
     if pending is not None:
         yield _fetch(*pending)
 
 
-def _marked(prepare: Callable[[Array], Array]) -> Callable[[Array], tuple[Array, Array]]:
-    """Also says of which images all values are finite: maxima in a network might hide a NaN."""
+def _everywhere(extractor: Extractor, mesh: Mesh) -> Any:
+    """The weights on every device."""
+    return jax.tree.map(lambda leaf: place(leaf, replicated(mesh)), extractor.params)
 
-    def marked(images: Array) -> tuple[Array, Array]:
-        flat = images.reshape(len(images), -1)
-        return prepare(images), jnp.isfinite(flat).all(1)
 
-    return marked
+def _filled(number: int, mesh: Mesh) -> int:
+    """So many rows or a few more, such that all devices get as many."""
+    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    return -(-number // ways) * ways
 
 
 def _read(source: Source, indices: np.ndarray, where: Any) -> tuple[jax.Array, jax.Array]:
@@ -190,6 +224,6 @@ def _read(source: Source, indices: np.ndarray, where: Any) -> tuple[jax.Array, j
     return images, jax.make_array_from_callback(shape[:1], where, part(1), dtype=np.uint8)
 
 
-def _fetch(arrays: tuple[jax.Array, ...], count: int) -> tuple[Rows, np.ndarray]:
-    rows, fine, status = (np.asarray(array)[:count] for array in arrays)
-    return np.where(fine[:, None], rows, np.nan), status
+def _fetch(arrays: tuple[jax.Array, jax.Array], count: int) -> tuple[Rows, np.ndarray]:
+    rows, status = (np.asarray(array)[:count] for array in arrays)
+    return rows, status

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.features import Gaussian, Rows, gaussian
 
 Sample = Rows | Gaussian
@@ -23,6 +24,20 @@ class Reference(NamedTuple):
     mean: Float[np.ndarray, "D"]
     factor: Float[np.ndarray, "R D"]
     """factor' factor is the covariance."""
+
+
+def score(sample: Sample, reference: Reference) -> Score:
+    """The distance as a metric; of moments alone it has no interval."""
+    each = None if isinstance(sample, Gaussian) else influence(sample, reference)
+    return Score(distance(sample, reference), each)
+
+
+def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
+    """FID-infinity as a metric; ValueError of moments alone (see `extrapolated`)."""
+    if isinstance(sample, Gaussian):
+        raise ValueError("an extrapolation over n needs the features of each image")
+    value, residual = extrapolated(sample, reference, seed=seed)
+    return Score(value, more={"residual": residual})
 
 
 def frechet(a: Sample, b: Sample) -> float:
@@ -62,7 +77,7 @@ def distance(sample: Sample, reference: Reference) -> float:
 
 
 def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
-    """What each image adds to the distance, to first order: n times its derivative by their weight.
+    """Each image's part in the distance, to first order: n times its derivative by their weight.
 
     The spread of their mean is that of the distance over sets of n images: the infinitesimal
     jackknife (Efron 1982). With fewer images than dimensions it is so within a half; sets drawn

@@ -1,14 +1,35 @@
-"""Kernel distances of two sets of features: KID and CMMD. Blockwise, in float64."""
+"""Kernel distances of two sets of features: KID and CMMD. Blockwise, in float64.
 
-from collections.abc import Callable
+Both are squared MMDs: within = E k(x, x') + E k(y, y'), less 2 E k(x, y).
+"""
+
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.metrics.bootstrap import Score
+from diffusion_jax.metrics.clip_score import normalised
 from diffusion_jax.metrics.features import Rows
 
+_SUBSET = 1000
+_SIGMA, _SCALE = 10.0, 1000.0  # CMMD's.
 _BLOCK = 4096
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
+
+
+def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
+    """KID as a metric; by default in subsets of 1000, or of as many images as there are."""
+    size = size or min(_SUBSET, len(generated), len(real))
+    value, deviation = kid(real, generated, size=size, seed=seed)
+    return Score(value, _influence(_cubic, generated, real), {"deviation": deviation})
+
+
+def score_cmmd(generated: Rows, real: Rows) -> Score:
+    """CMMD of CLIP's embeddings as a metric, which normalises them."""
+    generated, real = normalised(generated), normalised(real)
+    kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
+    return Score(cmmd(real, generated), _influence(kernel, generated, real))
 
 
 def kid(
@@ -39,22 +60,31 @@ def kid_of_all(x: Rows, y: Rows) -> float:
     return float(within - 2 * _total(_cubic, x, y) / (n * m))
 
 
-def cmmd(x: Rows, y: Rows, *, sigma: float = 10.0, scale: float = 1000.0) -> float:
-    """CMMD (Jayasumana et al. 2024): the biased squared MMD with a Gaussian kernel, times `scale`.
+def cmmd(x: Rows, y: Rows) -> float:
+    """CMMD (Jayasumana et al. 2024): the biased squared MMD with a Gaussian kernel, times 1000.
 
     The paper's features are CLIP's image embeddings of norm 1; none is normalised here.
     """
-    kernel = lambda a, b: _gaussian(a, b, sigma)
+    kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2
-    return float(scale * (within - 2 * _total(kernel, x, y) / (len(x) * len(y))))
+    return float(_SCALE * (within - 2 * _total(kernel, x, y) / (len(x) * len(y))))
+
+
+def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray, "N"]:
+    """Each generated image's part in the squared MMD, to first order."""
+    means = lambda rows: np.concatenate([
+        sum(kernel(a, b).sum(1) for b in _blocks(rows)) / len(rows) for a in _blocks(generated)
+    ])  # fmt: skip
+    return 2 * (means(generated) - means(real))
 
 
 def _total(kernel: _Kernel, x: Rows, y: Rows) -> float:
     """The sum of the kernel over all pairs."""
-    blocks = lambda rows: (
-        rows[i : i + _BLOCK].astype(np.float64) for i in range(0, len(rows), _BLOCK)
-    )
-    return sum(float(kernel(a, b).sum()) for a in blocks(x) for b in blocks(y))
+    return sum(float(kernel(a, b).sum()) for a in _blocks(x) for b in _blocks(y))
+
+
+def _blocks(rows: Rows) -> Iterator[Float[np.ndarray, "M D"]]:
+    return (rows[i : i + _BLOCK].astype(np.float64) for i in range(0, len(rows), _BLOCK))
 
 
 def _cubic(x: np.ndarray, y: np.ndarray) -> Float[np.ndarray, "N M"]:
@@ -73,6 +103,6 @@ def _gaussian(x: np.ndarray, y: np.ndarray, sigma: float) -> Float[np.ndarray, "
 def squared_distances(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"]
 ) -> Float[np.ndarray, "N M"]:
-    """Of all pairs of rows; not below 0."""
+    """Squared distances of all pairs of rows; not below 0."""
     norms = np.square(x).sum(1)[:, None] + np.square(y).sum(1)
     return np.maximum(norms - 2 * x @ y.T, 0)

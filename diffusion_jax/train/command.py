@@ -2,21 +2,15 @@
 
 import pathlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
 from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from diffusion_jax import cli, runs
-from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.draw import program as drawing
-from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import distributed, sharding
-from diffusion_jax.settings import Evaluation
-from diffusion_jax.task import Texts
 from diffusion_jax.train import loop
 from diffusion_jax.train.state import TrainState
 
@@ -64,29 +58,3 @@ def exit_if_stopped(state: TrainState, steps: int) -> None:
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(distributed.PREEMPTED)
-
-
-def evaluation_of(
-    asked: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
-) -> loop.Evaluation | None:
-    """What config.evaluation asks for: what the evaluation's command scores, on the way.
-
-    `source` is the data's, `size` that of the pictures that are drawn; `tokenize` makes what the
-    task draws from of prompts.
-    """
-    if not asked.every:
-        return None
-    prompts = prompt_files.read(asked.prompts, asked.num_prompts) if asked.prompts else []
-    scorer = scorers.make(source, size, prompts, asked.reference, asked.inception, asked.clip)
-
-    most = drawing.default_batch_size(size, size)
-    batch_size = drawing.even_batch_size(most, len(scorer.prompts))
-
-    def score(draw, params):
-        def images(prompts, seeds, scale):
-            scales = np.full(len(seeds), scale, np.float32)
-            return draw(params, tokenize(list(prompts)), seeds, scales)
-
-        return scorers.score_now(scorer, images, asked.guidance, batch_size)
-
-    return loop.Evaluation(asked.every, score)

@@ -15,9 +15,9 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline
-from diffusion_jax.evaluate import sweep
-from diffusion_jax.metrics import clip_score, extractors, weights
-from diffusion_jax.metrics.clip_score import Clip
+from diffusion_jax.evaluate import loop
+from diffusion_jax.metrics import clip_towers, extractors, weights
+from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.train import checkpoint
 from sd_jax import task
@@ -34,7 +34,7 @@ def main(argv):
     """As the real command's."""
     extractors.inception_extractor = lambda weights, mode: inception()
     weights.load = lambda path: None
-    clip_score.load = lambda path: clip()
+    clip_towers.load = lambda path: clip()
     if _TOY.value:
         run.make_task, run.read_vae = make_task, lambda path, vae: None
     if _KILL.value:
@@ -111,7 +111,7 @@ def _in_saving():
 
 def _in_evaluation():
     """After the second batch's features."""
-    write, written = sweep.files.write_whole, []
+    write, written = loop.files.write_whole, []
 
     def dying(path, content):
         write(path, content)
@@ -119,7 +119,7 @@ def _in_evaluation():
         if len([path for path in written if path.suffix == ".npz"]) == 2:
             _die()
 
-    sweep.files.write_whole = dying
+    loop.files.write_whole = dying
 
 
 _KILLS = {

@@ -1,15 +1,12 @@
 """A sweep from prompts to tables, of a toy that draws and is scored by a toy Inception and a CLIP.
 
-The two processes run this file itself, each with four of eight CPU devices.
+The two processes have four of eight CPU devices each.
 """
 
 import csv
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
+import warnings
 from unittest import mock
 
 import jax
@@ -22,6 +19,7 @@ from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Sweep, System
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from tests import processes
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.metrics import toy as toy_metrics
 from tests.diffusion_jax.text import tiny_weights
@@ -57,13 +55,14 @@ def inputs(tmp_path_factory):
     return write_reference(folder / "real.npz"), str(clip)
 
 
-def make_scorer(inputs, prompts=PROMPTS):
+def make_scorer(inputs, prompts=PROMPTS, **fields):
     """FID and CLIP score; the toy extractor stands for Inception."""
     with (
         mock.patch.object(weights, "load"),
         mock.patch.object(extractors, "inception_extractor", lambda *_: toy_metrics.extractor()),
     ):
-        return scorers.FidClip(toy.SIZE, prompts, inputs[0], "toy.safetensors", inputs[1])
+        wanted = toy_metrics.wanted(inputs[0], "toy.safetensors", inputs[1], **fields)
+        return scorers.of_prompts(toy.SIZE, prompts, wanted)
 
 
 def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
@@ -154,17 +153,7 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
 
 
 def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", __file__, address, str(tmp_path), *inputs]
-    started = [subprocess.Popen([*command, str(i)], env=environment) for i in range(2)]
-    try:
-        assert [process.wait(timeout=240) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
     check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])
 
 
@@ -229,7 +218,10 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     system = make_system(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate(system, make_scorer(inputs), Sweep(SCALES))
-    message = "1 of 33 images at guidance 1 are not finite, first of prompt 40: the model or its"
+    message = (
+        "1 of 33 images of step_00000003_ema_guidance_1 are not finite, first of prompt 40: the "
+        "model or its sampler diverges, and no score is written"
+    )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
 
@@ -275,12 +267,8 @@ def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
         make_scorer(inputs, PROMPTS[:1])
 
 
-def process(address, workdir, reference, clip, index):
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(address, 2, int(index))
+def process(address, index, workdir, reference, clip):
+    warnings.simplefilter("error")
+    jax.distributed.initialize(address, 2, index)
     scorer = make_scorer((reference, clip))
-    evaluation.evaluate(make_system(pathlib.Path(workdir)), scorer, Sweep(SCALES, batch_size=16))
-
-
-if __name__ == "__main__":
-    process(*sys.argv[1:])
+    evaluation.evaluate(make_system(workdir), scorer, Sweep(SCALES, batch_size=16))

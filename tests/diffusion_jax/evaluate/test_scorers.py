@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import digits
-from diffusion_jax.evaluate import scorers
+from diffusion_jax.evaluate import on_the_way, scorers
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import frechet
+from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
 
 PROMPTS = ["a red seven on gray paper", "a white two", "three"]
@@ -14,7 +15,7 @@ PROMPTS = ["a red seven on gray paper", "a white two", "three"]
 
 @pytest.fixture(scope="module")
 def judge():
-    return scorers.Digits(16)
+    return scorers.of_digits(16)
 
 
 def pictures(prompts):
@@ -51,7 +52,7 @@ def test_the_distance_of_digits_is_that_of_their_features(judge):
 
 def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
     folder = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
-    scorer = scorers.FidClip(24, PROMPTS, "", "", str(folder))
+    scorer = scorers.of_prompts(24, PROMPTS, toy.wanted(clip=str(folder)))
     images = np.random.default_rng(0).integers(0, 256, (3, 24, 24, 3), np.uint8)
     cosines = scorer.features(images, PROMPTS)["clip"]
     alone = scorer.features(images[1:2], PROMPTS[1:2])["clip"]
@@ -75,12 +76,12 @@ def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
 )
 def test_half_of_what_fid_needs_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        scorers.FidClip(24, PROMPTS, *arguments)
+        scorers.of_prompts(24, PROMPTS, toy.wanted(*arguments))
 
 
 def test_pictures_without_prompts_of_their_own_need_some():
     with pytest.raises(ValueError, match=r"data\.source is 'folder': only 'digits' has prompts"):
-        scorers.make("folder", 64, [], "", "", "")
+        scorers.open_scorer("folder", 64, [], toy.wanted())
 
 
 def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
@@ -93,9 +94,9 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
             images[np.isin(seeds, [3, 415]), 2, 2, 1] = np.nan
         return images
 
-    scores = scorers.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
+    scores = on_the_way.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
     assert [scale for _, scale in asked] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
-    rows = [*range(416), *range(34)]  # The last batch is filled up with the first prompts.
+    rows = [*range(416), *range(300, 334)]  # The last batch is filled up with its own prompts.
     assert [seeds for seeds, _ in asked[:3]] == [rows[:150], rows[150:300], rows[300:]]
     whole = judge.score(judge.features(pictures(judge.prompts), judge.prompts))["digits"]
     for name, value in whole.items():

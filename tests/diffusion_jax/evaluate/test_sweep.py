@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.evaluate import sweep
+from diffusion_jax.evaluate import loop, sweep
 
 ROWS = [
     {"guidance": 1.5, "seen": 0.25, "held_out": 0.125, "ema": "0.999"},
@@ -40,7 +40,8 @@ def numbers(calls, kill_at=None):
         calls.append(rows.tolist())
         if kill_at is not None and len(calls) == kill_at:
             raise Killed
-        return {"double": 2.0 * rows[:, None], "shown": rows[rows == 3]}
+        fine = np.ones(len(rows), bool)
+        return {"double": 2.0 * rows[:, None], "shown": rows[rows == 3], "fine": fine}
 
     return compute
 
@@ -48,12 +49,12 @@ def numbers(calls, kill_at=None):
 def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
     calls = []
     with pytest.raises(Killed):
-        sweep.collect(tmp_path, 10, 4, numbers(calls, kill_at=2))
-    features = sweep.collect(tmp_path, 10, 4, numbers(calls))
+        loop.collect(10, 4, numbers(calls, kill_at=2), "point", tmp_path)
+    features = loop.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls == [[0, 1, 2, 3], [4, 5, 6, 7], [4, 5, 6, 7], [8, 9]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(10))
     np.testing.assert_array_equal(features["shown"], [3])
-    again = sweep.collect(tmp_path, 10, 4, numbers(calls))
+    again = loop.collect(10, 4, numbers(calls), "point", tmp_path)
     assert len(calls) == 4
     np.testing.assert_array_equal(again["double"], features["double"])
 
@@ -61,22 +62,22 @@ def test_a_killed_sweep_goes_on_with_the_batch_that_it_was_at(tmp_path):
 def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
     calls = []
     with pytest.raises(Killed):
-        sweep.collect(tmp_path, 12, 3, numbers(calls, kill_at=3))
+        loop.collect(12, 3, numbers(calls, kill_at=3), "point", tmp_path)
     (tmp_path / "images_000000_000002.npz").unlink()
-    features = sweep.collect(tmp_path, 12, 5, numbers(calls))
+    features = loop.collect(12, 5, numbers(calls), "point", tmp_path)
     assert calls[3:] == [[0, 1, 2], [6, 7, 8, 9, 10], [11]]
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
 
 
 def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
     card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
-    assert sweep.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
+    assert loop.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
     newer = card | {"versions": {"jax": "2"}}
-    assert sweep.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
+    assert loop.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
     with pytest.raises(ValueError, match=r"sweep .seed of toy: 0 there, 1 now.: remove the folder"):
-        sweep.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
+        loop.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
     with pytest.raises(ValueError, match="seed of clip: None there, 0 now"):
-        sweep.claim(tmp_path / "f", {"toy": card, "clip": card})
+        loop.claim(tmp_path / "f", {"toy": card, "clip": card})
 
 
 def test_a_point_in_words_has_each_score_with_its_interval():

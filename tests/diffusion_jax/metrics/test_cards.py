@@ -2,7 +2,7 @@
 
 import pytest
 
-from diffusion_jax.metrics import cards
+from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 from tests.diffusion_jax.metrics import toy
 
@@ -13,10 +13,12 @@ def card(official=False, n=100, **fields):
 
 
 def test_only_the_public_weights_make_a_fid():
-    assert cards.frechet_name(card(official=True)) == "fid"
-    assert cards.frechet_name(card()) == "fd_toy"
-    assert cards.score_name("kid", card(official=True)) == "kid"
-    assert cards.score_name("kid", card()) == "kid_toy"
+    assert table.column("fid", card(official=True)) == "fid"
+    assert table.column("fid", card()) == "fd_toy"
+    assert table.column("fid_infinity", card()) == "fd_toy_infinity"
+    assert table.column("kid", card(official=True)) == "kid"
+    assert table.column("kid", card()) == "kid_toy"
+    assert table.column("clip_score", card()) == "clip_score"  # Of no public weights of its own.
 
 
 def test_a_card_tells_all():

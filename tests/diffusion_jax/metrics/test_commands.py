@@ -11,14 +11,15 @@ from PIL import Image
 
 from diffusion_jax import cli
 from diffusion_jax.metrics import __main__ as commands
-from diffusion_jax.metrics import clip_score, frechet, mmd
+from diffusion_jax.metrics import clip_score, clip_towers, frechet, mmd
+from diffusion_jax.metrics.clip_towers import Clip
 from tests.diffusion_jax.metrics import toy
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
     """run(words and flags) -> exit code, what was printed, what was complained of."""
-    monkeypatch.setattr(commands, "_extractor", toy.extractor)
+    monkeypatch.setattr(commands, "_inception", toy.extractor)
     monkeypatch.setattr(cli, "start", lambda: None)
 
     def run(*arguments):
@@ -113,15 +114,15 @@ def test_comparing_refuses_unlike_cards(run, tmp_path, sides):
 def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
     tokens = lambda texts: np.array([[len(text)] * 12 for text in texts], np.int32)
     text = toy.extractor(prepare=lambda ids: ids / 10)
-    model = clip_score.Clip(toy.extractor(name="clip_tiny"), text, tokens)
-    monkeypatch.setattr(clip_score, "load", lambda *_, **__: model)
+    model = Clip(toy.extractor(name="clip_tiny"), text, tokens)
+    monkeypatch.setattr(clip_towers, "load", lambda *_, **__: model)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("".join(f"{'a' * i}\n" for i in range(1, 31)))
     given = ("clip", tmp_path / "a", f"--prompts={prompts}", "--clip=tiny")
     code, out, _ = run(*given, f"--reference={tmp_path / 'b'}")
     lengths = np.repeat(np.arange(1.0, 31)[:, None] / 10, 12, 1)
     texts = np.asarray(toy.apply(text.params, lengths))
-    score, cmmd = clip_score.clip_score(sides[0], texts), values(out)["cmmd_clip_tiny"]
+    score, cmmd = clip_score.cosines(sides[0], texts).mean(), values(out)["cmmd_clip_tiny"]
     assert code == 0 and values(out)["clip_score_tiny"] == pytest.approx(score, rel=1e-4)
     both = map(clip_score.normalised, (sides[1], sides[0]))
     assert cmmd == pytest.approx(mmd.cmmd(*both), rel=1e-3)

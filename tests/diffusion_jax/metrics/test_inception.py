@@ -24,7 +24,7 @@ from diffusion_jax.metrics import (
     preprocess,
     stats_files,
 )
-from tests.diffusion_jax.metrics import standin
+from tests.diffusion_jax.metrics import standin, toy
 
 ROOT = pathlib.Path(__file__).parents[3]
 ORACLE = ROOT.parent / "shared" / "oracles" / "eval" / "fid_inception_oracle.npz"
@@ -95,7 +95,7 @@ def test_a_sweeps_distance_is_that_of_the_references_features(reference, tmp_pat
     mesh = sharding.make_mesh(devices=jax.devices()[:1])
     paths = (str(tmp_path / name) for name in ("real.npz", "inception.safetensors"))
     with mock.patch.object(sharding, "make_mesh", lambda: mesh):
-        scorer = scorers.FidClip(64, ["a", "b"], *paths, "")
+        scorer = scorers.of_prompts(64, ["a", "b"], toy.wanted(*paths))
     rows = scorer.features(reference["images_64"], ["a", "b"])
     row = scorer.score(rows)["inception"]
     theirs = reference["pytorch_2048"]

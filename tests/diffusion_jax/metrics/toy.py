@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax.metrics.extractors import Extractor
+from diffusion_jax.settings import Evaluation
 
 WIDTH = 6
 
@@ -24,3 +25,8 @@ def extractor(**changes):
     kernel = np.random.default_rng(0).normal(size=(12, WIDTH)).astype(np.float32)
     made = Extractor("toy", WIDTH, "means", "abc", False, {"kernel": kernel}, prepare, apply)
     return made._replace(**changes)
+
+
+def wanted(reference="", inception="", clip="", **fields):
+    """A config's group of these files."""
+    return Evaluation(0, (), "", 0, reference, inception, clip, **fields)

@@ -7,8 +7,8 @@ import pytest
 
 from configs import sd2_mlperf
 from diffusion_jax.machine import sharding
-from diffusion_jax.metrics import clip_score, extractors, frechet, weights
-from diffusion_jax.metrics.clip_score import Clip
+from diffusion_jax.metrics import clip_towers, extractors, frechet, weights
+from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.features import Gaussian
 from diffusion_jax.task import Task
 from diffusion_jax.text import hashed
@@ -105,7 +105,7 @@ def asked(tmp_path, monkeypatch):
     made = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
     monkeypatch.setattr(weights, "load", lambda path: None)
     monkeypatch.setattr(extractors, "inception_extractor", lambda weights, mode: made)
-    monkeypatch.setattr(clip_score, "load", lambda path: Clip(made, made, lambda texts: texts))
+    monkeypatch.setattr(clip_towers, "load", lambda path: Clip(made, made, lambda texts: texts))
     return read_settings(tiny_benchmark.get_config(folder).to_dict()).evaluation
 
 

@@ -1,0 +1,120 @@
+"""METRICS: every score there is, by name. A new one is a function of features, and a line here.
+
+Sweeps, scores on the way of a training, MLPerf's benchmark and the metrics command look their
+scores up here; tables, figures and pages take their names and order from it.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from diffusion_jax.metrics import bootstrap, clip_score, digits, frechet, mmd, neighbours
+from diffusion_jax.metrics.bootstrap import Score
+from diffusion_jax.metrics.cards import Card
+from diffusion_jax.metrics.stats_files import Stats
+
+
+class Metric(NamedTuple):
+    """How a score is computed of features, and what people see of it."""
+
+    label: str
+    """Its name in tables and figures; "" keeps it in the files alone."""
+    features: str
+    """What of an image it is computed of: "inception", "clip" (the cosine with the prompt),
+    "clip_image", or the judge of digits' "digits" and "right"."""
+    score: Callable[..., Score]
+    """Features of generated images, and what `reference` returned if there is one, to the score."""
+    reference: Callable[[Stats], Any] | None = None
+    """What it is compared with, of the real images' statistics; None where they lack it."""
+    lower_is_better: bool = False
+    axis: str = ""
+    """Metrics of one axis share a figure; by default the label is that of the axis."""
+    group: str = ""
+    """Which prompts' pictures it is of, where a scorer knows groups of them; by default all."""
+    least: int = 1
+    """How many images it needs."""
+    public_weights: bool = False
+    """Defined with these alone: with others its column is named after the extractor."""
+    by_name: bool = False
+    """Sweeps take it only if it is asked for by name: it is slow."""
+
+
+def _moments(stats: Stats) -> frechet.Reference:
+    """Features are exact where they are fewer than their dimensions."""
+    return frechet.reference(stats.gaussian if stats.features is None else stats.features)
+
+
+def _features(stats: Stats) -> Any:
+    return stats.features
+
+
+_ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and recall"
+METRICS: dict[str, Metric] = {
+    "fid": Metric(
+        "FID", "inception", frechet.score, _moments, True, least=2, public_weights=True
+    ),
+    "fd_digits": Metric(
+        "Fréchet distance (digits, prompts seen)", "digits", frechet.score, _moments, True,
+        group="seen", least=2,
+    ),
+    "kid": Metric("KID", "inception", mmd.score_kid, _features, True, least=2, public_weights=True),
+    "cmmd": Metric("CMMD", "clip_image", mmd.score_cmmd, _features, True),
+    "clip_score": Metric("CLIP score", "clip", clip_score.score),
+    "seen_prompt_accuracy": Metric(
+        "all right, prompts seen", "right", digits.all_right, axis=_ALL_RIGHT, group="seen"
+    ),
+    "heldout_prompt_accuracy": Metric(
+        "all right, prompts never shown", "right", digits.all_right, axis=_ALL_RIGHT,
+        group="heldout",
+    ),
+    "precision": Metric(
+        "precision", "inception", neighbours.precision, _features, axis=_NEIGHBOURS, least=4,
+        public_weights=True,
+    ),
+    "recall": Metric(
+        "recall", "inception", neighbours.recall, _features, axis=_NEIGHBOURS, least=4,
+        public_weights=True,
+    ),
+    "fid_infinity": Metric(
+        "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,
+        least=20, public_weights=True, by_name=True,
+    ),
+} | {
+    f"{group}_{part}_accuracy": Metric("", "right", digits.part_right(i), group=group)
+    for group in ("seen", "heldout")
+    for i, part in enumerate(digits.PARTS)
+}  # fmt: skip
+
+
+def column(name: str, card: Card) -> str:
+    """The name of a metric's column: FID of the public weights alone, else fd_ and the extractor.
+
+    Likewise "kid" or "kid_" and the extractor: what the field compares is never another thing.
+    """
+    if card["official"] or not METRICS[name].public_weights:
+        return name
+    if name.startswith("fid"):
+        return name.replace("fid", f"fd_{card['extractor']}", 1)
+    return f"{name}_{card['extractor']}"
+
+
+def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) -> dict[str, float]:
+    """A score's columns: its value, the ends of its interval, and what more belongs to it."""
+    row = {name: score.value}
+    if interval and score.each is not None:
+        low, high = bootstrap.interval(score.each, score.value, seed=seed)
+        row |= {f"{name}_low": low, f"{name}_high": high}
+    return row | {f"{name}_{key}": value for key, value in (score.more or {}).items()}
+
+
+def shown() -> dict[str, Metric]:
+    """The metrics that figures show, by column; those of other weights are labelled so."""
+    standin = {"official": False, "extractor": "inception"}
+    metrics = {}
+    for name, metric in METRICS.items():
+        if metric.label:
+            metrics[name] = metric
+            label = metric.label.replace("FID", "Fréchet distance")
+            metrics.setdefault(
+                column(name, standin), metric._replace(label=f"{label} (stand-in Inception)")
+            )
+    return metrics
