@@ -49,7 +49,7 @@ def examine() -> dict[str, Any]:
     """Everything, by subject; a part that fails holds its error in place of its result."""
     first = jax.local_devices()[0]
     return {
-        "jax": jax.print_environment_info(return_string=True).splitlines(),
+        "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
