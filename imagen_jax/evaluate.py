@@ -18,59 +18,43 @@ sheet of pictures for each scale, and scores/, a card with each score; the score
 metrics, and all of it into one page, WORKDIR/report.html.
 """
 
-import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw import program as drawing
-from diffusion_jax.draw.model import with_weights
+from diffusion_jax.draw import model
+from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from imagen_jax import cascade
-from imagen_jax.cascade import Choice, Model
+from imagen_jax.cascade import Choice
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
-def open_system(workdirs: Sequence[str], choice: evaluation.Choice) -> evaluation.System:
+def open_system(workdirs: Sequence[str], choice: model.Choice) -> evaluation.System:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
     first = Choice(ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps)
-    later = [Choice(steps=choice.steps) for _ in workdirs[1:]]
-    stages = cascade.load(workdirs, [first, *later])
+    stages = cascade.load(workdirs, [first, *[Choice(steps=choice.steps)] * (len(workdirs) - 1)])
     cascade.check_low_res(stages[0], None)
-
-    def at(ema, step):
-        return _point((with_weights(stages[0], ema, step), *stages[1:]))
-
-    last, first_size = stages[-1].settings, stages[0].settings.output_size
-    batch_size = drawing.default_batch_size(first_size, first_size)
-    return evaluation.System(
-        pathlib.Path(workdirs[0]), last.data.source, last.output_size, batch_size, at
-    )
+    last = stages[-1].settings
+    sizes = stages[0].settings.output_size, last.output_size
+    return evaluation.of_models(stages, _draw, _describe, last.data.source, sizes)
 
 
-def _point(stages: Sequence[Model]) -> evaluation.Point:
-    def draw(prompts, seeds, scale):
-        texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-        sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
-        batches = cascade.draw_batches(stages, texts, seeds, sizes, None, scale)
-        return np.concatenate([by_stage[-1] for by_stage in batches])
-
-    each = [stage.settings for stage in stages]
-    joined = lambda values: ", ".join(map(str, values))
-    card = {
-        "sampler": joined(s.sampler.name for s in each),
-        "steps": joined(s.sampler.steps for s in each),
-        "precision": joined(s.unet.dtype for s in each),
-        "models": [_described(stage) for stage in stages],
-    }
-    first, params = stages[0], [stage.params for stage in stages]
-    return evaluation.Point(first.step, first.ema, params, draw, card)
+def _draw(
+    stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
+) -> Images:
+    texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
+    sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
+    batches = cascade.draw_batches(stages, texts, seeds, sizes, None, guidance)
+    return np.concatenate([by_stage[-1] for by_stage in batches])
 
 
-def _described(stage: Model) -> dict:
-    """What else the pictures depend on; a bound that is infinite is left out: JSON has none."""
+def _describe(stage: Model) -> dict[str, Any]:
+    """A stage's part of the card; a bound that is infinite is left out: JSON has none."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
     del sampler["guidance"]  # The sweep's own.

@@ -19,6 +19,7 @@ from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import evaluate, sampling, task
 from sd_jax.weights import trained
+from sd_jax.weights.trained import Choice
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)
@@ -46,7 +47,7 @@ def workdir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
-    choice = evaluation.Choice("ema", None, 3)
+    choice = Choice(steps=3)
     system = evaluate.open_system(str(workdir), choice)
     asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
     out = evaluation.evaluate(system, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
@@ -86,4 +87,4 @@ def test_each_score_has_its_card(evaluated, workdir):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_system(str(tmp_path), evaluation.Choice("ema", None, None))
+        evaluate.open_system(str(tmp_path), Choice())
