@@ -64,6 +64,7 @@ def get_config() -> ConfigDict:
         name="plms",
         steps=50,
         eta=0.0,
+        churn=0.0,
         guidance=7.5,
         negative_prompt="",
         height=0,  # Pixels; 0 for those of training.

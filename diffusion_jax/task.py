@@ -1,12 +1,16 @@
-"""Task: all that the loop, the sampler and the evaluation know of a system."""
+"""Task: all that the loop, the sampler and the evaluation know of a system.
+
+Below it is what the losses of all systems do alike.
+"""
 
 import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Bool, Float, Key, PRNGKeyArray, UInt8
 
 from diffusion_jax.diffusion.precond import Images, Sigma
 from diffusion_jax.machine.sharding import Rules
@@ -40,6 +44,24 @@ class Task(NamedTuple):
     """Weights that are not trained: sharded, never donated, in no checkpoint."""
     rules: Rules
     """Which parameter lives where on the mesh."""
+
+
+def to_range(
+    images: UInt8[ArrayLike, "B H W C"], pixels: str = "symmetric"
+) -> Float[Array, "B H W C"]:
+    """0 ... 255 to [-1, 1], or to [0, 1] where `pixels` is "unit"."""
+    unit = jnp.asarray(images, jnp.float32) / 255
+    return unit if pixels == "unit" else 2 * unit - 1
+
+
+def normal_like(key: PRNGKeyArray, x: Images) -> Images:
+    """Standard normal, drawn flat: a 4-D draw of the same numbers compiles slower on CPUs."""
+    return jax.random.normal(key, (len(x), x[0].size)).reshape(x.shape)
+
+
+def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
+    """Which texts a training step keeps: each is dropped with this probability (for guidance)."""
+    return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:

@@ -1,6 +1,6 @@
 """Attention blocks of Imagen's UNets: pixels attend to pixels, to text, or to both.
 
-NHWC; B batch, L text tokens, D their width, C channels, N heads, K their width.
+NHWC; B batch, H W pixels, C channels, L text tokens, D their width, N heads, K their width.
 """
 
 from collections.abc import Iterable
@@ -27,8 +27,8 @@ class SelfAttention(nn.Module):
         """Ignores the text, which the other kinds take in its place."""
         del context, text_mask
         qkv = dense(GroupNorm(name="norm")(x), 3 * x.shape[-1], "qkv", dtype=self.dtype)
-        q, k, v = _heads(qkv, 3, self.head_dim)
-        out = ops.attend(q, k, v, implementation=self.implementation)
+        q, k, v = _heads(qkv, 3, self.head_dim)  # [B, H, W, 3 C] -> 3 of [B, HW, N, K]
+        out = ops.attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), x.shape[-1], "out", zero=True, dtype=self.dtype)
 
 
@@ -43,10 +43,11 @@ class CrossAttention(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """A text without tokens adds nothing but the bias of the output."""
         c = x.shape[-1]
-        (q,) = _heads(dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype), 1, self.head_dim)
-        text = GroupNorm(name="norm_context")(context)
-        k, v = _heads(dense(text, 2 * c, "kv", dtype=self.dtype), 2, self.head_dim)
-        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)
+        q = dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype)
+        (q,) = _heads(q, 1, self.head_dim)  # [B, HW, N, K]
+        text = GroupNorm(name="norm_context")(context)  # [B, L, D]
+        k, v = _heads(dense(text, 2 * c, "kv", dtype=self.dtype), 2, self.head_dim)  # [B, L, N, K]
+        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
 
 
@@ -61,13 +62,14 @@ class FusedAttention(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """The pixels are keys through a norm of their own, "norm_self"."""
         c = x.shape[-1]
-        (q,) = _heads(dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype), 1, self.head_dim)
+        q = dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype)
+        (q,) = _heads(q, 1, self.head_dim)  # [B, HW, N, K]
         pixels = dense(GroupNorm(name="norm_self")(x), 2 * c, "kv_self", dtype=self.dtype)
         text = GroupNorm(name="norm_context")(context)
-        text = dense(text, 2 * c, "kv_context", dtype=self.dtype)
+        text = dense(text, 2 * c, "kv_context", dtype=self.dtype)  # [B, L, 2 C]
         pairs = zip(_heads(pixels, 2, self.head_dim), _heads(text, 2, self.head_dim), strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
-        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)
+        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
 
 
@@ -83,11 +85,11 @@ class StackedAttention(nn.Module):
         """Each of the three adds to its input, and the whole to x."""
         c = x.shape[-1]
         kind = (self.head_dim, self.implementation, self.dtype)
-        h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)
+        h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)  # [B, H, W, C]
         h = SelfAttention(*kind, name="self")(h)
         h = CrossAttention(*kind, name="cross")(h, context, text_mask)
         gated = dense(GroupNorm(name="ff_norm")(h), 8 * c, "ff_in", dtype=self.dtype)
-        value, gate = jnp.split(gated, 2, axis=-1)
+        value, gate = jnp.split(gated, 2, axis=-1)  # Each [B, H, W, 4 C]
         gate = nn.gelu(gate, approximate=False)
         h = h + dense(value * gate, c, "ff_out", dtype=self.dtype)
         return x + dense(h, c, "out", zero=True, dtype=self.dtype)

@@ -1,6 +1,6 @@
 """What a UNet is told beside its image: the time, the text, how noisy the low-res image is.
 
-B batch, L text tokens, D their width, E time embedding.
+B batch, L text tokens, D their width, E = 4 unet.embed_dim time embedding.
 """
 
 from collections.abc import Callable
@@ -53,20 +53,20 @@ def condition(
     `__call__` this is called.
     """
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
-    emb = embed("time_embed")(time)
+    emb = embed("time_embed")(time)  # [B, E]
     if unet.noise_aug:
         emb += embed("low_res_time_embed")(_given(low_res_time, "low_res_time", "noise_aug"))
     text = text.astype(unet.dtype)
     context = dense(text, cond_dim, "text_to_cond", dtype=unet.dtype)  # [B, L, cond_dim]
     if unet.text_pooling == "attention":
-        pooled = AttentionPool(cond_dim, unet.dtype, name="text_pool")(text)
+        pooled = AttentionPool(cond_dim, unet.dtype, name="text_pool")(text)  # [B, cond_dim]
     else:
         pooled = context.mean(axis=1)
     emb += TextEmbed(4 * unet.embed_dim, unet.dtype, name="text_embed")(pooled)
     if unet.null_token:
         token = unet.param("null_token", nn.initializers.normal(1.0), (1, 1, cond_dim))
         token = jnp.broadcast_to(token.astype(unet.dtype), (len(context), 1, cond_dim))
-        context = jnp.concatenate([context, token], axis=1)
+        context = jnp.concatenate([context, token], axis=1)  # [B, L + 1, cond_dim]
         text_mask = jnp.pad(text_mask, ((0, 0), (0, 1)), constant_values=True)
     if unet.attention_impl == "cudnn":  # The order of tokens changes nothing else.
         context, text_mask = ops.valid_first(context, text_mask)
@@ -124,7 +124,7 @@ class TimeEmbed(nn.Module):
         if self.learned_dim:
             shape = (self.learned_dim // 2,)
             frequencies = self.param("frequencies", nn.initializers.normal(1.0), shape)
-            angles = 2 * jnp.pi * time[:, None] * frequencies
+            angles = 2 * jnp.pi * time[:, None] * frequencies  # [B, learned_dim / 2]
             h = jnp.concatenate([time[:, None], jnp.sin(angles), jnp.cos(angles)], axis=1)
         else:
             h = ops.sinusoid(time, self.width)
@@ -146,8 +146,8 @@ class AttentionPool(nn.Module):
     def __call__(self, text: Float[Array, "B L D"]):
         """Returns [B, width]."""
         scores = dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)
-        weights = jax.nn.softmax(scores, axis=1).astype(self.dtype)
-        pooled = layer_norm((weights * text).sum(1), dtype=self.dtype)
+        weights = jax.nn.softmax(scores, axis=1).astype(self.dtype)  # [B, L, 1]
+        pooled = layer_norm((weights * text).sum(1), dtype=self.dtype)  # [B, D]
         return dense(pooled, self.width, "out", dtype=self.dtype)
 
 

@@ -2,7 +2,8 @@
 
 Each level halves the resolution before its residual blocks and doubles it after them (Saharia et
 al. 2022, appendix B.1). It follows NVIDIA NeMo's EfficientUNetModel number for number. NHWC; B
-batch, L text tokens, D their width, C channels.
+batch, H W pixels (h w at a level), C its channels, E time embedding, L text tokens and D their
+width, T the tokens that are attended to.
 """
 
 import functools
@@ -68,6 +69,7 @@ class EfficientUNet(nn.Module):
         del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
+        # [B, E], [B, T, D], [B, T]
         emb, context, text_mask = condition(self, time, text, text_mask, low_res_time, cond_dim)
         res = functools.partial(
             nn.remat(ResBlock) if self.remat else ResBlock,
@@ -84,22 +86,23 @@ class EfficientUNet(nn.Module):
                 h = self._attention(width, f"{name}_{level}_attn")(h, context, text_mask)
             return h
 
-        x = with_low_res(x.astype(self.dtype), low_res)
+        x = with_low_res(x.astype(self.dtype), low_res)  # [B, H, W, 6]
         widths = [self.embed_dim * m for m in self.channel_mult]
         deepest = len(widths) - 1
         h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
-        skips = []
+        skips = []  # [B, h, w, C], one a level
         for level, width in enumerate(widths):
             if level < deepest:
-                h = HalvingConv(self.dtype, name=f"down_{level}_resample")(h)
-            h = blocks(h, level, width, "down")
+                h = HalvingConv(self.dtype, name=f"down_{level}_resample")(h)  # [B, h/2, w/2, C]
+            h = blocks(h, level, width, "down")  # [B, h, w, width]
             skips.append(h)
 
+        # A level's blocks leave the width of the level above; skips are added, not concatenated.
         h = blocks(skips.pop(), deepest, widths[max(deepest - 1, 0)], "up")
         for level in reversed(range(deepest)):
             h = blocks(h + skips.pop(), level, widths[max(level - 1, 0)], "up")
-            h = ConvTranspose(self.dtype, name=f"up_{level}_resample")(h)
-        return dense(h, 3, "out_conv", dtype=self.dtype).astype(jnp.float32)
+            h = ConvTranspose(self.dtype, name=f"up_{level}_resample")(h)  # [B, 2h, 2w, C]
+        return dense(h, 3, "out_conv", dtype=self.dtype).astype(jnp.float32)  # [B, H, W, 3]
 
     @property
     def low_res(self) -> bool:

@@ -24,20 +24,18 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw import model
-from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.model import Choice, Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from imagen_jax import cascade
-from imagen_jax.cascade import Choice
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
-def open_system(workdirs: Sequence[str], choice: model.Choice) -> evaluation.System:
+def open_system(workdirs: Sequence[str], choice: Choice) -> evaluation.System:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
-    first = Choice(ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps)
-    stages = cascade.load(workdirs, [first, *[Choice(steps=choice.steps)] * (len(workdirs) - 1)])
+    later = [cascade.Choice(steps=choice.steps) for _ in workdirs[1:]]
+    stages = cascade.load(workdirs, [cascade.Choice(**vars(choice)), *later])
     cascade.check_low_res(stages[0], None)
     last = stages[-1].settings
     sizes = stages[0].settings.output_size, last.output_size

@@ -1,6 +1,6 @@
 """Layers that Imagen's UNets share: the residual block, convolutions that change the resolution.
 
-NHWC; B batch, E time embedding, C channels.
+NHWC; B batch, H W pixels, C channels, E time embedding.
 """
 
 from collections.abc import Sequence
@@ -31,15 +31,15 @@ class ResBlock(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
         """Returns [B, H, W, width]."""
-        h = GroupNorm(silu=True, name="norm1")(x)
+        h = GroupNorm(silu=True, name="norm1")(x)  # [B, H, W, C]
         if self.resample == "down":
-            h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)
+            h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
         if self.resample == "up":
             h, x = (ConvTranspose(self.dtype, name=f"up_{n}")(y) for n, y in (("h", h), ("x", x)))
-        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
+        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         if self.scale_shift:
             emb = dense(nn.silu(emb), 2 * self.width, "emb", dtype=self.dtype)
-            scale, shift = jnp.split(emb.astype(jnp.float32), 2, axis=-1)
+            scale, shift = jnp.split(emb.astype(jnp.float32), 2, axis=-1)  # [B, width] each
             h = GroupNorm(silu=True, name="norm2")(h, scale, shift)
         else:
             emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)

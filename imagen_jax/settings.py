@@ -1,12 +1,13 @@
-"""The config of an Imagen model, base or super-resolution: typed, checked, its names looked up."""
+"""The config of an Imagen model, base or super-resolution: typed and checked."""
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import checks, settings
-from diffusion_jax.diffusion import guidance, noise, precond, samplers
-from diffusion_jax.diffusion.precond import Precond
+from diffusion_jax.diffusion.guidance import THRESHOLDS
+from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
+from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
@@ -80,30 +81,6 @@ class Settings(NamedTuple):
 UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
     "unet": (UNet, lambda unet, text_width: unet_module.check(unet)),
     "efficient": (EfficientUNet, efficient_unet.check),
-}
-SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
-PRECONDS: Mapping[str, Callable[[Diffusion], Precond]] = {
-    "edm": lambda d: precond.edm(d.sigma_data),
-    "eps": lambda d: precond.epsilon(precond.log_snr),
-    "x0": lambda d: precond.x0(precond.log_snr),
-    "v": lambda d: precond.velocity(precond.log_snr),
-}
-NOISES: Mapping[str, Callable[[Diffusion], noise.DrawSigma]] = {
-    "lognormal": lambda d: noise.lognormal(d.p_mean, d.p_std),
-    "cosine": lambda d: noise.uniform_time(noise.cosine_log_snr),
-    "linear": lambda d: noise.uniform_time(noise.linear_log_snr),
-}
-DISTANCES = {"l2": precond.l2, "l1": precond.l1, "huber": precond.huber}
-THRESHOLDS = {
-    "dynamic": guidance.dynamic_threshold,
-    "static": guidance.static_threshold,
-    "none": lambda denoise: denoise,
-}
-SAMPLERS: Mapping[str, Callable[[Sampler], samplers.Sampler]] = {
-    "heun": lambda s: functools.partial(samplers.heun, churn=s.churn),
-    "ddim": lambda s: functools.partial(samplers.ddim, eta=s.eta),
-    "ddpm": lambda s: samplers.ddpm,
-    "dpmpp_2m": lambda s: samplers.dpmpp_2m,
 }
 
 

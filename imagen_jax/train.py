@@ -17,6 +17,7 @@ from diffusion_jax.data.pipeline import Batches, open_data, training_batches
 from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
+from diffusion_jax.task import to_range
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
@@ -52,7 +53,7 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
     images, texts = batches.pictures.read(first)
     batch = encoder.tokenize(texts)
     if s.super_resolution.factor > 1:
-        large = task.to_unit_range(images)
+        large = to_range(images)
         batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
     return loop.Examples(batch, tuple(captions), s.sampler.guidance)

@@ -2,7 +2,8 @@
 
 Wide residual blocks with attention to pixels and text at chosen resolutions; time and pooled text
 shift and scale every block. It follows NVIDIA NeMo's UNetModel number for number. NHWC; B batch,
-L text tokens, D their width, E time embedding, C channels, N heads.
+H W pixels (h w at a level: patches, halved once a level), C its channels, E time embedding, L text
+tokens and D their width, T the tokens that are attended to and K their width.
 """
 
 import functools
@@ -68,7 +69,7 @@ class UNet(nn.Module):
         """`time` is the preconditioner's c_noise; dropout needs train and an rng "dropout"."""
         emb, context, text_mask = condition(
             self, time, text, text_mask, low_res_time, self.cond_dim
-        )
+        )  # [B, E], [B, T, K], [B, T]
         res = functools.partial(
             nn.remat(ResBlock) if self.remat else ResBlock,
             scale_shift=self.scale_shift,
@@ -83,40 +84,40 @@ class UNet(nn.Module):
             dtype=self.dtype,
         )
 
-        x = x.astype(self.dtype)
+        x = x.astype(self.dtype)  # [B, H, W, 3]
         if self.low_res:
-            x = with_low_res(x, low_res)
-        x = ops.space_to_depth(x, self.patch)
+            x = with_low_res(x, low_res)  # [B, H, W, 6]
+        x = ops.space_to_depth(x, self.patch)  # [B, H/patch, W/patch, 3 or 6 patch^2]
         widths = [self.embed_dim * m for m in self.channel_mult]
         h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
-        skips = [h]
+        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
         for level, width in enumerate(widths):
             for i in range(blocks_per_level(self)[level]):
-                h = res(width, name=f"down_{level}_{i}_res")(h, emb)
+                h = res(width, name=f"down_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if attends(self, level):
                     h = attend(name=f"down_{level}_{i}_attn")(h, context, text_mask)
                 skips.append(h)
             if level < len(widths) - 1:
-                h = self._downsample(h, emb, res, f"down_{level}_resample")
+                h = self._downsample(h, emb, res, f"down_{level}_resample")  # [B, h/2, w/2, C]
                 skips.append(h)
 
-        h = res(h.shape[-1], name="mid_res_0")(h, emb)
+        h = res(h.shape[-1], name="mid_res_0")(h, emb)  # [B, h, w, C] of the deepest level
         h = attend(name="mid_attn")(h, context, text_mask)
         h = res(h.shape[-1], name="mid_res_1")(h, emb)
 
         for level, width in reversed(list(enumerate(widths))):
             for i in range(blocks_per_level(self)[level] + 1):
-                h = jnp.concatenate([h, skips.pop()], axis=-1)
-                h = res(width, name=f"up_{level}_{i}_res")(h, emb)
+                h = jnp.concatenate([h, skips.pop()], axis=-1)  # [B, h, w, C + skip's C]
+                h = res(width, name=f"up_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if attends(self, level):
                     h = attend(name=f"up_{level}_{i}_attn")(h, context, text_mask)
             if level > 0:
-                h = self._upsample(h, emb, res, f"up_{level}_resample")
+                h = self._upsample(h, emb, res, f"up_{level}_resample")  # [B, 2h, 2w, C]
 
         h = GroupNorm(silu=True, name="out_norm")(h)
         channels = 3 * self.patch**2
         h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
-        return ops.depth_to_space(h.astype(jnp.float32), self.patch)
+        return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _downsample(self, h, emb, res, name):
         if self.resblock_updown:

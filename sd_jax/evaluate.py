@@ -21,28 +21,23 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw import model
-from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.model import Choice, Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from sd_jax import drawing
-from sd_jax.weights.trained import Choice, read_run
+from sd_jax.weights.trained import read_run
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
 
 
-def open_system(
-    workdir: str, choice: model.Choice, vae_weights: str | None = None
-) -> evaluation.System:
+def open_system(workdir: str, choice: Choice, vae_weights: str | None = None) -> evaluation.System:
     """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
-    chosen = Choice(
-        ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps, vae_weights=vae_weights
-    )
-    s, loaded = read_run(workdir, chosen), drawing.load(workdir, chosen)
-    described = {"workdir": loaded.workdir, "training_seed": s.run.seed, "eta": s.sampler.eta}
+    chosen = drawing.Choice(**vars(choice), vae_weights=vae_weights)
+    s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
+    described = {"workdir": model.workdir, "training_seed": s.run.seed, "eta": s.sampler.eta}
     described |= {"negative_prompt": s.sampler.negative_prompt, "vae": s.vae_weights}
     sizes = s.output_size, s.output_size
-    return evaluation.of_models([loaded], _draw, lambda _: described, s.data.source, sizes)
+    return evaluation.of_models([model], _draw, lambda _: described, s.data.source, sizes)
 
 
 def _draw(

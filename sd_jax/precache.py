@@ -28,7 +28,8 @@ from diffusion_jax.data.pipeline import open_data
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
-from sd_jax import sampling, task
+from diffusion_jax.task import to_range
+from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
 from sd_jax.weights.pretrained import read_vae
@@ -94,7 +95,7 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
 
     @jax.jit
     def program(params, images):
-        pixels = sampling.to_pixels(images, s.latents.pixels)
+        pixels = to_range(images, s.latents.pixels)
         return s.vae.apply(params, pixels, method="encode")
 
     return lambda images: np.asarray(program(params, sharding.place(images, where)))

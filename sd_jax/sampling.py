@@ -5,14 +5,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float, UInt8
+from jaxtyping import Array, ArrayLike, Float
 
 from diffusion_jax.diffusion import guidance, noise, precond, samplers
 from diffusion_jax.diffusion.precond import Denoiser, Images
-from diffusion_jax.task import Texts
+from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
-from sd_jax.settings import PRECONDS, SAMPLERS, Pipeline, Sampler
+from sd_jax.settings import Diffusion, Pipeline
 
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
@@ -30,10 +30,10 @@ def make_sample(
     p.strength of the steps take off again. `preview` is called on the host at each evaluation of
     the denoiser with sketches of what it sees, as large as latents, and the noise level.
     """
-    unet, vae, table = p.unet, p.vae, noise.scaled_linear()
-    scalings = PRECONDS[p.diffusion.predicts](table)
-    sigmas = sampling_sigmas(p.sampler)[p.sampler.steps - p.steps_taken :]
-    sampler = SAMPLERS[p.sampler.name][0](p.sampler)
+    unet, vae, levels = p.unet, p.vae, noise_of(p.diffusion)
+    scalings = precond.PRECONDS[p.diffusion.predicts](p.diffusion, levels.time)
+    sigmas = samplers.sampling_sigmas(levels, p.sampler)[p.sampler.steps - p.steps_taken :]
+    sampler = samplers.SAMPLERS[p.sampler.name].make(p.sampler)
 
     def start(frozen, batch, keys):
         if IMAGE not in batch:
@@ -41,25 +41,23 @@ def make_sample(
             shape = (height, width, unet.in_channels)
             # At its first time a latent of LDM is N(0, 1), whatever is left of an image there.
             return samplers.initial_noise(keys, shape, jnp.sqrt(1 + sigmas[0] ** 2))
-        pixels = to_pixels(batch[IMAGE], p.latents.pixels)
+        pixels = to_range(batch[IMAGE], p.latents.pixels)
         moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
         z = p.latents.scale * vae_module.mean_and_std(moments)[0]
         return z + samplers.initial_noise(keys, _size(z), sigmas[0])
 
     def sample(params, frozen, batch, keys, scale):
-        text = attended(p, encoder, frozen, batch)
-        if scale is not None:  # Rows 2i with the prompt, 2i + 1 with the negative one.
+        text = attended(p, encoder, frozen, batch)  # [B, L, D]
+        if scale is not None:
             negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                          if k.startswith(NEGATIVE)}  # fmt: skip
-            text = jnp.stack([text, attended(p, encoder, frozen, negatives)], axis=1)
-            text = text.reshape(-1, *text.shape[2:])
+            negative = attended(p, encoder, frozen, negatives)
+            text = guidance.with_and_without(text, negative)  # [2 B, L, D]
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
-        denoise = precond.denoiser(network, scalings)
-        if scale is not None:
-            denoise = guidance.classifier_free(denoise, scale)
+        denoise = guidance.guided(precond.denoiser(network, scalings), scale)
         if preview is not None:
             denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
         x = start(frozen, batch, keys)
@@ -70,6 +68,11 @@ def make_sample(
         return vae_module.decode_in_slices(decode, z, at_once)
 
     return sample
+
+
+def noise_of(diffusion: Diffusion) -> noise.Noise:
+    """LDM's thousand steps: the noise of every model of this family."""
+    return noise.NOISES["scaled_linear"](diffusion)
 
 
 def _size(images: Images) -> tuple[int, int, int]:
@@ -114,15 +117,3 @@ def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Ar
     images: Any = p.vae.apply(vae_params, latents, method="decode")
     means = images.mean((1, 2))  # [2 Z + 1, 3]
     return (means[:z] - means[z:-1]) / 2, means[-1]
-
-
-def to_pixels(images: UInt8[ArrayLike, "B H W C"], pixels: str) -> Float[Array, "B H W C"]:
-    """0 ... 255 to [-1, 1], or to [0, 1] where `pixels` is "unit"."""
-    unit = jnp.asarray(images, jnp.float32) / 255
-    return unit if pixels == "unit" else 2 * unit - 1
-
-
-def sampling_sigmas(sampler: Sampler) -> Float[Array, "{sampler.steps}+1"]:
-    """The levels of a sampler's times, and at last that of time 0."""
-    times = SAMPLERS[sampler.name][1](sampler.steps)
-    return noise.sigma_at(noise.scaled_linear(), jnp.asarray(times))

@@ -1,13 +1,10 @@
-"""The config of a Stable Diffusion model: typed, checked, its names looked up."""
+"""The config of a Stable Diffusion model: typed and checked."""
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import checks, settings
-from diffusion_jax.diffusion import precond, samplers
-from diffusion_jax.diffusion.noise import LogAlphas, time_of
-from diffusion_jax.diffusion.precond import Precond
+from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
@@ -52,7 +49,10 @@ class Diffusion(NamedTuple):
 
 
 class Sampler(NamedTuple):
-    """How images are drawn, `height` x `width` pixels large, 0 for those of training."""
+    """How images are drawn, `height` x `width` pixels large, 0 for those of training.
+
+    `eta` is DDIM's share of new noise, `churn` Heun's, from 0.
+    """
 
     name: str
     steps: int
@@ -61,6 +61,7 @@ class Sampler(NamedTuple):
     negative_prompt: str
     height: int
     width: int
+    churn: float = 0.0
 
 
 class Pipeline(NamedTuple):
@@ -128,21 +129,7 @@ class Settings(NamedTuple):
         return height
 
 
-PRECONDS: Mapping[str, Callable[[LogAlphas], Precond]] = {
-    "eps": lambda table: precond.epsilon(time_of(table)),
-    "v": lambda table: precond.velocity(time_of(table)),
-}
-# The sampler, and the times of its steps: DPM-Solver's from the last one, LDM's for the others.
-SAMPLERS: Mapping[str, tuple[Callable[[Sampler], samplers.Sampler], Callable]] = {
-    "ddim": (lambda s: functools.partial(samplers.ddim, eta=s.eta), samplers.spaced_times),
-    "plms": (lambda s: samplers.plms, samplers.spaced_times),
-    "dpmpp_2m": (
-        lambda s: functools.partial(samplers.dpmpp_2m, first_order_end=s.steps < 15),
-        samplers.uniform_times,
-    ),
-    "heun": (lambda s: samplers.heun, samplers.uniform_times),
-    "euler": (lambda s: samplers.euler, samplers.uniform_times),
-}
+PREDICTS = ("eps", "v")  # Of precond.PRECONDS what models of this family were trained to predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
 _STEPS = 1000
@@ -197,7 +184,7 @@ def check(s: Settings) -> None:
 
 def check_pipeline(p: Pipeline) -> None:
     """ValueError for values that nothing can be drawn with."""
-    settings.one_of("diffusion.predicts", p.diffusion.predicts, PRECONDS)
+    settings.one_of("diffusion.predicts", p.diffusion.predicts, PREDICTS)
     settings.one_of("latents.pixels", p.latents.pixels, PIXELS)
     settings.positive(latents__scale=p.latents.scale)
     check_sampler(p.sampler)
@@ -221,7 +208,7 @@ def check_sampler(sampler: Sampler) -> None:
     settings.one_of("sampler.name", sampler.name, SAMPLERS)
     settings.within(1, _STEPS, sampler__steps=sampler.steps)
     settings.within(0, 1, sampler__eta=sampler.eta)
-    settings.within(0, 1000, sampler__guidance=sampler.guidance)
+    settings.within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
 
 
 def check_size(p: Pipeline, field: str, size: int) -> None:

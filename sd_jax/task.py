@@ -6,22 +6,23 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffusion_jax.diffusion import noise, precond
+from diffusion_jax.diffusion import precond
 from diffusion_jax.diffusion.precond import Sigma
-from diffusion_jax.machine import sharding
-from diffusion_jax.task import Batch, Task, Texts, loss_by_noise_level
+from diffusion_jax.machine.sharding import RULES
+from diffusion_jax.task import (
+    Batch,
+    Task,
+    Texts,
+    kept_texts,
+    loss_by_noise_level,
+    normal_like,
+    to_range,
+)
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
-from sd_jax.sampling import attended, make_sample, to_pixels
-from sd_jax.settings import PRECONDS, Diffusion, Settings
+from sd_jax.sampling import attended, make_sample, noise_of
+from sd_jax.settings import Diffusion, Settings
 from sd_jax.vae import Latents, Moments
-
-RULES: sharding.Rules = [
-    (r"conv1/kernel$", sharding.OUTPUTS),  # Of residual blocks, between which lies a group norm.
-    (r"conv2/kernel$", sharding.INPUTS),
-    (r"(kernel|embedding)$", sharding.FSDP),
-    (r"(bias|scale)$", sharding.P()),
-]
 
 
 def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
@@ -31,8 +32,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     [B, h, w, 2 Z]; one for sampling is sampling.prompts. `vae_params` may be None for a task that
     is trained on moments and draws nothing.
     """
-    unet, vae, table = s.unet, s.vae, noise.scaled_linear()
-    scalings, draw_sigma = PRECONDS[s.diffusion.predicts](table), noise.uniform_steps(table)
+    unet, vae, levels = s.unet, s.vae, noise_of(s.diffusion)
+    scalings = precond.PRECONDS[s.diffusion.predicts](s.diffusion, levels.time)
     empty = encoder.tokenize([""])
 
     def init(key):
@@ -43,13 +44,13 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
         x0 = posterior_sample(key_posterior, moments_of(frozen, batch)) * s.latents.scale
-        keep = jax.random.bernoulli(key_drop, 1 - s.text.drop_prob, (len(x0),))
+        keep = kept_texts(key_drop, len(x0), s.text.drop_prob)
         to_empty = s.conditioning.drop_to == "empty"
         tokens = drop_to_empty(batch, empty, keep) if to_empty else batch
         text = attended(s.pipeline, encoder, frozen, tokens)
         text = text if to_empty else jnp.where(keep[:, None, None], text, 0)
-        sigma = draw_sigma(key_sigma, len(x0))
-        eps = with_offset(key_offset, normal(key_eps, x0), s.diffusion.offset_noise)
+        sigma = levels.draw(key_sigma, len(x0))
+        eps = with_offset(key_offset, normal_like(key_eps, x0), s.diffusion.offset_noise)
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
@@ -61,7 +62,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     def moments_of(frozen, batch) -> Any:
         if "moments" in batch:
             return batch["moments"]
-        images = to_pixels(batch["image"], s.latents.pixels)
+        images = to_range(batch["image"], s.latents.pixels)
         return vae.apply(frozen["vae"], images, method="encode")
 
     frozen = {"text": encoder.frozen, "vae": vae_params}
@@ -70,18 +71,13 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
     """A draw from the posterior of each image, not scaled."""
-    return vae_module.sample(moments, normal(key, moments[..., : moments.shape[-1] // 2]))
+    return vae_module.sample(moments, normal_like(key, moments[..., : moments.shape[-1] // 2]))
 
 
 def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
     """The tokens of the empty prompt in place of those of the rows that are not kept."""
     where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}
-
-
-def normal(key: jax.Array, like: Float[Array, "B H W C"]) -> Float[Array, "B H W C"]:
-    """Standard normal, drawn flat: a 4-D draw of the same numbers compiles slower on CPUs."""
-    return jax.random.normal(key, (len(like), like[0].size)).reshape(like.shape)
 
 
 def with_offset(

@@ -20,10 +20,10 @@ from diffusion_jax.data.pipeline import open_data, training_batches
 from diffusion_jax.diffusion import precond
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
-from diffusion_jax.task import Task
+from diffusion_jax.task import Task, to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
-from sd_jax import sampling, task
+from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.settings import read_vae, uses_moments
 from sd_jax.vae import VAE, Moments
@@ -85,7 +85,7 @@ def make_task(s: Settings) -> Task:
         return s.vae.init(key, images, jnp.zeros((1, side, side, s.vae.latent_channels)))
 
     def loss(params, frozen, batch, key):
-        images = sampling.to_pixels(batch["image"], "symmetric")
+        images = to_range(batch["image"])
         moments: Any = s.vae.apply(params, images, method="encode")
         z = task.posterior_sample(key, moments)
         decoded: Any = s.vae.apply(params, z, method="decode")
@@ -114,7 +114,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     pictures = open_data(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
-    shown = {"image": np.asarray(sampling.to_pixels(images, "symmetric"))}
+    shown = {"image": np.asarray(to_range(images))}
     examples = loop.Examples(shown, captions, guidance=1.0)
     batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None

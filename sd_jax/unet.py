@@ -1,7 +1,8 @@
 """The UNet of Stable Diffusion 1.x, 2.x and MLPerf: residual blocks and transformers over latents.
 
-It follows LDM's openaimodel (Rombach et al. 2022) number for number. NHWC; B batch, L text tokens,
-D their width, E time embedding, C channels, N heads.
+It follows LDM's openaimodel (Rombach et al. 2022) number for number. NHWC; B batch, H W latents
+(h w at a level), C channels, E = 4 width time embedding, L text tokens and D their width, T tokens
+that attend, N heads and K their width.
 """
 
 import functools
@@ -53,9 +54,10 @@ class UNet(nn.Module):
         ValueError unless height and width can be halved once for each level but the last.
         """
         self._check_size(x.shape[1], x.shape[2])
-        emb = ops.sinusoid(time, self.width).astype(self.dtype)
+        emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
         emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)
-        emb = nn.silu(dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype))
+        emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
+        emb = nn.silu(emb)  # [B, E]: once for all blocks, each of which starts with it in LDM.
         text = text.astype(self.dtype)
         res = functools.partial(
             nn.remat(ResBlock) if self.remat else ResBlock, self.norm_groups, dtype=self.dtype
@@ -71,30 +73,30 @@ class UNet(nn.Module):
 
         widths = [self.width * m for m in self.channel_mult]
         h = conv(x.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
-        skips = [h]
+        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
         for level, width in enumerate(widths):
             for i in range(blocks_per_level(self)[level]):
-                h = res(width, name=f"down_{level}_{i}_res")(h, emb)
+                h = res(width, name=f"down_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if level in self.attention_levels:
                     h = attend(name=f"down_{level}_{i}_attn")(h, text)
                 skips.append(h)
             if level < len(widths) - 1:
                 name = f"down_{level}_resample"
-                h = conv(h, width, name, kernel=3, stride=2, dtype=self.dtype)
+                h = conv(h, width, name, kernel=3, stride=2, dtype=self.dtype)  # [B, h/2, w/2, C]
                 skips.append(h)
 
-        h = res(widths[-1], name="mid_res_0")(h, emb)
+        h = res(widths[-1], name="mid_res_0")(h, emb)  # [B, h, w, C] of the deepest level
         h = attend(name="mid_attn")(h, text)
         h = res(widths[-1], name="mid_res_1")(h, emb)
 
         for level, width in reversed(list(enumerate(widths))):
             for i in range(blocks_per_level(self)[level] + 1):
-                h = jnp.concatenate([h, skips.pop()], axis=-1)
-                h = res(width, name=f"up_{level}_{i}_res")(h, emb)
+                h = jnp.concatenate([h, skips.pop()], axis=-1)  # [B, h, w, C + skip's C]
+                h = res(width, name=f"up_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if level in self.attention_levels:
                     h = attend(name=f"up_{level}_{i}_attn")(h, text)
             if level > 0:
-                h = ops.repeat_2x2(h)
+                h = ops.repeat_2x2(h)  # [B, 2h, 2w, C]
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
 
         h = GroupNorm(self.norm_groups, silu=True, name="out_norm")(h)
@@ -121,8 +123,8 @@ class ResBlock(nn.Module):
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
         """Returns [B, H, W, width]; `emb` has been through SiLU."""
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
-        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
-        h = h + dense(emb, self.width, "emb", dtype=self.dtype)[:, None, None]
+        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
+        h = h + dense(emb, self.width, "emb", dtype=self.dtype)[:, None, None]  # + [B, 1, 1, width]
         h = GroupNorm(self.norm_groups, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if x.shape[-1] != self.width:
@@ -154,7 +156,7 @@ class Transformer(nn.Module):
             h = h + attend(name=f"cross_{i}")(normed, text)
             normed = layer_norm(h, f"ff_norm_{i}", dtype=self.dtype)
             value, gate = jnp.split(dense(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype), 2, -1)
-            gate = nn.gelu(gate, approximate=False)
+            gate = nn.gelu(gate, approximate=False)  # [B, HW, 4 C]
             h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)
         return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
 
@@ -175,10 +177,10 @@ class Attention(nn.Module):
         q, k, v = (
             linear(y, name).reshape(b, -1, self.num_heads, head_dim)
             for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
-        )
+        )  # [B, T, N, K], [B, L, N, K] twice
         wide = head_dim > 128  # More than cuDNN takes; so wide are only few tokens.
         out = ops.attend(q, k, v, implementation="xla" if wide else self.implementation)
-        return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)
+        return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)  # [B, T, N K = C]
 
 
 def blocks_per_level(unet: UNet) -> tuple[int, ...]:

@@ -1,7 +1,7 @@
 """The autoencoder of Stable Diffusion (KL-f8): images to latents an eighth as large, and back.
 
 It follows LDM's AutoencoderKL (Rombach et al. 2022) number for number. Images are in [-1, 1], NHWC;
-B batch, C channels, Z channels of the latents.
+B batch, H W pixels (h w at a level, latents at last), C channels, Z channels of the latents.
 """
 
 import functools
@@ -83,17 +83,18 @@ class Encoder(nn.Module):
     def __call__(self, images: Float[Array, "B H W _"]) -> Moments:
         """Padded below and to the right where it halves, unlike the UNet."""
         res = functools.partial(ResBlock, dtype=self.dtype)
-        h = conv(images.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
+        h = images.astype(self.dtype)  # [B, H, W, 3]
+        h = conv(h, self.width, "init_conv", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         for level, mult in enumerate(self.channel_mult):
             width = self.width * mult
             for i in range(self.num_res_blocks):
-                h = res(width, name=f"down_{level}_{i}_res")(h)
+                h = res(width, name=f"down_{level}_{i}_res")(h)  # [B, h, w, C]
             if level < len(self.channel_mult) - 1:
-                name, pad = f"down_{level}_resample", (0, 1)
+                name, pad = f"down_{level}_resample", (0, 1)  # [B, h/2, w/2, C]
                 h = conv(h, width, name, kernel=3, stride=2, padding=pad, dtype=self.dtype)
-        h = _middle(h, self.query_chunk, self.dtype)
+        h = _middle(h, self.query_chunk, self.dtype)  # [B, h, w, C]
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
-        moments = 2 * self.latent_channels
+        moments = 2 * self.latent_channels  # [B, h, w, 2 Z]
         h = conv(h, moments, "out_conv", kernel=3, dtype=self.dtype)
         return dense(h, moments, "quant", dtype=self.dtype).astype(jnp.float32)
 
@@ -112,20 +113,20 @@ class Decoder(nn.Module):
     def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
         """Not clipped."""
         res = functools.partial(ResBlock, dtype=self.dtype)
-        h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)
+        h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]
         h = conv(h, width, "init_conv", kernel=3, dtype=self.dtype)
-        h = _middle(h, self.query_chunk, self.dtype)
+        h = _middle(h, self.query_chunk, self.dtype)  # [B, h, w, C]
         for level, mult in reversed(list(enumerate(self.channel_mult))):
             width = self.width * mult
             for i in range(self.num_res_blocks + 1):
-                h = res(width, name=f"up_{level}_{i}_res")(h)
+                h = res(width, name=f"up_{level}_{i}_res")(h)  # [B, h, w, C]
             if level > 0:
-                h = ops.repeat_2x2(h)
+                h = ops.repeat_2x2(h)  # [B, 2h, 2w, C]
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
         h = conv(h, self.image_channels, "out_conv", kernel=3, dtype=self.dtype)
-        return h.astype(jnp.float32)
+        return h.astype(jnp.float32)  # [B, H, W, 3]
 
 
 class ResBlock(nn.Module):
@@ -154,18 +155,21 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """x and what it attends to."""
+        """Returns x + the attention's output, [B, H, W, C]."""
         b, c = x.shape[0], x.shape[-1]
-        normed = GroupNorm(eps=1e-6, name="norm")(x).reshape(b, -1, c)
+        normed = GroupNorm(eps=1e-6, name="norm")(x).reshape(b, -1, c)  # [B, HW, C]
+        # [B, HW, 1, C] each: one head.
         q, k, v = (dense(normed, c, name, dtype=self.dtype)[:, :, None] for name in "qkv")
         tokens = q.shape[1]
         attend = lambda some: ops.attend(some, k, v)
         if tokens <= self.query_chunk:
             out = attend(q)
-        else:
+        else:  # The rows of one softmax do not see each other: attend(q), some rows at a time.
             chunks = -(-tokens // self.query_chunk)
             q = jnp.pad(q, ((0, 0), (0, chunks * self.query_chunk - tokens), (0, 0), (0, 0)))
-            q = q.reshape(b, chunks, self.query_chunk, 1, c).swapaxes(0, 1)
+            q = q.reshape(b, chunks, self.query_chunk, 1, c).swapaxes(
+                0, 1
+            )  # [chunks, B, rows, ...]
             out = jax.lax.map(attend, q).swapaxes(0, 1).reshape(b, -1, c)[:, :tokens]
         return x + dense(out.reshape(x.shape), c, "out", dtype=self.dtype)
 
@@ -176,7 +180,7 @@ def factor(vae: VAE) -> int:
 
 
 def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
-    """Of the posterior; log variances beyond -30 and 20 count as these."""
+    """Mean and deviation of the posterior; log variances beyond -30 and 20 count as these."""
     mean, log_variance = jnp.split(moments, 2, axis=-1)
     return mean, jnp.exp(jnp.clip(log_variance, -30, 20) / 2)
 

@@ -12,13 +12,25 @@ from tests.imagen_jax import commands
 PATIENCE = 240  # Seconds, of a machine that has other work.
 
 
+def run_all(count, function, *arguments, devices):
+    """Runs function(address, number, *arguments) in `count` processes; their exit codes."""
+    address = f"127.0.0.1:{_free_port()}"
+    processes = [
+        commands.fork(function, address, i, *arguments, devices=devices) for i in range(count)
+    ]
+    deadline = time.monotonic() + PATIENCE
+    for process in processes:
+        process.join(max(0, deadline - time.monotonic()))
+    for process in processes:
+        process.kill()
+    return [process.exitcode for process in processes]
+
+
 class Group:
     """The processes of one command; PROCESS in its arguments is the number of each."""
 
     def __init__(self, folder, count, name, *arguments, only=None, devices=1):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         folder.mkdir(exist_ok=True)
         self.outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
         joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
@@ -55,6 +67,12 @@ class Group:
             assert all(process.is_alive() for process in self.processes), self.said()
             time.sleep(0.01)
         raise AssertionError(self.said())
+
+
+def _free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
 
 
 def last_step(workdir):

@@ -5,8 +5,8 @@ Everything is written in the variance-exploding coordinates of Karras et al.
 Diffusion) is the same denoiser seen through c_in = 1 / sqrt(1 + sigma^2).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -83,6 +83,16 @@ def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
     return scalings
 
 
+# By diffusion.precond or diffusion.predicts of a config, whose `diffusion` group is the first
+# argument; the second is the `time` of its noise.
+PRECONDS: Mapping[str, Callable[[Any, Callable[[Sigma], Sigma]], Precond]] = {
+    "edm": lambda d, time: edm(d.sigma_data),
+    "eps": lambda d, time: epsilon(time),
+    "x0": lambda d, time: x0(time),
+    "v": lambda d, time: velocity(time),
+}
+
+
 def log_snr(sigma: Sigma) -> Sigma:
     """ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma: the `time` of continuous DDPM."""
     return -2 * jnp.log(sigma)
@@ -116,6 +126,9 @@ def huber(residual: Images) -> Images:
     """Half the square up to an error of 1 and linear beyond (Huber with beta = 1)."""
     size = jnp.abs(residual)
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
+
+
+DISTANCES: Mapping[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
 
 
 def loss(

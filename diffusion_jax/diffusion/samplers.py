@@ -1,69 +1,56 @@
 """Samplers: x_T -> x_0, given only a denoiser D(x, sigma).
 
 All share one signature, `sampler(denoise, x, sigmas, noise)`. `x` has variance
-sigmas[0]^2; the N + 1 levels `sigmas` decrease and end at 0, N being the number
-of steps; `noise(i)` is the standard normal draw of step i. Guidance,
-thresholding and the text conditioning live inside `denoise`, which every
-sampler traces once.
+sigmas[0]^2; the N + 1 levels `sigmas` decrease, N being the number of steps; `noise(i)` is the
+standard normal draw of step i. What they return is x at the last level, 0 or the least that a
+schedule has. Guidance, thresholding and the text conditioning live inside `denoise`, which every
+sampler traces once: loops are scans, and a comment shows the paper's form where it looks different.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from diffusion_jax.diffusion.noise import LogSNR, sigma_of
+from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
-Scalar = int | float | Float[Array, ""]
-Sigmas = Float[Array, "levels"]
-Noise = Callable[[Int[Array, ""]], Images]
-Sampler = Callable[[Denoiser, Images, Sigmas, Noise], Images]
+Draws = Callable[[Int[Array, ""]], Images]
+Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
 
 
-def karras_sigmas(
-    n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0
-) -> Float[Array, "{n}+1"]:
-    """Noise levels of EDM, equation 5, for n steps: n levels and the final 0."""
-    top, bottom = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    return jnp.append((top + jnp.linspace(0, 1, n) * (bottom - top)) ** rho, 0.0)
+class Method(NamedTuple):
+    """A sampler as configs name it, and how its steps lie on the levels of a model's noise."""
+
+    make: Callable[[Any], Sampler]
+    """Of a config's `sampler`: of its fields steps, churn and eta, those that it has a use for."""
+    leading: bool = False
+    """Of a table of times it takes LDM's own, in place of even ones from the last."""
+    to_zero: bool = True
+    """It goes on from the end of a continuous schedule to the level 0."""
 
 
-def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "{n}+1"]:
-    """Levels of a log-SNR schedule at n + 1 even times from t = 1 to t = 0.
-
-    They end where the schedule does, at sigma(0) of about 0.01, which is what `ddpm`
-    expects; for the other samplers see `ending_at_zero`.
-    """
-    return sigma_of(log_snr(jnp.linspace(1, 0, n + 1)))
-
-
-def spaced_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Times of a table for DDIM and PLMS in exactly n steps, 1 <= n <= steps, and then 0.
-
-    Where n divides `steps` up to half of it, LDM's own: 1, 1 + steps / n, ... from below, so that
-    few steps start below the last time. Otherwise the same evenly spaced, between whole times;
-    above steps / 2 they run from 1 to steps - 1. ValueError for another n.
-
-    In numpy, like `uniform_times`: in JAX each length would compile a program.
-    """
-    if not 1 <= n <= steps:
-        raise ValueError(f"{n} sampling steps: a table of {steps} times has 1 to {steps} of them")
-    gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
-    return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
+# By sampler.name of a config: all for both systems.
+SAMPLERS: Mapping[str, Method] = {
+    "heun": Method(lambda s: functools.partial(heun, churn=s.churn)),
+    "euler": Method(lambda s: euler),
+    "ddim": Method(lambda s: functools.partial(ddim, eta=s.eta), leading=True),
+    "ddpm": Method(lambda s: ddpm, leading=True, to_zero=False),
+    "plms": Method(lambda s: plms, leading=True),
+    # Its authors end fewer than 15 steps of a table, whose last level is above 0, at first order.
+    "dpmpp_2m": Method(lambda s: functools.partial(dpmpp_2m, first_order_end=s.steps < 15)),
+}
 
 
-def uniform_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Even times of a table from its last to 0, mostly between whole ones: DPM-Solver's."""
-    return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
-
-
-def ending_at_zero(sigmas: Sigmas) -> Sigmas:
-    """The same levels with 0 in place of the last."""
-    return sigmas.at[-1].set(0.0)
+def sampling_sigmas(noise: noises.Noise, s: Any) -> Sigmas:
+    """The levels that a config's `sampler` steps down for a model of this noise."""
+    method = SAMPLERS[s.name]
+    return noise.grid(s, method.leading, method.to_zero)
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Scalar) -> Images:
@@ -71,7 +58,7 @@ def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Sca
     return sigma * _normal(keys, 0, shape)
 
 
-def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, int, int]) -> Noise:
+def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, int, int]) -> Draws:
     """A sampler's draws, each image [H, W, C] from its own key, whatever its batch."""
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 
@@ -80,7 +67,7 @@ def heun(
     denoise: Denoiser,
     x: Images,
     sigmas: Sigmas,
-    noise: Noise,
+    noise: Draws,
     *,
     churn: Scalar = 0.0,
     s_min: Scalar = 0.0,
@@ -89,15 +76,28 @@ def heun(
 ) -> Images:
     """Heun's method with optional noise churn in [s_min, s_max] (EDM, Algorithm 2).
 
-    N steps are 2 N - 1 evaluations of D. The scan runs over evaluations, even ones
-    Euler's and odd ones the corrections, so that the network is compiled once.
+    N steps are 2 N - 1 evaluations of D. The paper's loop, with t for sigma:
+
+        for i in range(n):
+            gamma = min(churn / n, sqrt(2) - 1) if s_min <= t[i] <= s_max else 0
+            t_hat = t[i] + gamma * t[i]                                   # Noise is added,
+            x_hat = x + sqrt(t_hat**2 - t[i]**2) * s_noise * noise(i)
+            d = (x_hat - D(x_hat, t_hat)) / t_hat                         # the slope there,
+            x = x_hat + (t[i + 1] - t_hat) * d                            # Euler's step along it,
+            if t[i + 1] != 0:                                             # and Heun's correction.
+                d_next = (x - D(x, t[i + 1])) / t[i + 1]
+                x = x_hat + (t[i + 1] - t_hat) * (d + d_next) / 2
+
+    It holds D twice, and so would the program. The scan is over evaluations in place of steps:
+    k = 2 i is Euler's, k = 2 i + 1 the correction, and the network is compiled once. A last step
+    to a level above 0 is Euler's too.
     """
     n = len(sigmas) - 1
     inside = (s_min <= sigmas) & (sigmas <= s_max)
     gammas = jnp.where(inside, jnp.minimum(churn / n, 2**0.5 - 1), 0)
 
     def evaluate(carry, k):
-        x, x_hat, d = carry  # x_hat and d: where the step began, and its slope there
+        x, x_hat, d = carry  # x_hat and d: where the step began, and its slope there.
         i, first = k // 2, k % 2 == 0
         sigma, sigma_next, gamma = sigmas[i], sigmas[i + 1], gammas[i]
         sigma_hat = sigma * (1 + gamma)
@@ -115,7 +115,7 @@ def heun(
 
 
 def ddim(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise, *, eta: Scalar = 0.0
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, eta: Scalar = 0.0
 ) -> Images:
     """DDIM (Song et al. 2021), equation 12: Euler's method in sigma where eta = 0.
 
@@ -134,21 +134,20 @@ def ddim(
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
 
 
-def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
+def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Euler's method in sigma: `ddim` with eta = 0."""
     return ddim(denoise, x, sigmas, noise)
 
 
-def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
+def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2) on any sigmas.
 
-    On a schedule that ends at sigma(0) > 0 it returns, as Algorithm 2 does, the
-    posterior mean there, in the schedule's own coordinates alpha(0) * x; on sigmas that
-    end at 0 it is `ddim` with eta = 1.
+    On levels that end above 0 the last step adds no noise, so that it returns, as Algorithm 2
+    does, the posterior mean there; on those that end at 0 it is `ddim` with eta = 1.
     """
     last = len(sigmas) - 2
     all_but_last = lambda i: jnp.where(i < last, noise(i), 0)
-    return in_own_coordinates(ddim(denoise, x, sigmas, all_but_last, eta=1.0), sigmas[-1])
+    return ddim(denoise, x, sigmas, all_but_last, eta=1.0)
 
 
 def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
@@ -156,12 +155,24 @@ def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
     return x / jnp.sqrt(1 + sigma**2)
 
 
-def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Noise) -> Images:
+def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
 
     The first step is taken twice, as CompVis does: along its slope, then along the mean of the
     slopes at both ends; later ones see as many slopes as there are. What F predicts does not
-    matter, since eps is (x - D) / sigma.
+    matter, since eps is (x - D) / sigma. As a loop, with t for sigma:
+
+        for i in range(n):
+            d = (x - D(x, t[i])) / t[i]
+            if i == 0:
+                ahead = x + (t[1] - t[0]) * d
+                mean = (d + (ahead - D(ahead, t[1])) / t[1]) / 2
+            else:                             # 3/2, -1/2; 23/12, ...; 55/24, ... of up to four.
+                mean = sum(w * slope for w, slope in zip(adams_bashforth[i], (d, *before)))
+            x = x + (t[i + 1] - t[i]) * mean
+            before = (d, *before)
+
+    The scan is over the evaluations of D, of which k = 1 is the second of the first step.
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
@@ -197,7 +208,7 @@ def dpmpp_2m(
     denoise: Denoiser,
     x: Images,
     sigmas: Sigmas,
-    noise: Noise,
+    noise: Draws,
     *,
     first_order_end: bool = False,
 ) -> Images:

@@ -18,7 +18,7 @@ from absl import app, flags, logging
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Choice, Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
@@ -96,7 +96,7 @@ def of_models(
         params = [model.params for model in row]
         return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card)
 
-    batch_size = drawing.default_batch_size(sizes[0], sizes[0])
+    batch_size = program.default_batch_size(sizes[0], sizes[0])
     return System(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, at)
 
 
@@ -119,9 +119,7 @@ def command(
         with cli.bad_input():
             steps = [_number(text, "checkpoint", int) for text in f["checkpoint"].value] or [None]
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
-            system = open_system(
-                Choice(ema=f["ema"].value[0], checkpoint=steps[0], steps=f["steps"].value)
-            )
+            system = open_system(Choice(f["ema"].value[0], steps[0], steps=f["steps"].value))
             scorer = _scorer(system, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
@@ -181,7 +179,7 @@ def _features(
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
     folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
-    batch_size = drawing.even_batch_size(plan.batch_size or system.batch_size, total)
+    batch_size = program.even_batch_size(plan.batch_size or system.batch_size, total)
     with cli.bad_input():
         cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0

@@ -22,18 +22,24 @@ def group_norm(
     eps: float = 1e-5,
     silu: bool = False,
 ) -> Float[Array, "B *S C"]:
-    """Group normalisation (Wu & He 2018), then * (1 + scale) + shift where they are given.
+    """Group normalisation (Wu & He 2018), then * (1 + scale) + shift, then SiLU where `silu`.
 
-    Then SiLU, if asked. All of it is float32 whatever x is. The gradient keeps x and the statistics
-    alone: what lies between them and the result is computed again.
+    All of it is float32 whatever x is. In the paper's form:
+
+        y = (x - mean) / sqrt(var + eps) * weight + bias    # Moments of a group, [S, C / groups].
+        y = y * (1 + scale) + shift
+        y = silu(y)
+
+    Here weight, bias, scale and shift are one factor and one offset a channel. The gradient keeps x
+    and the statistics alone: what lies between them and the result is computed again.
     """
     b, c = x.shape[0], x.shape[-1]
     factor, offset = jnp.broadcast_to(weight, (b, c)), jnp.broadcast_to(bias, (b, c))
     if scale is not None:
-        factor, offset = factor * (1 + scale), offset * (1 + scale)
+        factor, offset = factor * (1 + scale), offset * (1 + scale)  # [B, C]
     if shift is not None:
         offset = offset + shift
-    flat = x.reshape(b, -1, c)
+    flat = x.reshape(b, -1, c)  # [B, S, C]
     factor, offset = factor.astype(jnp.float32), offset.astype(jnp.float32)
     return jnp.reshape(_normalize(flat, factor, offset, groups, eps, silu), x.shape)
 
@@ -43,7 +49,7 @@ def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     half = width // 2
     # In NeMo's order of float32 operations: log-SNRs of -30 make a last digit here 30 elsewhere.
     exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
-    angles = t[:, None] * np.exp(exponents)
+    angles = t[:, None] * np.exp(exponents)  # [B, width / 2]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
 
 
@@ -91,8 +97,8 @@ def conv_4x4_halving(
 ) -> Float[Array, "B H/2 W/2 D"]:
     """A convolution of kernel 4, stride 2 and padding 1, as a dense one of 2x2 patches.
 
-    Padded, each 4x4 window is 2x2 whole patches of 2x2 pixels: the same products, whose gradients
-    are dense convolutions too.
+    nn.Conv(D, (4, 4), strides=2, padding=1) is its plain form. Padded, each 4x4 window is 2x2 whole
+    patches of 2x2 pixels: the same products, whose gradients are dense convolutions too.
     """
     c, d = kernel.shape[2:]
     x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
@@ -191,7 +197,7 @@ def _attend_cudnn(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _normalize(x: Array, factor: Array, offset: Array, groups: int, eps: float, silu: bool):
-    """x [B, S, C], normalised in groups, * factor + offset [B, C], then SiLU if asked."""
+    """x [B, S, C], normalised in groups, * factor + offset [B, C], then SiLU where `silu`."""
     return _normalize_forward(x, factor, offset, groups, eps, silu)[0]
 
 

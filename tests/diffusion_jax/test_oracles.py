@@ -207,7 +207,7 @@ def test_threshold_of_a_derivative():
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas(n):
     np.testing.assert_allclose(
-        jax.jit(samplers.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
+        jax.jit(noise.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
     )
 
 
@@ -263,7 +263,7 @@ EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_chu
 def edm_case(name):
     steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
     draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    return samplers.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+    return noise.karras_sigmas(int(steps)), draws, scale, churn, s_noise
 
 
 @pytest.mark.parametrize("name", EDM)
@@ -303,7 +303,7 @@ def test_super_resolution_trajectory(name, unrolled):
         return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    sigmas = samplers.karras_sigmas(6)
+    sigmas = noise.karras_sigmas(6)
     out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
     close(out, images(SAMPLERS[f"edm/{name}/out"]))
     compare_calls(calls, f"edm/{name}")
@@ -328,11 +328,12 @@ def ddpm_denoise(x, sigma, scale, threshold):
 )
 def test_ddpm_trajectory(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
-    sigmas = samplers.log_snr_sigmas(SCHEDULES[schedule], 8)
+    sigmas = noise.log_snr_sigmas(SCHEDULES[schedule], 8)
     # The reference starts from x of variance 1 in its coordinates; ours are 1 / alpha larger.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
     out = samplers.ddpm(denoise, x, sigmas, lambda i: draws[i])
+    out = samplers.in_own_coordinates(out, sigmas[-1])
 
     # The first step divides by alpha = 4e-8 (cosine). A threshold brings x0 back to size 1;
     # without one it stays at 9e7, of which float32 holds seven digits: compare relative to it.

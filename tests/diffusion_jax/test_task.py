@@ -1,5 +1,6 @@
-"""Losses by noise level."""
+"""What the losses of all systems do alike: pixels, dropped texts, losses by noise level."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,3 +31,23 @@ def test_means_are_over_samples_and_empty_ranges_are_left_out():
 def test_a_loss_that_is_not_finite_stays_within_its_range():
     metrics = task.loss_by_noise_level(jnp.array([jnp.nan, 2.0]), jnp.array([0.2, 5.0]))
     np.testing.assert_array_equal(metrics["level_loss"], [0, np.nan, 0, 0, 2])
+
+
+def test_pixels_are_symmetric_or_as_mlperfs():
+    images = np.array([0, 255, 51], np.uint8).reshape(1, 1, 3, 1)
+    np.testing.assert_allclose(task.to_range(images).ravel(), [-1, 1, -0.6])
+    np.testing.assert_allclose(task.to_range(images, "unit").ravel(), [0, 1, 0.2])
+
+
+def test_pixels_are_what_either_form_of_their_division_gives():
+    """x / 255 * 2 - 1 and x / 127.5 - 1 to the last bit, also compiled: once both were used."""
+    images = np.arange(256, dtype=np.uint8).reshape(1, 16, 16, 1)
+    other = lambda images: jnp.asarray(images, jnp.float32) / 127.5 - 1
+    np.testing.assert_array_equal(task.to_range(images), other(images))
+    np.testing.assert_array_equal(jax.jit(task.to_range)(images), jax.jit(other)(images))
+
+
+def test_texts_are_dropped_as_often_as_the_config_says():
+    kept = np.asarray(task.kept_texts(jax.random.key(1), 1000, 0.1))
+    assert abs(1 - kept.mean() - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard deviations.
+    assert task.kept_texts(jax.random.key(1), 1000, 0.0).all()

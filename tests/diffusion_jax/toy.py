@@ -53,7 +53,7 @@ def task(encoder=ENCODER):
         denoise = precond.denoiser(network(params, text), EDM)
         if scale is not None:
             denoise = guidance.classifier_free(denoise, scale)
-        sigmas = samplers.karras_sigmas(4, 0.1, 3.0)
+        sigmas = noise.karras_sigmas(4, 0.1, 3.0)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
 

@@ -69,9 +69,9 @@ def start(
     return process
 
 
-def fork(function: Callable[..., None], *arguments: Any) -> BaseProcess:
-    """The running process of a function of a module."""
-    process = _server.Process(target=function, args=arguments)
+def fork(function: Callable[..., None], *arguments: Any, devices: int = 1) -> BaseProcess:
+    """The running process of a function of a module, on so many CPU devices."""
+    process = _server.Process(target=_call, args=(function, arguments, devices))
     process.start()
     return process
 
@@ -102,20 +102,29 @@ def record_samples(folder: pathlib.Path) -> None:
     digits.Digits.read, pipeline.Batches.__next__ = noting, taking
 
 
-def _command(name, arguments, devices, outputs, samples):
-    from diffusion_jax.machine import xla_flags
+def _call(function, arguments, devices):
+    _configure(devices)
+    function(*arguments)
 
+
+def _command(name, arguments, devices, outputs, samples):
     if samples is not None:
         record_samples(samples)
 
     for path, number in zip(outputs, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(ROOT)
+    _configure(devices)
+    sys.argv = [name, *arguments]
+    module = name if "." in name else f"imagen_jax.{name}"
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _configure(devices):
+    from diffusion_jax.machine import xla_flags
+
     os.environ["XLA_FLAGS"] = f"{XLA_FLAGS} --xla_force_host_platform_device_count={devices}"
     xla_flags.KNOWN += tuple(FASTER)  # They need no trial, which takes a second.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
-    sys.argv = [name, *arguments]
-    module = name if "." in name else f"imagen_jax.{name}"
-    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,8 +1,10 @@
 """One tiny run, trained in pieces and at once."""
 
+import functools
 import json
 import pathlib
 import random
+import shutil
 import signal
 import time
 from typing import NamedTuple
@@ -12,6 +14,7 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.machine import log
 from diffusion_jax.train import checkpoint
+from tests import shared
 from tests.imagen_jax import commands
 
 # The schedule is constant, so that the number of steps changes nothing of what a step does.
@@ -46,7 +49,23 @@ class Interrupted(NamedTuple):
 
 @pytest.fixture(scope="session")
 def interrupted(tmp_path_factory):
-    workdir = tmp_path_factory.mktemp("interrupted")
+    """One for all workers: for reading, or to be copied."""
+    folder = shared.folder(tmp_path_factory, "interrupted", _interrupt)
+    ended = json.loads((folder / "ended.json").read_text())
+    return Interrupted(folder / "run", *ended)
+
+
+@pytest.fixture(scope="session")
+def trained(tmp_path_factory, interrupted):
+    """The workdir of the same run without interruption, this worker's copy."""
+    fill = functools.partial(_train_at_once, steps=interrupted.steps)
+    folder = shared.folder(tmp_path_factory, "trained", fill)
+    return shutil.copytree(folder, tmp_path_factory.mktemp("trained") / "run")
+
+
+def _interrupt(folder):
+    workdir = folder / "run"
+    workdir.mkdir()
     codes, whole, lines = [], [], []
 
     def record(process):
@@ -65,17 +84,13 @@ def interrupted(tmp_path_factory):
         record(process)
     steps = lines[-1] + 3
     record(_train(workdir, steps))
-    return Interrupted(workdir, steps, codes, whole, lines)
+    (folder / "ended.json").write_text(json.dumps([steps, codes, whole, lines]))
 
 
-@pytest.fixture(scope="session")
-def trained(tmp_path_factory, interrupted):
-    """The workdir of the same run without interruption."""
-    workdir = tmp_path_factory.mktemp("trained")
-    process = _train(workdir, interrupted.steps, save_every=1000)
+def _train_at_once(workdir, steps):
+    process = _train(workdir, steps, save_every=1000)
     process.join()
     assert process.exitcode == 0, (workdir / STDERR).read_text()
-    return workdir
 
 
 def _train(workdir, steps, save_every=2):

@@ -11,6 +11,7 @@ from PIL import Image
 from configs import quickstart_sr
 from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.precache import lookup
+from diffusion_jax.task import to_range
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import read_settings
 
@@ -85,7 +86,7 @@ def test_training_draws_a_noise_level_for_each_small_image_of_its_own():
     assert 0.7 < np.log(sigma).std() / s.diffusion.p_std < 1.3
     assert abs(np.log(sigma).mean() - s.diffusion.p_mean) < 0.6
     assert abs(np.corrcoef(low_time, time)[0, 1]) < 0.4
-    clean = super_resolution.shrink(task.to_unit_range(images(16)), 4)
+    clean = super_resolution.shrink(to_range(images(16)), 4)
     column = sigma[:, None, None, None]
     noise = (np.asarray(low) * np.sqrt(column**2 + 0.25) - clean) / column
     assert abs(noise.std() - 1) < 0.05 and abs(noise.mean()) < 0.05
@@ -94,7 +95,7 @@ def test_training_draws_a_noise_level_for_each_small_image_of_its_own():
 
 def test_without_noise_the_network_sees_the_small_image_as_it_is():
     _, [(_, _, low, low_time)] = seen_by(settings(unet__noise_aug=False), train)
-    clean = super_resolution.shrink(task.to_unit_range(images(16)), 4)
+    clean = super_resolution.shrink(to_range(images(16)), 4)
     np.testing.assert_allclose(low, clean, atol=1e-6)
     assert low_time is None
 

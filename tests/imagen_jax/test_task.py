@@ -11,14 +11,17 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
+from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion import precond as preconds
 from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
-from imagen_jax.settings import PRECONDS, read_settings
+from imagen_jax.settings import read_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 CAPTIONS = ["a red seven on gray paper", "a blue", "one", "a white four on black paper"]
@@ -136,15 +139,6 @@ def test_the_loss_is_the_papers(network, precond, noise, distance):
     assert metrics["level_count"].sum() == 4
 
 
-def test_dropped_texts_are_zeros_and_the_others_stay():
-    text = 1 + jax.random.uniform(jax.random.key(0), (1000, 3, 2))
-    dropped = np.asarray(task.drop_text(jax.random.key(1), text, 0.1))
-    gone = (dropped == 0).all((1, 2))
-    np.testing.assert_array_equal(dropped[~gone], np.asarray(text)[~gone])
-    assert abs(gone.mean() - 0.1) < 4 * (0.1 * 0.9 / 1000) ** 0.5  # Four standard deviations.
-    assert not (np.asarray(task.drop_text(jax.random.key(1), text, 0.0)) == 0).any()
-
-
 def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     s = settings(text__drop_prob=0.999999)
     encoder = lookup.open_encoder(s.text)
@@ -160,13 +154,19 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
     np.testing.assert_array_equal(mask, batch["text_mask"])
 
 
-SIGMA_OF_TIME = {"edm": lambda t: jnp.exp(4 * t)}  # The others: log-SNR.
+SIGMA_OF_TIME = {
+    "edm": lambda t: jnp.exp(4 * t),
+    "scaled_linear": lambda t: noises.sigma_at(noises.scaled_linear(), t),
+}  # The others: log-SNR.
 
 
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
-    scalings = PRECONDS[s.diffusion.precond](s.diffusion)
-    sigma_of = SIGMA_OF_TIME.get(s.diffusion.precond, lambda t: jnp.exp(-t / 2))
+    kind = s.diffusion.precond if s.diffusion.precond == "edm" else s.diffusion.noise
+    scalings = preconds.PRECONDS[s.diffusion.precond](
+        s.diffusion, NOISES[s.diffusion.noise](s.diffusion).time
+    )
+    sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, mask, *low_res):
         c_skip, c_out, c_in, _ = (c[:, None, None, None] for c in scalings(sigma_of(time)))
@@ -199,6 +199,8 @@ SCALES = np.array([1.0, 2.0, 0.0, 1.5])
         ("ddpm", "eps", "cosine"),
         ("ddim", "v", "linear"),
         ("dpmpp_2m", "x0", "cosine"),
+        ("plms", "v", "linear"),
+        ("euler", "edm", "lognormal"),
     ],
 )
 def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
@@ -214,6 +216,17 @@ def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
     atol = 7e-3 if sampler == "ddpm" else 1e-5
     np.testing.assert_allclose(images, np.broadcast_to(expected[:, None, None, None], images.shape),
                                atol=atol)  # fmt: skip
+
+
+def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
+    """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
+    s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")
+    first, last = noises.sigma_at(noises.scaled_linear(), jnp.array([999.0, 0.0]))
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    x = samplers.initial_noise(keys, (8, 8, 3), first)
+    answer = 0.02 * WORDS[:, None, None, None] + 0.3
+    expected = (answer + last / first * (x - answer)) / np.sqrt(1 + last**2)
+    np.testing.assert_allclose(draw(s, None), expected, atol=1e-4)
 
 
 def test_no_guidance_is_the_conditional_answer_and_guidance_has_its_interval():
@@ -233,9 +246,12 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 
 
 def test_levels_come_from_the_sampler_or_from_the_schedule():
-    levels = lambda s: np.asarray(task.sampling_sigmas(s.diffusion, s.sampler))
+    def levels(s):
+        noise = NOISES[s.diffusion.noise](s.diffusion)
+        return np.asarray(samplers.sampling_sigmas(noise, s.sampler))
+
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
-    np.testing.assert_array_equal(karras, samplers.karras_sigmas(5, 0.02, 40.0, 3.0))
+    np.testing.assert_array_equal(karras, noises.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
     np.testing.assert_allclose(
         ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5

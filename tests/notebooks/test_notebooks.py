@@ -50,6 +50,7 @@ def test_a_notebook_is_made_from_its_text(name):
     assert not any(cell.get("outputs") for cell in kept.cells), "clear the outputs"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_runs(name, tmp_path, monkeypatch):
     """As in a fresh kernel, tiny, in the project's folder."""

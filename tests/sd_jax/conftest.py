@@ -6,15 +6,19 @@ import numpy as np
 import pytest
 
 from sd_jax.weights import checkpoints
+from tests import shared
 from tests.diffusion_jax.text import tiny_weights
 
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
     """d (a directory), a.npz (the same in a file) and tokenizer, of 1.x that predicts v."""
+    return shared.folder(tmp_path_factory, "published", _publish)
+
+
+def _publish(folder):
     from tests.sd_jax.weights.test_checkpoints import compvis  # It takes seconds to make.
 
-    folder = tmp_path_factory.mktemp("published")
     np.savez(folder / "a.npz", **compvis())
     vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")
     (folder / "tokenizer").mkdir()
@@ -23,4 +27,3 @@ def published(tmp_path_factory):
     (folder / "model_index.json").write_text('{"tokenizer": ["transformers", "CLIPTokenizer"]}')
     read = checkpoints.load(folder / "a.npz")
     checkpoints.save_diffusers(read, folder / "d", "v", tokenizer=folder)
-    return folder

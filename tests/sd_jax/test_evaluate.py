@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
@@ -19,7 +20,6 @@ from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import evaluate, sampling, task
 from sd_jax.weights import trained
-from sd_jax.weights.trained import Choice
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)
@@ -64,7 +64,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
-    drawn = drawing.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
+    drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
     read = judges.fit_judge()(sheets.to_uint8(np.concatenate(list(drawn))))[:272]
     _, ink, paper = judges.compare(read, scorer.prompts[:272]).mean(0)
     assert abs(float(rows[3]["seen_ink_accuracy"]) - ink) < 2 / 272

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from diffusion_jax.diffusion import noise, samplers
+from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
 from sd_jax import sampling, vae
 from sd_jax.settings import (
-    SAMPLERS,
     Conditioning,
     Diffusion,
     Latents,
@@ -38,6 +38,12 @@ PIPELINE = Pipeline(
     SAMPLER,
 )
 KEYS = jax.random.split(jax.random.key(0), 3)
+
+
+def levels(name, steps):
+    """The noise levels of a sampler's steps."""
+    sampler = SAMPLER._replace(name=name, steps=steps)
+    return samplers.sampling_sigmas(sampling.noise_of(PIPELINE.diffusion), sampler)
 
 
 def half(self, params, x, method):
@@ -95,19 +101,20 @@ def test_guidance_1_is_the_conditional_model(draw, name):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_every_number_of_steps_is_taken_exactly(name):
     for steps in range(1, 1001):
-        times = SAMPLERS[name][1](steps)
+        leading = SAMPLERS[name].leading
+        times = (noise.leading_times if leading else noise.even_times)(steps)
         assert len(times) == steps + 1 and times[0] <= 999 and times[-1] == 0
         assert (np.diff(times) < 0).all()
     for steps in (1, 37):
-        sigmas = np.asarray(sampling.sampling_sigmas(SAMPLER._replace(name=name, steps=steps)))
+        sigmas = np.asarray(levels(name, steps))
         assert (np.diff(sigmas) < 0).all() and sigmas[-1] > 0
 
 
 @pytest.mark.parametrize("steps", [1, 3, 101])
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", sorted(SAMPLERS.keys() - {"ddpm"}))  # Which adds noise of its own.
 def test_where_no_noise_is_found_any_steps_end_where_one_does(draw, name, steps):
     drawn = draw(lambda x, t, text: 0 * x, name=name, steps=steps)
-    sigmas = sampling.sampling_sigmas(SAMPLER._replace(name=name, steps=steps))
+    sigmas = levels(name, steps)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
     wanted = eps * jnp.sqrt((1 + sigmas[0] ** 2) / (1 + sigmas[-1] ** 2)) / 0.5
     np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=2e-4)
@@ -132,7 +139,7 @@ def test_sketches_are_the_first_order_of_the_decoder(draw):
     show = lambda images, sigma: shown.append((np.asarray(images), float(sigma)))
     last = draw(preview=show, vae=linear, steps=3)
     jax.effects_barrier()
-    sigmas = sampling.sampling_sigmas(SAMPLER._replace(steps=3))
+    sigmas = levels("ddim", 3)
     assert sorted(sigma for _, sigma in shown) == pytest.approx(sorted(sigmas[:3].tolist()))
     assert all(images.shape == (3, 4, 2, 3) for images, _ in shown)
     assert last.shape == (3, 4, 2, 3)

@@ -12,6 +12,7 @@ from diffusion_jax.data import digits, moments, pictures, webdataset
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
+from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import precache, sampling, train
 from sd_jax.weights import pretrained, trained
@@ -68,7 +69,7 @@ def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
     kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
     assert len(kept) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
-    expected = np.asarray(program(params, sampling.to_pixels(read, "symmetric")))
+    expected = np.asarray(program(params, to_range(read)))
     found = records(stored)
     assert list(found) == [f"{index:09}.npy" for index in kept]
     for (array, text), mean, caption in zip(found.values(), expected, captions, strict=True):

@@ -1,27 +1,25 @@
 """A sweep from prompts to tables, of a toy that draws and is scored by a toy Inception and a CLIP.
 
-The two processes run this file itself, each with four of eight CPU devices.
+The two processes have four of eight CPU devices each.
 """
 
 import csv
-import os
 import pathlib
 import re
-import socket
-import subprocess
-import sys
+import warnings
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Sweep, System
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from tests import processes
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.metrics import toy as toy_metrics
 from tests.diffusion_jax.text import tiny_weights
@@ -71,7 +69,7 @@ def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
     """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
     mesh, task = sharding.make_mesh(), toy.task()
     frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
-    draw_one = drawing.make_draw(task.sample, frozen, mesh)
+    draw_one = program.make_draw(task.sample, frozen, mesh)
 
     def draw(params):
         def drawn(prompts, seeds, scale):
@@ -155,17 +153,7 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
 
 
 def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-W", "error", __file__, address, str(tmp_path), *inputs]
-    started = [subprocess.Popen([*command, str(i)], env=environment) for i in range(2)]
-    try:
-        assert [process.wait(timeout=240) for process in started] == [0, 0]
-    finally:
-        for process in started:
-            process.kill()
+    assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
     check_same(rows_of(tmp_path / "evaluation" / "step_00000003"), one[1])
 
 
@@ -279,12 +267,8 @@ def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
         make_scorer(inputs, PROMPTS[:1])
 
 
-def process(address, workdir, reference, clip, index):
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(address, 2, int(index))
+def process(address, index, workdir, reference, clip):
+    warnings.simplefilter("error")
+    jax.distributed.initialize(address, 2, index)
     scorer = make_scorer((reference, clip))
-    evaluation.evaluate(make_system(pathlib.Path(workdir)), scorer, Sweep(SCALES, batch_size=16))
-
-
-if __name__ == "__main__":
-    process(*sys.argv[1:])
+    evaluation.evaluate(make_system(workdir), scorer, Sweep(SCALES, batch_size=16))

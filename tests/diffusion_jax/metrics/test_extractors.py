@@ -1,13 +1,9 @@
 """Extractors over a mesh: batches, devices and processes change nothing; what is broken is counted.
 
-The two processes run this file itself, each with four of eight CPU devices.
+The two processes have four of eight CPU devices each.
 """
 
-import os
-import pathlib
-import socket
-import subprocess
-import sys
+import warnings
 
 import jax
 import numpy as np
@@ -15,9 +11,8 @@ import pytest
 
 from diffusion_jax.machine.sharding import make_mesh
 from diffusion_jax.metrics import extractors
+from tests import processes
 from tests.diffusion_jax.metrics import toy
-
-ROOT = pathlib.Path(__file__).parents[3]
 
 
 def pictures(n=67):
@@ -85,18 +80,7 @@ def test_levels_and_preprocessings_are_named():
 
 
 def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-W", "error", __file__, address, str(i), str(tmp_path / f"{i}.npz")],
-            env=environment,
-        )
-        for i in range(2)
-    ]
-    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    assert processes.run_all(2, process, tmp_path, devices=4) == [0, 0]
     one = extractors.extract(toy.extractor(), Watched(pictures()), make_mesh(), batch_size=16)
     seen = []
     for i in range(2):
@@ -106,13 +90,10 @@ def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
     assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {66}  # The last is filler.
 
 
-def process(address, index, out):
-    jax.config.update("jax_num_cpu_devices", 4)
-    jax.distributed.initialize(address, 2, int(index))
+def process(address, index, folder):
+    warnings.simplefilter("error")
+    jax.distributed.initialize(address, 2, index)
     source = Watched(pictures())
     taken = extractors.extract(toy.extractor(), source, make_mesh(), batch_size=16)
-    np.savez(out, features=taken.stream.features(), seen=sorted(source.seen))
-
-
-if __name__ == "__main__":
-    process(*sys.argv[1:])
+    seen = sorted(source.seen)
+    np.savez(folder / f"{index}.npz", features=taken.stream.features(), seen=seen)

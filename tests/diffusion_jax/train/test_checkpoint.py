@@ -1,10 +1,9 @@
 """Checkpoints: bit for bit, into any sharding, whole after a kill, and errors that help."""
 
 import itertools
-import pathlib
+import json
+import multiprocessing
 import shutil
-import subprocess
-import sys
 import time
 
 import jax
@@ -16,8 +15,8 @@ from jax.sharding import PartitionSpec as P
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
+from tests.imagen_jax import commands
 
-ROOT = pathlib.Path(__file__).parents[3]
 TX = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
 RULES = [(r"kernel", P("fsdp", "tensor")), (r"", P())]
 
@@ -57,6 +56,10 @@ def save(directory, *saved_steps, keep_last=3, **kwargs):
     for step in saved_steps:
         checkpointer.save(step, random_state(step), Position(str(step).encode()), {"step": step})
     checkpointer.close()
+
+
+def metadata(directory, step):
+    return json.loads((directory / str(step) / "metadata" / "metadata").read_text())
 
 
 @pytest.fixture(scope="module")
@@ -112,8 +115,8 @@ def test_parameters_are_loaded_into_the_sharding_asked_for(saved):
 
 
 def test_metadata_and_position_belong_to_their_step(saved):
-    assert checkpoint.load_metadata(saved) == {"step": 20}
-    assert checkpoint.load_metadata(saved, step=10) == {"step": 10}
+    assert metadata(saved, 20) == {"step": 20}
+    assert metadata(saved, 10) == {"step": 10}
     checkpointer, position = checkpoint.Checkpointer(saved, keep_last=3), Position()
     checkpointer.restore(abstract(random_state()), position, step=10)
     checkpointer.close()
@@ -145,7 +148,7 @@ def test_a_step_that_is_there_is_left_as_it_is(tmp_path):
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=3)
     checkpointer.save(1, random_state(99), Position(), {"step": 99})
     checkpointer.close()
-    assert checkpoint.load_metadata(tmp_path) == {"step": 1}
+    assert metadata(tmp_path, 1) == {"step": 1}
 
 
 def test_a_state_donated_right_after_its_save_is_saved_as_it_was(tmp_path):
@@ -233,40 +236,31 @@ def test_positions_of_another_number_of_processes_must_agree(tmp_path):
     checkpointer.close()
 
 
-# Every number of the state of step k is k; the same is saved at once again as step k + 1.
-CHILD = """
-import sys
-import jax, jax.numpy as jnp
-from diffusion_jax.train import checkpoint, optimizer
-from diffusion_jax.train.state import init_state
+def save_until_killed(directory, started):
+    """Sends the step that it goes on from; saves each step's state whose every number is the step.
 
-class Position:
-    state = b"0"
-    def get_state(self): return self.state
-    def set_state(self, state): self.state = state
-
-tx = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
-params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
-state, position = init_state(params, tx, [0.9]), Position()
-spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-checkpointer = checkpoint.Checkpointer(sys.argv[1], keep_last=2)
-start = checkpointer.latest_step() or 0
-if start:
-    state = checkpointer.restore(jax.tree.map(spec, state), position)
-    assert all(bool((x == start).all()) for x in jax.tree.leaves(state)), start
-    assert position.state == str(start).encode(), (position.state, start)
-print(start, flush=True)
-for step in range(start + 1, start + 1000):
-    state = jax.tree.map(lambda x: jnp.full_like(x, step), state)
-    position.state = str(step).encode()
-    checkpointer.save(step, state, position)
-"""
+    The same is saved at once again as the next step.
+    """
+    params = {f"w{i}": jnp.zeros((256, 1024)) for i in range(8)}
+    state, position = init_state(params, TX, [0.9]), Position(b"0")
+    spec = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+    checkpointer = checkpoint.Checkpointer(directory, keep_last=2)
+    start = checkpointer.latest_step() or 0
+    if start:
+        state = checkpointer.restore(jax.tree.map(spec, state), position)
+        assert all(bool((x == start).all()) for x in jax.tree.leaves(state)), start
+        assert position.state == str(start).encode(), (position.state, start)
+    started.send(start)
+    for step in range(start + 1, start + 1000):
+        state = jax.tree.map(lambda x, step=step: jnp.full_like(x, step), state)
+        position.state = str(step).encode()
+        checkpointer.save(step, state, position)
 
 
 def wait_for_unfinished(directory, step, process):
     """Returns when the save of `step` or a later one is under way."""
     deadline = time.monotonic() + 60
-    while time.monotonic() < deadline and process.poll() is None:
+    while time.monotonic() < deadline and process.is_alive():
         names = [path.name for path in directory.glob("*tmp*")]
         if any(int(name.split(".")[0]) >= step for name in names):
             return
@@ -279,18 +273,15 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_
     latest = 0
     # Saves before the kill, and seconds into the save: none whole yet, at once, and later moments.
     for saves, delay in ((1, 0.0), (2, 0.0), (3, 0.02), (4, 0.06), (4, 0.15)):
-        child = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(tmp_path)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        with child:
-            assert child.stdout is not None
-            assert int(child.stdout.readline()) == latest  # It restored this, and checked it.
-            wait_for_unfinished(tmp_path, latest + saves, child)
-            time.sleep(delay)
-            child.kill()
+        started, sender = multiprocessing.Pipe(duplex=False)
+        child = commands.fork(save_until_killed, tmp_path, sender)
+        sender.close()
+        with started:
+            assert started.recv() == latest  # It restored this, and checked it.
+        wait_for_unfinished(tmp_path, latest + saves, child)
+        time.sleep(delay)
+        child.kill()
+        child.join()
         whole = checkpoint.steps(tmp_path)
         for step, which in itertools.product(whole, ("raw", "0.9")):
             loaded = checkpoint.load_params(tmp_path, target, which, step=step)

@@ -67,6 +67,7 @@ def features(workdir, step):
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0].files}
 
 
+@pytest.mark.slow
 def test_the_real_networks_meet_their_target(tmp_path):
     folder = tiny_benchmark.write(tmp_path, mean=0.0)
     once = f"--config.steps={INTERVAL}"

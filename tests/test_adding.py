@@ -1,0 +1,111 @@
+"""Things are added in one place each, as docs/design.md says: a throw-away one of each kind."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax.diffusion import noise, precond, samplers
+from diffusion_jax.text import hashed
+from imagen_jax import settings as imagen_settings
+from imagen_jax import task as imagen
+from sd_jax import sampling
+from sd_jax import task as sd
+from tests.sd_jax import tiny
+
+CAPTIONS = ["a red seven", "a blue three"]
+
+
+def imagen_model(**changes):
+    """(task, what it draws from) of a tiny model; sampler__name="x" changes config.sampler.name."""
+    c = quickstart.get_config()
+    c.unet.update(
+        image_size=8, embed_dim=32, channel_mult=(1,), num_res_blocks=1, attention_resolutions=(),
+        head_dim=32, cond_dim=32,
+    )  # fmt: skip
+    c.text.update(width=32, max_tokens=6)
+    for name, value in changes.items():
+        group, _, field = name.partition("__")
+        c[group][field] = value
+    s = imagen_settings.read_settings(c.to_dict())
+    encoder = hashed.encoder(32, 6)
+    return imagen.make_task(s, encoder), encoder.tokenize(CAPTIONS)
+
+
+def sd_model(**changes):
+    """The same of Stable Diffusion."""
+    s, encoder = tiny.settings(**changes), hashed.encoder(24, 6)
+    batch = sampling.prompts(encoder, CAPTIONS, "ugly")
+    return sd.make_task(s, encoder, jax.tree.map(jnp.asarray, tiny.vae_params())), batch
+
+
+MODELS = {"imagen": imagen_model, "sd": sd_model}
+
+
+def train_and_sample(task, batch):
+    """A training step's loss, gradient's norm, images after it, and samples by noise level."""
+    pixels = np.random.default_rng(0).integers(0, 256, (2, 8, 8, 3), np.uint8)
+    params = tiny.random_params(task)
+
+    @jax.jit
+    def step(params, frozen, batch, key):
+        (loss, metrics), grads = jax.value_and_grad(task.loss, has_aux=True)(
+            params, frozen, batch, key
+        )
+        norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+        params = jax.tree.map(lambda p, g: p - 1e-4 * g, params, grads)
+        return loss, norm, metrics["level_count"], params
+
+    loss, norm, counts, params = step(
+        params, task.frozen, {"image": pixels, **batch}, jax.random.key(0)
+    )
+    keys = jax.random.split(jax.random.key(1), 2)
+    images = jax.jit(task.sample)(params, task.frozen, batch, keys, jnp.full(2, 2.0))
+    return float(loss), float(norm), np.asarray(images), np.asarray(counts)
+
+
+@pytest.mark.parametrize("system", MODELS)
+def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
+    calls = []
+
+    def last_guess(denoise, x, sigmas, draws):
+        """Straight to what D makes of the first level."""
+        calls.append(len(sigmas))
+        return denoise(x, jnp.full(len(x), sigmas[0])) + sigmas[-1] * draws(0)
+
+    method = samplers.Method(lambda s: last_guess)
+    monkeypatch.setitem(samplers.SAMPLERS, "last_guess", method)
+    model = MODELS[system](sampler__name="last_guess", sampler__steps=3)
+    loss, norm, images, _ = train_and_sample(*model)
+    assert np.isfinite([loss, norm]).all() and norm > 0
+    assert images.shape == (2, 8, 8, 3) and np.isfinite(images).all()
+    assert calls == [4]
+
+
+LEVELS = jnp.array([9.0, 3.0, 1.0, 0.0])
+
+
+def three_levels(d):
+    """Noise of three levels, in training and sampling."""
+    pick = lambda key, batch: jax.random.choice(key, LEVELS[:-1], (batch,))
+    return noise.Noise(pick, precond.log_snr, lambda s, leading, to_zero: LEVELS)
+
+
+def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(monkeypatch):
+    monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
+    model = imagen_model(
+        diffusion__noise="three_levels", diffusion__precond="v", sampler__name="heun",
+        sampler__steps=3,
+    )  # fmt: skip
+    loss, norm, images, counts = train_and_sample(*model)
+    assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
+    # The five ranges of sigma that losses are reported by: 1, 3 and 9 lie in the last three.
+    assert counts[:2].sum() == 0 and counts[2:].sum() == 2
+
+
+def test_stable_diffusion_too_reads_its_noise_from_the_table(monkeypatch):
+    monkeypatch.setitem(noise.NOISES, "scaled_linear", three_levels)
+    task, batch = sd_model(sampler__name="ddim", sampler__steps=3)
+    loss, norm, images, _ = train_and_sample(task, batch)
+    assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()

@@ -1,0 +1,173 @@
+"""Which file may import which: no arrow up, no circles, and a contract that loads alone."""
+
+import ast
+import functools
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+PACKAGES = ("diffusion_jax", "imagen_jax", "sd_jax", "launch", "configs")
+FILES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
+# What each package may not import, wherever the import stands.
+FORBIDDEN = {
+    "diffusion_jax": {"imagen_jax", "sd_jax", "configs", "launch", "benchmarks", "tests"},
+    "imagen_jax": {"sd_jax", "configs", "launch", "benchmarks", "tests"},
+    "sd_jax": {"imagen_jax", "configs", "launch", "benchmarks", "tests"},
+    "configs": {"diffusion_jax", "imagen_jax", "sd_jax", "launch", "benchmarks", "tests"},
+    "launch": {"benchmarks", "tests"},
+}
+# What each folder of diffusion_jax may import of the others; "" is its own files, each of which
+# stands for itself (see test_no_file_imports_itself_through_others).
+ALLOWED = {
+    "diffusion": set(),
+    "nn": set(),
+    "machine": {""},
+    "weights": {"machine"},
+    "text": {"", "machine", "weights"},
+    "data": {"", "machine"},
+    "precache": {"", "machine", "data", "text", "weights"},
+    "train": {"", "machine", "data", "draw", "text"},
+    "draw": {"", "machine", "diffusion", "text", "precache", "train"},
+    "metrics": {"", "machine", "data", "text", "weights"},
+    "evaluate": {"", "machine", "data", "draw", "metrics", "text", "train"},
+}
+CONTRACT = (pathlib.Path("imagen_jax/task.py"), pathlib.Path("sd_jax/task.py"))
+# What the contract does without, as parts of a path; of text/ it has the type and the names.
+HEAVY = ("data", "precache", "metrics", "evaluate", "draw", "weights", "checkpoint.py", "loop.py")
+TEXT = {f"diffusion_jax/text/{name}.py" for name in ("__init__", "encoder", "registry")}
+
+
+@functools.cache
+def imports(file, anywhere=False):
+    """(line, module) of what a file imports at its top, or anywhere in it."""
+    tree = ast.parse((ROOT / file).read_text())
+    found = []
+    for node in ast.walk(tree) if anywhere else tree.body:
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return found
+
+
+def file_of(module):
+    """The project's file that holds a module, or a name in it; None for other packages."""
+    parts = module.split(".")
+    if parts[0] not in PACKAGES:
+        return None
+    for length in (len(parts), max(1, len(parts) - 1)):  # A name is the module's before it.
+        path = pathlib.Path(*parts[:length])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if (ROOT / file).is_file():
+                return file
+    return None
+
+
+@functools.cache
+def imported(file, anywhere=False):
+    """The project's files that a file imports itself."""
+    files = {file_of(module) for _, module in imports(file, anywhere)}
+    return frozenset(files - {None, file})
+
+
+def reached(file):
+    """The project's files that are loaded with a file, those of its packages included."""
+    seen, waiting = set(), [file]
+    while waiting:
+        here = waiting.pop()
+        if here not in seen:
+            seen.add(here)
+            packages = {parent / "__init__.py" for parent in here.parents[:-1]}
+            waiting += [*imported(here), *(p for p in packages if (ROOT / p).is_file())]
+    return seen - {file}
+
+
+def folder(file):
+    """The folder of a file of diffusion_jax, "" for the package's own files; None elsewhere."""
+    if file.parts[0] != "diffusion_jax":
+        return None
+    return file.parts[1] if len(file.parts) > 2 else ""
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_imports_point_one_way(package):
+    for file in FILES:
+        for line, module in imports(file, anywhere=True):
+            top = module.split(".")[0]
+            bad = file.parts[0] == package and top in FORBIDDEN[package]
+            assert not bad, f"{file}:{line} imports {module}"
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_folders_import_what_they_may(name):
+    for file in FILES:
+        if folder(file) == name:
+            for other in imported(file, anywhere=True):
+                there = folder(other)
+                allowed = there == name or there in ALLOWED[name]
+                assert allowed, f"{file} imports {other}"
+
+
+def test_every_folder_has_its_arrows():
+    assert {folder(file) for file in FILES} - {None, ""} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("name", ["diffusion", "nn"])
+def test_the_maths_imports_jax_and_numpy_only(name):
+    libraries = {"collections", "typing", "functools", "math", "numpy", "jax", "jaxtyping"}
+    allowed = libraries | ({"flax"} if name == "nn" else set())
+    for file in FILES:
+        if folder(file) == name:
+            for line, module in imports(file, anywhere=True):
+                if file_of(module) is None:
+                    assert module.split(".")[0] in allowed, f"{file}:{line} imports {module}"
+
+
+def circles(graph):
+    """The groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    reach = {node: set(edges) for node, edges in graph.items()}
+    for middle in graph:  # Warshall's closure: a few hundred files at most.
+        for node in graph:
+            if middle in reach[node]:
+                reach[node] |= reach[middle]
+    return {frozenset({a, b}) for a in graph for b in reach[a] if a in reach[b]}
+
+
+def test_no_file_imports_itself_through_others():
+    graph = {file: imported(file) for file in FILES}
+    assert not circles(graph)
+
+
+@pytest.mark.parametrize("file", CONTRACT, ids=str)
+def test_the_contract_loads_alone(file):
+    files = reached(file)
+    lines = sum(len((ROOT / path).read_text().splitlines()) for path in files)
+    assert len(files) <= 30 and lines <= 3500, f"{len(files)} files, {lines} lines: {files}"
+    for path in files:
+        heavy = set(path.parts) & set(HEAVY)
+        encoder = path.parts[:2] == ("diffusion_jax", "text") and str(path) not in TEXT
+        assert not heavy and not encoder, f"{file} loads {path}"
+
+
+def test_a_circle_and_a_way_round_are_seen():
+    assert circles({1: {2}, 2: {3}, 3: {1}, 4: {1}}) == {
+        frozenset({a, b}) for a in (1, 2, 3) for b in (1, 2, 3)
+    }
+    assert not circles({1: {2, 3}, 2: {3}, 3: set()})
+
+
+@pytest.mark.parametrize("file", CONTRACT, ids=str)
+def test_importing_the_contract_loads_what_its_imports_say(file):
+    """In a process of its own: nothing is imported at run time that the walk does not see."""
+    module = ".".join(file.with_suffix("").parts)
+    code = f"import sys, {module}; print(*sys.modules)"
+    command = [sys.executable, "-c", code]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    modules = set(output.split())
+    heavy = {"orbax", "grain", "PIL", "transformers", "tokenizers", "tensorflow", "clu", "torch"}
+    assert not heavy & {name.split(".")[0] for name in modules}
+    ours = {file_of(name) for name in modules if name.split(".")[0] in PACKAGES}
+    assert ours - {file} == reached(file)
