@@ -27,7 +27,7 @@ from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.settings import read_vae, uses_moments
 from sd_jax.vae import VAE, Moments
-from sd_jax.weights.pretrained import read_vae as read_vae_weights
+from sd_jax.weights.initial import read_vae as read_vae_weights
 
 DISTANCES = {"l1": precond.l1, "l2": precond.l2}
 _SHOWN = 8
