@@ -95,18 +95,28 @@ class Data(NamedTuple):
     """Where pictures come from."""
 
     source: str
-    path: str
-    text: str
-    uncaptioned: str
-    mixture: tuple[tuple[float, str, str, str], ...]
-    min_size: int
-    max_aspect: float
-    min_chars: int
-    max_broken: float
-    resize: int
-    crop: str
-    flip: bool
-    threads: int
+    path: str = ""
+    text: str = "txt"
+    uncaptioned: str = "error"
+    mixture: tuple[tuple[float, str, str, str], ...] = ()
+    """Parts (weight, source, path, text), for the source "mixture"."""
+    min_size: int = 0
+    """Filters: the pixels of the smaller side; the larger by the smaller, 0 for any; characters."""
+    max_aspect: float = 0.0
+    min_chars: int = 0
+    max_broken: float = 0.1
+    """The share of damaged records that does not end the run."""
+    resize: int = 0
+    """Of the smaller side, to be cut then; 0 stands for the size of the cut."""
+    crop: str = "center"
+    flip: bool = False
+    threads: int = 16
+
+
+def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's own values, and its groups."""
+    groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    return {key: value for key, value in config.items() if key not in groups}, groups
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:

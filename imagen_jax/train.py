@@ -13,7 +13,8 @@ continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 import numpy as np
 
 from diffusion_jax import checks
-from diffusion_jax.data.pipeline import Batches, open_data, training_batches
+from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -40,7 +41,7 @@ def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batc
     """The training data of a config, this process's rows of it."""
     embedded = s.text.encoder == checks.EMBEDDED
     shape = (s.text.max_tokens, s.text.width) if embedded else None
-    pictures = open_data(s.data, s.unet.image_size, embeddings=shape)
+    pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 

@@ -24,7 +24,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 
 from diffusion_jax import cli
-from diffusion_jax.data.pipeline import open_data
+from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
@@ -81,7 +81,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
             "data.flip=False and data.crop=center"
         )
     vae_params = read_vae(s.vae_weights, s.vae)
-    pictures = open_data(s.data, s.latents.image_size)
+    pictures = sources.open_pictures(s.data, s.latents.image_size)
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     program = make_encode(s, vae_params, mesh)
     work = work._replace(batch=work.batch * mesh.size)

@@ -16,7 +16,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from diffusion_jax import checks, settings
-from diffusion_jax.data.pipeline import open_data, training_batches
+from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import training_batches
 from diffusion_jax.diffusion import precond
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
@@ -111,7 +112,7 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens the data; ValueError or OSError if they cannot be."""
-    pictures = open_data(s.data, s.reconstruction.image_size)
+    pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
     shown = {"image": np.asarray(to_range(images))}

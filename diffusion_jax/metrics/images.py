@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from diffusion_jax.data.sources import Records
-from diffusion_jax.data.webdataset import WebDataset
+from diffusion_jax.data.records import Records
+from diffusion_jax.data.sources.webdataset import WebDataset
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")

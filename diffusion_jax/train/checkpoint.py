@@ -6,7 +6,6 @@ the data iterator, a file for each process) and `metadata` (the caller's JSON).
 """
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
@@ -25,10 +24,10 @@ _DELETED = "deleted"  # What is in this folder is on its way out.
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """What a checkpoint needs of a data iterator: its position as bytes."""
+    """A data iterator whose position, as bytes, a checkpoint can hold."""
 
     def get_state(self) -> bytes:
-        """The position after the last batch that was given out."""
+        """The position after the last batch."""
         ...
 
     def set_state(self, state: bytes) -> None:
@@ -71,7 +70,7 @@ class Checkpointer:
 
         The state may be donated as soon as this returns. Waits for the save before and raises its
         error (RuntimeError). A step that is there already is left as it is. `metadata` is what
-        JSON can hold, read again by `load_metadata`.
+        JSON can hold.
         """
         self.wait()
         if step in steps(self._directory):
@@ -148,12 +147,6 @@ def load_params(
     return _restore(root, {item: abstract_params})[item]
 
 
-def load_metadata(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """The metadata saved with `step` (default: the last); FileNotFoundError if there is none."""
-    root = _absolute(directory)
-    return json.loads((root / str(_find_step(root, step)) / "metadata" / "metadata").read_text())
-
-
 def steps(directory: str | os.PathLike[str]) -> list[int]:
     """The whole checkpoints under `directory`, oldest first; empty if there is none."""
     root = _absolute(directory)
@@ -195,7 +188,7 @@ def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """What is saved under which name."""
+    """The trees of a checkpoint, by the names of their items."""
     averages = {_EMA + name: tree for name, tree in state.ema.items()}
     rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
     return {"params": state.params, **averages, "optimizer": rest}
