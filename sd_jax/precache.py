@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import sources
@@ -37,7 +36,7 @@ from sd_jax.weights.initial import read_vae
 
 def define_flags() -> None:
     """Of the command alone: other commands have flags of these names."""
-    config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+    cli.define_config()
     flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
     flags.DEFINE_integer(
         "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1

@@ -126,7 +126,7 @@ def run(workdir, config, sizes=(1, 1, 1)):
     workdir.mkdir(exist_ok=True)
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     inputs = train.prepare(s, mesh)
     with inputs.batches:
         state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, {})
