@@ -31,7 +31,7 @@ from diffusion_jax.task import to_range
 from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 
 
 def define_flags() -> None:
