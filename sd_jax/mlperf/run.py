@@ -31,7 +31,7 @@ from sd_jax.mlperf.benchmark import Evaluate
 from sd_jax.mlperf.mllog import Event
 from sd_jax.settings import Settings, read_settings
 from sd_jax.task import make_task
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 
 MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 
@@ -118,7 +118,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
         multihost_utils.sync_global_devices("log")

@@ -16,11 +16,11 @@ from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
-from sd_jax.settings import Settings, check_pipeline, read_settings
+from sd_jax.settings import Settings, check_pipeline
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import from_folder
 
 
@@ -33,7 +33,7 @@ class Choice(model.Choice):
     height: int | None = replaces("sampler.height")
     width: int | None = replaces("sampler.width")
     vae_weights: str | None = replaces("vae.weights")
-    """Where the VAE's are: a file, a diffusers directory or a workdir."""
+    """A file, a diffusers directory or a workdir with the VAE's weights."""
     strength: float = 1.0
     """See settings.Pipeline."""
     preview: Preview | None = None
@@ -65,7 +65,7 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
-    s = model.read_run(workdir, choice, read_settings)
+    s: Settings = model.read_run(workdir, choice, "sd_jax")
     check_pipeline(s.pipeline._replace(strength=choice.strength))
     return s
 

@@ -14,7 +14,7 @@ from urllib.error import HTTPError
 
 from absl import logging
 
-from diffusion_jax.data import webdataset
+from diffusion_jax.data import tars
 from diffusion_jax.machine import progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
@@ -24,7 +24,7 @@ _ATTEMPTS = 4
 
 def expand(urls: Sequence[str]) -> list[str]:
     """URLs with braces as in a shell, "part-{00000..00031}.parquet"; ValueError for another."""
-    every = [url for pattern in urls for url in webdataset.expand(pattern)]
+    every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
         if not re.match(r"(https?|ftp|file)://.*[^/]$", url):
             raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")
@@ -82,7 +82,7 @@ def file_hash(path: pathlib.Path, algorithm: str) -> str:
 
 
 def name(url: str) -> str:
-    """What a URL's file is called."""
+    """The name of a URL's file."""
     return url.partition("?")[0].rpartition("/")[2]
 
 
@@ -138,6 +138,6 @@ def _check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     if digest is None:
         return
     algorithm = _ALGORITHMS[len(digest)]
-    found = file_hash(path, algorithm)
-    if found != digest.lower():
-        raise ValueError(f"{what or path} has the {algorithm} {found}, and should have {digest}")
+    actual = file_hash(path, algorithm)
+    if actual != digest.lower():
+        raise ValueError(f"{what or path} has the {algorithm} {actual}, and should have {digest}")

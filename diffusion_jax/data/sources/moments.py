@@ -1,10 +1,11 @@
-"""Moments: what an autoencoder makes of images, stored beside captions in webdataset tars.
+"""Moments: the means and log variances that an autoencoder gives for images, in webdataset tars.
 
 A member KEY.npy holds means, then log variances, float [2 Z, h, w] or [1, 2 Z, h, w] as MLPerf
 publishes them. A folder that this project wrote has a manifest, which says by what they were made;
 what others wrote has none.
 """
 
+import functools
 import io
 import json
 import os
@@ -15,10 +16,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.data import records
+from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.settings import Data
 
 MANIFEST = "moments.json"
-SUFFIX = "npy"
+SUFFIXES = ("npy",)
+
+
+def open_source(data: Data, shapes: Shapes) -> Pictures:
+    """The moments in a config's tars, in the place of pictures; without a shape, texts alone."""
+    path = records.path_of(data)
+    tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
+    return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)
 
 
 def read(
@@ -62,20 +74,20 @@ def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def check_manifest(path: str | os.PathLike[str], wanted: Mapping[str, Any]) -> None:
     """ValueError if moments have a manifest and are unfinished, or made in another way."""
-    found = find_manifest(path)
-    if found is None:
+    manifest = find_manifest(path)
+    if manifest is None:
         return
     differing = [
-        f"{name} {found.get(name)!r} there, {value!r} wanted"
+        f"{name} {manifest.get(name)!r} there, {value!r} wanted"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if manifest.get(name) != value
     ]
     if differing:
         raise ValueError(
             f"the moments in {path} were made in another way ({'; '.join(differing)}): set the "
             "config to what is there, or make others in a new folder"
         )
-    if not found["finished"]:
+    if not manifest["finished"]:
         raise ValueError(
             f"the moments in {path} are unfinished: the command that began them goes on"
         )
