@@ -24,27 +24,25 @@ from collections.abc import Sequence
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw import program as drawing
-from diffusion_jax.draw.model import with_weights
+from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Choice, Model, with_weights
 from diffusion_jax.evaluate import command as evaluation
 from imagen_jax import cascade
-from imagen_jax.cascade import Choice, Model
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
-def open_system(workdirs: Sequence[str], choice: evaluation.Choice) -> evaluation.System:
+def open_system(workdirs: Sequence[str], choice: Choice) -> evaluation.System:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
-    first = Choice(ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps)
-    later = [Choice(steps=choice.steps) for _ in workdirs[1:]]
-    stages = cascade.load(workdirs, [first, *later])
+    later = [cascade.Choice(steps=choice.steps) for _ in workdirs[1:]]
+    stages = cascade.load(workdirs, [cascade.Choice(**vars(choice)), *later])
     cascade.check_low_res(stages[0], None)
 
     def at(ema, step):
         return _point((with_weights(stages[0], ema, step), *stages[1:]))
 
     last, first_size = stages[-1].settings, stages[0].settings.output_size
-    batch_size = drawing.default_batch_size(first_size, first_size)
+    batch_size = program.default_batch_size(first_size, first_size)
     return evaluation.System(
         pathlib.Path(workdirs[0]), last.data.source, last.output_size, batch_size, at
     )

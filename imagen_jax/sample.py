@@ -85,7 +85,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _per_stage(name: str) -> list[Any]:
-    """One value a stage of a flag that was given once, for each, or not at all (None)."""
+    """A flag's values, one a stage: it may hold one for all, one for each, or none (None)."""
     kind, values, stages = _PER_STAGE[name][0], _STAGE_FLAGS[name].value, len(_WORKDIR.value)
     written = f"--{name}={','.join(values)}"
     if len(values) not in (0, 1, stages):
@@ -134,7 +134,7 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
 
 
 def _card(stage: Model) -> dict[str, Any]:
-    """What a stage draws with; a bound that is infinite is left out, since JSON has none."""
+    """A stage's run and sampler, for the metadata; without infinite bounds, which JSON has not."""
     s = stage.settings
     card = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}

@@ -1,4 +1,4 @@
-"""What can be booked, by the names that commands take: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
+"""TPU slices and GPUs by the names that commands take: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.machine.hardware import PEAKS
 
 GB = 1e9
-_GPUS = 8  # Of a host.
+_GPUS = 8  # A host has so many.
 
 
 class Kind(NamedTuple):
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
     network: float
     """To other hosts or slices."""
     pool: str
-    """What GKE labels its node pools with."""
+    """GKE's label of its node pools."""
     torus: int = 0
     """Sizes of a TPU's topology; 0 for GPUs, which are counted."""
     on_one_host: tuple[int, ...] = ()
@@ -63,12 +63,12 @@ class Target(NamedTuple):
 
     name: str
     sizes: tuple[int, ...]
-    """Of a slice; (devices,) for GPUs."""
+    """The slice's topology; (devices,) for GPUs."""
     slices: int = 1
 
     @property
     def kind(self) -> Kind:
-        """What each device can do."""
+        """The rates and memory of each device."""
         return KINDS[self.name]
 
     @property
@@ -78,17 +78,17 @@ class Target(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """Of a slice, such as 4x4x4; the number of GPUs."""
+        """The sizes of a slice as text, such as 4x4x4; the number of GPUs."""
         return "x".join(map(str, self.sizes))
 
     @property
     def devices(self) -> int:
-        """Of all slices."""
+        """Their number in all slices together."""
         return math.prod(self.sizes) * self.slices
 
     @property
     def devices_per_host(self) -> int:
-        """Of each host alike."""
+        """The same number on every host."""
         devices = math.prod(self.sizes)
         if self.is_tpu:
             return devices if devices in self.kind.on_one_host else 4
@@ -96,7 +96,7 @@ class Target(NamedTuple):
 
     @property
     def hosts(self) -> int:
-        """Of a slice, or of all GPUs."""
+        """Hosts of a slice, or of all GPUs."""
         return math.prod(self.sizes) // self.devices_per_host
 
     @property

@@ -1,4 +1,4 @@
-"""What is to run where, described once for every launcher.
+"""A job, the description of what runs where, and what all launchers do with it.
 
 A job is a file of launch/jobs, whose values the command line may change:
 
@@ -61,7 +61,7 @@ class Run(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """What a launcher makes of a checked job's runs."""
+    """A launcher's own part: a text for each run of a checked job, and who takes the texts."""
 
     render: Callable[[Run], str]
     """A run's manifest, script or command line."""

@@ -1,4 +1,4 @@
-"""What a training run needs, before anything is booked.
+"""Plans a training run before anything is booked: memory, communication, time, disk.
 
     python -m launch.plan --config=configs/base64_2b.py --target=v5p:4x4x4
     python -m launch.plan --config=configs/base64_2b.py --target=h100:64 --fast
@@ -42,7 +42,7 @@ _PICTURES = flags.DEFINE_integer("pictures", 1_000_000, "Of the data set.", lowe
 
 
 def main(argv: list[str]) -> None:
-    """Reads, traces, compiles if asked, prints."""
+    """Reads, traces, compiles unless --fast, prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
@@ -57,16 +57,15 @@ def main(argv: list[str]) -> None:
         estimate.local_batch(model, mesh)
     with _progress("tracing the loss and its gradient"):
         traced = estimate.trace(model)
-    temporary = found = None
-    notes = list(model.notes)
+    compiled, notes = None, list(model.notes)
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
-            temporary, found, note = compiling.analyse(model, target, mesh)
-        notes += note
-    given = {"mfu": _MFU.value, "pictures": _PICTURES.value}
-    figures = estimate.plan(traced, target, **given, temporary=temporary, found=found)
-    figures["advice"] = _advice(config, figures, mesh)
-    figures["notes"] = notes
+            compiled, more = compiling.analyse(model, target, mesh)
+        notes += more
+    figures = estimate.plan(
+        traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
+    )
+    figures |= {"advice": _advice(config, figures, mesh), "notes": notes}
     print(json.dumps(figures) if _JSON.value else table(str(_TARGET.value), figures))
 
 
@@ -107,7 +106,7 @@ def table(target: str, f: dict[str, Any]) -> str:
 
 
 def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[str]:
-    """What to change: rematerialization and micro batches, by the model of the memory."""
+    """Changes worth a try: rematerialization and micro batches, by the model of the memory."""
     remat = config["unet"]["remat"]
     if figures["fits"]:
         return ["--config.unet.remat=False may fit too, and saves a fourth of the work"] * remat

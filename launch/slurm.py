@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from diffusion_jax import settings
 from launch import job as jobs
+from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
 
@@ -57,45 +58,12 @@ def check(job: Job, target: Target) -> None:
 
 def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     """The sbatch script of a run."""
-    options = {
-        "job-name": run.name,
-        "nodes": target.hosts,
-        "ntasks-per-node": 1,
-        "gpus-per-node": target.devices_per_host,
-        "time": slurm.time,
-        "signal": f"B:USR1@{slurm.grace}",
-        "partition": slurm.partition,
-        "account": slurm.account,
-        "output": f"{run.name}-%j.log",
-        "open-mode": "append",
-    }
-    header = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
     mount = f"{run.workdir}:{run.workdir}"
     image = ["--container-image", job.image, "--container-mounts", mount] if job.image else []
     srun = ["srun", "--kill-on-bad-exit=1", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
-    needed = [f': "${{{name}:?is not set where sbatch was called}}"' for name in job.secrets]
-    parts = [
-        "#!/bin/bash",
-        *header,
-        "#SBATCH --requeue",
-        "",
-        *needed,
-        *([slurm.setup] if slurm.setup else []),
-        f"export JAX_LOCAL_DEVICE_IDS={','.join(map(str, range(target.devices_per_host)))}",
-        "",
-        "# Near the time limit the run is told to save, and queued again once it has (code 143).",
-        "out_of_time=",
-        "trap 'out_of_time=1; scancel --signal=TERM \"$SLURM_JOB_ID.0\"' USR1",
-        f"{line} &",
-        "run=$!",
-        "wait $run; code=$?",
-        '[ -n "$out_of_time" ] && { wait $run; code=$?; }  # The trap ended the first wait alone.',
-        '[ -n "$out_of_time" ] && [ $code -eq 143 ] && scontrol requeue "$SLURM_JOB_ID"',
-        "exit $code",
-        "",
-    ]
-    return "\n".join(parts)
+    values = {"job": job, "slurm": slurm, "target": target, "run": run}
+    return templates.fill("slurm.sh", srun=line, **values)
 
 
 if __name__ == "__main__":

@@ -21,22 +21,18 @@ import pathlib
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw.model import Model, with_weights
+from diffusion_jax.draw.model import Choice, Model, with_weights
 from diffusion_jax.evaluate import command as evaluation
 from sd_jax import drawing
 from sd_jax.settings import Settings
-from sd_jax.weights.trained import Choice, read_run
+from sd_jax.weights.trained import read_run
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
 
 
-def open_system(
-    workdir: str, choice: evaluation.Choice, vae_weights: str | None = None
-) -> evaluation.System:
+def open_system(workdir: str, choice: Choice, vae_weights: str | None = None) -> evaluation.System:
     """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
-    chosen = Choice(
-        ema=choice.ema, checkpoint=choice.checkpoint, steps=choice.steps, vae_weights=vae_weights
-    )
+    chosen = drawing.Choice(**vars(choice), vae_weights=vae_weights)
     s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
     return evaluation.System(
         pathlib.Path(workdir),

@@ -23,18 +23,18 @@ from sd_jax.mlperf import coco, laion
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
     cli.start(alone=True)
-    given = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     with cli.bad_input():
-        given.run(given)
+        options.run(options)
 
 
-def _laion(given: argparse.Namespace) -> None:
-    source, out = pathlib.Path(given.metadata), pathlib.Path(given.out)
+def _laion(options: argparse.Namespace) -> None:
+    source, out = pathlib.Path(options.metadata), pathlib.Path(options.out)
     tables = sorted(source.glob("*.parquet"))
     if not tables:
         raise FileNotFoundError(f"no .parquet in {source}: it is to hold LAION-400M's metadata")
     missing = [table for table in tables if not (out / table.name).exists()]
-    if given.dry_run:
+    if options.dry_run:
         print(f"would filter {len(missing)} of {len(tables)} tables into {out}")
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -45,27 +45,27 @@ def _laion(given: argparse.Namespace) -> None:
     print(f"{kept:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
 
 
-def _captions(given: argparse.Namespace) -> None:
-    path, out = pathlib.Path(given.annotations), pathlib.Path(given.out)
+def _captions(options: argparse.Namespace) -> None:
+    path, out = pathlib.Path(options.annotations), pathlib.Path(options.out)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
-    chosen = coco.choose(coco.read_annotations(path), given.num)
-    if given.dry_run:
+    chosen = coco.choose(coco.read_annotations(path), options.num)
+    if options.dry_run:
         print(f"would write {len(chosen):,} captions to {out}")
         return
     files.write_whole(out, coco.to_tsv(chosen))
     print(f"{len(chosen):,} captions are in {out}")
 
 
-def _images(given: argparse.Namespace) -> None:
-    captions = coco.read_tsv(pathlib.Path(given.captions))
-    out = pathlib.Path(given.out)
-    if given.dry_run:
+def _images(options: argparse.Namespace) -> None:
+    captions = coco.read_tsv(pathlib.Path(options.captions))
+    out = pathlib.Path(options.out)
+    if options.dry_run:
         names = [coco.image_name(row.image_id) for row in captions]
         missing = sum(not (out / name).exists() for name in names)
         print(f"would squash {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
         return
-    done = coco.squash_all(captions, pathlib.Path(given.images), out, given.threads)
+    done = coco.squash_all(captions, pathlib.Path(options.images), out, options.threads)
     print(f"{done:,} images done; {len(captions):,} are in {out}")
 
 

@@ -144,7 +144,7 @@ def _warn_of_cuts(encoder: TextEncoder, prompts: list[str]) -> None:
 
 
 def _card(model: Model) -> dict[str, Any]:
-    """What an image is drawn with."""
+    """The model and its sampler, for the metadata."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape

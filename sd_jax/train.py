@@ -71,7 +71,7 @@ def open_batches(
 
 
 def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
-    """What decides what moments are, for their manifest; the VAE where its weights are given."""
+    """The settings and the digest of the VAE that moments depend on, for their manifest."""
     identity = {"image_size": s.latents.image_size, "scale": s.latents.scale,
                 "pixels": s.latents.pixels}  # fmt: skip
     return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})

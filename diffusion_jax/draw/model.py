@@ -43,13 +43,13 @@ class Choice:
     """Where the text encoder's weights are: a folder or a Hugging Face name."""
 
     def fields_of(self, group: str) -> dict[str, Any]:
-        """What was chosen in place of fields of a group of the config, by their names there."""
-        chosen = {}
+        """The values chosen in place of a config group's, by their names there."""
+        values = {}
         for field in dataclasses.fields(self):
-            of, _, name = field.metadata.get("field", "").partition(".")
-            if of == group and (value := getattr(self, field.name)) is not None:
-                chosen[name] = value
-        return chosen
+            in_group, _, name = field.metadata.get("field", "").partition(".")
+            if in_group == group and (value := getattr(self, field.name)) is not None:
+                values[name] = value
+        return values
 
 
 class Model(NamedTuple):

@@ -19,7 +19,8 @@ from absl import app, flags, logging
 
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, log, sharding, sheets
@@ -55,14 +56,6 @@ class System(NamedTuple):
     """With the weights of an average and a checkpoint, None for the last."""
 
 
-class Choice(NamedTuple):
-    """What the command's flags say of the weights to begin with, and of all drawing."""
-
-    ema: str
-    checkpoint: int | None
-    steps: int | None
-
-
 class Sweep(NamedTuple):
     """The points of a sweep, and how their pictures are drawn."""
 
@@ -96,7 +89,7 @@ def command(
         with cli.bad_input():
             steps = [_number(text, "checkpoint", int) for text in f["checkpoint"].value] or [None]
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
-            system = open_system(Choice(f["ema"].value[0], steps[0], f["steps"].value))
+            system = open_system(Choice(f["ema"].value[0], steps[0], steps=f["steps"].value))
             scorer = _scorer(system, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
@@ -156,7 +149,7 @@ def _features(
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
     folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
-    batch_size = drawing.even_batch_size(plan.batch_size or system.batch_size, total)
+    batch_size = program.even_batch_size(plan.batch_size or system.batch_size, total)
     with cli.bad_input():
         cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0

@@ -190,7 +190,7 @@ def text_tower(
         eps=settings.eps,
         dtype=dtype,
     )
-    return tower, clip_weights.text_table(tower.num_layers, tower.projection is not None)
+    return tower, clip_weights.table(abstract_params(tower), clip_weights.TEXT)
 
 
 def image_tower(
@@ -214,7 +214,7 @@ def image_tower(
         eps=settings.eps,
         dtype=dtype,
     )
-    return tower, clip_weights.image_table(tower.num_layers, tower.projection is not None)
+    return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
 
 
 def cosine(images: Float[Array, "I E"], texts: Float[Array, "T E"]) -> Float[Array, "I T"]:

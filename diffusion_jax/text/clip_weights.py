@@ -12,16 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax.weights import pretrained
-from diffusion_jax.weights.torch_weights import (
-    LINEAR,
-    VECTOR,
-    Entry,
-    Layout,
-    StateDict,
-    layer,
-    norm,
-)
+from diffusion_jax.weights import pretrained, torch_weights
+from diffusion_jax.weights.torch_weights import CONV, Entry, StateDict
 
 TEXT, VISION = "text_model", "vision_model"
 
@@ -88,44 +80,25 @@ def is_open_clip(state: StateDict) -> bool:
     return any(re.search(r"(^|\.)transformer\.resblocks\.0\.", name) for name in state)
 
 
-def text_table(num_layers: int, projected: bool) -> list[Entry]:
-    """The name of every parameter of a TextTower."""
-    entries = [
-        Entry(f"{TEXT}.embeddings.token_embedding.weight", "token_embedding", VECTOR),
-        Entry(f"{TEXT}.embeddings.position_embedding.weight", "position_embedding", VECTOR),
-        *norm(f"{TEXT}.final_layer_norm", "final_norm"),
-        *_layers_table(TEXT, num_layers),
-    ]
-    if projected:
-        entries.append(Entry("text_projection.weight", "projection/kernel", LINEAR))
-    return [e._replace(path=f"params/{e.path}") for e in entries]
-
-
-def image_table(num_layers: int, projected: bool) -> list[Entry]:
-    """The name of every parameter of an ImageTower."""
-    entries = [
-        Entry(f"{VISION}.embeddings.class_embedding", "class_embedding", VECTOR),
-        Entry(f"{VISION}.embeddings.position_embedding.weight", "position_embedding", VECTOR),
-        Entry(f"{VISION}.embeddings.patch_embedding.weight", "patch_kernel", _PATCH),
-        *norm(f"{VISION}.pre_layrnorm", "first_norm"),  # Sic.
-        *norm(f"{VISION}.post_layernorm", "final_norm"),
-        *_layers_table(VISION, num_layers),
-    ]
-    if projected:
-        entries.append(Entry("visual_projection.weight", "projection/kernel", LINEAR))
-    return [e._replace(path=f"params/{e.path}") for e in entries]
+def table(params: Any, tower: str) -> list[Entry]:
+    """The name of every parameter of a TextTower or ImageTower, whose params may be abstract."""
+    rules = [(path, name.replace("TOWER", tower)) for path, name in _RULES]
+    rules.append(("final_norm", f"{tower}.{_FINAL_NORMS[tower]}"))
+    rules.append(("projection", _PROJECTIONS[tower]))
+    name_of = lambda path: torch_weights.rename(path, rules)
+    return torch_weights.table(params, name_of, [("patch_kernel", CONV)])
 
 
 def num_layers(names: Iterable[str], tower: str) -> int:
     """The number of layers that a tower has in these names of arrays."""
-    found = (re.match(rf"{tower}\.encoder\.layers\.(\d+)\.", name) for name in names)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(rf"{tower}\.encoder\.layers\.(\d+)\.", name) for name in names)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
     """A tower's arrays, also any that its table lacks; not the other tower's, nor layers beyond."""
     names = {e.torch for e in table}
-    tower = table[0].torch.partition(".")[0]
+    tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
     depth = num_layers(names, tower)
 
     def wanted(name: str) -> bool:
@@ -162,21 +135,18 @@ _TO_OPEN_CLIP = (
     (r"\.mlp\.fc1\.", ".mlp.c_fc."),
     (r"\.mlp\.fc2\.", ".mlp.c_proj."),
 )
-_PATCH = Layout(lambda w: w.transpose(2, 3, 1, 0), lambda w: w.transpose(3, 2, 0, 1))
-
-
-def _layers_table(tower: str, num_layers: int) -> list[Entry]:
-    entries = []
-    for i in range(num_layers):
-        torch, path = f"{tower}.encoder.layers.{i}", f"layer_{i}"
-        for n in "qkv":
-            entries += layer(f"{torch}.self_attn.{n}_proj", f"{path}_attention/{n}", LINEAR)
-        entries += layer(f"{torch}.self_attn.out_proj", f"{path}_attention/out", LINEAR)
-        entries += norm(f"{torch}.layer_norm1", f"{path}_attention_norm")
-        entries += norm(f"{torch}.layer_norm2", f"{path}_mlp_norm")
-        for n in ("fc1", "fc2"):
-            entries += layer(f"{torch}.mlp.{n}", f"{path}_mlp/{n}", LINEAR)
-    return entries
+_RULES = (
+    ("(token|position)_embedding", r"TOWER.embeddings.\1_embedding.weight"),
+    ("class_embedding", "TOWER.embeddings.class_embedding"),
+    ("patch_kernel", "TOWER.embeddings.patch_embedding.weight"),
+    ("first_norm", "TOWER.pre_layrnorm"),  # Sic.
+    (r"layer_(\d+)_attention/(q|k|v|out)", r"TOWER.encoder.layers.\1.self_attn.\2_proj"),
+    (r"layer_(\d+)_attention_norm", r"TOWER.encoder.layers.\1.layer_norm1"),
+    (r"layer_(\d+)_mlp_norm", r"TOWER.encoder.layers.\1.layer_norm2"),
+    (r"layer_(\d+)_mlp/(\w+)", r"TOWER.encoder.layers.\1.mlp.\2"),
+)
+_PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
+_FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:

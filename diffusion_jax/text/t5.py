@@ -22,7 +22,7 @@ from diffusion_jax.text import tokenize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
-from diffusion_jax.weights.torch_weights import LINEAR, VECTOR, Entry, StateDict
+from diffusion_jax.weights.torch_weights import Entry, StateDict
 
 
 class T5Encoder(nn.Module):
@@ -165,25 +165,8 @@ def from_state(
 
 def t5_table(model: T5Encoder) -> list[Entry]:
     """Hugging Face's name of every parameter."""
-    entries = [
-        Entry(_EMBEDDING, "token_embedding", VECTOR),
-        Entry(_REQUIRED[0], "relative_bias", VECTOR),
-        Entry("encoder.final_layer_norm.weight", "final_norm/scale", VECTOR),
-    ]
-    for i in range(model.num_layers):
-        torch = f"encoder.block.{i}.layer"
-        entries += [
-            Entry(f"{torch}.0.SelfAttention.{n}.weight", f"block_{i}_attention/{n}/kernel", LINEAR)
-            for n in "qkvo"
-        ]
-        entries += [
-            Entry(_mlp_in(i, n), f"block_{i}_mlp/{n}/kernel", LINEAR)
-            for n in (("wi_0", "wi_1", "wo") if model.gated else ("wi", "wo"))
-        ]
-        for n, name in enumerate(("attention", "mlp")):
-            torch_norm = f"{torch}.{n}.layer_norm.weight"
-            entries.append(Entry(torch_norm, f"block_{i}_{name}_norm/scale", VECTOR))
-    return [e._replace(path=f"params/{e.path}") for e in entries]
+    name_of = lambda path: torch_weights.rename(path, _RULES)
+    return torch_weights.table(abstract_params(model), name_of)
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
@@ -264,6 +247,17 @@ _REQUIRED = (
     "encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
     "encoder.block.0.layer.0.SelfAttention.q.weight",
     "encoder.block.0.layer.1.DenseReluDense.wi.weight",
+)
+
+
+_RULES = (
+    ("token_embedding", _EMBEDDING),
+    ("relative_bias", _REQUIRED[0]),
+    ("final_norm", "encoder.final_layer_norm"),
+    (r"block_(\d+)_attention/(\w)", r"encoder.block.\1.layer.0.SelfAttention.\2"),
+    (r"block_(\d+)_attention_norm", r"encoder.block.\1.layer.0.layer_norm"),
+    (r"block_(\d+)_mlp/(\w+)", r"encoder.block.\1.layer.1.DenseReluDense.\2"),
+    (r"block_(\d+)_mlp_norm", r"encoder.block.\1.layer.1.layer_norm"),
 )
 
 

@@ -23,10 +23,10 @@ _DELETED = "deleted"  # What is in this folder is on its way out.
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """What a checkpoint needs of a data iterator: its position as bytes."""
+    """A data iterator whose position, as bytes, a checkpoint can hold."""
 
     def get_state(self) -> bytes:
-        """The position after the last batch that was given out."""
+        """The position after the last batch."""
         ...
 
     def set_state(self, state: bytes) -> None:
@@ -69,7 +69,7 @@ class Checkpointer:
 
         The state may be donated as soon as this returns. Waits for the save before and raises its
         error (RuntimeError). A step that is there already is left as it is. `metadata` is what
-        JSON can hold, read again by `restore.load_metadata`.
+        JSON can hold.
         """
         self.wait()
         if step in restore.steps(self._directory):
@@ -158,7 +158,7 @@ def _mine(directory: epath.Path) -> epath.Path:
 
 
 def _items(state: TrainState) -> dict[str, Any]:
-    """What is saved under which name."""
+    """The trees of a checkpoint, by the names of their items."""
     averages = {restore.EMA + name: tree for name, tree in state.ema.items()}
     rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
     return {"params": state.params, **averages, "optimizer": rest}

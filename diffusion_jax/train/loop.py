@@ -49,7 +49,7 @@ _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 
 
 class Examples(NamedTuple):
-    """What the pictures on the way are drawn of: a batch of texts, their captions, the guidance."""
+    """A batch of texts to draw on the way, always from the same seeds, and their captions."""
 
     batch: Texts
     captions: tuple[str, ...]

@@ -1,6 +1,5 @@
-"""The checkpoints of a run, read: which there are, their metadata, and parameters alone."""
+"""The checkpoints of a run, read: which there are, and their parameters without the optimizer."""
 
-import json
 import os
 from typing import Any
 
@@ -31,12 +30,6 @@ def load_params(
     root = root / str(find_step(root, step))
     item = _params_item(root, which)
     return load_items(root, {item: abstract_params})[item]
-
-
-def load_metadata(directory: str | os.PathLike[str], step: int | None = None) -> dict[str, Any]:
-    """The metadata saved with `step` (default: the last); FileNotFoundError if there is none."""
-    root = absolute(directory)
-    return json.loads((root / str(find_step(root, step)) / "metadata" / "metadata").read_text())
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:

@@ -6,6 +6,7 @@ shape is an error, so that a conversion that succeeds has lost nothing.
 
 import os
 import pathlib
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -49,20 +50,29 @@ class Entry(NamedTuple):
     layout: Layout
 
 
-def layer(torch: str, path: str, layout: Layout) -> list[Entry]:
-    """The weight and the bias of a linear layer or convolution."""
-    return [
-        Entry(f"{torch}.weight", f"{path}/kernel", layout),
-        Entry(f"{torch}.bias", f"{path}/bias", VECTOR),
-    ]
+Rules = Sequence[tuple[str, str]]
+"""Regular expressions of whole paths, and torch's names for them; the first that matches holds."""
 
 
-def norm(torch: str, path: str) -> list[Entry]:
-    """The weight and the bias of a normalisation."""
-    return [
-        Entry(f"{torch}.weight", f"{path}/scale", VECTOR),
-        Entry(f"{torch}.bias", f"{path}/bias", VECTOR),
-    ]
+def rename(path: str, rules: Rules) -> str:
+    """Torch's name of a layer or array; a path that no rule matches is a name already."""
+    matches = ((re.fullmatch(pattern, path), name) for pattern, name in rules)
+    return next((match.expand(name) for match, name in matches if match), path)
+
+
+def table(
+    params: Any,
+    name_of: Callable[[str], str],
+    layouts: Sequence[tuple[str, Layout]] = (),
+) -> list[Entry]:
+    """An entry for each leaf of `params`, which may be abstract.
+
+    `name_of` gives torch's name of a layer by its path ("mid_attn/q"), without .weight and .bias,
+    and of arrays of any other name ("token_embedding"). `layouts` are regular expressions of the
+    paths of layers whose kernels are held in another way than linear layers and convolutions.
+    """
+    return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
+            jax.tree.leaves_with_path(params)]  # fmt: skip
 
 
 def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) -> Any:
@@ -115,6 +125,24 @@ def some(names: Iterable[str], most: int = 5) -> str:
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
+
+
+def _entry(
+    path: str, leaf: Any, name_of: Callable[[str], str], layouts: Sequence[tuple[str, Layout]]
+) -> Entry:
+    layer, _, part = path.removeprefix("params/").rpartition("/")
+    if part in ("scale", "bias"):
+        return Entry(f"{name_of(layer)}.{'weight' if part == 'scale' else part}", path, VECTOR)
+    if part != "kernel":
+        whole = path.removeprefix("params/")
+        return Entry(name_of(whole), path, _layout(whole, VECTOR, layouts))
+    layout = _layout(layer, LINEAR if len(leaf.shape) == 2 else CONV, layouts)
+    return Entry(f"{name_of(layer)}.weight", path, layout)
+
+
+def _layout(path: str, default: Layout, layouts: Sequence[tuple[str, Layout]]) -> Layout:
+    matching = (layout for pattern, layout in layouts if re.fullmatch(pattern, path))
+    return next(matching, default)
 
 
 def _arranged(

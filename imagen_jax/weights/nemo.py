@@ -3,14 +3,23 @@
 NeMo's `unet_type` is "base" or "sr-unet" for UNet, "sr" for EfficientUNet.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from diffusion_jax.weights import torch_weights
-from diffusion_jax.weights.torch_weights import Entry, StateDict, layer, norm
+from diffusion_jax.weights import guided_diffusion, torch_weights
+from diffusion_jax.weights.torch_weights import (
+    CONV1D_1,
+    CONV2D_1,
+    CONV_TRANSPOSE,
+    LINEAR,
+    Entry,
+    Layout,
+    Rules,
+    StateDict,
+)
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
@@ -21,10 +30,9 @@ PREFIX = "model.model.unet."
 """Where NeMo's model keeps the UNet."""
 
 
-def table(unet: UNet | EfficientUNet) -> list[Entry]:
-    """NeMo's name of every parameter."""
-    entries = _unet_table(unet) if isinstance(unet, UNet) else _efficient_table(unet)
-    return [e._replace(path=f"params/{e.path}") for e in _conditioning(unet) + entries]
+def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
+    """NeMo's name of every parameter; `params` may be abstract."""
+    return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
@@ -42,12 +50,13 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
             )
         if alias is not None:
             state.setdefault(f"init_conv.0.{part}", alias)
-    return torch_weights.to_params(state, table(unet), abstract_params(unet, text_width))
+    abstract = abstract_params(unet, text_width)
+    return torch_weights.to_params(state, table(abstract, unet), abstract)
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
     """Params as a NeMo state dict, without prefixes, the first layer of a UNet twice."""
-    state = torch_weights.to_state_dict(params, table(unet))
+    state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
         for part in ("weight", "bias"):
             state[f"input_blocks.0.0.{part}"] = state[f"init_conv.0.{part}"]
@@ -155,149 +164,80 @@ def _common_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _unet_table(unet: UNet) -> list[Entry]:
-    entries = layer("init_conv.0", "init_conv", torch_weights.CONV)
-    levels = list(zip(unet.channel_mult, blocks_per_level(unet), strict=True))
-    width = unet.embed_dim * unet.channel_mult[0]
-    skips = [width]
-    block = 1  # input_blocks.0 is init_conv under a second name.
-    for level, (mult, count) in enumerate(levels):
-        for i in range(count):
-            torch, width_in, width = f"input_blocks.{block}", width, unet.embed_dim * mult
-            entries += _res(f"{torch}.0", f"down_{level}_{i}_res", width_in != width)
-            if attends(unet, level):
-                entries += _attention(unet.attention, f"{torch}.1", f"down_{level}_{i}_attn")
-            skips.append(width)
-            block += 1
-        if level < len(levels) - 1:
-            entries += _down(unet, f"input_blocks.{block}.0", f"down_{level}_resample")
-            skips.append(width)
-            block += 1
-    entries += _res("middle_block.0", "mid_res_0")
-    entries += _attention(unet.attention, "middle_block.1", "mid_attn")
-    entries += _res("middle_block.2", "mid_res_1")
-    block = 0
-    for level, (mult, count) in reversed(list(enumerate(levels))):
-        for i in range(count + 1):
-            torch, width_in, width = f"output_blocks.{block}", width, unet.embed_dim * mult
-            entries += _res(f"{torch}.0", f"up_{level}_{i}_res", width_in + skips.pop() != width)
-            if attends(unet, level):
-                entries += _attention(unet.attention, f"{torch}.1", f"up_{level}_{i}_attn")
-            if level > 0 and i == count:
-                up = f"{torch}.{2 if attends(unet, level) else 1}"
-                entries += _up(unet, up, f"up_{level}_resample")
-            block += 1
-    entries += norm("out.0", "out_norm")
-    return entries + layer("out.2", "out_conv", torch_weights.CONV)
+def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
+    """NeMo's name of a layer by its path in params."""
+    if isinstance(unet, EfficientUNet):
+        rules = (*_EFFICIENT_ENDS, *_CONDITIONING)
+        return lambda path: _efficient_name(path, (*_EFFICIENT_INSIDE, *_INSIDE), rules)
+    attending = [attends(unet, level) for level in range(len(unet.channel_mult))]
+    places = guided_diffusion.places(blocks_per_level(unet), attending)
+    ends, inside = (*_UNET_ENDS, *_CONDITIONING), (*_UNET_INSIDE, *_INSIDE)
+    return lambda path: guided_diffusion.layer_name(path, places, ends, inside)
 
 
-def _efficient_table(unet: EfficientUNet) -> list[Entry]:
-    entries = layer("init_conv", "init_conv", torch_weights.CONV)
-    resamplings = {"D": torch_weights.CONV, "U": torch_weights.CONV_TRANSPOSE}
-    for side, name in (("D", "down"), ("U", "up")):
-        for level, count in enumerate(unet.num_res_blocks):
-            torch = f"{side}Blocks.{level}"
-            for i in range(count):
-                entries += _efficient_res(f"{torch}.blocks.{i}", f"{name}_{level}_{i}_res")
-            if level in unet.attention_levels:
-                path = f"{name}_{level}_attn"
-                entries += _attention(unet.attention, f"{torch}.attention_layer", path)
-            if level < len(unet.num_res_blocks) - 1:
-                entries += layer(f"{torch}.conv", f"{name}_{level}_resample", resamplings[side])
-    return entries + layer("out", "out_conv", torch_weights.CONV2D_1)
+def _efficient_name(path: str, inside: Rules, ends: Rules) -> str:
+    block, _, rest = path.partition("/")
+    place = torch_weights.rename(block, _EFFICIENT_PLACES)
+    if place == block:
+        return torch_weights.rename(path, ends)
+    return f"{place}.{torch_weights.rename(rest, inside)}" if rest else place
 
 
-def _conditioning(unet: UNet | EfficientUNet) -> list[Entry]:
-    linear = torch_weights.LINEAR
-    entries = _time("time_embed", "time_embed", unet)
-    if unet.noise_aug:
-        entries += _time("lowres_time_embed", "low_res_time_embed", unet)
-    if unet.text_pooling == "attention":
-        entries += layer("attention_pooling.0.W", "text_pool/score", linear)
-        entries += norm("attention_pooling.1", "text_pool/norm")
-        entries += layer("attention_pooling.2", "text_pool/out", linear)
-    entries += layer("text_to_cond", "text_to_cond", linear)
-    entries += norm("to_text_non_attn_cond.0", "text_embed/norm")
-    entries += layer("to_text_non_attn_cond.1", "text_embed/dense1", linear)
-    entries += layer("to_text_non_attn_cond.3", "text_embed/dense2", linear)
-    if unet.null_token:
-        entries.append(Entry("null_text_embedding", "null_token", torch_weights.VECTOR))
-    return entries
+_CONDITIONING = (
+    ("low_res_time_embed/dense1", "lowres_time_embed.1"),
+    ("low_res_time_embed/dense2", "lowres_time_embed.3"),
+    ("low_res_time_embed/frequencies", "lowres_time_embed.0.weights"),
+    ("time_embed/dense1", "time_embed.1"),
+    ("time_embed/dense2", "time_embed.3"),
+    ("time_embed/frequencies", "time_embed.0.weights"),
+    ("text_pool/score", "attention_pooling.0.W"),
+    ("text_pool/norm", "attention_pooling.1"),
+    ("text_pool/out", "attention_pooling.2"),
+    ("text_embed/norm", "to_text_non_attn_cond.0"),
+    ("text_embed/dense1", "to_text_non_attn_cond.1"),
+    ("text_embed/dense2", "to_text_non_attn_cond.3"),
+    ("null_token", "null_text_embedding"),
+)
+_UNET_ENDS = (("init_conv", "init_conv.0"), ("out_norm", "out.0"), ("out_conv", "out.2"))
+_EFFICIENT_ENDS = (("out_conv", "out"),)
+_EFFICIENT_PLACES = (
+    (r"down_(\d+)_(\d+)_res", r"DBlocks.\1.blocks.\2"),
+    (r"down_(\d+)_attn", r"DBlocks.\1.attention_layer"),
+    (r"down_(\d+)_resample", r"DBlocks.\1.conv"),
+    (r"up_(\d+)_(\d+)_res", r"UBlocks.\1.blocks.\2"),
+    (r"up_(\d+)_attn", r"UBlocks.\1.attention_layer"),
+    (r"up_(\d+)_resample", r"UBlocks.\1.conv"),
+)
+# Residual blocks, which also resample (up_h, up_x), and attention of all kinds.
+_UNET_INSIDE = (("conv2", "out_layers.3"), ("skip", "skip_connection"))
+_EFFICIENT_INSIDE = (("conv2", "out_layers.2"), ("skip", "shortcut"))
+_INSIDE = (
+    ("norm1", "in_layers.0"),
+    ("conv1", "in_layers.2"),
+    ("emb", "emb_layers.1"),
+    ("norm2", "out_layers.0"),
+    ("up_h", "h_upd.conv"),
+    ("up_x", "x_upd.conv"),
+    ("in", "proj_in"),
+    ("out", "proj_out"),
+    ("(self|cross)/out", r"\1_attention_block.proj_out"),
+    (r"(self|cross)/(\w+)", r"\1_attention_block.\2"),
+    ("ff_norm", "ff.norm"),
+    ("ff_in", "ff.net.0.proj"),
+    ("ff_out", "ff.net.2"),
+)
 
 
-def _time(torch: str, path: str, unet: UNet | EfficientUNet) -> list[Entry]:
-    entries = layer(f"{torch}.1", f"{path}/dense1", torch_weights.LINEAR)
-    entries += layer(f"{torch}.3", f"{path}/dense2", torch_weights.LINEAR)
-    if unet.learned_time_dim:
-        entries.append(Entry(f"{torch}.0.weights", f"{path}/frequencies", torch_weights.VECTOR))
-    return entries
-
-
-def _res(torch: str, path: str, projected: bool = False) -> list[Entry]:
-    """`projected`: the width changes, so that the shortcut has parameters."""
-    entries = [
-        *norm(f"{torch}.in_layers.0", f"{path}/norm1"),
-        *layer(f"{torch}.in_layers.2", f"{path}/conv1", torch_weights.CONV),
-        *layer(f"{torch}.emb_layers.1", f"{path}/emb", torch_weights.LINEAR),
-        *norm(f"{torch}.out_layers.0", f"{path}/norm2"),
-        *layer(f"{torch}.out_layers.3", f"{path}/conv2", torch_weights.CONV),
-    ]
-    if projected:
-        entries += layer(f"{torch}.skip_connection", f"{path}/skip", torch_weights.CONV2D_1)
-    return entries
-
-
-def _efficient_res(torch: str, path: str) -> list[Entry]:
+def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
+    """The kernels that NeMo holds as convolutions of size 1, and those that double the sides."""
+    stacked = [(".*_attn/(in|out)", CONV2D_1), (r".*_attn/ff_\w+", LINEAR)]
     return [
-        *norm(f"{torch}.in_layers.0", f"{path}/norm1"),
-        *layer(f"{torch}.in_layers.2", f"{path}/conv1", torch_weights.CONV),
-        *layer(f"{torch}.emb_layers.1", f"{path}/emb", torch_weights.LINEAR),
-        *norm(f"{torch}.out_layers.0", f"{path}/norm2"),
-        *layer(f"{torch}.out_layers.2", f"{path}/conv2", torch_weights.CONV),
-        *layer(f"{torch}.shortcut", f"{path}/skip", torch_weights.CONV2D_1),
+        *(stacked if unet.attention == "stacked" else []),
+        (".*_attn/.*", CONV1D_1),
+        (".*/skip", CONV2D_1),
+        (r"up_\d+_resample(/up_[hx])?", CONV_TRANSPOSE),
+        *([("out_conv", CONV2D_1)] if isinstance(unet, EfficientUNet) else []),
     ]
-
-
-def _down(unet: UNet, torch: str, path: str) -> list[Entry]:
-    if unet.resblock_updown:
-        return _res(torch, path)
-    return layer(f"{torch}.op", path, torch_weights.CONV) if unet.conv_resample else []
-
-
-def _up(unet: UNet, torch: str, path: str) -> list[Entry]:
-    if not unet.resblock_updown:
-        return layer(f"{torch}.conv", path, torch_weights.CONV_TRANSPOSE)
-    return [
-        *_res(torch, path),
-        *layer(f"{torch}.h_upd.conv", f"{path}/up_h", torch_weights.CONV_TRANSPOSE),
-        *layer(f"{torch}.x_upd.conv", f"{path}/up_x", torch_weights.CONV_TRANSPOSE),
-    ]
-
-
-def _attention(kind: str, torch: str, path: str) -> list[Entry]:
-    if kind == "stacked":
-        return [
-            *layer(f"{torch}.proj_in", f"{path}/in", torch_weights.CONV2D_1),
-            *norm(f"{torch}.norm", f"{path}/norm"),
-            *_attention("self", f"{torch}.self_attention_block", f"{path}/self"),
-            *_attention("cross", f"{torch}.cross_attention_block", f"{path}/cross"),
-            *norm(f"{torch}.ff.norm", f"{path}/ff_norm"),
-            *layer(f"{torch}.ff.net.0.proj", f"{path}/ff_in", torch_weights.LINEAR),
-            *layer(f"{torch}.ff.net.2", f"{path}/ff_out", torch_weights.LINEAR),
-            *layer(f"{torch}.proj_out", f"{path}/out", torch_weights.CONV2D_1),
-        ]
-    norms, layers = _ATTENTION_PARTS[kind]
-    entries = [entry for n in norms for entry in norm(f"{torch}.{n}", f"{path}/{n}")]
-    for name in layers:
-        entries += layer(f"{torch}.{name}", f"{path}/{name}", torch_weights.CONV1D_1)
-    return entries + layer(f"{torch}.proj_out", f"{path}/out", torch_weights.CONV1D_1)
-
-
-_ATTENTION_PARTS = {
-    "self": (("norm",), ("qkv",)),
-    "cross": (("norm", "norm_context"), ("q", "kv")),
-    "fused": (("norm", "norm_context", "norm_self"), ("q", "kv_context", "kv_self")),
-}
 
 
 def _bare(state: StateDict) -> dict[str, np.ndarray]:

@@ -6,7 +6,7 @@ import inspect
 import json
 import os
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -21,6 +21,14 @@ from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
 
+class Compiled(NamedTuple):
+    """A compiled train step, as far as its compiler tells."""
+
+    temporary: int | None
+    """Bytes a device; None if they are not known."""
+    collectives: list[Collective]
+
+
 def prepare(devices: int) -> None:
     """Gives this process as many virtual CPU devices as the target has; before JAX starts."""
     jax.config.update("jax_platforms", "cpu")
@@ -31,18 +39,20 @@ def prepare(devices: int) -> None:
     os.environ.setdefault("TPU_HOST_BOUNDS", "1,1,1")
 
 
-def analyse(
-    model: Model, target: Target, mesh: AbstractMesh
-) -> tuple[int | None, list[Collective], list[str]]:
-    """Temporary bytes a device (None if no compiler tells), the collectives, and notes."""
+def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled, list[str]]:
+    """The step compiled for the target, or what is nearest to that here; notes on the latter."""
     here = target.is_tpu and importlib.util.find_spec("libtpu") is not None
     devices = tpu_devices(target) if here else jax.devices()
-    mesh_here = _mesh(devices, mesh)
-    temporary, found = _kept(lower_step(model, mesh_here), target, devices[0])
+    if len(devices) != mesh.size:
+        raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
+    grid = np.array(devices).reshape(tuple(mesh.shape.values()))
+    mesh_here = Mesh(grid, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    compiled = _compile(lower_step(model, mesh_here), target, devices[0])
     if here:
-        return temporary, found, []
+        return compiled, []
     missing = "libtpu is not installed (pip install libtpu): memory is the model's, and the "
-    return None, found, [missing + "collectives are the CPU's"] * target.is_tpu
+    notes = [missing + "collectives are the CPU's"] * target.is_tpu
+    return compiled._replace(temporary=None), notes
 
 
 def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
@@ -62,31 +72,29 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     )
 
 
-def _kept(lowered: jax.stages.Lowered, target: Target, device: Any) -> tuple[int, list[Collective]]:
-    """Temporary bytes a device, and the collectives; beside the programs that JAX keeps.
+def _compile(lowered: jax.stages.Lowered, target: Target, device: Any) -> Compiled:
+    """Compiles a step, or reads what an earlier plan kept of it beside JAX's own programs.
 
     JAX itself keeps none for devices that are not here.
     """
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
-    name = _fingerprint(lowered, target, device)
-    path = pathlib.Path(folder, f"plan-{name}.json") if folder else None
-    if path is not None and path.exists():
-        kept = json.loads(path.read_text())
-        found = [Collective(kind, size, np.array(g)) for kind, size, g in kept["collectives"]]
-        return kept["temporary"], found
-    compiled: Any = lowered.compile()
-    found = traffic.of_hlo(compiled.as_text())
-    temporary = compiled.memory_analysis().temp_size_in_bytes
-    if path is not None:
-        rows = [(c.kind, c.size, c.groups.tolist()) for c in found]
+    path = pathlib.Path(folder or "", f"plan-{_fingerprint(lowered, target, device)}.json")
+    if folder and path.exists():
+        temporary, rows = json.loads(path.read_text()).values()
+        return Compiled(temporary, [Collective(kind, n, np.array(g)) for kind, n, g in rows])
+    program: Any = lowered.compile()
+    temporary = program.memory_analysis().temp_size_in_bytes
+    compiled = Compiled(temporary, traffic.of_hlo(program.as_text()))
+    if folder:
+        rows = [(c.kind, c.size, c.groups.tolist()) for c in compiled.collectives]
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps({"temporary": temporary, "collectives": rows}))
-    return temporary, found
+    return compiled
 
 
 def _fingerprint(lowered: jax.stages.Lowered, target: Target, device: Any) -> str:
-    """Of all that changes what is found: program, place, compiler, its options, and the reader."""
+    """A hash of program, place, compiler, its options, and this reader of what it says."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
     options = [os.environ.get(name, "") for name in names]
     compiler = jax.__version__, device.client.platform_version
@@ -99,14 +107,7 @@ def tpu_devices(target: Target) -> list[Any]:
     name = f"{target.name}:{target.topology}"
     try:
         options = {"num_slices": target.slices} if target.slices > 1 else {}
-        found = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
+        topology = topologies.get_topology_desc(topology_name=name, platform="tpu", **options)
     except Exception as error:
         raise ValueError(f"libtpu cannot compile for {name}: {error}") from error
-    return list(found.devices)
-
-
-def _mesh(devices: list[Any], mesh: AbstractMesh) -> Mesh:
-    sizes = tuple(mesh.shape.values())
-    if len(devices) != mesh.size:
-        raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
-    return Mesh(np.array(devices).reshape(sizes), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    return list(topology.devices)

@@ -1,4 +1,4 @@
-"""What a config needs on a target, computed: memory, arithmetic, communication, time, disk."""
+"""Figures of a config on a target: memory, arithmetic, communication, time, disk."""
 
 import math
 from typing import Any, NamedTuple
@@ -12,12 +12,13 @@ from diffusion_jax.precache import cost
 from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import memory, systems, traffic
+from launch.planner.compiling import Compiled
 from launch.planner.memory import Lifetimes, Program
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
 USABLE = 0.9
-"""Of a device's memory: the rest is for the runtime and for gaps between arrays."""
+"""The share of a device's memory that arrays may fill: the runtime and gaps take the rest."""
 _COPIES = 1.25  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
 _SAMPLES = 1009  # A prime, so that a size which it divides is one of the batch.
 _TOKENS, _CAPTION = 25, 100  # Of a caption, on average: T5 tokens, bytes.
@@ -29,11 +30,11 @@ class Traced(NamedTuple):
     model: Model
     program: Program
     flops: float
-    """Of a training sample, forward and backward."""
+    """A training sample's, forward and backward."""
 
 
 class Bytes(NamedTuple):
-    """On each device."""
+    """The memory that a device needs, by what it holds."""
 
     parameters: int
     optimizer: int
@@ -97,20 +98,18 @@ def local_batch(model: Model, mesh: AbstractMesh) -> int:
 def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
     """Where the memory goes, the temporary part by launch/planner/memory.py's model."""
     model = traced.model
-    layout = sharding.shardings(model.state, mesh, model.task.rules)
-    frozen = systems.frozen_shapes(model.task)
-    frozen_layout = sharding.shardings(frozen, mesh, model.task.rules)
+    held = lambda shapes: _bytes(model, shapes, mesh)
     samples = local_batch(model, mesh)
     example = sum(leaf.nbytes for leaf in model.example.values())
-    parameters = _bytes(model.state.params, layout.params)
+    parameters = held(model.state.params)
     temporary = int(_COPIES * memory.peak(lifetimes(traced, mesh), samples))
     if model.optimizer.accumulate > 1:  # The sum of the gradients so far.
         temporary += parameters
     return Bytes(
         parameters=parameters,
-        optimizer=_bytes(model.state.opt_state, layout.opt_state),
-        ema=_bytes(model.state.ema, layout.ema),
-        frozen=_bytes(frozen, frozen_layout),
+        optimizer=held(model.state.opt_state),
+        ema=held(model.state.ema),
+        frozen=held(systems.frozen_shapes(model.task)),
         batch=example * samples * model.optimizer.accumulate,
         temporary=temporary,
     )
@@ -126,9 +125,7 @@ def lifetimes(traced: Traced, mesh: AbstractMesh) -> Lifetimes:
     halves, _ = memory.split(program, _inputs_over("tensor", program, places))
     trained = len(jax.tree.leaves(params))
     gradients = zip(program.outputs[-trained:], leaves, places, strict=False)
-    results = {
-        v: leaf.dtype.itemsize * math.prod(at.shard_shape(leaf.shape)) for v, leaf, at in gradients
-    }
+    results = {v: _shard_bytes(leaf, place) for v, leaf, place in gradients}
     ways = {v: mesh.shape["tensor"] for v in halves}
     return memory.lifetimes(program, _SAMPLES, gathered, results, ways)
 
@@ -161,33 +158,31 @@ def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
 
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
-    """What the parameters' places demand of a step; each micro batch's gradients are summed."""
+    """The exchanges that the parameters' places demand; each micro batch's gradients are summed."""
     model, program = traced.model, traced.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
     sizes = tuple(mesh.shape[axis] for axis in sharding.AXES)
-    found = traffic.of_state(model.state.params, layout, sizes, model.itemsize)
+    exchanges = traffic.of_state(model.state.params, layout, sizes, model.itemsize)
     if mesh.shape["tensor"] > 1:
         over_tensor = _inputs_over("tensor", program, jax.tree.leaves(layout))
         _, summed = memory.split(program, over_tensor)
         size = sum(memory.size(program, v) for v in summed) // _SAMPLES * local_batch(model, mesh)
         groups = np.arange(mesh.size).reshape(-1, mesh.shape["tensor"])
-        found.append(traffic.Collective("all-reduce", size, groups))
+        exchanges.append(traffic.Collective("all-reduce", size, groups))
     times = model.optimizer.accumulate
-    return [c._replace(size=c.size * times) for c in found]
+    return [c._replace(size=c.size * times) for c in exchanges]
 
 
 def step_time(
-    traced: Traced, mesh: AbstractMesh, target: Target, mfu: float, found: list[Collective]
+    traced: Traced, mesh: AbstractMesh, target: Target, mfu: float, exchanges: list[Collective]
 ) -> Step:
-    """Seconds of a step."""
+    """Seconds of a step that exchanges these."""
     model, kind = traced.model, target.kind
     samples = local_batch(model, mesh) * model.optimizer.accumulate
-    tensor = mesh.shape["tensor"]
-    arithmetic = samples * traced.flops / (tensor * kind.peak * mfu)
-    layout = sharding.shardings(model.state, mesh, model.task.rules)
-    state = _bytes(model.state, layout)
-    update = (2 * state + _bytes(model.state.params, layout.params)) / kind.memory_bandwidth
-    return Step(arithmetic, update, traffic.seconds(found, target))
+    arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
+    state, params = model.state, model.state.params
+    moved = 2 * _bytes(model, state, mesh) + _bytes(model, params, mesh)
+    return Step(arithmetic, moved / kind.memory_bandwidth, traffic.seconds(exchanges, target))
 
 
 def plan(
@@ -196,18 +191,16 @@ def plan(
     *,
     mfu: float,
     pictures: int,
-    temporary: int | None = None,
-    found: list[Collective] | None = None,
+    compiled: Compiled | None = None,
 ) -> dict[str, Any]:
-    """All figures, ready for JSON; `temporary` and `found` are those of a compiled program."""
+    """All figures, ready for JSON; the model's own where no compiler tells."""
     model, mesh = traced.model, mesh_of(traced.model, target.devices)
-    source = "model" if temporary is None else "compiled"
+    temporary, exchanges = compiled or Compiled(None, collectives(traced, mesh))
     need = bytes_per_device(traced, mesh)
     if temporary is not None:
         need = need._replace(temporary=temporary)
     limit = USABLE * target.kind.memory
-    found = collectives(traced, mesh) if found is None else found
-    step = step_time(traced, mesh, target, mfu, found)
+    step = step_time(traced, mesh, target, mfu, exchanges)
     batch, steps = model.run.batch_size, model.run.steps
     hours = step.exposed * steps / 3600
     return {
@@ -215,17 +208,14 @@ def plan(
         "mesh": dict(mesh.shape),
         "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.state.params)),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},
-        "memory_source": source,
+        "memory_source": "model" if temporary is None else "compiled",
         "fits": need.total <= limit,
         "batch": batch,
         "accumulate": model.optimizer.accumulate,
         "largest_batch": largest_batch(traced, mesh, limit),
         "tflop_per_sample": traced.flops / 1e12,
-        "bytes_sent": traffic.bytes_by_kind(found),
-        "seconds": {
-            **step._asdict(),
-            "busy": traffic.seconds_by_link(found, target),
-        },
+        "bytes_sent": traffic.bytes_by_kind(exchanges),
+        "seconds": {**step._asdict(), "busy": traffic.seconds_by_link(exchanges, target)},
         "mfu": mfu,
         "samples_per_second": {"hidden": batch / step.hidden, "exposed": batch / step.exposed},
         "steps": steps,
@@ -257,10 +247,11 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
     }
 
 
-def _bytes(shapes: Any, layout: Any) -> int:
-    sizes = jax.tree.map(
-        lambda leaf, place: leaf.dtype.itemsize * math.prod(place.shard_shape(leaf.shape)),
-        shapes,
-        layout,
-    )
-    return sum(jax.tree.leaves(sizes))
+def _bytes(model: Model, shapes: Any, mesh: AbstractMesh) -> int:
+    """Bytes of such arrays on a device."""
+    layout = sharding.shardings(shapes, mesh, model.task.rules)
+    return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, shapes, layout)))
+
+
+def _shard_bytes(leaf: Any, place: Any) -> int:
+    return leaf.dtype.itemsize * math.prod(place.shard_shape(leaf.shape))

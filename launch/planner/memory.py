@@ -97,20 +97,19 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """What is split over devices if these inputs are, and what products sum over them.
+    """The variables that are split over devices if these inputs are, and the sums over devices.
 
     A product of an array that is split with one that is not is split by its outputs; of two that
     are, the sum is: so are the first and the second of two layers. In products of batches, as in
     attention, what is split are the batches.
     """
-    found, summed = set(inputs), []
+    parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
-        parts = [v in found for v in sources]
-        if name in _PRODUCTS and all(parts):
+        if name in _PRODUCTS and parts.issuperset(sources):
             summed += outputs
-        elif any(parts):
-            found.update(outputs)
-    return found, summed
+        elif not parts.isdisjoint(sources):
+            parts.update(outputs)
+    return parts, summed
 
 
 def size(program: Program, var: int) -> int:
@@ -134,7 +133,7 @@ def lifetimes(
     how many devices variables are split all the time.
     """
     stored, reads = _schedule(program, frozenset(parts))
-    made = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
+    written = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
     end = len(program.equations) + 1
     first: dict[int, int] = {}
     last: dict[int, int] = {}
@@ -144,21 +143,15 @@ def lifetimes(
             last[source] = i
     rows = []
     for var in stored:
-        start = made.get(var, first.get(var, end))
+        start = written.get(var, first.get(var, end))
         stop = max(last.get(var, start), start)
         # Elementwise work can write its result over what it reads for the last time.
         in_place = start < stop < end and program.equations[stop].name not in _OPAQUE
+        bytes_ = size(program, var) / ways.get(var, 1)
         varies = math.prod(program.arrays[var][0]) % samples == 0
-        each = size(program, var) / ways.get(var, 1)
-        rows.append(
-            (
-                start,
-                stop + (not in_place),
-                0 if varies else each,
-                each / samples if varies else 0,
-            )
-        )
-    rows += [(made.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
+        sizes = (0, bytes_ / samples) if varies else (bytes_, 0)
+        rows.append((start, stop + (not in_place), *sizes))
+    rows += [(written.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
     columns = np.array(rows, np.float64).T
     return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
 
@@ -220,7 +213,7 @@ def _schedule(
 
 
 def _needed_whole(program: Program) -> set[int]:
-    """What a matrix product, a convolution or the like reads, also through aliases."""
+    """The variables that a matrix product, a convolution or the like reads, also by an alias."""
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
         if name in _OPAQUE:

@@ -1,8 +1,8 @@
-"""What the devices of a mesh send each other in a train step, and how long that takes."""
+"""Traffic between the devices of a mesh in a train step, and how long it takes."""
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -27,7 +27,7 @@ class Collective(NamedTuple):
 
 
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
-    """What a step must exchange for parameters that live in `layout` on a mesh of `sizes`.
+    """The collectives of a step whose parameters live in `layout` on a mesh of `sizes`.
 
     Parameters that are split over fsdp are gathered in the dtype of the computation: kernels of
     convolutions twice, since the backward pass reverses them, others once. Each gradient is summed
@@ -39,24 +39,38 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
     by_batch = ids.transpose(2, 0, 1).reshape(-1, sizes[0] * sizes[1])
     gathered = scattered = summed = 0
     for leaf, where in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
-        ways = _ways(where.spec, "tensor", sizes[2])
-        size = leaf.size * itemsize // ways
-        if "fsdp" in axes(where.spec):
+        split = axes(where.spec)
+        size = leaf.size * itemsize // (sizes[2] if "tensor" in split else 1)
+        if "fsdp" in split:
             gathered, scattered = gathered + size * (1 + (leaf.ndim == 4)), scattered + size
         else:
             summed += size
-    found = [
+    collectives = [
         Collective("all-gather", gathered, by_fsdp),
         Collective("reduce-scatter", scattered, by_fsdp),
         Collective("all-reduce", scattered // sizes[1], by_replica),
         Collective("all-reduce", summed, by_batch),
     ]
-    return [c for c in found if c.size and c.groups.shape[1] > 1]
+    return [c for c in collectives if c.size and c.groups.shape[1] > 1]
 
 
 def of_hlo(text: str) -> list[Collective]:
     """The collectives of a compiled program; those in loops count once."""
-    return list(_read(text))
+    collectives = []
+    pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
+    for match in re.finditer(pattern, text):
+        kind, rest = match[2], match[4]
+        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
+        sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
+        # The result of an asynchronous start holds its inputs too: the larger half is the result.
+        size = max(sizes) if match[3] and kind != "all-reduce" else sum(sizes)
+        groups = _groups(rest)
+        members = groups.shape[1]
+        if members > 1:
+            # The result of a reduce-scatter is a part of what is reduced.
+            whole = size * (members if kind == "reduce-scatter" else 1)
+            collectives.append(Collective(kind, whole, groups))
+    return collectives
 
 
 def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
@@ -100,24 +114,6 @@ def _rounds(kind: str) -> int:
 def axes(spec: Any) -> set[str]:
     """The mesh's axes that a PartitionSpec names."""
     return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
-
-
-def _ways(spec: Any, axis: str, size: int) -> int:
-    return size if axis in axes(spec) else 1
-
-
-def _read(text: str) -> Iterator[Collective]:
-    pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
-    for match in re.finditer(pattern, text):
-        kind, rest = match[2], match[4]
-        shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
-        sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
-        # The result of an asynchronous start holds its inputs too: the larger half is the result.
-        size = max(sizes) if match[3] and kind != "all-reduce" else sum(sizes)
-        groups = _groups(rest)
-        if groups.shape[1] > 1:
-            scattered = kind == "reduce-scatter"  # Whose result is a part of what is reduced.
-            yield Collective(kind, size * (groups.shape[1] if scattered else 1), groups)
 
 
 _IOTA = r"\[([\d,]+)\](?:T\(([\d,]+)\))?"

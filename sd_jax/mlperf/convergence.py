@@ -23,7 +23,7 @@ class Result(NamedTuple):
     """A benchmark run as its log tells it, over or not."""
 
     name: str
-    """Its workdir, or its file."""
+    """The workdir, or the file of another program."""
     batch_size: int
     status: str
     """"running" until there is a run_stop, which says "success" or "aborted"."""

@@ -10,7 +10,7 @@ import pyarrow.parquet
 from diffusion_jax.machine import files
 
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
-"""What is kept: URL and TEXT for img2dataset, the others for the .json beside each image."""
+"""The columns kept: URL and TEXT for img2dataset, the others for the .json beside each image."""
 NONE = "?"
 """The licence of the rows that are left out."""
 _BATCH = 65_536  # Rows in memory at once, and of a group in the file that is written.

@@ -70,7 +70,7 @@ def read(path: str | os.PathLike[str]) -> list[Event]:
 
 
 def status(events: Sequence[Event]) -> str:
-    """What "run_stop" says, "success" or "aborted"; "running" without one."""
+    """The status at "run_stop", "success" or "aborted"; "running" without one."""
     stops = [event.metadata.get("status") for event in events if event.key == "run_stop"]
     return str(stops[-1]) if stops else RUNNING
 

@@ -1,4 +1,4 @@
-"""A model from elsewhere, ready to draw: of a diffusers directory, or of a single file."""
+"""Models trained elsewhere, ready to draw: diffusers directories and single files."""
 
 import pathlib
 from typing import Any, NamedTuple
@@ -26,20 +26,20 @@ from sd_jax.weights.text import TextPart
 from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
-"""What is not chosen; as NeMo draws, at the size that the model was trained at."""
+"""As NeMo draws; height and width 0 stand for the size that the model was trained at."""
 
 
 class File(NamedTuple):
-    """What a checkpoint from elsewhere may not say; None where it does, or is as most are."""
+    """Facts of a model that its files may lack; None takes the files' own, or what most have."""
 
     predicts: str | None = None
-    """"eps" or "v"; else what the scheduler's config says, or eps for 1.x."""
+    """"eps" or "v"; by default what the scheduler's config says, or eps for 1.x."""
     tokenizer: str | None = None
     """A folder with CLIP's tokenizer, which single files lack."""
     norm_groups: int | None = None
     """16 for MLPerf's files."""
     dtype: DTypeLike | None = None
-    """That the networks compute in; bfloat16, but float32 on CPUs."""
+    """Of the networks' arithmetic; by default bfloat16, float32 on CPUs."""
 
 
 def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
@@ -88,7 +88,7 @@ def _whole(
 
 
 def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, vae: VAE) -> Pipeline:
-    """What a checkpoint says of itself; ValueError if it does not say what the UNet predicts."""
+    """Networks and constants of a checkpoint; ValueError if nothing says what its UNet predicts."""
     predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
     if not predicts:
         raise ValueError(

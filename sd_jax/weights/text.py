@@ -28,8 +28,8 @@ class TextPart(NamedTuple):
 
 def from_folder(folder: str | os.PathLike[str]) -> TextPart:
     """The text encoder in a folder of transformers' or OpenCLIP's; errors as of `open_clip`."""
-    found = clip_weights.open_clip(pathlib.Path(folder))
-    return _part(found, clip_weights.is_open_clip(found.state))
+    opened = clip_weights.open_clip(pathlib.Path(folder))
+    return _part(opened, clip_weights.is_open_clip(opened.state))
 
 
 def from_ldm(state: StateDict) -> TextPart | None:
@@ -87,15 +87,15 @@ def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarra
     return config, _state(part)
 
 
-def _part(found: clip_weights.Clip, skip_last: bool) -> TextPart:
-    tower, _ = clip.text_tower(found, skip=int(skip_last))
+def _part(opened: clip_weights.Clip, skip_last: bool) -> TextPart:
+    tower, _ = clip.text_tower(opened, skip=int(skip_last))
     tower = tower.clone(projection=None, end_id=None)  # Neither is part of what conditions.
-    table = clip_weights.text_table(tower.num_layers, projected=False)
-    state = clip_weights.tower_state(found, table)
-    params = torch_weights.to_params(state, table, clip.abstract_params(tower))
-    return TextPart(tower, params, found.pads_with_0)
+    abstract = clip.abstract_params(tower)
+    table = clip_weights.table(abstract, clip_weights.TEXT)
+    params = torch_weights.to_params(clip_weights.tower_state(opened, table), table, abstract)
+    return TextPart(tower, params, opened.pads_with_0)
 
 
 def _state(part: TextPart) -> dict[str, np.ndarray]:
-    table = clip_weights.text_table(part.tower.num_layers, projected=False)
+    table = clip_weights.table(part.params, clip_weights.TEXT)
     return torch_weights.to_state_dict(part.params, table)

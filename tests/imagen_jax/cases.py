@@ -43,8 +43,9 @@ def random_weights(unet, text_width):
     zeros = jax.tree.map(
         lambda leaf: np.zeros(leaf.shape, np.float32), nemo.abstract_params(unet, text_width)
     )
-    state = torch_weights.to_state_dict(zeros, nemo.table(unet))
-    for entry in nemo.table(unet):
+    table = nemo.table(zeros, unet)
+    state = torch_weights.to_state_dict(zeros, table)
+    for entry in table:
         w = rng.normal(size=state[entry.torch].shape)
         if entry.path.endswith(("bias", "scale")):
             w = w / 10 + entry.path.endswith("scale")

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from configs import quickstart
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import loop
@@ -69,7 +69,7 @@ def run(sizes):
         state, metrics = step(state, (), placed, key)
         losses.append(float(metrics["loss"]))
     texts = {k: v for k, v in batch.items() if k != "image"}
-    draw = drawing.make_draw(imagen.sample, (), mesh)
+    draw = program.make_draw(imagen.sample, (), mesh)
     pictures = draw(state.params, texts, list(range(8)), np.full(8, 2.0, np.float32))
     return losses, jax.device_get(state.params), pictures
 

@@ -68,7 +68,7 @@ def test_a_block_of_mlperfs_reference_gives_its_numbers():
         TINY | dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True), 16
     )
     params = {}
-    for entry in names.unet_table(unet, "ldm"):
+    for entry in names.unet_table(names.abstract_unet(unet, 24), unet, "ldm"):
         if f"w/{entry.torch}" in case:
             *groups, leaf = entry.path.split("/")[1:]
             node = params

@@ -40,11 +40,12 @@ def random_weights(table, abstract):
 
 def unet_weights(unet, dialect="ldm"):
     abstract = names.abstract_unet(unet, TEXT_WIDTH)
-    return random_weights(names.unet_table(unet, dialect), abstract)
+    return random_weights(names.unet_table(abstract, unet, dialect), abstract)
 
 
 def vae_weights(vae, dialect="ldm"):
-    return random_weights(names.vae_table(vae, dialect), names.abstract_vae(vae))
+    abstract = names.abstract_vae(vae)
+    return random_weights(names.vae_table(abstract, vae, dialect), abstract)
 
 
 def unet_case(config, norm_groups=32, size=(4, 4)):

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
@@ -46,7 +47,7 @@ def workdir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
-    choice = evaluation.Choice("ema", None, 3)
+    choice = Choice(steps=3)
     system = evaluate.open_system(str(workdir), choice)
     asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
     out = evaluation.evaluate(system, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
@@ -63,7 +64,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
-    drawn = drawing.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
+    drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
     read = judges.fit_judge()(sheets.to_uint8(np.concatenate(list(drawn))))[:272]
     _, ink, paper = judges.compare(read, scorer.prompts[:272]).mean(0)
     assert abs(float(rows[3]["seen_ink_accuracy"]) - ink) < 2 / 272
@@ -86,4 +87,4 @@ def test_each_score_has_its_card(evaluated, workdir):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_system(str(tmp_path), evaluation.Choice("ema", None, None))
+        evaluate.open_system(str(tmp_path), Choice())

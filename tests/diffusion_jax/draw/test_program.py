@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import digits
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
 from tests.diffusion_jax import toy
 
@@ -23,7 +23,7 @@ def params():
 @pytest.fixture(scope="module")
 def draw():
     """On one device."""
-    return drawing.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
+    return program.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_eight_devices_draw_the_images_of_one(params, images):
     mesh = sharding.make_mesh(2, 4, 1)
     placed = jax.device_put(params, sharding.shardings(params, mesh, toy.RULES))
     assert not placed["pixels"]["kernel"].sharding.is_fully_replicated
-    draw = drawing.make_draw(TASK.sample, TASK.frozen, mesh)
+    draw = program.make_draw(TASK.sample, TASK.frozen, mesh)
     rows = list(range(5))  # Five do not divide over eight devices.
     assert_same(draw(placed, *pick(rows)), images)
 
@@ -82,13 +82,13 @@ def test_no_guidance_is_guidance_1(draw, params):
 
 def test_batches_give_the_same_images_and_cut_the_last(draw, params, images):
     texts = toy.ENCODER.tokenize(CAPTIONS)
-    parts = list(drawing.in_batches(draw, params, texts, SEEDS, SCALES, 3))
+    parts = list(program.in_batches(draw, params, texts, SEEDS, SCALES, 3))
     assert [len(part) for part in parts] == [3, 2]
     assert_same(np.concatenate(parts), images)
 
 
 def test_a_batch_may_be_larger_than_what_is_drawn_and_without_guidance(draw, params):
     texts, seeds, _ = pick([4, 2, 0])
-    (only,) = drawing.in_batches(draw, params, texts, seeds, None, 5)
+    (only,) = program.in_batches(draw, params, texts, seeds, None, 5)
     whole = draw(params, toy.ENCODER.tokenize(CAPTIONS), SEEDS, None)
     assert_same(only, whole[[4, 2, 0]])

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Sweep, System
@@ -69,7 +69,7 @@ def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
     """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
     mesh, task = sharding.make_mesh(), toy.task()
     frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
-    draw_one = drawing.make_draw(task.sample, frozen, mesh)
+    draw_one = program.make_draw(task.sample, frozen, mesh)
 
     def draw(params):
         def drawn(prompts, seeds, scale):

@@ -14,7 +14,7 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.draw import program as drawing
+from diffusion_jax.draw import program
 from diffusion_jax.machine import log, sharding, sheets
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, loop
@@ -214,7 +214,7 @@ def test_samples_are_of_the_averaged_weights_at_fixed_seeds(tmp_path):
     state = train(tmp_path, steps=3, sample_every=2)
     names = sorted(path.name for path in (tmp_path / "samples").iterdir())
     assert names == ["step_00000002.png", "step_00000003.png"]
-    draw = drawing.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
+    draw = program.make_draw(TASK.sample, TASK.frozen, sharding.make_mesh(1, 1, 1))
     images = draw(state.ema["0.9"], EXAMPLES.batch, [5, 6, 7], np.full(3, 2, np.float32))
     with Image.open(tmp_path / "samples" / names[1]) as sheet:
         np.testing.assert_array_equal(

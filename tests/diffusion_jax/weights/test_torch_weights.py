@@ -18,14 +18,15 @@ from diffusion_jax.weights.torch_weights import (
     LINEAR,
     VECTOR,
     Entry,
-    layer,
-    norm,
 )
 
 TABLE = [
-    *layer("block.0", "params/dense", LINEAR),
-    *layer("block.1", "params/pointwise", CONV1D_1),
-    *norm("block.2", "params/norm"),
+    Entry("block.0.weight", "params/dense/kernel", LINEAR),
+    Entry("block.0.bias", "params/dense/bias", VECTOR),
+    Entry("block.1.weight", "params/pointwise/kernel", CONV1D_1),
+    Entry("block.1.bias", "params/pointwise/bias", VECTOR),
+    Entry("block.2.weight", "params/norm/scale", VECTOR),
+    Entry("block.2.bias", "params/norm/bias", VECTOR),
 ]
 SHAPES = {
     "dense": {"kernel": (2, 3), "bias": (3,)},
@@ -72,6 +73,17 @@ def test_layouts_move_axes_and_back(layout, torch_axes, jax_axes):
     expected = np.einsum(f"{letters}->{jax_axes}", weight.reshape([sizes[a] for a in letters]))
     np.testing.assert_array_equal(layout.to_jax(weight), expected)
     np.testing.assert_array_equal(layout.to_torch(expected), weight)
+
+
+def test_a_table_is_made_of_rules_for_names_and_layouts():
+    """The first rule that matches a whole path holds; other arrays' names are given whole."""
+    params = {"params": ABSTRACT["params"] | {"table": jax.ShapeDtypeStruct((3, 2), jnp.float32)}}
+    rules = [("dense", "block.0"), ("pointwise", "block.1"), ("(norm|dense)", r"block.2"),
+             ("table", "embedding")]  # fmt: skip
+    name_of = lambda path: torch_weights.rename(path, rules)
+    table = torch_weights.table(params, name_of, [("pointwise", CONV1D_1)])
+    assert {*table} == {*TABLE, Entry("embedding", "params/table", VECTOR)}
+    assert torch_weights.rename("normal", rules) == "normal"
 
 
 def test_weights_go_to_params_and_back_bit_for_bit():

@@ -72,7 +72,7 @@ def shapes_in_torch(config):
     zeros = jax.tree.map(lambda leaf: np.broadcast_to(np.float32(0), leaf.shape), params)
     leaves = jax.tree.leaves_with_path(zeros)
     arrays = {jax.tree_util.keystr(p, simple=True, separator="/"): leaf for p, leaf in leaves}
-    table = nemo.table(unet)
+    table = nemo.table(params, unet)
     assert sorted(entry.path for entry in table) == sorted(arrays)
     shapes = {entry.torch: list(entry.layout.to_torch(arrays[entry.path]).shape) for entry in table}
     return shapes, sum(leaf.size for leaf in arrays.values())

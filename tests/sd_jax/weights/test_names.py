@@ -39,16 +39,16 @@ def shapes_in_torch(table, abstract):
 def test_whole_unets_have_the_reference_names_shapes_and_counts(
     name, unet, text_width, parameters, dialect
 ):
-    table, abstract = names.unet_table(unet, dialect), names.abstract_unet(unet, text_width)
-    shapes, count = shapes_in_torch(table, abstract)
+    abstract = names.abstract_unet(unet, text_width)
+    shapes, count = shapes_in_torch(names.unet_table(abstract, unet, dialect), abstract)
     assert count == parameters and len(shapes) == 686
     assert shapes == TABLES[f"{name}_{dialect}"]
 
 
 @pytest.mark.parametrize("dialect", ["ldm", "diffusers"])
 def test_the_whole_vae_has_the_reference_names_shapes_and_count(dialect):
-    table, abstract = names.vae_table(VAE(), dialect), names.abstract_vae(VAE())
-    shapes, count = shapes_in_torch(table, abstract)
+    abstract = names.abstract_vae(VAE())
+    shapes, count = shapes_in_torch(names.vae_table(abstract, VAE(), dialect), abstract)
     assert count == 83_653_863 and len(shapes) == 248
     assert shapes == TABLES[f"vae_{dialect}"]
 
@@ -57,8 +57,9 @@ def test_nemos_names_are_the_references():
     theirs = json.loads(np.load(FIXTURES / "sd_unet_block.npz")["nemo"].item())
     config = TINY | LINEAR | dict(channel_mult=[1, 2, 2], attention_resolutions=[1, 2])
     unet = formats.unet_from_ldm(config)
-    by_path = {entry.path: entry.torch for entry in names.unet_table(unet, "ldm")}
-    ours = {by_path[entry.path]: entry.torch for entry in names.unet_table(unet, "nemo")}
+    params = names.abstract_unet(unet, TEXT_WIDTH)
+    by_path = {entry.path: entry.torch for entry in names.unet_table(params, unet, "ldm")}
+    ours = {by_path[entry.path]: entry.torch for entry in names.unet_table(params, unet, "nemo")}
     assert ours == theirs
 
 
