@@ -14,7 +14,7 @@ from diffusion_jax import runs
 from diffusion_jax.machine import files
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from diffusion_jax.weights import torch_files
+from diffusion_jax.weights import restore, torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 

@@ -11,7 +11,7 @@ from diffusion_jax import runs
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Model, replaces
 from diffusion_jax.machine import sharding
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import pretrained, restore
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
