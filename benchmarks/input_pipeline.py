@@ -33,9 +33,10 @@ from PIL import Image
 
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline
-from diffusion_jax.data.pictures import open_pictures
 from diffusion_jax.data.prepare import reshard
-from diffusion_jax.data.sources import Folder
+from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.settings import Data
 
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that each is measured.", lower_bound=1)
@@ -93,7 +94,7 @@ def _result(source: str, size: int, rounds: list[tuple[float, float]], host: flo
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
     """Reads as many images as there are; returns how many."""
     steps = _NUM.value // _BATCH
-    pictures = open_pictures(source, path=path, text=text, size=size)
+    pictures = open_pictures(Data(source, path=path, text=text), size)
     made = pipeline.make_batches(
         pictures, lambda texts: {}, batch_size=_BATCH, seed=0, num_threads=threads
     )

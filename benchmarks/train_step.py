@@ -37,7 +37,7 @@ from imagen_jax import task as imagen_task
 from imagen_jax.settings import Settings, read_settings
 from sd_jax.settings import Settings as SDSettings
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_CONFIG = cli.define_config()
 _BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 _INPUTS = flags.DEFINE_enum("inputs", "cached", sd_inputs.INPUTS, "What is computed beforehand.")

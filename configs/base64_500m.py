@@ -11,14 +11,15 @@ from ml_collections import ConfigDict
 
 def get_config() -> ConfigDict:
     c = ConfigDict()
+    c.system = "imagen_jax"
     c.seed = 1234
     c.steps = 1_250_000
     c.batch_size = 4096
 
+    # What is not here has the defaults of diffusion_jax/settings.py, imagen_jax/settings.py and
+    # imagen_jax/unet.py; the command line and the files on top of this one may change it too.
     c.unet = dict(
-        kind="unet",
         image_size=64,
-        patch=1,
         embed_dim=256,
         channel_mult=(1, 2, 3, 4),
         num_res_blocks=3,
@@ -26,91 +27,19 @@ def get_config() -> ConfigDict:
         attention="fused",
         head_dim=64,
         cond_dim=512,
-        text_pooling="attention",
-        learned_time_dim=0,
-        null_token=False,
-        init_kernel=3,
-        scale_shift=True,
-        resblock_updown=False,
-        conv_resample=True,
-        dropout=0.0,
-        low_res=False,
-        noise_aug=False,
-        remat=False,
         attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
         dtype="bfloat16",
     )
-    c.text = dict(
-        encoder="precomputed",
-        weights="",  # A folder or a Hugging Face name, for encoders that run in training.
-        store="",  # A store of this encoder's embeddings, to be looked up instead.
-        width=1024,
-        max_tokens=128,
-        read_tokens=512,
-        dtype="bfloat16",
-        drop_prob=0.1,
-    )
+    c.text = dict(encoder="precomputed", width=1024, max_tokens=128, drop_prob=0.1)
 
-    c.diffusion = dict(
-        precond="edm", sigma_data=0.5, noise="lognormal", p_mean=-1.2, p_std=1.2, distance="l2"
-    )
-    c.super_resolution = dict(factor=1, aug_sigma=0.002)
-    c.sampler = dict(
-        name="heun",
-        steps=30,
-        sigma_min=0.002,
-        sigma_max=80.0,
-        rho=7.0,
-        churn=0.0,
-        eta=0.0,
-        guidance=7.5,
-        guidance_low=0.0,  # Guidance acts on noise levels from low to high.
-        guidance_high=float("inf"),
-        threshold="dynamic",
-    )
+    c.diffusion = dict(precond="edm", noise="lognormal", p_mean=-1.2, p_std=1.2)
+    c.super_resolution = dict(factor=1)
+    c.sampler = dict(name="heun", steps=30, guidance=7.5, threshold="dynamic")
 
-    c.optimizer = dict(
-        lr=1e-4,
-        schedule="constant",
-        warmup=10_000,
-        b1=0.9,
-        b2=0.999,
-        eps=1e-8,
-        weight_decay=0.01,
-        clip=1.0,
-        accumulate=1,
-        ema_decays=(0.9999,),
-        ema_warmup=False,
-    )
-    c.mesh = dict(replica=1, fsdp=-1, tensor=1)
-    c.data = dict(
-        source="webdataset",
-        path="data/laion64",
-        text="npy",
-        uncaptioned="error",
-        mixture=(),  # Parts (weight, source, path, text), for the source "mixture".
-        min_size=0,  # Filters: pixels of the smaller side,
-        max_aspect=0.0,  # larger side by smaller (0: any),
-        min_chars=0,  # characters of a caption.
-        max_broken=0.1,  # The share of damaged records that does not end the run.
-        resize=0,  # Of the smaller side; 0 stands for unet.image_size, to which pictures are cut.
-        crop="center",
-        flip=False,
-        threads=16,
-    )
+    c.optimizer = dict(lr=1e-4, schedule="constant", warmup=10_000, weight_decay=0.01)
+    c.mesh = dict(fsdp=-1)  # All devices.
+    c.data = dict(source="webdataset", path="data/laion64", text="npy")
+    c.evaluation = dict(every=0)  # Images; 0 for never.
 
-    c.evaluation = dict(
-        every=0,  # Images; 0 for never.
-        guidance=(7.5,),
-        prompts="",
-        num_prompts=1_000,
-        reference="",  # Statistics of real images, weights of Inception and CLIP: see evaluate.
-        inception="",
-        clip="",
-    )
-
-    c.log_every, c.sample_every = 100, 10_000
-    c.save_every, c.keep_last, c.keep_every = 1_000, 5, 100_000
-    c.step_timeout = 1_800  # Seconds; a step that takes longer hangs, and ends the process.
-    c.prompts = ()  # A precomputed encoder draws the texts of the first pictures instead.
-    return c
+    c.sample_every, c.keep_every = 10_000, 100_000
+    return c  # No prompts: a precomputed encoder draws the texts of the first pictures instead.

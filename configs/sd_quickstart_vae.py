@@ -13,6 +13,7 @@ from configs import sd_quickstart
 def get_config() -> ConfigDict:
     quickstart = sd_quickstart.get_config()
     c = ConfigDict()
+    c.system = "sd_jax.vae"
     c.seed = 0
     c.steps = 600
     c.batch_size = 32
@@ -28,6 +29,4 @@ def get_config() -> ConfigDict:
 
     c.log_every, c.sample_every = 50, 600
     c.save_every, c.keep_last, c.keep_every = 600, 2, 0
-    c.step_timeout = quickstart.step_timeout
-    c.prompts = ()
     return c

@@ -23,16 +23,7 @@ def get_config() -> ConfigDict:
             num_res_blocks=(2, 4, 8, 8, 8),
             attention_levels=(3, 4),
             attention="fused",
-            head_dim=64,
-            num_heads=0,
-            text_pooling="attention",
-            learned_time_dim=0,
-            null_token=False,
-            init_kernel=3,
-            scale_shift=True,
-            scale_skips=True,
             noise_aug=True,
-            remat=False,
             attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
             dtype="bfloat16",
         )

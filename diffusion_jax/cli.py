@@ -7,11 +7,42 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from logging import WARNING, LogRecord
+from typing import Any
 
 import jax
 from absl import app, flags, logging
+from ml_collections import ConfigDict, config_flags
 
+from diffusion_jax import systems
 from diffusion_jax.machine import distributed, xla_flags
+
+flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
+
+
+def define_config(
+    help_text: str = "A file in configs/.", flag_values: flags.FlagValues = flags.FLAGS
+) -> flags.FlagHolder[ConfigDict]:
+    """Defines --config=FILE[:ARGUMENT], which --config.X=Y changes.
+
+    What the file omits has its system's defaults by then, so that the command line can change all.
+    """
+    holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values)
+    flag = flag_values["config"]
+    flag.parser = _CompleteConfig(flag.parser)
+    return holder
+
+
+class _CompleteConfig(flags.ArgumentParser):
+    """Reads a file as `files` does, and completes the config."""
+
+    def __init__(self, files: flags.ArgumentParser) -> None:
+        self._files = files
+
+    def parse(self, argument: str) -> Any:
+        config = self._files.parse(argument)
+        if isinstance(config, ConfigDict):  # Otherwise ml_collections' promise of an error.
+            config = ConfigDict(systems.complete(config.to_dict())).lock()
+        return config
 
 
 def run(main: Callable[[list[str]], None]) -> None:

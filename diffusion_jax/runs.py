@@ -1,44 +1,71 @@
-"""The folder of a run: its config, and the names of what else lies in it."""
+"""The folder of a run: its config, which outlives the code, and the names of what else lies there.
+
+config.json holds the whole config, also what its file omitted, and the version of configs. Fields
+that came later have their defaults when it is read back; those that were renamed or removed are in
+CHANGES.
+"""
 
 import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from ml_collections import ConfigDict
+from absl import logging
 
+from diffusion_jax import systems
 from diffusion_jax.machine import files
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
+VERSION = 1
+"""Of the configs written today. 0 had no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
          "data.max_broken", "text.store")  # fmt: skip
+# The systems of configs of version 0, by a group that the systems after it lack.
+_GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
 
 
-def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
+class Change(NamedTuple):
+    """A field that a version of configs renamed or removed."""
+
+    version: int
+    """The first without it."""
+    field: str
+    """Its name before, such as unet.dropout."""
+    renamed: str = ""
+    """Its name now; "" if it was removed."""
+    learned: tuple[Any, ...] = ()
+    """Of a field that decided what the weights mean, the values that today's code stands for: with
+    others a run cannot be read. Empty for a field that may be dropped whatever it says."""
+
+
+CHANGES: tuple[Change, ...] = ()
+
+
+def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
     """Writes the config into a new workdir; ValueError if another config made the workdir.
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
     """
-    scheme, found, rest = str(workdir).partition(":/")
-    if found:
+    scheme, separator, rest = str(workdir).partition(":/")
+    if separator:
         raise ValueError(
             f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
             "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
         )
     path = pathlib.Path(workdir) / CONFIG
-    now = json.loads(json.dumps(config.to_dict()))
+    config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
     if path.exists():
-        before = _flat(json.loads(path.read_text()))
+        before, now = _flat(load(workdir)), _flat(config)
         differing = [
-            f"{key}: {before.get(key)!r} there, {_flat(now).get(key)!r} now"
-            for key in sorted(before.keys() | _flat(now).keys())
-            if before.get(key) != _flat(now).get(key) and not key.startswith(_FREE)
+            f"{key}: {before.get(key)!r} there, {now.get(key)!r} now"
+            for key in sorted(before.keys() | now.keys() - {"version"})
+            if before.get(key) != now.get(key) and not key.startswith(_FREE)
         ]
         if differing:
             raise ValueError(
@@ -47,18 +74,59 @@ def claim(workdir: str | os.PathLike[str], config: ConfigDict) -> None:
             )
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(now, indent=1))
+        files.write_whole(path, json.dumps(config, indent=1))
 
 
-def load(workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """The config of a workdir, as `claim` wrote it; FileNotFoundError if there is none."""
+def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:
+    """The config of a workdir as today's code writes it, whichever earlier code wrote it.
+
+    FileNotFoundError if there is none; ValueError if today's code cannot do what it says, or it is
+    not of the system that is asked for.
+    """
     path = pathlib.Path(workdir) / CONFIG
     if not path.exists():
         raise FileNotFoundError(
             f"{workdir} holds no {CONFIG}: it is no workdir of a training run. Train one with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
-    return json.loads(path.read_text())
+    try:
+        old = _upgraded(json.loads(path.read_text()))
+        config = json.loads(json.dumps(systems.complete(old)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    if config["system"] != (system or config["system"]):
+        raise ValueError(
+            f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "
+            f"of {config['system'].partition('.')[0]}"
+        )
+    if later := sorted(_flat(config).keys() - _flat(old).keys()):
+        logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
+    return config
+
+
+def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
+    """A config of any version with today's names for its fields."""
+    version = config.pop("version", 0)
+    if version > VERSION:
+        raise ValueError(f"the config is of version {version}, and this code reads {VERSION}")
+    if "system" not in config:
+        names = [system for group, system in _GROUPS.items() if group in config]
+        config = {"system": names[0] if names else "", **config}
+    for change in CHANGES:
+        group, _, field = change.field.rpartition(".")
+        place = config[group] if group else config
+        if version >= change.version or field not in place:
+            continue
+        value = place.pop(field)
+        if change.learned and value not in change.learned:
+            raise ValueError(
+                f"{change.field} is {value!r}, which this code no longer does: use the code of "
+                f"before version {change.version} of configs"
+            )
+        if change.renamed:
+            group, _, field = change.renamed.rpartition(".")
+            (config.setdefault(group, {}) if group else config)[field] = value
+    return config
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Configs at the edge: groups of values become typed tuples, and a stray key is an error.
+"""The groups that the configs of all systems have, with their defaults, and checks of values.
 
-A config is written in configs/ as plain values. Below the entry points nobody sees it: functions
-take these tuples or single values.
+A config is written in configs/ as plain values, of which it may omit those with a default. Below
+the entry points nobody sees it: functions take these tuples or single values.
 """
 
+import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -16,76 +17,83 @@ MOMENTS = "moments"
 
 
 class Run(NamedTuple):
-    """A config's own values, outside the groups: what is done when."""
+    """A config's own values, outside the groups: the system, and what is done when."""
 
-    seed: int
     steps: int
     batch_size: int
-    log_every: int
-    sample_every: int
-    save_every: int
-    keep_last: int
-    keep_every: int
-    step_timeout: int
+    seed: int = 0
+    log_every: int = 100
+    sample_every: int = 1_000
+    save_every: int = 1_000
+    keep_last: int = 5
+    keep_every: int = 0
+    step_timeout: int = 1_800
     """Seconds for a step with its save, after which the process ends: it hangs."""
-    prompts: tuple[str, ...]
+    prompts: tuple[str, ...] = ()
+    system: str = ""
+    """Such as imagen_jax; every config names its own: see systems.find."""
 
 
 class Text(NamedTuple):
-    """The text encoder, and how often training drops the text.
-
-    `weights` (a folder or a Hugging Face name), `read_tokens` (what T5 reads of a text, of which
-    `max_tokens` are kept) and `dtype` are for pretrained encoders alone. Where `store` is not
-    empty, captions are looked up in this store of the encoder's embeddings.
-    """
+    """The text encoder, and how often training drops the text."""
 
     encoder: str
-    weights: str
-    store: str
-    width: int
-    max_tokens: int
-    read_tokens: int
-    dtype: str
-    drop_prob: float
+    weights: str = ""
+    """A folder or a Hugging Face name, for pretrained encoders."""
+    store: str = ""
+    """A store of this encoder's embeddings, to be looked up in training; "" runs the encoder."""
+    width: int = 1024
+    max_tokens: int = 128
+    read_tokens: int = 512
+    """What T5 reads of a text, of which `max_tokens` are kept."""
+    dtype: str = "bfloat16"
+    """Of the arithmetic of pretrained encoders."""
+    drop_prob: float = 0.1
+
+    @property
+    def embedded(self) -> bool:
+        """Whether embeddings lie beside the images, and no captions are read."""
+        return self.encoder == "precomputed"
 
 
 class Optimizer(NamedTuple):
     """AdamW, its schedule, and the averages of its parameters."""
 
     lr: float
-    schedule: str
-    warmup: int
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
-    clip: float
-    accumulate: int
-    ema_decays: tuple[float, ...]
-    ema_warmup: bool
+    schedule: str = "constant"
+    warmup: int = 10_000
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    accumulate: int = 1
+    """Micro batches of a step."""
+    ema_decays: tuple[float, ...] = (0.9999,)
+    ema_warmup: bool = False
 
 
 class MeshShape(NamedTuple):
     """Sizes of the mesh axes; -1 takes the devices that are left."""
 
-    replica: int
-    fsdp: int
-    tensor: int
+    replica: int = 1
+    fsdp: int = -1
+    tensor: int = 1
 
 
 class Evaluation(NamedTuple):
-    """Scores on the way: every so many images, of prompts from a file or of the data's own.
+    """Scores on the way, of prompts from a file or of the data's own."""
 
-    0 images: never. `prompts` "" stands for those of the coloured digits.
-    """
-
-    every: int
-    guidance: tuple[float, ...]
-    prompts: str
-    num_prompts: int
-    reference: str
-    inception: str
-    clip: str
+    every: int = 0
+    """Images from one to the next; 0 for never."""
+    guidance: tuple[float, ...] = (7.5,)
+    prompts: str = ""
+    """A file; "" stands for the prompts of the coloured digits."""
+    num_prompts: int = 1_000
+    reference: str = ""
+    """Statistics of real images; then weights of Inception and of CLIP: see evaluate."""
+    inception: str = ""
+    clip: str = ""
     clip_reference: str = ""
     metrics: tuple[str, ...] = ()
     """Names in metrics.table; none: all that the reference and the weights allow."""
@@ -95,57 +103,94 @@ class Data(NamedTuple):
     """Where pictures come from."""
 
     source: str
-    path: str
-    text: str
-    uncaptioned: str
-    mixture: tuple[tuple[float, str, str, str], ...]
-    min_size: int
-    max_aspect: float
-    min_chars: int
-    max_broken: float
-    resize: int
-    crop: str
-    flip: bool
-    threads: int
+    path: str = ""
+    text: str = "txt"
+    uncaptioned: str = "error"
+    mixture: tuple[tuple[float, str, str, str], ...] = ()
+    """Parts (weight, source, path, text), for the source "mixture"."""
+    min_size: int = 0
+    """Filters: the pixels of the smaller side; the larger by the smaller, 0 for any; characters."""
+    max_aspect: float = 0.0
+    min_chars: int = 0
+    max_broken: float = 0.1
+    """The share of damaged records that does not end the run."""
+    resize: int = 0
+    """Of the smaller side, to be cut then; 0 stands for the size of the cut."""
+    crop: str = "center"
+    flip: bool = False
+    threads: int = 16
+
+
+def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A config's own values, and its groups."""
+    groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
+    return {key: value for key, value in config.items() if key not in groups}, groups
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """A config group as a tuple of `kind`; ValueError for unknown and missing fields.
+    """A config group as a NamedTuple or a network of class `kind`; ValueError as `complete`."""
+    values = {k: plain(value) for k, value in complete(defaults(kind), group, name).items()}
+    if dataclasses.is_dataclass(kind):
+        values["dtype"] = jnp.dtype(values["dtype"])
+    return kind(**values)
 
-    `name` is the group's, "" for the config's own values (its groups are not among them).
+
+def defaults(kind: type) -> dict[str, Any]:
+    """The fields of a NamedTuple or a network with their defaults, MISSING for those without."""
+    if not dataclasses.is_dataclass(kind):
+        known: Mapping[str, Any] = kind._field_defaults
+        return {field: known.get(field, dataclasses.MISSING) for field in kind._fields}
+    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(kind)}
+    fields["dtype"] = jnp.dtype(fields["dtype"]).name
+    return {name: fields[name] for name in fields if name not in ("parent", "name")}
+
+
+def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A config group with the defaults of what it omits, in the order of `fields`.
+
+    `fields` are the group's, with their defaults; `name` is the group's, "" for a config's own
+    values. ValueError for unknown fields, and for omitted ones without a default.
     """
-    fields = kind._fields
-    values = {key: value for key, value in group.items() if name or not isinstance(value, Mapping)}
-    check_fields(values, fields, name, kind._field_defaults)
-    return kind(**{key: plain(value) for key, value in values.items()})
-
-
-def read_network(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """A config group as a network, a Flax module of class `kind`; ValueError as `read`."""
-    values = {key: plain(value) for key, value in group.items()}
-    fields = [field for field in kind.__dataclass_fields__ if field not in ("parent", "name")]
-    check_fields(values, fields, name)
-    return kind(**values | {"dtype": jnp.dtype(values["dtype"])})
-
-
-def check_fields(
-    values: Iterable[str], fields: Iterable[str], name: str, optional: Iterable[str] = ()
-) -> None:
-    """ValueError unless the group `name` has exactly these fields, maybe without optional ones."""
     dot = f"{name}." if name else ""
-    unknown = sorted(set(values) - set(fields))
-    missing = sorted(set(fields) - set(values) - set(optional))
+    unknown = sorted(group.keys() - fields.keys())
     if unknown:
         close = difflib.get_close_matches(unknown[0], list(fields), n=1)
         hint = f"did you mean {dot}{close[0]}?" if close else f"known are {', '.join(fields)}"
         raise ValueError(f"unknown config field {dot}{unknown[0]}: {hint}")
+    missing = [f for f in sorted(fields) if fields[f] is dataclasses.MISSING and f not in group]
     if missing:
-        raise ValueError(f"the config lacks {', '.join(dot + m for m in missing)}")
+        raise ValueError(f"the config lacks {', '.join(dot + field for field in missing)}")
+    values = {**fields, **group}
+    for field, value in group.items():  # A file may say 0 of what the command line makes 0.5.
+        if isinstance(fields[field], float) and type(value) is int:
+            values[field] = float(value)
+    return values
 
 
-def check_groups(config: Mapping[str, Any], groups: Iterable[str]) -> None:
-    """ValueError unless the config has exactly these groups."""
-    check_fields([key for key, value in config.items() if isinstance(value, Mapping)], groups, "")
+def check_run(run: Run, data: Data) -> None:
+    """ValueError for values that cannot be."""
+    one_of("data.crop", data.crop, CROPS)
+    positive(
+        steps=run.steps, batch_size=run.batch_size, log_every=run.log_every,
+        save_every=run.save_every, keep_last=run.keep_last, step_timeout=run.step_timeout,
+    )  # fmt: skip
+
+
+def check_prompts(run: Run, text: Text) -> None:
+    """ValueError if there is nothing to draw on the way."""
+    if not text.embedded and run.sample_every and not run.prompts:
+        raise ValueError(
+            "prompts is empty: give texts to draw on the way, such as "
+            "--config.prompts=\"('a red dog',)\", or set sample_every=0"
+        )
+
+
+def check_sampler(sampler: Any, samplers: Iterable[str]) -> None:
+    """ValueError for values that no model can draw with, of the fields that all systems have."""
+    one_of("sampler.name", sampler.name, samplers)
+    positive(sampler__steps=sampler.steps)
+    within(0, 1, sampler__eta=sampler.eta)
+    within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
 
 
 def one_of(field: str, value: str, known: Iterable[str]) -> None:

@@ -23,7 +23,7 @@ from diffusion_jax.draw.program import Images, default_batch_size, in_batches
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.task import Texts
 from imagen_jax import task
-from imagen_jax.settings import Settings, read_settings
+from imagen_jax.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ def load_model(
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
-    return model.read_run(workdir, choice, read_settings)
+    return model.read_run(workdir, choice, "imagen_jax")
 
 
 def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:

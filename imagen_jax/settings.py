@@ -1,14 +1,17 @@
 """The config of an Imagen model, base or super-resolution: typed and checked."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax import checks, settings
+from diffusion_jax import settings, systems
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.systems import System
+from diffusion_jax.text import registry
+from diffusion_jax.train import optimizer as optimizers
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
@@ -18,12 +21,12 @@ from imagen_jax.unet import UNet
 class Diffusion(NamedTuple):
     """What the network predicts, at which noise levels it is trained, and by which distance."""
 
-    precond: str
-    sigma_data: float
-    noise: str
-    p_mean: float
-    p_std: float
-    distance: str
+    precond: str = "edm"
+    sigma_data: float = 0.5
+    noise: str = "lognormal"
+    p_mean: float = -1.2
+    p_std: float = 1.2
+    distance: str = "l2"
 
 
 class SuperResolution(NamedTuple):
@@ -32,24 +35,25 @@ class SuperResolution(NamedTuple):
     Models without unet.noise_aug see the small image as it is.
     """
 
-    factor: int
-    aug_sigma: float
+    factor: int = 1
+    aug_sigma: float = 0.002
 
 
 class Sampler(NamedTuple):
     """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
 
-    name: str
-    steps: int
-    sigma_min: float
-    sigma_max: float
-    rho: float
-    churn: float
-    eta: float
-    guidance: float
-    guidance_low: float
-    guidance_high: float
-    threshold: str
+    name: str = "heun"
+    steps: int = 30
+    sigma_min: float = 0.002
+    sigma_max: float = 80.0
+    rho: float = 7.0
+    churn: float = 0.0
+    eta: float = 0.0
+    guidance: float = 7.5
+    guidance_low: float = 0.0
+    """Guidance acts on noise levels from low to high."""
+    guidance_high: float = float("inf")
+    threshold: str = "dynamic"
 
 
 class Settings(NamedTuple):
@@ -77,52 +81,42 @@ class Settings(NamedTuple):
         return self.output_size // self.super_resolution.factor
 
 
-# The network, and the check of its fields next to the width of the text.
-UNETS: Mapping[str, tuple[type, Callable[[Any, int], None]]] = {
-    "unet": (UNet, lambda unet, text_width: unet_module.check(unet)),
-    "efficient": (EfficientUNet, efficient_unet.check),
-}
+UNETS: dict[str, type] = {"unet": UNet, "efficient": EfficientUNet}
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
-    kinds = {"text": Text, "diffusion": Diffusion, "super_resolution": SuperResolution,
-             "sampler": Sampler, "optimizer": Optimizer, "mesh": MeshShape,
-             "evaluation": Evaluation, "data": Data}  # fmt: skip
-    settings.check_groups(config, ("unet", *kinds))
-    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
-    run = settings.read(Run, config, "")
-    unet = _read_unet(config["unet"], groups["text"].width)
-    all_settings = Settings(run=run, unet=unet, **groups)
-    check(all_settings)
-    return all_settings
+    return systems.read(config, "imagen_jax")
 
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    checks.check_run(s.run, s.optimizer, s.data)
-    checks.check_text(s.text)
+    settings.check_run(s.run, s.data)
+    optimizers.check(s.optimizer, s.run.steps)
+    registry.check(s.text)
+    settings.check_sampler(s.sampler, SAMPLERS)
     choices = [
         ("diffusion.precond", s.diffusion.precond, PRECONDS),
         ("diffusion.noise", s.diffusion.noise, NOISES),
         ("diffusion.distance", s.diffusion.distance, DISTANCES),
-        ("sampler.name", s.sampler.name, SAMPLERS),
         ("sampler.threshold", s.sampler.threshold, THRESHOLDS),
     ]
     for field, value, known in choices:
         settings.one_of(field, value, known)
     settings.positive(
-        sampler__steps=s.sampler.steps, super_resolution__aug_sigma=s.super_resolution.aug_sigma,
+        super_resolution__aug_sigma=s.super_resolution.aug_sigma,
         diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
         sampler__sigma_min=s.sampler.sigma_min, sampler__rho=s.sampler.rho,
     )  # fmt: skip
-    settings.within(0, 1, sampler__eta=s.sampler.eta)
-    settings.within(0, 1000, sampler__guidance=s.sampler.guidance, sampler__churn=s.sampler.churn)
     if not s.sampler.sigma_max > s.sampler.sigma_min:
         raise ValueError(
             f"sampler.sigma_max is {s.sampler.sigma_max}: it must be above sampler.sigma_min, "
             f"{s.sampler.sigma_min}"
         )
+    if isinstance(s.unet, EfficientUNet):
+        efficient_unet.check(s.unet, s.text.width)
+    else:
+        unet_module.check(s.unet)
     _check_sizes(s)
     _check_texts(s)
 
@@ -154,8 +148,8 @@ def _check_sizes(s: Settings) -> None:
 
 def _check_texts(s: Settings) -> None:
     """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
-    checks.check_prompts(s.run, s.text)
-    embedded = s.text.encoder == checks.EMBEDDED
+    settings.check_prompts(s.run, s.text)
+    embedded = s.text.embedded
     if s.data.source in ("folder", "webdataset") and embedded == s.data.text.endswith("txt"):
         way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
         raise ValueError(
@@ -164,12 +158,21 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-def _read_unet(group: Mapping[str, Any], text_width: int) -> UNet | EfficientUNet:
-    if "kind" not in group:
-        raise ValueError(f"the config lacks unet.kind: choose from {', '.join(UNETS)}")
-    settings.one_of("unet.kind", group["kind"], UNETS)
-    network, check = UNETS[group["kind"]]
-    fields = {name: value for name, value in group.items() if name != "kind"}
-    unet = settings.read_network(network, fields, "unet")
-    check(unet, text_width)
-    return unet
+SYSTEMS = {
+    "imagen_jax": System(
+        settings=Settings,
+        groups={
+            "unet": UNETS,
+            "text": Text,
+            "diffusion": Diffusion,
+            "super_resolution": SuperResolution,
+            "sampler": Sampler,
+            "optimizer": Optimizer,
+            "mesh": MeshShape,
+            "evaluation": Evaluation,
+            "data": Data,
+        },
+        check=check,
+        command="imagen_jax.train",
+    )
+}

@@ -12,8 +12,8 @@ continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 
 import numpy as np
 
-from diffusion_jax import checks
-from diffusion_jax.data.pipeline import Batches, open_data, training_batches
+from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -38,15 +38,14 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
     """The training data of a config, this process's rows of it."""
-    embedded = s.text.encoder == checks.EMBEDDED
-    shape = (s.text.max_tokens, s.text.width) if embedded else None
-    pictures = open_data(s.data, s.unet.image_size, embeddings=shape)
+    shape = (s.text.max_tokens, s.text.width) if s.text.embedded else None
+    pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
     """The config's prompts; of the first pictures, where those are needed to draw."""
-    if s.text.encoder != checks.EMBEDDED and s.super_resolution.factor == 1:
+    if not s.text.embedded and s.super_resolution.factor == 1:
         texts, captions = encoder.tokenize(s.run.prompts), s.run.prompts
         return loop.Examples(texts, captions, s.sampler.guidance)
     first = np.arange(min(8, len(batches.pictures)))

@@ -116,10 +116,11 @@ def pipe(program: Sequence[str], text: str, missing: str) -> None:
 def read() -> tuple[Job, Target, Groups]:
     """The job of --job, its accelerators, and the launchers' groups; ValueError if it cannot be."""
     values = _JOB.value.to_dict()
-    settings.check_groups(values, _GROUPS)
-    job = settings.read(Job, values, "")
+    own, groups = settings.split(values)
+    groups = settings.complete({name: {} for name in _GROUPS}, groups, "")
+    job = settings.read(Job, own, "")
     check(job)
-    return job, accelerators.parse(job.accelerator), {name: values[name] for name in _GROUPS}
+    return job, accelerators.parse(job.accelerator), groups
 
 
 def check(job: Job) -> None:
@@ -179,10 +180,10 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 def check_mesh(run: Run, target: Target) -> None:
     """ValueError, with the arithmetic, unless a run's mesh and batch suit what is to be booked."""
     values = flags.FlagValues()
-    config_flags.DEFINE_config_file("config", None, "", flag_values=values)
+    cli.define_config(flag_values=values)
     values(["", *(argument for argument in run.argv if argument.startswith("--config="))])
     config = values["config"].value
-    if config is None or "mesh" not in config:
+    if config is None:
         return
     pairs = (argument.partition("=") for argument in run.argv)
     overrides: dict[str, Any] = {name: value for name, _, value in pairs}

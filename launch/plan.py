@@ -27,13 +27,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from absl import app, flags
-from ml_collections import config_flags
 
 from diffusion_jax import cli
 from launch import accelerators
 from launch.planner import compiling, estimate, systems
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Do not compile.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON in place of tables.")

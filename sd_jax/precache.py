@@ -21,10 +21,9 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diffusion_jax import cli
-from diffusion_jax.data.pipeline import open_data
+from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
@@ -37,7 +36,7 @@ from sd_jax.weights.pretrained import read_vae
 
 def define_flags() -> None:
     """Of the command alone: other commands have flags of these names."""
-    config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+    cli.define_config()
     flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
     flags.DEFINE_integer(
         "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1
@@ -81,7 +80,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
             "data.flip=False and data.crop=center"
         )
     vae_params = read_vae(s.vae_weights, s.vae)
-    pictures = open_data(s.data, s.latents.image_size)
+    pictures = sources.open_pictures(s.data, s.latents.image_size)
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     program = make_encode(s, vae_params, mesh)
     work = work._replace(batch=work.batch * mesh.size)

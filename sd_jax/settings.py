@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from diffusion_jax import checks, settings
+from diffusion_jax import settings, systems
+from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.systems import System
+from diffusion_jax.text import registry
+from diffusion_jax.train import optimizer as optimizers
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
@@ -20,8 +24,8 @@ class Latents(NamedTuple):
     """
 
     image_size: int
-    scale: float
-    pixels: str
+    scale: float = vae_module.SCALE
+    pixels: str = "symmetric"
 
 
 class Conditioning(NamedTuple):
@@ -32,8 +36,8 @@ class Conditioning(NamedTuple):
     77); 0 adds none.
     """
 
-    drop_to: str
-    pad_to: int
+    drop_to: str = "empty"
+    pad_to: int = 0
 
 
 class Diffusion(NamedTuple):
@@ -43,9 +47,9 @@ class Diffusion(NamedTuple):
     bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
     """
 
-    predicts: str
-    offset_noise: float
-    min_snr: float
+    predicts: str = "eps"
+    offset_noise: float = 0.0
+    min_snr: float = 0.0
 
 
 class Sampler(NamedTuple):
@@ -54,13 +58,13 @@ class Sampler(NamedTuple):
     `eta` is DDIM's share of new noise, `churn` Heun's, from 0.
     """
 
-    name: str
-    steps: int
-    eta: float
-    guidance: float
-    negative_prompt: str
-    height: int
-    width: int
+    name: str = "plms"
+    steps: int = 50
+    eta: float = 0.0
+    guidance: float = 7.5
+    negative_prompt: str = ""
+    height: int = 0
+    width: int = 0
     churn: float = 0.0
 
 
@@ -129,6 +133,32 @@ class Settings(NamedTuple):
         return height
 
 
+class Reconstruction(NamedTuple):
+    """Distance of images and reconstructions, summed, plus `kl` times KL(posterior || N(0, 1)).
+
+    Both sums are divided by the number of pixels' values, so that `kl` is LDM's kl_weight.
+    """
+
+    image_size: int
+    distance: str = "l1"
+    kl: float = 1e-2
+
+
+class AutoencoderSettings(NamedTuple):
+    """A whole config of sd_jax.train_vae, checked.
+
+    `vae_weights` is what training starts from, "" for random numbers.
+    """
+
+    run: Run
+    vae: VAE
+    vae_weights: str
+    reconstruction: Reconstruction
+    optimizer: Optimizer
+    mesh: MeshShape
+    data: Data
+
+
 PREDICTS = ("eps", "v")  # Of precond.PRECONDS what models of this family were trained to predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
@@ -137,24 +167,7 @@ _STEPS = 1000
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
-    kinds = {"text": Text, "conditioning": Conditioning, "latents": Latents,
-             "diffusion": Diffusion, "sampler": Sampler, "optimizer": Optimizer,
-             "mesh": MeshShape, "evaluation": Evaluation, "data": Data}  # fmt: skip
-    settings.check_groups(config, ("unet", "vae", *kinds))
-    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
-    unet, unet_weights = _read_network(UNet, config["unet"], "unet")
-    vae, vae_weights = read_vae(config["vae"])
-    run = settings.read(Run, config, "")
-    s = Settings(run, unet, unet_weights, vae, vae_weights, **groups)
-    check(s)
-    return s
-
-
-def read_vae(group: Mapping[str, Any]) -> tuple[VAE, str]:
-    """A config's `vae`: the network and its weights; ValueError as read_settings."""
-    vae, weights = _read_network(VAE, group, "vae")
-    vae_module.check(vae)
-    return vae, weights
+    return systems.read(config, "sd_jax")
 
 
 def uses_moments(data: Data) -> bool:
@@ -169,10 +182,12 @@ def uses_moments(data: Data) -> bool:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    checks.check_run(s.run, s.optimizer, s.data)
-    checks.check_text(s.text)
-    checks.check_prompts(s.run, s.text)
+    settings.check_run(s.run, s.data)
+    optimizers.check(s.optimizer, s.run.steps)
+    registry.check(s.text)
+    settings.check_prompts(s.run, s.text)
     unet_module.check(s.unet)
+    vae_module.check(s.vae)
     settings.one_of("conditioning.drop_to", s.conditioning.drop_to, DROP_TO)
     settings.within(0, 1, diffusion__offset_noise=s.diffusion.offset_noise)
     settings.within(0, 1000, diffusion__min_snr=s.diffusion.min_snr)
@@ -205,10 +220,8 @@ def check_pipeline(p: Pipeline) -> None:
 
 def check_sampler(sampler: Sampler) -> None:
     """ValueError for values that no model can draw with."""
-    settings.one_of("sampler.name", sampler.name, SAMPLERS)
     settings.within(1, _STEPS, sampler__steps=sampler.steps)
-    settings.within(0, 1, sampler__eta=sampler.eta)
-    settings.within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
+    settings.check_sampler(sampler, SAMPLERS)
 
 
 def check_size(p: Pipeline, field: str, size: int) -> None:
@@ -223,9 +236,9 @@ def check_size(p: Pipeline, field: str, size: int) -> None:
 
 
 def _check_text(s: Settings) -> None:
-    if s.text.encoder == checks.EMBEDDED:
+    if s.text.embedded:
         raise ValueError(
-            f"text.encoder is {checks.EMBEDDED!r}, which cannot encode the empty prompt that "
+            f"text.encoder is {s.text.encoder!r}, which cannot encode the empty prompt that "
             "guidance needs: name the encoder, and where its embeddings are with text.store"
         )
     if s.data.source in ("folder", "webdataset", "moments") and s.data.text.endswith("npy"):
@@ -259,9 +272,42 @@ def _check_data(s: Settings) -> None:
         )
 
 
-def _read_network(kind: type, group: Mapping[str, Any], name: str) -> tuple[Any, str]:
-    """A network and the `weights` beside its fields."""
-    fields = {key: value for key, value in group.items() if key != "weights"}
-    if "weights" not in group:
-        raise ValueError(f'the config lacks {name}.weights: write "" for none')
-    return settings.read_network(kind, fields, name), group["weights"]
+def check_autoencoder(s: AutoencoderSettings) -> None:
+    """ValueError for values that cannot be or do not go together."""
+    settings.check_run(s.run, s.data)
+    optimizers.check(s.optimizer, s.run.steps)
+    vae_module.check(s.vae)
+    settings.one_of("reconstruction.distance", s.reconstruction.distance, DISTANCES)
+    settings.within(0, 1, reconstruction__kl=s.reconstruction.kl)
+    size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)
+    if size < unit or size % unit:
+        raise ValueError(f"reconstruction.image_size is {size}: take a multiple of {unit}")
+    if uses_moments(s.data):
+        raise ValueError("data.source is 'moments': an autoencoder is trained on images")
+
+
+_TRAINING = {"optimizer": Optimizer, "mesh": MeshShape, "data": Data}
+SYSTEMS = {
+    "sd_jax": System(
+        settings=Settings,
+        groups={
+            "unet": UNet,
+            "vae": VAE,
+            "text": Text,
+            "conditioning": Conditioning,
+            "latents": Latents,
+            "diffusion": Diffusion,
+            "sampler": Sampler,
+            "evaluation": Evaluation,
+            **_TRAINING,
+        },
+        check=check,
+        command="sd_jax.train",
+    ),
+    "sd_jax.vae": System(
+        settings=AutoencoderSettings,
+        groups={"vae": VAE, "reconstruction": Reconstruction, **_TRAINING},
+        check=check_autoencoder,
+        command="sd_jax.train_vae",
+    ),
+}

@@ -20,8 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax.data import moments
-from diffusion_jax.data.pipeline import Batches, open_data, training_batches
+from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import Batches, training_batches
+from diffusion_jax.data.sources import moments
 from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -63,7 +64,7 @@ def open_batches(
         paths = [part[2] for part in s.data.mixture] or [s.data.path]
         for path in paths:
             moments.check_manifest(path, made_by(s, vae_params))
-    pictures = open_data(s.data, s.latents.image_size, shape=shape)
+    pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
     if latent:
         pictures.read(np.arange(1))  # Of another shape they are an error here, not after compiling.
     name = "moments" if latent else "image"

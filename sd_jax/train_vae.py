@@ -9,72 +9,35 @@ sd_jax.train.
 """
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from diffusion_jax import checks, settings
-from diffusion_jax.data.pipeline import open_data, training_batches
-from diffusion_jax.diffusion import precond
+from diffusion_jax import systems
+from diffusion_jax.data import sources
+from diffusion_jax.data.pipeline import training_batches
+from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import Data, MeshShape, Optimizer, Run
 from diffusion_jax.task import Task, to_range
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
 from sd_jax import task
 from sd_jax import vae as vae_module
-from sd_jax.settings import read_vae, uses_moments
-from sd_jax.vae import VAE, Moments
+from sd_jax.settings import AutoencoderSettings
+from sd_jax.vae import Moments
 from sd_jax.weights.pretrained import read_vae as read_vae_weights
 
-DISTANCES = {"l1": precond.l1, "l2": precond.l2}
 _SHOWN = 8
 
 
-class Reconstruction(NamedTuple):
-    """Distance of images and reconstructions, summed, plus `kl` times KL(posterior || N(0, 1)).
-
-    Both sums are divided by the number of pixels' values, so that `kl` is LDM's kl_weight.
-    """
-
-    image_size: int
-    distance: str
-    kl: float
-
-
-class Settings(NamedTuple):
-    """A whole config, checked; `vae_weights` is what training starts from, "" random numbers."""
-
-    run: Run
-    vae: VAE
-    vae_weights: str
-    reconstruction: Reconstruction
-    optimizer: Optimizer
-    mesh: MeshShape
-    data: Data
-
-
-def read_settings(config: Mapping[str, Any]) -> Settings:
+def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
     """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
-    kinds = {"reconstruction": Reconstruction, "optimizer": Optimizer, "mesh": MeshShape,
-             "data": Data}  # fmt: skip
-    settings.check_groups(config, ("vae", *kinds))
-    groups = {name: settings.read(kind, config[name], name) for name, kind in kinds.items()}
-    s = Settings(settings.read(Run, config, ""), *read_vae(config["vae"]), **groups)
-    checks.check_run(s.run, s.optimizer, s.data)
-    settings.one_of("reconstruction.distance", s.reconstruction.distance, DISTANCES)
-    settings.within(0, 1, reconstruction__kl=s.reconstruction.kl)
-    size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)
-    if size < unit or size % unit:
-        raise ValueError(f"reconstruction.image_size is {size}: take a multiple of {unit}")
-    if uses_moments(s.data):
-        raise ValueError("data.source is 'moments': an autoencoder is trained on images")
-    return s
+    return systems.read(config, "sd_jax.vae")
 
 
-def make_task(s: Settings) -> Task:
+def make_task(s: AutoencoderSettings) -> Task:
     """Init, loss, and reconstructions of batch["image"], float in [-1, 1], by the means."""
     size, channels = s.reconstruction.image_size, s.vae.image_channels
     distance = DISTANCES[s.reconstruction.distance]
@@ -109,9 +72,9 @@ def divergence(moments: Moments) -> Float[Array, "B"]:
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
-def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
+def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens the data; ValueError or OSError if they cannot be."""
-    pictures = open_data(s.data, s.reconstruction.image_size)
+    pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
     shown = {"image": np.asarray(to_range(images))}

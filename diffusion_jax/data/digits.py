@@ -10,13 +10,16 @@ import io
 import itertools
 import os
 import pathlib
-import tarfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
+
+from diffusion_jax.data import tars
+from diffusion_jax.data.pictures import Pictures, Shapes
+from diffusion_jax.settings import Data
 
 INKS = {
     "red": (220, 40, 40),
@@ -118,10 +121,15 @@ def render(
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
 
-class Digits:
+def open_source(_: Data, shapes: Shapes) -> Pictures:
+    """The training pictures, of the side that a task takes."""
+    return Digits(shapes.size)
+
+
+class Digits(Pictures):
     """Every training glyph in every pair of colours that is seen with its digit.
 
-    A finite list of pictures (see pictures.Pictures): each is a function of its index alone.
+    Each picture is a function of its index alone.
     """
 
     def __init__(self, size: int = 16):
@@ -140,7 +148,7 @@ class Digits:
         self._glyph_of, self._prompt_of = np.nonzero(shown)
 
     def __len__(self) -> int:
-        """How many different pictures there are, about 34,000."""
+        """The number of different pictures, about 34,000."""
         return len(self._glyph_of)
 
     def read(
@@ -156,10 +164,6 @@ class Digits:
         """The captions alone."""
         return [self._captions[p] for p in self._prompt_of[indices]]
 
-    def skipped(self) -> dict[str, int]:
-        """Nothing: every picture can be used."""
-        return {}
-
 
 def write_examples(
     out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder"
@@ -172,12 +176,17 @@ def write_examples(
     digits = Digits(size)
     # A prime step, so that glyphs and colours vary from the start.
     images, captions = digits.read(np.arange(num) * 617 % len(digits))
-    files = {}
+    records, out = [], pathlib.Path(out)
     for i, (image, text) in enumerate(zip(images, captions, strict=True)):
         png = io.BytesIO()
         Image.fromarray(image).save(png, "png")
-        files |= {f"{i:05}.png": png.getvalue(), f"{i:05}.txt": f"{text}\n".encode()}
-    return {"folder": _write_folder, "webdataset": _write_tar}[format](pathlib.Path(out), files)
+        files = {"png": png.getvalue(), "txt": f"{text}\n".encode()}
+        records.append({tars.KEY: f"{i:05}".encode(), **files})
+    if format == "webdataset" and out.suffix != ".tar":
+        out /= "00000.tar"
+    (out if format == "folder" else out.parent).mkdir(parents=True, exist_ok=True)
+    {"folder": _write_folder, "webdataset": tars.write}[format](out, records)
+    return out
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -192,22 +201,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"wrote {given.num} pictures with captions to {path}")
 
 
-def _write_folder(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
-    out.mkdir(parents=True, exist_ok=True)
-    for name, contents in files.items():
-        (out / name).write_bytes(contents)
-    return out
-
-
-def _write_tar(out: pathlib.Path, files: dict[str, bytes]) -> pathlib.Path:
-    path = out if out.suffix == ".tar" else out / "00000.tar"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tarfile.open(path, "w") as tar:
-        for name, contents in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(contents)
-            tar.addfile(member, io.BytesIO(contents))
-    return path
+def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> None:
+    for record in records:
+        stem = record.pop(tars.KEY).decode()
+        for suffix, contents in record.items():
+            (out / f"{stem}.{suffix}").write_bytes(contents)
 
 
 @functools.cache

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
-from diffusion_jax.data.pictures import Filters, Mixture, Pictures, open_pictures
+from diffusion_jax.data.pictures import Mixture, Pictures
 from diffusion_jax.machine.sharding import batch_sharding
 from diffusion_jax.settings import CROPS, Data, Run
 
@@ -96,28 +96,6 @@ class Batches:
     def close(self) -> None:
         """Stops the threads; may be called twice."""
         self._iterator.close()
-
-
-def open_data(
-    data: Data,
-    size: int,
-    *,
-    embeddings: tuple[int, int] | None = None,
-    shape: tuple[int, int, int] | None = None,
-) -> Pictures:
-    """The pictures of a config, `size` pixels on a side; see open_pictures for the rest."""
-    return open_pictures(
-        data.source,
-        size=size,
-        path=data.path,
-        text=data.text,
-        uncaptioned=data.uncaptioned,
-        resize=data.resize,
-        filters=Filters(data.min_size, data.max_aspect, data.min_chars, data.max_broken),
-        mixture=data.mixture,
-        embeddings=embeddings,
-        shape=shape,
-    )
 
 
 def training_batches(

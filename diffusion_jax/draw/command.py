@@ -88,7 +88,11 @@ def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int)
             lines.append(_write_image(session, out, rows[n], seeds[n], sizes))
             images.append(sizes[-1])
     if jax.process_index() == 0:
-        _write_index(out, lines, images)
+        index = "".join(json.dumps(line) + "\n" for line in lines)
+        files.write_whole(out / "metadata.jsonl", index)
+        sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
+        sheets.write_png(out / "sheet.png", sheet)
+        logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
 
 
 def _write_image(
@@ -109,15 +113,3 @@ def _write_image(
         for smaller, image in zip(line["smaller"], sizes, strict=False):
             sheets.write_png(out / smaller, image)
     return line | session.card
-
-
-def _write_index(
-    out: pathlib.Path,
-    lines: Sequence[Mapping[str, Any]],
-    images: Sequence[UInt8[np.ndarray, "H W 3"]],
-) -> None:
-    """metadata.jsonl, a line an image, and sheet.png with all images over their captions."""
-    files.write_whole(out / "metadata.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-    sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
-    sheets.write_png(out / "sheet.png", sheet)
-    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)

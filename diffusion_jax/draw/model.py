@@ -3,13 +3,12 @@
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
-from diffusion_jax import runs
+from diffusion_jax import runs, systems
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -20,7 +19,6 @@ from diffusion_jax.weights import restore
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
 Encoders = dict[Text, tuple[TextEncoder, Any]]
-S = TypeVar("S")
 
 
 def replaces(field: str) -> Any:
@@ -65,18 +63,16 @@ class Model(NamedTuple):
     step: int
 
 
-def read_run(
-    workdir: str | os.PathLike[str], choice: Choice, read: Callable[[Mapping[str, Any]], S]
-) -> S:
-    """The settings of a run as `read` makes them of its config, with what was chosen in it.
+def read_run(workdir: str | os.PathLike[str], choice: Choice, system: str) -> Any:
+    """The settings of a run of this system, with what was chosen in place of the config's.
 
     ValueError or FileNotFoundError if there is no such run or no such choice.
     """
-    config = runs.load(workdir)
+    config = runs.load(workdir, system)
     for name, group in config.items():
         if isinstance(group, dict):
             group |= choice.fields_of(name)
-    return read(config)
+    return systems.read(config, system)
 
 
 def load_model(

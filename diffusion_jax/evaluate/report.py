@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a workdir holds."""
+    """The metrics of a workdir's training, and its sweeps."""
 
     name: str
     training: list[dict[str, Any]]
@@ -50,14 +50,14 @@ def read_run(workdir: str | pathlib.Path) -> Run:
     """A run's metrics and sweeps; FileNotFoundError if it has neither."""
     workdir = pathlib.Path(workdir)
     metrics = workdir / log.METRICS
-    found = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
-    if not metrics.exists() and not found:
+    tables = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
+    if not metrics.exists() and not tables:
         raise FileNotFoundError(
             f"{workdir} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{TABLE}: "
             "it is no workdir"
         )
     training = log.read_metrics(metrics) if metrics.exists() else []
-    return Run(workdir.name, training, [_read_evaluation(path) for path in found])
+    return Run(workdir.name, training, [_read_evaluation(path) for path in tables])
 
 
 def read_rcp(path: str | pathlib.Path = RCP) -> Band:
@@ -245,8 +245,8 @@ def _cards(evaluation: Evaluation) -> dict[str, Any]:
         by_extractor.setdefault(one.card["extractor"], []).append(one.card)
     names = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
     fields = [(_label(f), [_values(c, f) for c in by_extractor.values()]) for f in names]
-    told = [(label, values) for label, values in fields if any(values)]
-    return {"evaluation": evaluation.name, "extractors": list(by_extractor), "fields": told}
+    fields = [(label, values) for label, values in fields if any(values)]
+    return {"evaluation": evaluation.name, "extractors": list(by_extractor), "fields": fields}
 
 
 def _values(cards: Sequence[Card], field: str) -> str:

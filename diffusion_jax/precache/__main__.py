@@ -22,12 +22,11 @@ import pathlib
 
 import jax
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diffusion_jax import cli
 from diffusion_jax.precache import fill, shards, store
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
     "format", "int8", list(store.FORMATS), "What is stored: int8 errs by less than 1 %."
 )

@@ -11,7 +11,7 @@ from absl import logging
 from jaxtyping import Int, Shaped
 
 from diffusion_jax import settings
-from diffusion_jax.data import pictures
+from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.precache import cost, encode, lookup, plan, shards, store
@@ -157,15 +157,7 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
         if not texts:
             raise ValueError(f"{file} holds no captions: write one a line")
         return plan.Captions(texts, None, 0, 1), {"given": texts}
-    opened = pictures.open_pictures(
-        data.source,
-        size=16,  # No picture is made.
-        path=data.path,
-        text=data.text,
-        uncaptioned=data.uncaptioned,
-        filters=pictures.Filters(max_broken=data.max_broken),
-        mixture=data.mixture,
-    )
+    opened = sources.open_pictures(data, size=16)  # No picture is made.
     # The synthetic source has one caption, for as many pictures as anyone likes.
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}

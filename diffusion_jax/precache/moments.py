@@ -14,8 +14,9 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.data import moments, pictures, webdataset
+from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.sources import moments
 from diffusion_jax.machine import files, progress
 from diffusion_jax.precache import plan
 
@@ -60,7 +61,7 @@ def run(
         if not paths[shard].exists():  # Another worker may have been faster.
             first = shard * work.shard
             rows = range(first, min(first + work.shard, len(source)))
-            webdataset.write(paths[shard], _encoded(source, encode, rows, work.batch))
+            tars.write(paths[shard], _encoded(source, encode, rows, work.batch))
     there = sum(path.exists() for path in paths)
     if there == total:
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
@@ -73,8 +74,7 @@ def _encoded(
     """The files of each record that can be used; the next batch is read while one is encoded."""
     parts = (np.arange(i, min(i + batch, rows.stop)) for i in range(rows.start, rows.stop, batch))
     with ThreadPoolExecutor(1) as reader:
-        read = lambda part: pictures.usable(source, part)
-        for _, (kept, images, texts) in plan.ahead(reader, read, parts):
+        for _, (kept, images, texts) in plan.ahead(reader, source.usable, parts):
             if not len(kept):
                 continue
             encoded = encode(images[np.arange(batch) % len(kept)])  # All batches have one size.
@@ -82,7 +82,7 @@ def _encoded(
                 if not isinstance(text, str):
                     raise ValueError(f"record {index} has no caption but {type(text).__name__}")
                 key = f"{index:09}".encode()
-                yield {webdataset.KEY: key, "npy": moments.write(array), "txt": text.encode()}
+                yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}
 
 
 def _begun(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:

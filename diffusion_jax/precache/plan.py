@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from diffusion_jax.data import pictures
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files
 from diffusion_jax.precache import store
@@ -52,7 +51,7 @@ class Captions(NamedTuple):
         texts = [self.prompts[i] for i in numbers[numbers < first].tolist()]
         if self.data is None or (numbers < first).all():
             return texts
-        return texts + list(pictures.read_texts(self.data, numbers[numbers >= first] - first))
+        return texts + list(self.data.texts(numbers[numbers >= first] - first))
 
 
 def turns(count: int, worker: int, workers: int) -> Iterator[int]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from diffusion_jax import settings
 from diffusion_jax.settings import Text
 from diffusion_jax.text.encoder import TextEncoder
 
@@ -27,6 +28,14 @@ ENCODERS: Mapping[str, Kind] = {
     "clip": Kind("clip", _CLIP, {"layer": "last"}),
     "clip_penultimate": Kind("clip", _CLIP, {"layer": "penultimate"}),
 }
+
+
+def check(text: Text) -> None:
+    """ValueError for values that cannot be; weights and stores are not opened."""
+    settings.one_of("text.encoder", text.encoder, ENCODERS)
+    settings.one_of("text.dtype", text.dtype, ("bfloat16", "float32"))
+    settings.positive(text__width=text.width, text__max_tokens=text.max_tokens)
+    settings.within(0, 1, text__drop_prob=text.drop_prob)
 
 
 def make_encoder(text: Text) -> TextEncoder:

@@ -7,7 +7,6 @@ from typing import Any
 
 from absl import app, flags, logging
 from jax.sharding import Mesh
-from ml_collections import config_flags
 
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
@@ -26,9 +25,7 @@ def command(
     `prepare` raise of ValueError and OSError is one message and exit code 2; SIGTERM saves and
     exits with 143.
     """
-    config = config_flags.DEFINE_config_file(
-        "config", None, "A file in configs/.", lock_config=True
-    )
+    config = cli.define_config()
     workdir = flags.DEFINE_string(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
@@ -44,7 +41,7 @@ def command(
             mesh = sharding.make_mesh(*s.mesh)
             sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
             inputs = prepare(s, mesh)
-            runs.claim(folder, config.value)
+            runs.claim(folder, config.value.to_dict())
         with inputs.batches:
             state = loop.train(inputs, s.run, s.optimizer, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)

@@ -9,7 +9,7 @@ import optax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from diffusion_jax.settings import Optimizer
+from diffusion_jax.settings import Optimizer, one_of, positive, within
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
@@ -72,6 +72,18 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
+
+
+def check(settings: Optimizer, steps: int) -> None:
+    """ValueError for values that cannot be, or a schedule that does not fit the steps."""
+    one_of("optimizer.schedule", settings.schedule, SCHEDULES)
+    positive(
+        optimizer__lr=settings.lr, optimizer__accumulate=settings.accumulate,
+        optimizer__clip=settings.clip,
+    )  # fmt: skip
+    within(0, 1, optimizer__b1=settings.b1, optimizer__b2=settings.b2)
+    check_decays(settings.ema_decays)
+    make_optimizer(settings, steps)
 
 
 def check_decays(ema_decays: Sequence[float]) -> None:

@@ -14,7 +14,6 @@ themselves in place of their average, --ema=0.9999 one of several, --checkpoint=
 import sys
 
 from absl import flags
-from ml_collections import config_flags
 
 from diffusion_jax import cli
 from imagen_jax.weights import convert
@@ -22,7 +21,7 @@ from imagen_jax.weights import convert
 _USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CONFIG --to=WORKDIR
        python -m imagen_jax.weights export --from=WORKDIR --to=FILE [--ema=raw] [--checkpoint=N]"""
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "A file in configs/.", lock_config=True)
+_CONFIG = cli.define_config()
 _FROM = flags.DEFINE_string("from", None, "What is read: a checkpoint of NeMo's, or a workdir.")
 _TO = flags.DEFINE_string("to", None, "What is written: a workdir, or a file.")
 _EMA = flags.DEFINE_string("ema", "ema", 'A decay such as 0.9999, "ema" for the largest, or "raw".')

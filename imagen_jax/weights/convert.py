@@ -46,7 +46,7 @@ def to_workdir(
             logging.info("the averages are those of %s", averaged)
             average = _read(averaged, s)
             state = state._replace(ema={name: average for name in state.ema})
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     checkpoints.save(0, state, _Start(), config.to_dict())
     checkpoints.close()
@@ -66,7 +66,7 @@ def from_workdir(
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
-    s = read_settings(runs.load(workdir))
+    s = read_settings(runs.load(workdir, "imagen_jax"))
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     abstract = nemo.abstract_params(s.unet, s.text.width)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax import systems
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
@@ -43,14 +44,14 @@ class Model(NamedTuple):
 
 def read(config: Mapping[str, Any]) -> Model:
     """The model of a config of either system; ValueError that says what to change."""
-    if "super_resolution" in config:
-        return _imagen(config)
-    if "latents" in config:
-        return _stable_diffusion(config)
-    raise ValueError(
-        "the config has neither a group super_resolution, as Imagen's have, nor latents, as Stable "
-        "Diffusion's: plan one that imagen_jax.train or sd_jax.train takes"
-    )
+    models = {"imagen_jax": _imagen, "sd_jax": _stable_diffusion}
+    name = systems.complete(config)["system"]
+    if name not in models:
+        raise ValueError(
+            f"the config is of the system {name}, which is not planned: plan one that "
+            "imagen_jax.train or sd_jax.train takes"
+        )
+    return models[name](config)
 
 
 def _imagen(config: Mapping[str, Any]) -> Model:

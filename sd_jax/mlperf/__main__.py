@@ -20,12 +20,11 @@ import pathlib
 import time
 
 from absl import app, flags, logging
-from ml_collections import config_flags
 
 from diffusion_jax import cli
 from sd_jax.mlperf import mllog, run
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "configs/sd2_mlperf.py:BATCH_SIZE.")
+_CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
 _WORKDIR = flags.DEFINE_string(
     "workdir", None, "The folder of this run; made if need be.", required=True
 )

@@ -119,7 +119,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
     sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
         multihost_utils.sync_global_devices("log")

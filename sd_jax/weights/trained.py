@@ -15,7 +15,7 @@ from diffusion_jax.weights import pretrained, restore
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
-from sd_jax.settings import Settings, check_pipeline, read_settings
+from sd_jax.settings import Settings, check_pipeline
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
@@ -64,7 +64,7 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
-    s = model.read_run(workdir, choice, read_settings)
+    s: Settings = model.read_run(workdir, choice, "sd_jax")
     check_pipeline(s.pipeline._replace(strength=choice.strength))
     return s
 

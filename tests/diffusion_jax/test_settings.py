@@ -1,14 +1,13 @@
-"""Configs at the edge: every mistake is named with its way out, and a workdir keeps its config."""
+"""Groups of configs: omitted fields have their defaults, every mistake is named."""
 
-import json
-import pathlib
 from typing import NamedTuple
 
-import jax
+import flax.linen as nn
+import jax.numpy as jnp
 import pytest
-from ml_collections import ConfigDict
+from jax.typing import DTypeLike
 
-from diffusion_jax import runs, settings
+from diffusion_jax import settings
 
 
 class Group(NamedTuple):
@@ -18,30 +17,13 @@ class Group(NamedTuple):
     sizes: tuple[int, ...]
 
 
-def config(**changes):
-    c = ConfigDict(
-        dict(
-            seed=1,
-            steps=10,
-            prompts=("a", "b"),
-            unet=dict(width=32, high=float("inf"), mult=(1, 2)),
-            sampler=dict(steps=4),
-            data=dict(path="here", source="folder", threads=1),
-        )
-    )
-    for key, value in changes.items():
-        group, _, field = key.rpartition("__")
-        (c[group] if group else c)[field] = value
-    return c
-
-
 def test_a_group_is_read_into_its_tuple_and_lists_become_tuples():
     assert settings.read(Group, {"width": 8, "sizes": [1, 2]}, "unet") == Group(8, (1, 2))
 
 
 def test_the_configs_own_values_are_read_without_its_groups():
     own = {"width": 8, "sizes": (1,), "unet": {"stray": 1}}
-    assert settings.read(Group, own, "") == Group(8, (1,))
+    assert settings.split(own) == ({"width": 8, "sizes": (1,)}, {"unet": {"stray": 1}})
 
 
 @pytest.mark.parametrize(
@@ -68,11 +50,32 @@ def test_stray_and_missing_fields_are_named(values, name, message):
     assert str(error.value) == message
 
 
-def test_a_group_that_nobody_reads_is_an_error():
-    with pytest.raises(ValueError, match=r"field optimiser: did you mean optimizer\?"):
-        settings.check_groups({"steps": 1, "optimiser": {}}, ["optimizer", "data"])
-    with pytest.raises(ValueError, match="the config lacks data"):
-        settings.check_groups({"optimizer": {}}, ["optimizer", "data"])
+def test_a_field_that_a_config_omits_has_its_default():
+    class Sampler(NamedTuple):
+        name: str
+        eta: float = 0.5
+        sizes: tuple[int, ...] = (1, 2)
+
+    assert settings.read(Sampler, {"name": "ddim"}, "sampler") == Sampler("ddim")
+    completed = settings.complete(settings.defaults(Sampler), {"eta": 1, "name": "ddim"}, "sampler")
+    assert completed == {"name": "ddim", "eta": 1.0, "sizes": (1, 2)}
+    assert list(completed) == ["name", "eta", "sizes"]
+    assert type(completed["eta"]) is float  # So that --config.sampler.eta=0.5 may change it.
+
+
+def test_a_network_has_the_defaults_of_its_module():
+    class Network(nn.Module):
+        width: int
+        depth: int = 2
+        dtype: DTypeLike = jnp.bfloat16
+
+    assert settings.complete(settings.defaults(Network), {"width": 8}, "unet") == {
+        "width": 8, "depth": 2, "dtype": "bfloat16",
+    }  # fmt: skip
+    read = settings.read(Network, {"width": 8, "dtype": "float32"}, "unet")
+    assert (read.width, read.depth, read.dtype) == (8, 2, jnp.float32)
+    with pytest.raises(ValueError, match=r"^the config lacks unet\.width$"):
+        settings.read(Network, {"depth": 3}, "unet")
 
 
 def test_a_name_out_of_a_list_is_checked():
@@ -97,71 +100,3 @@ def test_the_first_field_out_of_its_range_is_named():
         settings.within(0, 1, text__drop_prob=0.1, optimizer__b1=1.5)
     with pytest.raises(ValueError, match=r"^text\.drop_prob is nan: it must be from 0 to 1$"):
         settings.within(0, 1, text__drop_prob=float("nan"))
-
-
-def test_a_config_comes_back_from_its_workdir(tmp_path):
-    runs.claim(tmp_path / "a" / "run", config())
-    loaded = runs.load(tmp_path / "a" / "run")
-    assert loaded["unet"]["high"] == float("inf")
-    assert (loaded["unet"]["mult"], loaded["prompts"]) == ([1, 2], ["a", "b"])
-    assert settings.read(Group, {"width": 1, "sizes": loaded["unet"]["mult"]}, "").sizes == (1, 2)
-
-
-def test_the_config_may_claim_its_own_workdir_again(tmp_path):
-    runs.claim(tmp_path, config())
-    before = (tmp_path / "config.json").read_text()
-    runs.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
-    assert (tmp_path / "config.json").read_text() == before
-
-
-def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
-    runs.claim(tmp_path, config())
-    before = (tmp_path / "config.json").read_text()
-    other = config(unet__width=64, data__source="digits", steps=20)
-    other.unet.new = 1
-    with pytest.raises(ValueError) as error:
-        runs.claim(tmp_path, other)
-    assert str(error.value) == (
-        f"{tmp_path} was made with another config (data.source: 'folder' there, 'digits' now; "
-        "unet.new: None there, 1 now; unet.width: 32 there, 64 now): "
-        "choose another --workdir, or give the config that it was made with"
-    )
-    assert (tmp_path / "config.json").read_text() == before
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("steps", 20),
-        ("prompts", ("c",)),
-        ("sampler__steps", 8),
-        ("data__path", "there"),
-        ("data__threads", 4),
-    ],
-)
-def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, field, value):
-    runs.claim(tmp_path, config())
-    runs.claim(tmp_path, config(**{field: value}))
-    kept = json.loads((tmp_path / "config.json").read_text())
-    assert kept == json.loads(json.dumps(config(**{field: value}).to_dict()))
-
-
-@pytest.mark.parametrize("kind", [str, pathlib.Path])
-def test_a_url_is_no_workdir(kind):
-    with pytest.raises(ValueError, match="workdir gs://bucket/run is a URL: give a folder"):
-        runs.claim(kind("gs://bucket/run"), config())
-
-
-def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):
-    monkeypatch.setattr(jax, "process_index", lambda: 1)
-    runs.claim(tmp_path / "run", config())
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_folder_without_a_config_is_no_workdir(tmp_path):
-    with pytest.raises(FileNotFoundError) as error:
-        runs.load(tmp_path)
-    assert str(error.value) == (
-        f"{tmp_path} holds no config.json: it is no workdir of a training run. Train one with\n"
-        f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}"
-    )

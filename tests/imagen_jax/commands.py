@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 
 ROOT = pathlib.Path(__file__).parents[2]
-_SLOW_IMPORTS = [
+SLOW_IMPORTS = [
     "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.figures",
     "diffusion_jax.evaluate.sweep", "diffusion_jax.train.command",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
@@ -33,7 +33,7 @@ FASTER = {
 XLA_FLAGS = " ".join(f"--{name}={value}" for name, value in FASTER.items())
 
 _server = multiprocessing.get_context("forkserver")
-_server.set_forkserver_preload(_SLOW_IMPORTS)
+_server.set_forkserver_preload(SLOW_IMPORTS)
 
 
 class Ended(NamedTuple):
@@ -127,4 +127,4 @@ def _configure(devices):
     xla_flags.KNOWN += tuple(FASTER)  # They need no trial, which takes a second.
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)

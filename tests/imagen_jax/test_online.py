@@ -33,7 +33,9 @@ def folder(tmp_path_factory):
 
 def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypatch):
     """With the config, the data, the rules and the loop of Imagen, and a network in miniature."""
-    from diffusion_jax.data import pictures, pipeline
+    from diffusion_jax.data import pipeline
+    from diffusion_jax.data.sources import open_pictures
+    from diffusion_jax.settings import Data
 
     s = settings(weights=str(folder), dtype="float32")
     encoder = lookup.open_encoder(s.text)
@@ -46,7 +48,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
         return placed[-1]
 
     monkeypatch.setattr(loop, "place_all", place_all)
-    digits = pictures.open_pictures("digits", size=toy.SIZE)
+    digits = open_pictures(Data("digits"), toy.SIZE)
     batches = pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0)
     examples = loop.Examples(encoder.tokenize(s.run.prompts), s.run.prompts, 2.0)
     with batches:

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax.data import pictures, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
-from diffusion_jax.settings import Text
+from diffusion_jax.settings import Data, Text
 from imagen_jax import cascade
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
@@ -47,7 +48,7 @@ def path(tmp_path_factory, weights):
 
 def first_batch(s):
     encoder = lookup.open_encoder(s.text)
-    digits = pictures.open_pictures("digits", size=16)
+    digits = open_pictures(Data("digits"), 16)
     with pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0) as batches:
         return encoder, next(batches)
 

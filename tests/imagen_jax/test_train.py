@@ -9,6 +9,7 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.data import digits
+from diffusion_jax.data.sources import SOURCES
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import precomputed
@@ -129,8 +130,42 @@ def a_tar(path):
     return {"source": "webdataset", "path": str(tar), "text": "txt"}
 
 
-@pytest.mark.parametrize("kind", ["digits", "folder", "webdataset", "embeddings", "synthetic"])
-def test_every_source_trains_and_gives_samples(tmp_path, kind):
+STRIPES = '''
+import numpy as np
+from diffusion_jax.data.pictures import Pictures
+
+class Stripes(Pictures):
+    """Sixteen pictures, one the negative of the other."""
+
+    def __init__(self, size):
+        self.size = size
+
+    def __len__(self):
+        return 16
+
+    def read(self, indices, places=None):
+        rows = (np.arange(self.size) + indices[:, None]) % 2 * 255
+        images = np.broadcast_to(rows[..., None, None], (*rows.shape, self.size, 3))
+        return images.astype(np.uint8), ["stripes"] * len(indices)
+
+def open_source(data, shapes):
+    return Stripes(shapes.size)
+'''
+
+
+def a_source_of_ones_own(path, monkeypatch):
+    """A module, and a line in the table."""
+    path.mkdir()
+    (path / "stripes.py").write_text(STRIPES)
+    monkeypatch.syspath_prepend(path)
+    monkeypatch.setitem(SOURCES, "stripes", "stripes:open_source")
+    return {"source": "stripes"}
+
+
+@pytest.mark.parametrize(
+    "kind", ["digits", "folder", "webdataset", "embeddings", "synthetic", "stripes"]
+)
+def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
     """Through the command's own data and examples, with a system that compiles in a second."""
     data = {
         "digits": lambda: {"source": "digits"},
@@ -138,6 +173,7 @@ def test_every_source_trains_and_gives_samples(tmp_path, kind):
         "folder": lambda: a_folder(tmp_path / "data", embeddings=False),
         "embeddings": lambda: a_folder(tmp_path / "data", embeddings=True),
         "webdataset": lambda: a_tar(tmp_path / "data"),
+        "stripes": lambda: a_source_of_ones_own(tmp_path / "data", monkeypatch),
     }[kind]()
     s = tiny(data, encoder="precomputed" if kind == "embeddings" else "hashed")
     encoder = precomputed.encoder(32, 6) if kind == "embeddings" else toy.ENCODER

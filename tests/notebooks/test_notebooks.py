@@ -58,7 +58,7 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     settings = NOTEBOOKS[name] | {
         "WORKDIR": str(workdir), "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.3",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "XLA_FLAGS": f"{commands.XLA_FLAGS} --xla_force_host_platform_device_count=1",
     }  # fmt: skip
     monkeypatch.delenv("MPLBACKEND", raising=False)

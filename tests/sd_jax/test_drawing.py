@@ -87,7 +87,7 @@ def run(tmp_path_factory):
     made = task.make_task(s, lookup.open_encoder(s.text), None)
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     params = tiny.random_params(made)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     saved = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     state = init_state(params, tx, s.optimizer.ema_decays)
     batches = SimpleNamespace(get_state=lambda: b"", set_state=lambda state: None)

@@ -30,7 +30,7 @@ def workdir(tmp_path_factory):
     """A run of the coloured digits with two checkpoints of random weights, not alike."""
     path = tmp_path_factory.mktemp("run")
     c = tiny.config(tiny.write_vae(path / "vae.safetensors"))
-    runs.claim(path, c)
+    runs.claim(path, c.to_dict())
     s = tiny.read_settings(c.to_dict())
     made = task.make_task(s, lookup.open_encoder(s.text), tiny.vae_params())
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)

@@ -58,6 +58,11 @@ def curved(x, t, text):
     return 0.8 * jnp.sin(x + text[:, :1, :, None]) + x * jnp.cos(t / 300)[:, None, None, None]
 
 
+def finding(x, t, text):
+    """Most of the noise, so that pictures are of order 1 and their rounding below 1e-6."""
+    return x + 0.4 * jnp.sin(x + text[:, :1, :, None])
+
+
 ENCODER = TextEncoder(
     "letters",
     1,
@@ -91,10 +96,10 @@ def draw(monkeypatch):
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_guidance_1_is_the_conditional_model(draw, name):
-    conditional = draw(name=name, eta=0.5, scale=None)
-    alike = draw(name=name, eta=0.5, scale=1.0)
+    conditional = draw(finding, name=name, eta=0.5, scale=None)
+    alike = draw(finding, name=name, eta=0.5, scale=1.0)
     np.testing.assert_allclose(alike, conditional, atol=1e-5)  # Of two programs' rounding.
-    assert float(jnp.abs(draw(name=name, eta=0.5, scale=3.0) - conditional).max()) > 0.1
+    assert float(jnp.abs(draw(finding, name=name, eta=0.5, scale=3.0) - conditional).max()) > 0.1
     assert conditional.shape == (3, 8, 4, 3)
 
 

@@ -256,9 +256,9 @@ def test_unknown_and_missing_fields_are_named():
     read = lambda group, **values: tiny.read_settings(c | {group: c[group] | values})
     with pytest.raises(ValueError, match=r"field latents\.scael: did you mean latents\.scale"):
         read("latents", scael=1.0)
-    lacking = {k: v for k, v in c["vae"].items() if k != "weights"}
-    with pytest.raises(ValueError, match=r"the config lacks vae\.weights"):
-        tiny.read_settings(c | {"vae": lacking})
+    lacking = {k: v for k, v in c["latents"].items() if k != "image_size"}
+    with pytest.raises(ValueError, match=r"the config lacks latents\.image_size"):
+        tiny.read_settings(c | {"latents": lacking})
 
 
 def test_frozen_weights_are_sharded_and_nowhere_in_the_parameters():

@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.data import digits, moments, pictures, webdataset
+from diffusion_jax.data import digits, tars
+from diffusion_jax.data.sources import moments, open_pictures
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
+from diffusion_jax.settings import Data
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import precache, sampling, train
@@ -52,7 +55,7 @@ def records(path):
     """Key -> (moments, caption) of all tars, whose keys are unlike."""
     found = {}
     for tar in sorted(path.glob("*.tar")):
-        for record in webdataset.WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
+        for record in WebDataset(tar, images=("npy",)).read(range(SHARD)[: _size(tar)]):
             key = record.name.rpartition("/")[2]
             assert key not in found
             found[key] = np.load(io.BytesIO(record.image)), record.text
@@ -60,13 +63,13 @@ def records(path):
 
 
 def _size(tar):
-    return len(webdataset.WebDataset(tar, images=("npy",)))
+    return len(WebDataset(tar, images=("npy",)))
 
 
 def test_moments_are_the_encoders_of_every_picture_once(stored, vae, images):
     s, params = tiny.settings(vae), tiny.vae_params()
-    opened = pictures.open_pictures("folder", path=str(images), size=tiny.SIZE)
-    kept, read, captions = pictures.usable(opened, np.arange(len(opened)))
+    opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
+    kept, read, captions = opened.usable(np.arange(len(opened)))
     assert len(kept) == NUM and len(opened) == NUM + 1
     program = jax.jit(lambda p, x: s.vae.apply(p, x, method="encode"))
     expected = np.asarray(program(params, to_range(read)))
@@ -82,7 +85,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     tmp_path, stored, vae, images, capsys
 ):
     s = tiny.settings(vae, **source(images))
-    opened = pictures.open_pictures("folder", path=str(images), size=tiny.SIZE)
+    opened = open_pictures(Data("folder", path=str(images)), tiny.SIZE)
     mesh = sharding.make_mesh(1, -1, 1)
     encode, calls = precache.make_encode(s, tiny.vae_params(), mesh), []
 
@@ -123,7 +126,7 @@ def run(workdir, config, sizes=(1, 1, 1)):
     workdir.mkdir(exist_ok=True)
     s = tiny.read_settings(config.to_dict())
     mesh = sharding.make_mesh(*sizes)
-    runs.claim(workdir, config)
+    runs.claim(workdir, config.to_dict())
     inputs = train.prepare(s, mesh)
     with inputs.batches:
         state = loop.train(inputs, s.run, s.optimizer, mesh, workdir, {})
@@ -175,14 +178,14 @@ def rewritten(path, change):
     array = change(np.zeros((8, 4, 4), np.float32))
     file = io.BytesIO()
     np.save(file, array)
-    record = {webdataset.KEY: b"a", "npy": file.getvalue(), "txt": b"a red seven"}
-    webdataset.write(path / "a.tar", [record])
+    record = {tars.KEY: b"a", "npy": file.getvalue(), "txt": b"a red seven"}
+    tars.write(path / "a.tar", [record])
     return path
 
 
 def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
     path = rewritten(tmp_path, lambda m: m[None] + np.arange(8).reshape(8, 1, 1))
-    opened = pictures.open_pictures("moments", size=8, path=str(path), shape=(4, 4, 8))
+    opened = open_pictures(Data("moments", path=str(path)), 8, moments=(4, 4, 8))
     images, texts = opened.read(np.arange(1))
     assert texts == ("a red seven",) and images.dtype == np.float32
     np.testing.assert_array_equal(images, np.broadcast_to(np.arange(8), (1, 4, 4, 8)))

@@ -72,7 +72,7 @@ def run(tmp_path_factory):
     digits.write_examples(pictures, 8, size=tiny.SIZE)
     c = config(data__source="folder", data__path=str(pictures), vae__channel_mult=(1,))
     s = train_vae.read_settings(c.to_dict())
-    runs.claim(workdir, c)
+    runs.claim(workdir, c.to_dict())
     mesh = sharding.make_mesh(1, 1, 1)
     inputs = train_vae.prepare(s, mesh)
     with inputs.batches:

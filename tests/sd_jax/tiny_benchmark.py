@@ -5,7 +5,8 @@ import pathlib
 import numpy as np
 
 from configs import sd2_mlperf
-from diffusion_jax.data import moments, webdataset
+from diffusion_jax.data import tars
+from diffusion_jax.data.sources import moments
 from diffusion_jax.metrics import stats_files
 from diffusion_jax.metrics.features import Gaussian
 from sd_jax.mlperf import coco
@@ -47,11 +48,11 @@ def write_moments(folder: pathlib.Path, shape):
     rng = np.random.default_rng(0)
     draw = lambda: moments.write(rng.normal(size=shape).astype(np.float32))
     records = [
-        {webdataset.KEY: f"{i:09}".encode(), "txt": f"caption {i}".encode(), "npy": draw()}
+        {tars.KEY: f"{i:09}".encode(), "txt": f"caption {i}".encode(), "npy": draw()}
         for i in range(24)
     ]
     folder.mkdir()
-    webdataset.write(folder / "00000.tar", records)
+    tars.write(folder / "00000.tar", records)
 
 
 def write_reference(folder: pathlib.Path, gaussian):

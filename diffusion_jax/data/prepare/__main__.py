@@ -17,10 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from absl import flags
 
 from diffusion_jax import cli
-from diffusion_jax.data import pictures, webdataset
+from diffusion_jax.data import sources
+from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import download, fetch, merge, reshard, validate
-from diffusion_jax.data.sources import Records
+from diffusion_jax.data.records import Records
 from diffusion_jax.machine import files, progress, sheets
+from diffusion_jax.settings import Data
 
 _DAMAGED_EXIT = 1
 
@@ -91,9 +93,9 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _index(given: argparse.Namespace) -> int:
-    tars = webdataset.find(given.path)
+    tars = tar_files.find(given.path)
     with ThreadPoolExecutor(given.threads) as threads:
-        indices = threads.map(webdataset.load_index, tars)
+        indices = threads.map(tar_files.load_index, tars)
         counted = [
             (len(set(index.record.tolist())), len(index.record), bool(index.truncated))
             for index in progress.reported(indices, len(tars), "tars")
@@ -127,8 +129,9 @@ def _validate(given: argparse.Namespace) -> int:
 
 
 def _open(given: argparse.Namespace) -> Records:
-    filters = pictures.Filters(max_broken=given.max_broken)
-    return pictures.SOURCES[given.source](given.path, given.text, "drop", filters)
+    place = {"path": given.path, "text": given.text}
+    data = Data(given.source, **place, uncaptioned="drop", max_broken=given.max_broken)
+    return sources.open_records(data)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -189,7 +192,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_source(arg) -> None:
-    arg("--source", choices=tuple(pictures.SOURCES), required=True)
+    arg("--source", choices=tuple(sources.SOURCES), required=True)
     arg("--path", required=True, help="data.path of a config")
     arg("--text", default="txt", help="data.text of a config")
     arg("--max_broken", type=float, default=1.0, help="share of damaged records that is no error")

@@ -14,7 +14,7 @@ from urllib.error import HTTPError
 
 from absl import logging
 
-from diffusion_jax.data import webdataset
+from diffusion_jax.data import tars
 from diffusion_jax.machine import progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
@@ -24,7 +24,7 @@ _ATTEMPTS = 4
 
 def expand(urls: Sequence[str]) -> list[str]:
     """URLs with braces as in a shell, "part-{00000..00031}.parquet"; ValueError for another."""
-    every = [url for pattern in urls for url in webdataset.expand(pattern)]
+    every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
         if not re.match(r"(https?|ftp|file)://.*[^/]$", url):
             raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")

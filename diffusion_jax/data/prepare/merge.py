@@ -17,7 +17,9 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float
 
-from diffusion_jax.data import embeddings, storage, webdataset
+from diffusion_jax.data import storage
+from diffusion_jax.data import tars as tar_files
+from diffusion_jax.data.embeddings import SUFFIXES
 from diffusion_jax.machine import progress
 
 _ARRAYS = {
@@ -40,13 +42,13 @@ class _Place(NamedTuple):
 def merge(images: str, embeddings: str, out: pathlib.Path, key: str = "") -> dict[str, int]:
     """Writes a tar for each tar of `images` into `out`, those that are there not again.
 
-    Both are what webdataset.find takes, of local files. An embedding belongs to a record of its own
+    Both are what tar_files.find takes, of local files. An embedding belongs to a record of its own
     name in the tar that its folder is called after, or without a folder in any tar. `key` names the
     array in pickles (see read_pickle). Returns counts: "merged" records, and "no_embedding" ones,
     which are left out. ValueError if nothing fits.
     """
-    tars = webdataset.find(images)
-    places = _places(webdataset.find(embeddings))
+    tars = tar_files.find(images)
+    places = _places(tar_files.find(embeddings))
     out.mkdir(parents=True, exist_ok=True)
     counts = collections.Counter[str]()
     missing = [tar for tar in tars if not (out / pathlib.Path(tar).name).exists()]
@@ -54,7 +56,7 @@ def merge(images: str, embeddings: str, out: pathlib.Path, key: str = "") -> dic
         raise ValueError(f"several tars of {images} have one name: merge their folders one by one")
     logging.info("%d of %d tars are there", len(tars) - len(missing), len(tars))
     for tar in progress.reported(missing, len(missing), "tars"):
-        webdataset.write(out / pathlib.Path(tar).name, _joined(tar, places, key, counts))
+        tar_files.write(out / pathlib.Path(tar).name, _joined(tar, places, key, counts))
     if counts["no_embedding"] and not counts["merged"]:
         raise ValueError(
             f"no embedding in {embeddings} belongs to a record of {images}: the former are called "
@@ -107,7 +109,7 @@ def _places(tars: Sequence[str]) -> dict[str, _Place]:
         with tarfile.open(tar, "r:") as opened:
             for member in filter(tarfile.TarInfo.isfile, opened):
                 stem, suffix = _split(member.name)
-                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in embeddings.SUFFIXES:
+                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in SUFFIXES:
                     places[stem] = _Place(tar, member.offset_data, member.size, suffix)
     return places
 
@@ -127,7 +129,7 @@ def _joined(
                 continue
             counts["merged"] += 1
             read = {_split(m.name)[1]: _contents(opened, m) for m in files}
-            yield {webdataset.KEY: stem.encode(), **read, **_embedding(place, key)}
+            yield {tar_files.KEY: stem.encode(), **read, **_embedding(place, key)}
 
 
 def _embedding(place: _Place, key: str) -> dict[str, bytes]:

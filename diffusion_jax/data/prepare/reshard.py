@@ -14,14 +14,15 @@ from typing import Any
 import numpy as np
 from absl import logging
 
-from diffusion_jax.data import arrayrecord, webdataset
-from diffusion_jax.data.sources import Record, Records
+from diffusion_jax.data import tars
+from diffusion_jax.data.records import Record, Records
+from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import files, progress
 
 _WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
 _WRITERS = {
-    "webdataset": (".tar", webdataset.write),
+    "webdataset": (".tar", tars.write),
     "arrayrecord": (arrayrecord.SUFFIX, arrayrecord.write),
 }
 FORMATS = tuple(_WRITERS)
@@ -90,7 +91,7 @@ def _encode(row: int, record: Record) -> dict[str, bytes] | str:
     kind = image_kind(record.image)
     if kind is None:
         return "broken_image"
-    files = {webdataset.KEY: f"{row:09}".encode(), kind: record.image}
+    files = {tars.KEY: f"{row:09}".encode(), kind: record.image}
     if isinstance(record.text, str):
         return {**files, "txt": record.text.encode()}
     array = io.BytesIO()

@@ -11,7 +11,7 @@ from jaxtyping import UInt8
 from PIL import Image
 
 from diffusion_jax.data import transforms
-from diffusion_jax.data.sources import Record, Records
+from diffusion_jax.data.records import Record, Records
 from diffusion_jax.machine import progress, sheets
 
 _CHUNK = 64

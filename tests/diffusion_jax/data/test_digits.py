@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits, sources, webdataset
+from diffusion_jax.data import digits
+from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.webdataset import WebDataset
 
 
 def test_every_17th_of_290_prompts_is_held_out():
@@ -93,14 +95,14 @@ def test_a_size_that_is_no_multiple_of_8_is_refused():
 def test_the_command_writes_a_folder_that_can_be_read(tmp_path, capsys):
     digits.main([f"--out={tmp_path / 'examples'}", "--num=12", "--size=16"])
     assert "wrote 12 pictures" in capsys.readouterr().out
-    records = sources.Folder(tmp_path / "examples")
+    records = Folder(tmp_path / "examples")
     assert len(records) == 12
     assert digits.parse(records.read([11])[0].text)
 
 
 def test_the_command_writes_a_tar_that_can_be_read(tmp_path):
     digits.main([f"--out={tmp_path}", "--num=5", "--size=16", "--format=webdataset"])
-    records = webdataset.WebDataset(tmp_path / "00000.tar")
+    records = WebDataset(tmp_path / "00000.tar")
     assert [record.text for record in records.read(range(5))] == digits.Digits(16).read(
         np.arange(5) * 617
     )[1]

@@ -5,8 +5,10 @@ import logging
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits, pictures
+from diffusion_jax.data import digits
+from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sheets
+from diffusion_jax.settings import Data
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +21,7 @@ def folder(tmp_path_factory):
 
 
 def test_pictures_are_decoded_with_their_texts(folder):
-    opened = pictures.open_pictures("folder", path=str(folder), size=16)
+    opened = open_pictures(Data("folder", path=str(folder)), 16)
     images, texts = opened.read(np.array([0, 39]))
     expected, captions = digits.Digits(16).read(np.array([0, 39 * 617]))
     np.testing.assert_array_equal(images, expected)
@@ -28,7 +30,7 @@ def test_pictures_are_decoded_with_their_texts(folder):
 
 def test_a_broken_image_is_always_replaced_by_the_same_one(folder):
     def read(*indices):
-        opened = pictures.open_pictures("folder", path=str(folder), size=16)
+        opened = open_pictures(Data("folder", path=str(folder)), 16)
         return opened.read(np.array(indices))
 
     images, texts = read(2, 3, 4, 5)
@@ -41,7 +43,7 @@ def test_a_broken_image_is_always_replaced_by_the_same_one(folder):
 
 
 def test_broken_images_are_counted_once_and_named(folder, caplog):
-    opened = pictures.open_pictures("folder", path=str(folder), size=16)
+    opened = open_pictures(Data("folder", path=str(folder)), 16)
     with caplog.at_level(logging.WARNING):
         opened.read(np.arange(40))
         opened.read(np.arange(40))
@@ -53,21 +55,19 @@ def test_broken_images_are_counted_once_and_named(folder, caplog):
 def test_counts_include_what_the_source_left_out(tmp_path):
     path = digits.write_examples(tmp_path, 5, size=16)
     (path / "00002.txt").unlink()
-    opened = pictures.open_pictures("folder", path=str(path), size=16, uncaptioned="drop")
+    opened = open_pictures(Data("folder", path=str(path), uncaptioned="drop"), 16)
     assert opened.skipped() == {"no_caption": 1}
 
 
 def test_when_nothing_can_be_used_it_ends_with_counts(folder):
-    opened = pictures.open_pictures(
-        "folder", path=str(folder), size=16, filters=pictures.Filters(min_size=17)
-    )
+    opened = open_pictures(Data("folder", path=str(folder), min_size=17), 16)
     with pytest.raises(ValueError, match=r"unusable, of 40: \{.*'too_small': .*min_size=17"):
         opened.read(np.array([0]))
 
 
 def test_webdatasets_give_the_pictures_of_folders(tmp_path):
     digits.write_examples(tmp_path / "a.tar", 4, size=16, format="webdataset")
-    images, texts = pictures.open_pictures("webdataset", path=f"{tmp_path}/a.tar", size=16).read(
+    images, texts = open_pictures(Data("webdataset", path=f"{tmp_path}/a.tar"), 16).read(
         np.array([3, 1])
     )
     expected, captions = digits.Digits(16).read(np.array([3, 1]) * 617)
@@ -76,19 +76,19 @@ def test_webdatasets_give_the_pictures_of_folders(tmp_path):
 
 
 def test_synthetic_pictures_have_the_shapes_of_real_ones():
-    synthetic = pictures.open_pictures("synthetic", size=24, embeddings=(7, 5))
+    synthetic = open_pictures(Data("synthetic"), 24, embeddings=(7, 5))
     images, texts = synthetic.read(np.arange(4))
     assert (images.shape, images.dtype) == ((4, 24, 24, 3), np.uint8)
     assert [t.shape for t in texts] == [(7, 5)] * 4
     assert synthetic.read(np.arange(4, 8))[0] is images
-    assert isinstance(pictures.open_pictures("synthetic", size=8).read(np.arange(1))[1][0], str)
+    assert isinstance(open_pictures(Data("synthetic"), 8).read(np.arange(1))[1][0], str)
 
 
 def test_an_unknown_source_is_answered_with_the_known_ones():
     with pytest.raises(ValueError, match="'imagenet': the sources are digits, folder, webdataset"):
-        pictures.open_pictures("imagenet", size=64)
+        open_pictures(Data("imagenet"), 64)
     with pytest.raises(ValueError, match=r"'folder' needs data\.path"):
-        pictures.open_pictures("folder", size=64)
+        open_pictures(Data("folder"), 64)
 
 
 @pytest.mark.parametrize("kind", ["digits", "folder", "webdataset"])
@@ -99,14 +99,14 @@ def test_texts_are_read_without_images(tmp_path, kind):
             image.write_bytes(b"")
     else:
         path = digits.write_examples(tmp_path / "a.tar", 5, size=16, format="webdataset")
-    opened = pictures.open_pictures(kind, path=str(path), size=16)
+    opened = open_pictures(Data(kind, path=str(path)), 16)
     expected = digits.Digits(16).texts(np.array([3, 1]) * (1 if kind == "digits" else 617))
-    assert list(pictures.read_texts(opened, np.array([3, 1]))) == expected
+    assert list(opened.texts(np.array([3, 1]))) == expected
 
 
 def test_texts_of_any_source_can_be_read():
-    synthetic = pictures.open_pictures("synthetic", size=8)
-    assert pictures.read_texts(synthetic, np.arange(2)) == ["a picture of random noise"] * 2
+    synthetic = open_pictures(Data("synthetic"), 8)
+    assert synthetic.texts(np.arange(2)) == ["a picture of random noise"] * 2
 
 
 def test_filters_count_what_they_drop_by_reason(tmp_path):
@@ -115,8 +115,9 @@ def test_filters_count_what_they_drop_by_reason(tmp_path):
         sheets.write_png(path / f"{name}.png", np.zeros((*size, 3), np.uint8))
     (path / "00004.txt").write_text(" ab ")
     (path / "00005.txt").write_text("abc")
-    filters = pictures.Filters(min_size=16, max_aspect=2.0, min_chars=3)
-    opened = pictures.open_pictures("folder", path=str(path), size=16, filters=filters)
+    opened = open_pictures(
+        Data("folder", path=str(path), min_size=16, max_aspect=2.0, min_chars=3), 16
+    )
     _, texts = opened.read(np.arange(20))
     assert opened.skipped() == {"too_small": 1, "too_elongated": 1, "short_caption": 1}
     assert texts[5] == "abc" and "ab" not in texts
@@ -125,8 +126,7 @@ def test_filters_count_what_they_drop_by_reason(tmp_path):
 def test_one_usable_record_in_a_hundred_is_found(tmp_path):
     path = digits.write_examples(tmp_path, 100, size=16)
     (path / "00042.txt").write_text("the only long caption that there is among them all")
-    filters = pictures.Filters(min_chars=50)
-    opened = pictures.open_pictures("folder", path=str(path), size=16, filters=filters)
+    opened = open_pictures(Data("folder", path=str(path), min_chars=50), 16)
     assert set(opened.read(np.arange(8))[1]) == {
         "the only long caption that there is among them all"
     }
@@ -135,8 +135,7 @@ def test_one_usable_record_in_a_hundred_is_found(tmp_path):
 def test_damaged_records_end_the_run_above_their_share(folder):
     """Two of forty are damaged; of few records the share is that of a hundred."""
     for share, fails in ((0.02, False), (0.019, True), (0.0, True)):
-        filters = pictures.Filters(max_broken=share)
-        opened = pictures.open_pictures("folder", path=str(folder), size=16, filters=filters)
+        opened = open_pictures(Data("folder", path=str(folder), max_broken=share), 16)
         if fails:
             with pytest.raises(ValueError, match=rf"\d of 40 records .*max_broken is {share}"):
                 opened.read(np.arange(40))
@@ -150,10 +149,10 @@ def test_damaged_texts_are_counted_as_damaged(tmp_path):
     for text in path.glob("*.txt"):
         np.save(text.with_suffix(".npy"), np.zeros((2, 3), np.float32))
     (path / "00003.npy").write_bytes(b"no array")
-    opened = pictures.open_pictures("folder", path=str(path), size=16, text="npy")
+    opened = open_pictures(Data("folder", path=str(path), text="npy"), 16)
     assert all(text.shape == (2, 3) for text in opened.read(np.arange(5))[1])
     assert opened.skipped() == {"broken_text": 1}
-    assert [np.shape(text) for text in pictures.read_texts(opened, np.arange(2, 4))] == [(2, 3), ()]
+    assert [np.shape(text) for text in opened.texts(np.arange(2, 4))] == [(2, 3), ()]
 
 
 @pytest.fixture
@@ -162,7 +161,7 @@ def mixture(tmp_path):
     folder = digits.write_examples(tmp_path / "b", 3, size=16)
     (folder / "00001.png").write_bytes(b"")
     parts = [(3, "webdataset", str(tar), "txt"), (1, "folder", str(folder), "txt")]
-    return pictures.open_pictures("mixture", size=16, mixture=parts)
+    return open_pictures(Data("mixture", mixture=parts), 16)
 
 
 def test_a_mixture_is_its_parts_one_after_another(mixture):
@@ -187,4 +186,4 @@ def test_a_mixture_is_its_parts_one_after_another(mixture):
 )
 def test_mistakes_in_a_mixture_are_named(parts, message):
     with pytest.raises(ValueError, match=message):
-        pictures.open_pictures("mixture", size=16, mixture=parts)
+        open_pictures(Data("mixture", mixture=parts), 16)

@@ -6,8 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from diffusion_jax.data import pictures
+from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.precache import plan, store
+from diffusion_jax.settings import Data
 
 IDENTITY = {"encoder": "x"}
 
@@ -33,10 +34,10 @@ def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there():
 
 
 def test_given_captions_come_before_those_of_the_data():
-    digits = pictures.open_pictures("digits", size=16)
+    digits = open_pictures(Data("digits"), 16)
     captions = plan.Captions(["one", "two"], digits, len(digits), 2)
     texts = captions.read(np.arange(1, 600))
-    assert texts == ["two", *pictures.read_texts(digits, np.arange(598))]
+    assert texts == ["two", *digits.texts(np.arange(598))]
     assert len(captions) == len(digits) + 2
 
 

@@ -12,8 +12,10 @@ import pytest
 
 from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
-from diffusion_jax.data import pictures, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.precache import lookup
+from diffusion_jax.settings import Data
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files
@@ -78,7 +80,7 @@ def test_training_can_start_there(converted):
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))
-    digits = pictures.open_pictures("digits", size=16, path="", text="txt")
+    digits = open_pictures(Data("digits"), 16)
     tokenize = lookup.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
     checkpoints = checkpoint.Checkpointer(converted / runs.CHECKPOINTS, keep_last=1)

@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from diffusion_jax.data import webdataset
+from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import merge
-from diffusion_jax.data.webdataset import WebDataset
+from diffusion_jax.data.sources.webdataset import WebDataset
 
 
 def as_nemo(array, protocol=4):
@@ -24,12 +24,12 @@ def tars(tmp_path):
     for shard in range(2):
         records = [{"__key__": b"%04d" % i, "jpg": b"%d%d" % (shard, i), "txt": b"t"}
                    for i in range(3)]  # fmt: skip
-        webdataset.write(tmp_path / f"images/{shard:05}.tar", records)
+        tar_files.write(tmp_path / f"images/{shard:05}.tar", records)
     stored = [(1, 2), (0, 0), (0, 1), (1, 0), (1, 1)]  # Not that of (0, 2).
     records = [{"__key__": b"%05d.tar/%04d" % place,
                 "pickle": as_nemo(np.full((2, 4), 10 * place[0] + place[1], np.float16))}
                for place in stored]  # fmt: skip
-    webdataset.write(tmp_path / "embeddings/t0_r0_0.tar", records)
+    tar_files.write(tmp_path / "embeddings/t0_r0_0.tar", records)
     return tmp_path
 
 
@@ -45,7 +45,7 @@ def test_each_image_gets_its_own_embedding(tars):
 
 
 def test_embeddings_that_fit_nothing_are_named(tars):
-    webdataset.write(tars / "other.tar", [{"__key__": b"x/9999", "npy": b""}])
+    tar_files.write(tars / "other.tar", [{"__key__": b"x/9999", "npy": b""}])
     with pytest.raises(ValueError, match=r"no embedding in .* called x/9999"):
         merge.merge(str(tars / "images"), str(tars / "other.tar"), tars / "out")
 
@@ -76,7 +76,7 @@ def test_arrays_of_other_formats_are_joined_as_they_are(tars):
     array = io.BytesIO()
     np.save(array, np.eye(2, 4))
     records = [{"__key__": b"0001", "t5.npy": array.getvalue()}]
-    webdataset.write(tars / "e.tar", records)
+    tar_files.write(tars / "e.tar", records)
     counts = merge.merge(str(tars / "images/00000.tar"), str(tars / "e.tar"), tars / "out")
     assert counts == {"merged": 1, "no_embedding": 2}
     np.testing.assert_array_equal(WebDataset(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.data import digits, webdataset
+from diffusion_jax.data import digits
+from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
-from diffusion_jax.data.sources import Folder
+from diffusion_jax.data.sources.folder import Folder
 
 
 def run(*arguments):
@@ -70,9 +71,9 @@ def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
 
 def test_merge_prints_its_counts(tmp_path, capsys):
     (tmp_path / "e").mkdir()
-    webdataset.write(tmp_path / "i.tar", [{"__key__": b"1", "jpg": b"x"}])
+    tar_files.write(tmp_path / "i.tar", [{"__key__": b"1", "jpg": b"x"}])
     array = np.lib.format.magic(1, 0)  # Not looked into.
-    webdataset.write(tmp_path / "e/e.tar", [{"__key__": b"i/1", "npy": array}])
+    tar_files.write(tmp_path / "e/e.tar", [{"__key__": b"i/1", "npy": array}])
     arguments = (f"--images={tmp_path}/i.tar", f"--embeddings={tmp_path}/e", f"--out={tmp_path}/o")
     assert run("merge", *arguments) == 0
     assert json.loads(capsys.readouterr().out) == {"merged": 1}

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from diffusion_jax.data import digits
-from diffusion_jax.data.arrayrecord import ArrayRecords
 from diffusion_jax.data.prepare import reshard
-from diffusion_jax.data.sources import Folder
-from diffusion_jax.data.webdataset import WebDataset
+from diffusion_jax.data.sources.arrayrecord import ArrayRecords
+from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.webdataset import WebDataset
 
 READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
 

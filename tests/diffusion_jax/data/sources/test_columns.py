@@ -5,8 +5,9 @@ import json
 import pyarrow
 import pytest
 
-from diffusion_jax.data import arrayrecord
-from diffusion_jax.data.columns import Arrow, Tfds
+from diffusion_jax.data.sources import arrayrecord
+from diffusion_jax.data.sources.arrow import Arrow
+from diffusion_jax.data.sources.tfds import Tfds
 from diffusion_jax.data.transforms import Unusable
 
 

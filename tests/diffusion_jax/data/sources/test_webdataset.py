@@ -14,15 +14,16 @@ import fsspec
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits, storage, webdataset
+from diffusion_jax.data import digits, storage, tars
+from diffusion_jax.data.sources import webdataset
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.data.webdataset import WebDataset, expand
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """Keeps indices of unwritable folders out of the user's own cache."""
-    monkeypatch.setattr(webdataset, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tars, "_cache_folder", lambda: tmp_path / "cache")
     return tmp_path / "cache"
 
 
@@ -79,17 +80,17 @@ def test_one_tar_a_folder_and_a_pattern_give_the_same_records(tmp_path):
 
 
 def test_braces_expand_as_in_a_shell():
-    assert expand("a.tar") == ["a.tar"]
-    assert expand("s-{08..11}.tar") == ["s-08.tar", "s-09.tar", "s-10.tar", "s-11.tar"]
-    assert expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]
+    assert tars.expand("a.tar") == ["a.tar"]
+    assert tars.expand("s-{08..11}.tar") == ["s-08.tar", "s-09.tar", "s-10.tar", "s-11.tar"]
+    assert tars.expand("{a,b}/{0..1}") == ["a/0", "a/1", "b/0", "b/1"]
 
 
 def test_the_index_is_kept_and_used_until_the_tar_changes(tmp_path, monkeypatch):
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"old", "1.txt": b"t"})
     assert records_of(WebDataset(tar)) == [(b"old", "t")]
     scans = []
-    scan = webdataset.scan
-    monkeypatch.setattr(webdataset, "scan", lambda path: scans.append(path) or scan(path))
+    scan = tars.scan
+    monkeypatch.setattr(tars, "scan", lambda path: scans.append(path) or scan(path))
     assert records_of(WebDataset(tar)) == [(b"old", "t")]
     assert scans == []
 
@@ -111,18 +112,18 @@ def test_a_damaged_index_is_made_anew(tmp_path):
 
 def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch, cache):
     tar = write_tar(tmp_path / "s/a.tar", {"1.jpg": b"x", "1.txt": b"t"})
-    write = webdataset.storage.write_whole
+    write = storage.write_whole
 
     def refuse_beside_the_tar(path, content):
         if os.path.dirname(path) == str(tar.parent):
             raise PermissionError(path)
         write(path, content)
 
-    monkeypatch.setattr(webdataset.storage, "write_whole", refuse_beside_the_tar)
+    monkeypatch.setattr(storage, "write_whole", refuse_beside_the_tar)
     WebDataset(tar)
     assert os.listdir(tar.parent) == ["a.tar"]
     assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(webdataset, "scan", None)  # Must not be called again.
+    monkeypatch.setattr(tars, "scan", None)  # Must not be called again.
     assert records_of(WebDataset(tar)) == [(b"x", "t")]
 
 
@@ -195,7 +196,7 @@ def test_a_store_is_asked_for_ranges_once_it_has_an_index(bucket, monkeypatch):
     assert storage.find(bucket, ".npz") == [
         f"memory:///bucket/s-{i}.tar.index.npz" for i in range(2)]  # fmt: skip
     system = fsspec.filesystem("memory")
-    monkeypatch.setattr(webdataset, "scan", None)  # What reads a tar from its beginning.
+    monkeypatch.setattr(tars, "scan", None)  # What reads a tar from its beginning.
     asked = []
     ranges = system.cat_ranges
 

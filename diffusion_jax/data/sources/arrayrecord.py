@@ -8,21 +8,31 @@ import contextlib
 import os
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from array_record.python import array_record_module  # pyright: ignore[reportAttributeAccessIssue]
+from google.protobuf.message import DecodeError
+from tensorflow_datasets.proto import tf_example_pb2  # Needs no TensorFlow.
 
-from diffusion_jax.data import embeddings, examples, sources, storage, webdataset
-from diffusion_jax.data.sources import Record
+from diffusion_jax.data import embeddings, records, storage, tars
+from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import files
+from diffusion_jax.settings import Data
 
 SUFFIX = ".array_record"
-_KEY = webdataset.KEY
-_IMAGES = (*sources.IMAGE_SUFFIXES, "image")
+_Example: Any = tf_example_pb2.Example  # pyright: ignore[reportAttributeAccessIssue]
+_IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
-class ArrayRecords:
+def open_source(data: Data, _: Shapes) -> Records:
+    """The Examples of a config's files."""
+    return ArrayRecords(records.path_of(data), data.text)
+
+
+class ArrayRecords(Records):
     """The Examples of one or many files, in the order of their names.
 
     `path` is a file, a folder, or a pattern such as "train-{00000..00099}.array_record"; local
@@ -40,23 +50,19 @@ class ArrayRecords:
         self._check_features()
 
     def __len__(self) -> int:
-        """How many Examples there are."""
+        """The number of Examples."""
         return int(self._firsts[-1])
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """Reads the Examples, those of one file together."""
         files = np.searchsorted(self._firsts, indices, side="right") - 1
-        records: list[Record] = [Record(b"", "", "")] * len(indices)
+        read: list[Record] = [Record(b"", "", "")] * len(indices)
         for file in set(files.tolist()):
             rows = np.flatnonzero(files == file).tolist()
             places = [int(indices[row] - self._firsts[file]) for row in rows]
             for row, place, message in zip(rows, places, self._messages(file, places), strict=True):
-                records[row] = self._record(f"{self._paths[file]}/{place}", message)
-        return records
-
-    def left_out(self) -> dict[str, int]:
-        """Nothing: what is missing is found when it is read."""
-        return {}
+                read[row] = self._record(f"{self._paths[file]}/{place}", message)
+        return read
 
     def _messages(self, file: int, places: list[int]) -> Sequence[bytes | None]:
         """None stands for damaged ones."""
@@ -68,19 +74,20 @@ class ArrayRecords:
 
     def _record(self, place: str, message: bytes | None) -> Record:
         try:
-            features = examples.decode(message) if message is not None else {}
+            features = decode(message) if message is not None else {}
         except ValueError:
             features = {}
         if not features:
             return Record(b"", Unusable("broken_record", "no tf.train.Example"), place)
-        name = f"{place} ({features[_KEY].decode(errors='replace')})" if _KEY in features else place
+        key = features.get(tars.KEY, b"").decode(errors="replace")
+        name = f"{place} ({key})" if key else place
         image = next((features[kind] for kind in _IMAGES if kind in features), b"")
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
         """ValueError if the first record has no image, or no text and others are not likely to."""
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
-        features = examples.decode(first)
+        features = decode(first)
         for kinds, advice in ((_IMAGES, ""), ((self._text,), ": name the feature with data.text")):
             if features and not any(kind in features for kind in kinds):
                 raise ValueError(
@@ -94,10 +101,28 @@ def read_feature(features: Mapping[str, bytes], text: str):
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
     is_array = text.rsplit(".")[-1] in embeddings.SUFFIXES
-    return sources.read_text(features[text], text if is_array else "txt")
+    return records.read_text(features[text], text if is_array else "txt")
 
 
-def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
+def encode(features: Mapping[str, bytes]) -> bytes:
+    """An Example of one byte string a feature."""
+    message = _Example()
+    for name, value in features.items():
+        message.features.feature[name].bytes_list.value.append(value)
+    return message.SerializeToString(deterministic=True)
+
+
+def decode(message: bytes) -> dict[str, bytes]:
+    """The first value of each feature of byte strings; ValueError if it is no Example."""
+    try:
+        features = _Example.FromString(message).features.feature
+    except DecodeError as error:
+        raise ValueError(f"no tf.train.Example: {error}") from error
+    lists = {name: features[name].bytes_list.value for name in sorted(features)}
+    return {name: values[0] for name, values in lists.items() if values}
+
+
+def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
     """A file of these Examples, whole or absent; its folder must exist.
 
     Each record is compressed by itself, so that reading one reads no other.
@@ -105,20 +130,21 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
     with files.whole(path) as temporary:
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
         with contextlib.closing(writer):
-            for features in records:
-                writer.write(examples.encode(features))
+            for features in examples:
+                writer.write(encode(features))
 
 
 def _find(path: str) -> list[str]:
-    paths = webdataset.expand(path)
+    paths = tars.expand(path)
     if storage.is_url(paths[0]):
         raise ValueError(f"{path}: ArrayRecord files are read from local disks; mount the bucket, "
                          "or write tars, which are read by URL")  # fmt: skip
-    sources.check_exists(paths, "arrayrecord")
+    records.check_exists(paths, "arrayrecord")
     if len(paths) == 1 and storage.is_folder(paths[0]):
         folder = paths[0]
         # TFDS writes train.array_record-00000-of-00010.
-        paths = sorted(str(p) for p in pathlib.Path(folder).rglob(f"*{SUFFIX}*") if p.is_file())
+        paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")  # A hidden one is half written.
+        paths = sorted(str(path) for path in paths if path.is_file())
         if not paths:
             raise ValueError(f"no {SUFFIX} in {folder}")
     return paths

@@ -5,6 +5,7 @@ publishes them. A folder that this project wrote has a manifest, which says by w
 what others wrote has none.
 """
 
+import functools
 import io
 import json
 import os
@@ -15,10 +16,21 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.data import records
+from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
+from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.settings import Data
 
 MANIFEST = "moments.json"
-SUFFIX = "npy"
+SUFFIXES = ("npy",)
+
+
+def open_source(data: Data, shapes: Shapes) -> Pictures:
+    """The moments in a config's tars, in the place of pictures; without a shape, texts alone."""
+    path = records.path_of(data)
+    tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
+    return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)
 
 
 def read(

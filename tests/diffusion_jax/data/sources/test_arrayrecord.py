@@ -5,8 +5,8 @@ import io
 import numpy as np
 import pytest
 
-from diffusion_jax.data import arrayrecord, examples
-from diffusion_jax.data.arrayrecord import ArrayRecords
+from diffusion_jax.data.sources import arrayrecord
+from diffusion_jax.data.sources.arrayrecord import ArrayRecords
 from diffusion_jax.data.transforms import Unusable
 
 
@@ -40,7 +40,9 @@ def test_other_names_and_embeddings(tmp_path):
     np.testing.assert_array_equal(
         ArrayRecords(tmp_path, "t5.npy").read([0])[0].text, np.eye(2, 3, dtype=np.float32)
     )
-    with pytest.raises(ValueError, match=r"no feature txt: it has image, caption, t5\.npy, __key"):
+    with pytest.raises(
+        ValueError, match=r"no feature txt: it has __key__, caption, image, t5\.npy"
+    ):
         ArrayRecords(path)
 
 
@@ -48,7 +50,7 @@ def test_damaged_records_are_told_apart(tmp_path):
     good = [{"jpg": b"a", "txt": b"one"}, {"jpg": b"b" * 4000, "txt": b"two"}, {"jpg": b"c"}]
     path = write(tmp_path / "a.array_record", *good)
     contents = bytearray(path.read_bytes())
-    at = contents.index(examples.encode(good[0])[:8])
+    at = contents.index(arrayrecord.encode(good[0])[:8])
     contents[at + 4] ^= 255
     path.write_bytes(contents)
     texts = [record.text for record in ArrayRecords(path).read([0, 1, 2])]
@@ -79,3 +81,47 @@ def test_a_file_is_whole_or_absent(tmp_path):
     with pytest.raises(KeyError):
         arrayrecord.write(tmp_path / "a.array_record", fail())
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_no_file(tmp_path):
+    write(tmp_path / "a.array_record", {"jpg": b"x", "txt": b"t"})
+    (tmp_path / ".b.array_record.0123.tmp").write_bytes(b"half")
+    assert len(ArrayRecords(tmp_path)) == 1
+
+
+@pytest.fixture(scope="module")
+def example():
+    """TensorFlow's message class, which TFDS carries."""
+    from tensorflow_datasets.proto import tf_example_pb2
+
+    return tf_example_pb2.Example
+
+
+def test_what_is_written_protobuf_reads(example):
+    features = {"jpg": bytes(range(256)) * 3, "txt": "Grüße".encode(), "empty": b""}
+    message = example.FromString(arrayrecord.encode(features))
+    read = {name: feature.bytes_list.value for name, feature in message.features.feature.items()}
+    assert {name: list(values) for name, values in read.items()} == {
+        name: [value] for name, value in features.items()
+    }
+    assert arrayrecord.decode(arrayrecord.encode(features)) == features
+
+
+def test_what_protobuf_writes_is_read_numbers_passed_over(example):
+    message = example()
+    feature = message.features.feature
+    feature["image"].bytes_list.value.append(b"\xff\xd8" + bytes(300))
+    feature["captions"].bytes_list.value.extend([b"one", b"two"])
+    feature["width"].int64_list.value.extend([-1, 2**40])
+    feature["score"].float_list.value.append(0.5)
+    feature["none"].bytes_list.SetInParent()
+    assert arrayrecord.decode(message.SerializeToString()) == {
+        "image": b"\xff\xd8" + bytes(300),
+        "captions": b"one",
+    }
+
+
+@pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
+def test_what_is_no_example_is_refused(damaged):
+    with pytest.raises(ValueError, match=r"no tf.train.Example"):
+        arrayrecord.decode(damaged)

@@ -6,7 +6,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from diffusion_jax.data.sources import Folder
+from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.transforms import Unusable
 
 

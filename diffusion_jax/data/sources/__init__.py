@@ -1,0 +1,96 @@
+"""The data sources by their names in configs; a source's module is imported when it is opened.
+
+A source is a module with open_source(data, shapes) -> Records (files of images, which are decoded
+here) or Pictures (which a source makes itself), and a line of SOURCES.
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+from diffusion_jax.data import transforms
+from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
+from diffusion_jax.data.records import Records
+from diffusion_jax.settings import Data
+
+SOURCES = {
+    "digits": "diffusion_jax.data.digits:open_source",
+    "folder": "diffusion_jax.data.sources.folder:open_source",
+    "webdataset": "diffusion_jax.data.sources.webdataset:open_source",
+    "arrayrecord": "diffusion_jax.data.sources.arrayrecord:open_source",
+    "arrow": "diffusion_jax.data.sources.arrow:open_source",
+    "tfds": "diffusion_jax.data.sources.tfds:open_source",
+    "synthetic": "diffusion_jax.data.sources.synthetic:open_source",
+    "moments": "diffusion_jax.data.sources.moments:open_source",
+    "mixture": "diffusion_jax.data.sources:_open_mixture",
+}
+
+
+def open_pictures(
+    data: Data,
+    size: int,
+    *,
+    embeddings: tuple[int, int] | None = None,
+    moments: tuple[int, int, int] | None = None,
+) -> Pictures:
+    """The pictures of a config's data group, of the Shapes that a task takes.
+
+    ValueError or OSError for a source, or data of it, that there are not.
+    """
+    return _open_pictures(data, Shapes(size, embeddings, moments))
+
+
+def open_records(data: Data) -> Records:
+    """The records of a source of files, as they lie there; ValueError for any other source."""
+    source = _open(data, Shapes(size=0))
+    if not isinstance(source, Records):
+        raise ValueError(f"the data source {data.source!r} has no files of images")
+    return source
+
+
+def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
+    source = _open(data, shapes)
+    if isinstance(source, Pictures):
+        return source
+    square = functools.partial(
+        transforms.square,
+        size=shapes.size,
+        resize=data.resize,
+        min_size=data.min_size,
+        max_aspect=data.max_aspect,
+    )
+    return Decoded(source, square, data)
+
+
+def _open(data: Data, shapes: Shapes) -> Records | Pictures:
+    if data.source not in SOURCES:
+        known = ", ".join(SOURCES)
+        raise ValueError(f"there is no data source {data.source!r}: the sources are {known}")
+    module, _, function = SOURCES[data.source].partition(":")
+    return getattr(importlib.import_module(module), function)(data, shapes)
+
+
+def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
+    """Each part is opened with the fields that `data` has for all."""
+    _check_mixture(data.mixture)
+    parts = [
+        _open_pictures(data._replace(source=source, path=path, text=text), shapes)
+        for _, source, path, text in data.mixture
+    ]
+    return Mixture(parts, [weight for weight, *_ in data.mixture])
+
+
+def _check_mixture(mixture: Sequence[Any]) -> None:
+    """ValueError unless it is parts (weight, source, path, text) with weights above 0."""
+    for part in mixture:
+        whole = isinstance(part, tuple | list) and len(part) == 4
+        if not whole or not isinstance(part[0], int | float) or part[0] <= 0:
+            raise ValueError(
+                f"data.mixture holds {part!r}: each part is (weight, source, path, text), "
+                "such as (0.5, 'webdataset', 'shards', 'txt'), with a weight above 0"
+            )
+        if part[1] == "mixture":
+            raise ValueError("data.mixture holds a mixture: write its parts in its place")
+    if not mixture:
+        raise ValueError("the data source 'mixture' needs data.mixture: its parts")

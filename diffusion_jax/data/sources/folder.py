@@ -1,0 +1,147 @@
+"""Folders of image files, with their texts in files beside them or in tables.
+
+Tables are those of Hugging Face's folders (metadata.jsonl) and of img2dataset (00000.parquet beside
+00000/), .jsonl or .parquet.
+"""
+
+import json
+import os
+import pathlib
+import posixpath
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from diffusion_jax.data import records
+from diffusion_jax.data.pictures import Shapes
+from diffusion_jax.data.records import Record, Records
+from diffusion_jax.settings import Data
+
+
+def open_source(data: Data, _: Shapes) -> Records:
+    """The images of a config's folder."""
+    return Folder(records.path_of(data), data.text, data.uncaptioned)
+
+
+class Folder(Records):
+    """The images under a folder, in the order of their names, each with a text.
+
+    `text` says where the texts are: the suffix of files of the same stem ("txt", "json:caption",
+    or precomputed embeddings such as "npy" or "t5.npz"), or tables that name the images
+    ("jsonl:caption", "parquet:caption"). `uncaptioned` says what happens to images without a text:
+    "error" or "drop".
+    """
+
+    def __init__(self, path: str | os.PathLike[str], text: str = "txt", uncaptioned: str = "error"):
+        """Lists the files and reads tables; FileNotFoundError or ValueError if they cannot do."""
+        self._root, self._text = pathlib.Path(path), text
+        records.check_exists([os.fspath(path)], "folder")
+        suffix, field = records.check_text(text, tuple(_TABLES))
+        names = _walk(self._root)
+        suffixes = [records.suffix_of(name) for name in names]
+        is_image = lambda name: records.suffix_of(name).rpartition(".")[2] in records.IMAGE_SUFFIXES
+        images = [name for name in sorted(names) if is_image(name)]
+        records.check_any(len(images), self._root, suffixes)
+        self._captions: Mapping[str, str] = {}
+        if suffix in _TABLES:
+            self._captions = _captions(self._root, sorted(names), suffix, field)
+            self._images = [name for name in images if name in self._captions]
+        else:
+            self._images = [name for name in images if _text_name(name, suffix) in names]
+        bare = sorted(set(images) - set(self._images))
+        records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
+        self._left_out = {"no_caption": len(bare)} if bare else {}
+
+    def __len__(self) -> int:
+        """The number of images that have a text."""
+        return len(self._images)
+
+    def read(self, indices: Sequence[int]) -> list[Record]:
+        """Reads the files; OSError if they have gone."""
+        names = [self._images[index] for index in indices]
+        return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
+
+    def texts(self, indices: Sequence[int]) -> list[Any]:
+        """Reads the texts alone; OSError if their files have gone."""
+        return [self._read_text(self._images[index]) for index in indices]
+
+    def left_out(self) -> dict[str, int]:
+        """Images without a text, as {"no_caption": n}."""
+        return self._left_out
+
+    def _read_text(self, name: str) -> Any:
+        if self._captions:
+            return self._captions[name]
+        beside = self._root / _text_name(name, self._text.partition(":")[0])
+        return records.read_text(beside.read_bytes(), self._text)
+
+
+def _walk(root: pathlib.Path) -> set[str]:
+    """Every file under a folder, relative to it, but for hidden ones (macOS writes ._a.jpg)."""
+    return {
+        os.path.relpath(os.path.join(folder, file), root)
+        for folder, _, files in os.walk(root)
+        for file in files
+        if not file.startswith(".")
+    }
+
+
+def _text_name(image: str, text: str) -> str:
+    return f"{os.path.splitext(image)[0]}.{text}"
+
+
+def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str) -> dict[str, str]:
+    """The captions of images by their names under `root`, from every table in `names`.
+
+    A row names its image in "file_name" (beside the table, as in Hugging Face's metadata.jsonl), or
+    in "key" (in the folder that is called like the table: img2dataset's 00000.parquet and 00000/),
+    without its suffix. `field` holds the caption; rows without one are left out. ValueError if
+    there is no table, or none with such columns.
+    """
+    tables = [name for name in names if name.endswith(f".{format}")]
+    if not tables:
+        raise ValueError(f"no .{format} in {root}: data.text says that it holds the captions")
+    stems = {posixpath.splitext(n)[0]: n for n in names if not n.endswith(tuple(_TABLES))}
+    images = set(names)
+    captions, columns = {}, set()
+    for table in tables:
+        folder, stem = posixpath.dirname(table), posixpath.splitext(table)[0]
+        for row in _TABLES[format](root / table, field):
+            columns |= row.keys()
+            if "file_name" in row:
+                image = posixpath.normpath(posixpath.join(folder, row["file_name"]))
+            else:
+                image = stems.get(posixpath.join(stem, str(row.get("key"))), "")
+            if image in images and isinstance(row.get(field), str):
+                captions[image] = row[field].strip()
+    if not captions:
+        raise ValueError(
+            f"no row of {', '.join(tables[:3])} in {root} has both an image that is there and a "
+            f"{field!r}: the columns are {', '.join(sorted(columns)) or 'none'}"
+        )
+    return captions
+
+
+def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
+    del field
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            try:
+                row = json.loads(line) if line.strip() else {}
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield row if isinstance(row, dict) else {}
+
+
+def _read_parquet(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet  # Slow to import, and few data sets need it.
+
+    with pyarrow.parquet.ParquetFile(path) as file:
+        known = file.schema_arrow.names
+        name = "file_name" if "file_name" in known else "key"
+        if missing := [column for column in (name, field) if column not in known]:
+            raise ValueError(f"{path} has no column {missing[0]!r}: it has {', '.join(known)}")
+        for batch in file.iter_batches(columns=[name, field]):
+            yield from batch.to_pylist()
+
+
+_TABLES = {"jsonl": _read_jsonl, "parquet": _read_parquet}

@@ -1,0 +1,98 @@
+"""Systems by the names that configs give: which groups a config has, and what checks them."""
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from diffusion_jax import settings
+from diffusion_jax.settings import Run
+
+KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
+"""The systems of this repository, for messages; those of other packages are found as well."""
+
+
+class System(NamedTuple):
+    """What the configs of a system hold, and what is made of them."""
+
+    settings: type
+    """The NamedTuple of a whole config: `run`, and a field for each group. Where it has a field
+    `unet_weights`, the group `unet` has a value `weights` beside those of the network."""
+    groups: Mapping[str, Any]
+    """NamedTuples and networks, or several networks by the group's `kind`, the default first."""
+    check: Callable[[Any], None]
+    """ValueError for settings that cannot be or do not go together."""
+    command: str
+    """The module that trains it."""
+
+
+def find(name: str) -> System:
+    """The system of this name, PACKAGE or PACKAGE.PART, in PACKAGE.settings.SYSTEMS."""
+    package = name.partition(".")[0]
+    try:
+        module = importlib.import_module(f"{package}.settings")
+    except ModuleNotFoundError as error:
+        if error.name not in (package, f"{package}.settings"):
+            raise
+        module = None
+    systems = getattr(module, "SYSTEMS", {})
+    settings.one_of("system", name, systems or KNOWN)
+    return systems[name]
+
+
+def complete(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config with the defaults of all that it omits.
+
+    ValueError for unknown groups and fields, and for omitted fields without a default.
+    """
+    if not config.get("system"):
+        raise ValueError(f"the config lacks system: choose from {', '.join(KNOWN)}")
+    system = find(config["system"])
+    own, groups = settings.split(config)
+    values = {"system": "", **settings.complete(settings.defaults(Run), own, "")}
+    for name, group in settings.complete({name: {} for name in system.groups}, groups, "").items():
+        values[name] = settings.complete(_fields(system, name, group), group, name)
+    return values
+
+
+def read(config: Mapping[str, Any], name: str) -> Any:
+    """The settings of a config of the system `name`, all checked, in milliseconds.
+
+    ValueError that says what to change.
+    """
+    config = complete(config)
+    if config["system"] != name:
+        raise ValueError(
+            f"the config is of the system {config['system']}, not {name}: "
+            f"it is for python -m {find(config['system']).command}"
+        )
+    system = find(name)
+    own, groups = settings.split(config)
+    values = {"run": settings.read(Run, own, "")}
+    for group, fields in groups.items():
+        kind = _kind(system, group, fields)
+        if isinstance(system.groups[group], Mapping):
+            del fields["kind"]
+        if f"{group}_weights" in system.settings._fields:
+            values[f"{group}_weights"] = fields.pop("weights")
+        values[group] = settings.read(kind, fields, group)
+    s = system.settings(**values)
+    system.check(s)
+    return s
+
+
+def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a group, with their defaults."""
+    kinds, fields = system.groups[name], settings.defaults(_kind(system, name, group))
+    if isinstance(kinds, Mapping):
+        fields = {"kind": next(iter(kinds)), **fields}
+    return {"weights": "", **fields} if f"{name}_weights" in system.settings._fields else fields
+
+
+def _kind(system: System, name: str, group: Mapping[str, Any]) -> type:
+    """The class that a group becomes."""
+    kinds = system.groups[name]
+    if not isinstance(kinds, Mapping):
+        return kinds
+    kind = group.get("kind", next(iter(kinds)))
+    settings.one_of(f"{name}.kind", kind, kinds)
+    return kinds[kind]

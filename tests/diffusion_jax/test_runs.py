@@ -1,0 +1,185 @@
+"""A workdir keeps its config, and later code reads it."""
+
+import json
+import pathlib
+
+import jax
+import pytest
+
+from configs import quickstart, sd_quickstart, sd_quickstart_vae
+from diffusion_jax import runs, systems
+from diffusion_jax.settings import Evaluation
+
+
+def config(**changes):
+    c = quickstart.get_config()
+    for key, value in changes.items():
+        group, _, field = key.rpartition("__")
+        (c[group] if group else c)[field] = value
+    return c.to_dict()
+
+
+def write(workdir, config, **changes):
+    (workdir / "config.json").write_text(json.dumps(config | changes))
+
+
+def stored(workdir):
+    return json.loads((workdir / "config.json").read_text())
+
+
+def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
+    runs.claim(tmp_path / "a" / "run", config())
+    loaded = runs.load(tmp_path / "a" / "run")
+    assert loaded["sampler"]["guidance_high"] == float("inf")
+    assert (loaded["unet"]["channel_mult"], loaded["unet"]["dropout"]) == ([1], 0.0)
+    assert systems.read(loaded, "imagen_jax") == systems.read(config(), "imagen_jax")
+    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (1, "imagen_jax")
+
+
+def test_the_config_may_claim_its_own_workdir_again(tmp_path):
+    runs.claim(tmp_path, config())
+    before = (tmp_path / "config.json").read_text()
+    runs.claim(tmp_path, config())  # Tuples there are lists, which differ from tuples.
+    assert (tmp_path / "config.json").read_text() == before
+
+
+def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
+    runs.claim(tmp_path, config())
+    before = (tmp_path / "config.json").read_text()
+    other = config(unet__cond_dim=32, data__source="folder", unet__dropout=0.5, steps=20)
+    with pytest.raises(ValueError) as error:
+        runs.claim(tmp_path, other)
+    assert str(error.value) == (
+        f"{tmp_path} was made with another config (data.source: 'digits' there, 'folder' now; "
+        "unet.cond_dim: 64 there, 32 now; unet.dropout: 0.0 there, 0.5 now): "
+        "choose another --workdir, or give the config that it was made with"
+    )
+    assert (tmp_path / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("steps", 20),
+        ("prompts", ("c",)),
+        ("sampler__steps", 8),
+        ("data__path", "there"),
+        ("data__threads", 4),
+    ],
+)
+def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, field, value):
+    runs.claim(tmp_path, config())
+    runs.claim(tmp_path, config(**{field: value}))
+    complete = systems.complete(config(**{field: value}))
+    assert stored(tmp_path) == json.loads(json.dumps({"version": 1, **complete}))
+
+
+@pytest.mark.parametrize("kind", [str, pathlib.Path])
+def test_a_url_is_no_workdir(kind):
+    with pytest.raises(ValueError, match="workdir gs://bucket/run is a URL: give a folder"):
+        runs.claim(kind("gs://bucket/run"), config())
+
+
+def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    runs.claim(tmp_path / "run", config())
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_config_is_no_workdir(tmp_path):
+    with pytest.raises(FileNotFoundError) as error:
+        runs.load(tmp_path)
+    assert str(error.value) == (
+        f"{tmp_path} holds no config.json: it is no workdir of a training run. Train one with\n"
+        f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}"
+    )
+
+
+def test_fields_that_came_later_have_their_defaults_and_are_named_in_one_line(tmp_path, caplog):
+    old = systems.complete(config())
+    del old["step_timeout"], old["unet"]["kind"], old["evaluation"]
+    write(tmp_path, old)
+    with caplog.at_level("INFO", logger="absl"):
+        loaded = runs.load(tmp_path)
+    assert (loaded["step_timeout"], loaded["unet"]["kind"]) == (1800, "unet")
+    (line,) = (record.getMessage() for record in caplog.records)
+    later = ", ".join(f"evaluation.{field}" for field in sorted(Evaluation._fields))
+    assert line == (
+        f"{tmp_path / 'config.json'} is of earlier code: defaults for {later}, step_timeout, "
+        "unet.kind"
+    )
+
+
+@pytest.mark.parametrize("module", [quickstart, sd_quickstart, sd_quickstart_vae])
+def test_a_config_without_a_version_says_its_system_by_its_groups(tmp_path, module):
+    c = module.get_config().to_dict()
+    system = c.pop("system")
+    write(tmp_path, c)
+    assert runs.load(tmp_path)["system"] == system
+    runs.claim(tmp_path, module.get_config().to_dict())  # Yesterday's run goes on today.
+    assert stored(tmp_path)["system"] == system
+
+
+def test_a_later_version_is_an_error(tmp_path):
+    write(tmp_path, config(), version=2)
+    with pytest.raises(ValueError, match="the config is of version 2, and this code reads 1"):
+        runs.load(tmp_path)
+
+
+def test_a_field_that_no_version_had_is_an_error_also_in_a_workdir(tmp_path):
+    write(tmp_path, config() | {"sampelr": {}})
+    with pytest.raises(ValueError, match=r"config\.json: unknown config field sampelr: did you"):
+        runs.load(tmp_path)
+
+
+@pytest.fixture
+def changes(monkeypatch):
+    """Version 2 renamed two fields and removed two, of which one decided what weights mean."""
+    monkeypatch.setattr(runs, "VERSION", 2)
+    monkeypatch.setattr(
+        runs,
+        "CHANGES",
+        (
+            runs.Change(2, "unet.residual_blocks", "unet.num_res_blocks"),
+            runs.Change(2, "timeout", "step_timeout"),
+            runs.Change(2, "data.cache"),
+            runs.Change(2, "unet.gain", learned=(1.0,)),
+        ),
+    )
+
+
+def old_config(gain):
+    c = config()
+    del c["unet"]["num_res_blocks"]
+    c["unet"] |= {"residual_blocks": 1, "gain": gain}
+    c["data"]["cache"] = "anything"
+    return c | {"timeout": 60, "version": 1}
+
+
+def test_renamed_and_removed_fields_go_through_the_table(tmp_path, changes):
+    write(tmp_path, old_config(gain=1.0))
+    loaded = runs.load(tmp_path)
+    assert (loaded["unet"]["num_res_blocks"], loaded["step_timeout"]) == (1, 60)
+    runs.claim(tmp_path, config())
+    assert stored(tmp_path)["version"] == 2
+
+
+def test_a_removed_field_that_decided_what_the_weights_mean_is_an_error(tmp_path, changes):
+    write(tmp_path, old_config(gain=2.0))
+    with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer does"):
+        runs.load(tmp_path)
+
+
+def test_the_table_is_for_earlier_versions_alone(tmp_path, changes):
+    write(tmp_path, old_config(gain=1.0), version=2)
+    with pytest.raises(ValueError, match=r"unknown config field timeout"):
+        runs.load(tmp_path)
+
+
+def test_a_run_of_another_system_is_one_line(tmp_path):
+    runs.claim(tmp_path, config())
+    with pytest.raises(ValueError) as error:
+        runs.load(tmp_path, "sd_jax")
+    assert str(error.value) == (
+        f"{tmp_path} is a run of imagen_jax, not of sd_jax: give it to the commands of imagen_jax"
+    )

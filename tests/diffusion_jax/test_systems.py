@@ -1,0 +1,101 @@
+"""Configs name their system; what a file omits has the defaults of that system's code."""
+
+import sys
+
+import pytest
+from absl import flags
+
+from configs import quickstart, sd_quickstart
+from diffusion_jax import cli, runs, systems
+from imagen_jax import settings as imagen_settings
+from imagen_jax import unet
+from sd_jax import train_vae
+
+SMALLEST = """
+from ml_collections import ConfigDict
+
+def get_config(steps="10"):
+    c = ConfigDict(dict(system="imagen_jax", steps=int(steps), batch_size=4))
+    c.unet = dict(image_size=16, attention_resolutions=(8, 16))
+    c.text = dict(encoder="hashed", width=32)
+    c.optimizer = dict(lr=1.0, warmup=0)
+    c.data = dict(source="digits", max_aspect=2)
+    return c
+"""
+
+
+def parse(monkeypatch, *arguments):
+    """The config of a command line, as the commands take it."""
+    values = flags.FlagValues()
+    monkeypatch.setattr(sys, "argv", ["command", *arguments])
+    holder = cli.define_config(flag_values=values)
+    values(sys.argv)
+    return holder.value
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "smallest.py"
+    path.write_text(SMALLEST)
+    return path
+
+
+def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeypatch, file):
+    c = parse(
+        monkeypatch, f"--config={file}:20", "--config.data.max_aspect=1.5",
+        "--config.unet.channel_mult=(1, 2)", "--config.sample_every=0", "--config.sampler.eta=1",
+    )  # fmt: skip
+    assert (c.steps, c.data.max_aspect, c.sampler.eta, c.unet.kind) == (20, 1.5, 1.0, "unet")
+    s = imagen_settings.read_settings(c.to_dict())
+    assert (s.unet.channel_mult, s.unet.embed_dim, s.run.step_timeout) == ((1, 2), 256, 1800)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("c.unet.embd_dim = 8", "unknown config field unet.embd_dim: did you mean unet.embed_dim?"),
+        ("del c.unet.image_size", "the config lacks unet.image_size"),
+        ("del c.steps", "the config lacks steps"),
+        ("del c.system", "the config lacks system: choose from imagen_jax, sd_jax, sd_jax.vae"),
+        ("c.system = 'imagen'", "system is 'imagen': did you mean 'imagen_jax'?"),
+        ("c.system = 'sd_jax.vea'", "system is 'sd_jax.vea': did you mean 'sd_jax.vae'?"),
+        ("c.unet.kind = 'effcient'", "unet.kind is 'effcient': did you mean 'efficient'?"),
+        ("c.vae = dict(width=8)", "unknown config field vae: known are unet, text, diffusion"),
+    ],
+)
+def test_a_mistake_in_a_file_is_named(monkeypatch, file, line, message):
+    file.write_text(SMALLEST.replace("    return c", f"    {line}\n    return c"))
+    with pytest.raises(flags.IllegalFlagValueError) as error:
+        parse(monkeypatch, f"--config={file}")
+    assert f"flag --config={file}: {message}" in str(error.value)
+
+
+def test_a_config_of_another_system_is_one_line():
+    with pytest.raises(ValueError, match=r"imagen_jax, not sd_jax: it is for python -m imagen_"):
+        systems.read(quickstart.get_config().to_dict(), "sd_jax")
+    with pytest.raises(ValueError, match=r"sd_jax, not sd_jax\.vae: it is for python -m sd_ja"):
+        train_vae.read_settings(sd_quickstart.get_config().to_dict())
+
+
+class Sharper(unet.UNet):
+    """A UNet with one more option, all that it takes to have it everywhere."""
+
+    sharpness: float = 0.5
+
+
+def test_an_option_of_a_unet_goes_from_file_and_flag_to_the_workdir_and_back(
+    monkeypatch, tmp_path, file
+):
+    before = parse(monkeypatch, f"--config={file}", "--config.sample_every=0").to_dict()
+    runs.claim(tmp_path, before)
+    monkeypatch.setitem(imagen_settings.UNETS, "unet", Sharper)
+    loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
+    assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)  # Yesterday's run has it too.
+    flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
+    with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 there, 2\.0 now"):
+        runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())
+    runs.claim(tmp_path / "new", parse(monkeypatch, f"--config={file}", *flag).to_dict())
+    loaded = imagen_settings.read_settings(runs.load(tmp_path / "new")).unet
+    assert (type(loaded), loaded.sharpness, loaded.image_size) == (Sharper, 2.0, 16)
+    file.write_text(SMALLEST.replace("image_size=16,", "image_size=16, sharpness=3.0,"))
+    assert parse(monkeypatch, f"--config={file}").unet.sharpness == 3.0
