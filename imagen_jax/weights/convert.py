@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
-from diffusion_jax.machine import files
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from diffusion_jax.weights import restore, torch_files
+from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 
@@ -74,7 +72,7 @@ def from_workdir(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = restore.load_params(folder, abstract, ema, step)
     state = nemo.to_nemo(params, s.unet)
-    _write(path, {nemo.PREFIX + name: array for name, array in state.items()})
+    torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
@@ -112,14 +110,3 @@ def _read(path: pathlib.Path, s: Settings) -> Any:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)
-
-
-def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        import safetensors.numpy  # Only where such a file is written.
-
-        files.write_whole(path, safetensors.numpy.save(state))
-        return
-    with files.whole(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **state)

@@ -32,7 +32,7 @@ from sd_jax.mlperf.benchmark import Evaluate
 from sd_jax.mlperf.mllog import Event
 from sd_jax.settings import Settings, read_settings
 from sd_jax.task import make_task
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 
 MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 

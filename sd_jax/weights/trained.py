@@ -19,7 +19,7 @@ from sd_jax.settings import Settings, check_pipeline
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import from_folder
 
 
@@ -32,7 +32,7 @@ class Choice(model.Choice):
     height: int | None = replaces("sampler.height")
     width: int | None = replaces("sampler.width")
     vae_weights: str | None = replaces("vae.weights")
-    """Where the VAE's are: a file, a diffusers directory or a workdir."""
+    """A file, a diffusers directory or a workdir with the VAE's weights."""
     strength: float = 1.0
     """See settings.Pipeline."""
     preview: Preview | None = None

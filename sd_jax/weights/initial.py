@@ -1,4 +1,4 @@
-"""Weights that a model is given: those of its frozen VAE, and those that training starts from."""
+"""Weights that training starts from: those of the frozen VAE, and those of another UNet."""
 
 import os
 import pathlib
