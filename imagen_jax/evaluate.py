@@ -18,14 +18,14 @@ sheet of pictures for each scale, and scores/, a card with each score; the score
 metrics, and all of it into one page, WORKDIR/report.html.
 """
 
-import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice, Model, with_weights
+from diffusion_jax.draw.model import Choice, Model
+from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from imagen_jax import cascade
 
@@ -37,38 +37,22 @@ def open_system(workdirs: Sequence[str], choice: Choice) -> evaluation.System:
     later = [cascade.Choice(steps=choice.steps) for _ in workdirs[1:]]
     stages = cascade.load(workdirs, [cascade.Choice(**vars(choice)), *later])
     cascade.check_low_res(stages[0], None)
-
-    def at(ema, step):
-        return _point((with_weights(stages[0], ema, step), *stages[1:]))
-
-    last, first_size = stages[-1].settings, stages[0].settings.output_size
-    batch_size = program.default_batch_size(first_size, first_size)
-    return evaluation.System(
-        pathlib.Path(workdirs[0]), last.data.source, last.output_size, batch_size, at
-    )
+    last = stages[-1].settings
+    sizes = stages[0].settings.output_size, last.output_size
+    return evaluation.of_models(stages, _draw, _describe, last.data.source, sizes)
 
 
-def _point(stages: Sequence[Model]) -> evaluation.Point:
-    def draw(prompts, seeds, scale):
-        texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-        sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
-        batches = cascade.draw_batches(stages, texts, seeds, sizes, None, scale)
-        return np.concatenate([by_stage[-1] for by_stage in batches])
-
-    each = [stage.settings for stage in stages]
-    joined = lambda values: ", ".join(map(str, values))
-    card = {
-        "sampler": joined(s.sampler.name for s in each),
-        "steps": joined(s.sampler.steps for s in each),
-        "precision": joined(s.unet.dtype for s in each),
-        "models": [_described(stage) for stage in stages],
-    }
-    first, params = stages[0], [stage.params for stage in stages]
-    return evaluation.Point(first.step, first.ema, params, draw, card)
+def _draw(
+    stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
+) -> Images:
+    texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
+    sizes = [len(seeds), *cascade.batch_sizes(stages[1:], len(seeds))]
+    batches = cascade.draw_batches(stages, texts, seeds, sizes, None, guidance)
+    return np.concatenate([by_stage[-1] for by_stage in batches])
 
 
-def _described(stage: Model) -> dict:
-    """What else the pictures depend on; a bound that is infinite is left out: JSON has none."""
+def _describe(stage: Model) -> dict[str, Any]:
+    """A stage's part of the card; a bound that is infinite is left out: JSON has none."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
     del sampler["guidance"]  # The sweep's own.

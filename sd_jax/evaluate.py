@@ -16,15 +16,15 @@ metrics, and all of it into one page, WORKDIR/report.html (beside MLPerf's refer
 python -m diffusion_jax.report WORKDIR --rcp).
 """
 
-import pathlib
+from collections.abc import Sequence
 
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw.model import Choice, Model, with_weights
+from diffusion_jax.draw.model import Choice, Model
+from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from sd_jax import drawing
-from sd_jax.settings import Settings
 from sd_jax.weights.trained import read_run
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
@@ -34,33 +34,18 @@ def open_system(workdir: str, choice: Choice, vae_weights: str | None = None) ->
     """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
     chosen = drawing.Choice(**vars(choice), vae_weights=vae_weights)
     s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
-    return evaluation.System(
-        pathlib.Path(workdir),
-        s.data.source,
-        s.output_size,
-        drawing.default_batch_size(model),
-        lambda ema, step: _point(with_weights(model, ema, step), s),
-    )
+    described = {"workdir": model.workdir, "training_seed": s.run.seed, "eta": s.sampler.eta}
+    described |= {"negative_prompt": s.sampler.negative_prompt, "vae": s.vae_weights}
+    sizes = s.output_size, s.output_size
+    return evaluation.of_models([model], _draw, lambda _: described, s.data.source, sizes)
 
 
-def _point(model: Model, s: Settings) -> evaluation.Point:
-    def draw(prompts, seeds, scale):
-        all_at_once = len(seeds)
-        batches = drawing.draw_batches(
-            model, prompts, seeds, guidance=scale, batch_size=all_at_once
-        )
-        return np.concatenate(list(batches))
-
-    card = {
-        "sampler": s.sampler.name,
-        "steps": str(s.sampler.steps),
-        "precision": str(s.unet.dtype),
-        "models": [
-            {"workdir": model.workdir, "training_seed": s.run.seed, "eta": s.sampler.eta,
-             "negative_prompt": s.sampler.negative_prompt, "vae": s.vae_weights}
-        ],
-    }  # fmt: skip
-    return evaluation.Point(model.step, model.ema, [model.params], draw, card)
+def _draw(
+    models: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int], guidance: float
+) -> Images:
+    (only,), at_once = models, len(seeds)
+    batches = drawing.draw_batches(only, prompts, seeds, guidance=guidance, batch_size=at_once)
+    return np.concatenate(list(batches))
 
 
 if __name__ == "__main__":

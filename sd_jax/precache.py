@@ -31,11 +31,11 @@ from diffusion_jax.task import to_range
 from sd_jax import task
 from sd_jax.settings import Settings, read_settings, uses_moments
 from sd_jax.train import made_by
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 
 
 def define_flags() -> None:
-    """Of the command alone: other commands have flags of these names."""
+    """Defines the flags, of which other commands have some by the same names."""
     cli.define_config()
     flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
     flags.DEFINE_integer(
@@ -53,13 +53,13 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
-    given = flags.FLAGS
-    workers = given.workers or jax.process_count()
-    worker = jax.process_index() if given.worker is None else given.worker
-    out = pathlib.Path(given.out)
+    args = flags.FLAGS
+    workers = args.workers or jax.process_count()
+    worker = jax.process_index() if args.worker is None else args.worker
+    out = pathlib.Path(args.out)
     with cli.bad_input():
-        s = read_settings(given.config.to_dict())
-        work = Work(given.shard_images, given.batch, worker, workers, given.dry_run)
+        s = read_settings(args.config.to_dict())
+        work = Work(args.shard_images, args.batch, worker, workers, args.dry_run)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 

@@ -33,7 +33,7 @@ from diffusion_jax.weights import pretrained
 from sd_jax import sampling, task
 from sd_jax import vae as vae_module
 from sd_jax.settings import Settings, read_settings, uses_moments
-from sd_jax.weights.pretrained import read_unet, read_vae
+from sd_jax.weights.initial import read_unet, read_vae
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:

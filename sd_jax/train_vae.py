@@ -27,7 +27,7 @@ from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.settings import AutoencoderSettings
 from sd_jax.vae import Moments
-from sd_jax.weights.pretrained import read_vae as read_vae_weights
+from sd_jax.weights.initial import read_vae as read_vae_weights
 
 _SHOWN = 8
 

@@ -41,7 +41,7 @@ HELD_OUT_EVERY = 17
 
 
 class Prompt(NamedTuple):
-    """What a picture shows; `caption` puts it into words."""
+    """The digit and the colours of a picture; `caption` puts them into words."""
 
     digit: int
     ink: str
@@ -196,9 +196,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--num", type=int, default=100, help="how many pictures")
     parser.add_argument("--size", type=int, default=64, help="their side, a multiple of 8")
     parser.add_argument("--format", choices=("folder", "webdataset"), default="folder")
-    given = parser.parse_args(arguments)
-    path = write_examples(given.out, given.num, size=given.size, format=given.format)
-    print(f"wrote {given.num} pictures with captions to {path}")
+    args = parser.parse_args(arguments)
+    path = write_examples(args.out, args.num, size=args.size, format=args.format)
+    print(f"wrote {args.num} pictures with captions to {path}")
 
 
 def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> None:

@@ -50,12 +50,12 @@ class Pictures(abc.ABC):
         return indices, *self.read(indices)
 
     def skipped(self) -> dict[str, int]:
-        """How many things could not be used so far, by reason."""
+        """The number of pictures that could not be used so far, by reason."""
         return {}
 
 
 class Shapes(NamedTuple):
-    """What a task takes: pictures of a size, and what stands in the place of captions or pixels."""
+    """The shapes of a task's inputs; embeddings and moments stand for texts and pixels."""
 
     size: int
     """Pixels of a side."""
@@ -121,7 +121,7 @@ class Decoded(Pictures):
         return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
 
     def skipped(self) -> dict[str, int]:
-        """How many different records were met that are unusable, and what the source left out."""
+        """Counts of the different unusable records met so far, and of what the source left out."""
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}

@@ -90,7 +90,7 @@ class Batches:
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
     def skipped(self) -> dict[str, int]:
-        """How many pictures this process met that cannot be used, by reason, since it started."""
+        """The number of unusable pictures that this process has met since it started, by reason."""
         return self.pictures.skipped()
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Records(abc.ABC):
         return [record.text for record in self.read(indices)]
 
     def left_out(self) -> dict[str, int]:
-        """How many images of the files are not in the list, by reason."""
+        """The number of images in the files that are not in the list, by reason."""
         return {}
 
 
@@ -54,7 +54,7 @@ def path_of(data: Data) -> str:
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """What a file holds: a caption of "txt" or "json:FIELD", else embeddings; or Unusable."""
+    """The text in a file: a caption of "txt" or "json:FIELD", else embeddings; or Unusable."""
     suffix, _, field = text.partition(":")
     try:
         if field:
@@ -92,7 +92,7 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def suffix_of(name: str) -> str:
-    """What follows the first dot of the last part, in lower case: "t5.npy" of "a/b.t5.npy"."""
+    """All after the first dot of a file's name, in lower case: "t5.npy" of "a/b.t5.npy"."""
     return os.path.basename(name).partition(".")[2].lower()
 
 

@@ -21,17 +21,17 @@ _BLOCK = 8 * 2**20  # What one request brings when a file is read from its begin
 
 
 def is_url(path: str) -> bool:
-    """Whether fsspec reads it."""
+    """True of a path that fsspec reads."""
     return "://" in path
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or a folder; ValueError for a URL of an unknown kind."""
+    """True of a file or a folder that is there; ValueError for a URL of an unknown kind."""
     return _system(path).exists(path) if is_url(path) else os.path.exists(path)
 
 
 def is_folder(path: str) -> bool:
-    """Whether it is a folder, or a common prefix in an object store."""
+    """True of a folder, or of a common prefix in an object store."""
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
@@ -75,16 +75,16 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
-    system, found = _system(paths[0]), {}
+    system, ranges = _system(paths[0]), {}
     for attempt in range(_ATTEMPTS):
-        rows = [row for row in range(len(paths)) if row not in found]
+        rows = [row for row in range(len(paths)) if row not in ranges]
         columns = ([column[row] for row in rows] for column in (paths, firsts, lasts))
         parts = zip(rows, system.cat_ranges(*columns, on_error="return"), strict=True)
-        found |= {row: part for row, part in parts if isinstance(part, bytes)}
-        if len(found) == len(paths):
-            return [found[row] for row in range(len(paths))]
+        ranges |= {row: part for row, part in parts if isinstance(part, bytes)}
+        if len(ranges) == len(paths):
+            return [ranges[row] for row in range(len(paths))]
         time.sleep(0.1 * 4**attempt)
-    missing = next(path for row, path in enumerate(paths) if row not in found)
+    missing = next(path for row, path in enumerate(paths) if row not in ranges)
     raise OSError(f"cannot read {missing}, after {_ATTEMPTS} attempts: is it still there?")
 
 

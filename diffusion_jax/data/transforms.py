@@ -1,4 +1,4 @@
-"""What an encoded image becomes: RGB, uint8, square."""
+"""Encoded images to square uint8 RGB pixels."""
 
 import io
 

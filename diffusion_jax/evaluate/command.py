@@ -1,8 +1,7 @@
 """The evaluation command, whole, for every system: flags -> points -> scores, pictures, a page.
 
 A point is a guidance scale, a checkpoint and an average of its weights. The same prompts are drawn
-from the same noise at each; what extractors make of the pictures is kept batch by batch (see
-sweep).
+from the same noise at each; the features of the pictures are kept batch by batch (see loop).
 """
 
 import functools
@@ -20,7 +19,8 @@ from absl import app, flags, logging
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice
+from diffusion_jax.draw.model import Choice, Model, with_weights
+from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, log, sharding, sheets
@@ -43,7 +43,7 @@ class Point(NamedTuple):
 
 
 class System(NamedTuple):
-    """What evaluation needs to know of what draws."""
+    """Models as the evaluation sees them, whatever they are."""
 
     workdir: pathlib.Path
     source: str
@@ -53,7 +53,7 @@ class System(NamedTuple):
     batch_size: int
     """How many images are drawn at once, at most, unless said otherwise."""
     at: Callable[[str, int | None], Point]
-    """With the weights of an average and a checkpoint, None for the last."""
+    """The point of an average's name and a checkpoint, None for the last."""
 
 
 class Sweep(NamedTuple):
@@ -63,11 +63,41 @@ class Sweep(NamedTuple):
     ema: Sequence[str] = ("ema",)
     checkpoints: Sequence[int | None] = (None,)
     seed: int = 0
-    """Of the first image."""
+    """The seed of the first image."""
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
     """The folder under evaluation; default: step_N."""
+
+
+def of_models(
+    models: Sequence[Model],
+    draw: Callable[[Sequence[Model], Sequence[str], Sequence[int], float], Images],
+    describe: Callable[[Model], dict[str, Any]],
+    source: str,
+    sizes: tuple[int, int],
+) -> System:
+    """The system of models of runs in a row, of which the first one's weights make the points.
+
+    `draw` takes models, prompts, seeds and the guidance scale; `describe` says what else a model's
+    pictures depend on; `sizes` are the sides of what the first draws and of the pictures.
+    """
+    joined = lambda values: ", ".join(map(str, values))
+
+    def at(ema, step):
+        row = (with_weights(models[0], ema, step), *models[1:])
+        each = [model.settings for model in row]
+        card = {
+            "sampler": joined(s.sampler.name for s in each),
+            "steps": joined(s.sampler.steps for s in each),
+            "precision": joined(s.unet.dtype for s in each),
+            "models": [describe(model) for model in row],
+        }
+        params = [model.params for model in row]
+        return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card)
+
+    batch_size = program.default_batch_size(sizes[0], sizes[0])
+    return System(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, at)
 
 
 def command(
@@ -174,7 +204,7 @@ def _share(drawing: float, scoring: float) -> dict[str, float]:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Of each array's bits, whole numbers modulo 2^32: the same however they are sharded."""
+    """Sums of each array's bits, modulo 2^32: the same however they are sharded."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [
         jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)
@@ -183,7 +213,7 @@ def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
 
 
 def _fingerprint(models: Sequence[Params]) -> str:
-    """Tells weights from others, whatever their folder is called."""
+    """A hash of the weights, whatever their folder is called."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]

@@ -27,9 +27,9 @@ class Line(NamedTuple):
     x: Sequence[float]
     y: Sequence[float]
     hover: Sequence[str] = ()
-    """What each point says under the mouse; the points are marked where there is such a text."""
+    """Each point's text under the mouse; points that have one are marked."""
     labels: Sequence[str] = ()
-    """What stands beside each point."""
+    """The text beside each point."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
     """Ends of each point's interval in y."""

@@ -15,17 +15,19 @@ from diffusion_jax.train import loop as training
 
 
 def open_evaluation(
-    wanted: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
+    evaluation: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
 ) -> training.Evaluation | None:
     """The evaluation that config.evaluation describes; None where it says never.
 
     `source` is the data's, `size` that of the pictures that are drawn; `tokenize` makes what the
     task draws from of prompts. ValueError or FileNotFoundError if it cannot be.
     """
-    if not wanted.every:
+    if not evaluation.every:
         return None
-    prompts = prompt_files.read(wanted.prompts, wanted.num_prompts) if wanted.prompts else []
-    scorer = scorers.open_scorer(source, size, prompts, wanted)
+    prompts = (
+        prompt_files.read(evaluation.prompts, evaluation.num_prompts) if evaluation.prompts else []
+    )
+    scorer = scorers.open_scorer(source, size, prompts, evaluation)
     most = program.default_batch_size(size, size)
     batch_size = program.even_batch_size(most, len(scorer.prompts))
 
@@ -34,9 +36,9 @@ def open_evaluation(
             scales = np.full(len(seeds), scale, np.float32)
             return draw(params, tokenize(list(prompts)), seeds, scales)
 
-        return score_now(scorer, images, wanted.guidance, batch_size)
+        return score_now(scorer, images, evaluation.guidance, batch_size)
 
-    return training.Evaluation(wanted.every, score)
+    return training.Evaluation(evaluation.every, score)
 
 
 def score_now(

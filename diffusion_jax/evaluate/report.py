@@ -39,7 +39,7 @@ class Evaluation(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a workdir holds."""
+    """The metrics of a workdir's training, and its sweeps."""
 
     name: str
     training: list[dict[str, Any]]
@@ -50,14 +50,14 @@ def read_run(workdir: str | pathlib.Path) -> Run:
     """A run's metrics and sweeps; FileNotFoundError if it has neither."""
     workdir = pathlib.Path(workdir)
     metrics = workdir / log.METRICS
-    found = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
-    if not metrics.exists() and not found:
+    tables = sorted((workdir / runs.EVALUATION).glob(f"*/{TABLE}"))
+    if not metrics.exists() and not tables:
         raise FileNotFoundError(
             f"{workdir} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{TABLE}: "
             "it is no workdir"
         )
     training = log.read_metrics(metrics) if metrics.exists() else []
-    return Run(workdir.name, training, [_read_evaluation(path) for path in found])
+    return Run(workdir.name, training, [_read_evaluation(path) for path in tables])
 
 
 def read_rcp(path: str | pathlib.Path = RCP) -> Band:
@@ -184,14 +184,19 @@ def _about(band: Band, lines: Sequence[Line]) -> Band:
 
 def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
     """A warning for each field for which scores of these sweeps cannot be compared."""
-    cards: dict[str, list[Card]] = {}
-    for one in (one for _, e in sweeps for one in e.scored.values()):
-        cards.setdefault(one.card["extractor"], []).append(one.card)
     return [
         f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
-        for extractor, of_extractor in cards.items()
-        for field, values in differing(of_extractor, ALIKE).items()
+        for extractor, cards in _by_extractor([evaluation for _, evaluation in sweeps])
+        for field, values in differing(cards, ALIKE).items()
     ]
+
+
+def _by_extractor(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[Card]]]:
+    """Each extractor's cards; apart those of one that pairs texts and that compares with images."""
+    groups: dict[tuple[str, bool], list[Card]] = {}
+    for card in (one.card for e in evaluations for one in e.scored.values()):
+        groups.setdefault((card["extractor"], bool(card.get("reference"))), []).append(card)
+    return [(extractor, cards) for (extractor, _), cards in groups.items()]
 
 
 def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -240,13 +245,12 @@ def training_line(run: Run, key: str) -> Line:
 
 def _cards(evaluation: Evaluation) -> dict[str, Any]:
     """A column an extractor, a line a field; where points differ, each value that occurs."""
-    by_extractor: dict[str, list[Card]] = {}
-    for one in evaluation.scored.values():
-        by_extractor.setdefault(one.card["extractor"], []).append(one.card)
-    names = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
-    fields = [(_label(f), [_values(c, f) for c in by_extractor.values()]) for f in names]
-    told = [(label, values) for label, values in fields if any(values)]
-    return {"evaluation": evaluation.name, "extractors": list(by_extractor), "fields": told}
+    columns = _by_extractor([evaluation])
+    names = dict.fromkeys(field for _, cards in columns for field in cards[0])
+    fields = [(_label(f), [_values(cards, f) for _, cards in columns]) for f in names]
+    fields = [(label, values) for label, values in fields if any(values)]
+    extractors = [extractor for extractor, _ in columns]
+    return {"evaluation": evaluation.name, "extractors": extractors, "fields": fields}
 
 
 def _values(cards: Sequence[Card], field: str) -> str:

@@ -21,6 +21,10 @@ from diffusion_jax.settings import Evaluation
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
 """The columns of the table that each judge's features give."""
+_NO_FEATURES = (
+    "{} needs the features of each real image, and the reference has their moments alone: make it "
+    "with python -m diffusion_jax.metrics stats --keep_features"
+)
 _SHOWN = 42  # Pictures on a sheet.
 _REAL = 4_000  # Real pictures of digits that generated ones are compared with.
 
@@ -29,7 +33,7 @@ class Judge(NamedTuple):
     """An extractor of pictures and prompts, and the real pictures that it compares with."""
 
     card: Card
-    """What its scores depend on besides the model that drew."""
+    """All that its scores depend on besides the model that drew."""
     features: tuple[str, ...]
     """The names of what it extracts (see table.Metric)."""
     extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
@@ -71,7 +75,7 @@ class Scorer:
         return self.prompts[i] + (" (held out)" if held_out else "")
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """What all judges keep of the pictures of these prompts, a row each."""
+        """The features that all judges take of the pictures of these prompts, a row each."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
@@ -90,7 +94,7 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """What each metric compares with: those named, or all that can be taken."""
+        """The metrics of these names, or all that can be taken, and what each compares with."""
         chosen = {}
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
             try:
@@ -101,7 +105,7 @@ class Scorer:
         return chosen
 
     def _reference(self, name: str) -> object:
-        """What a metric of METRICS compares with; LookupError that says why it cannot be taken."""
+        """The real side of a metric; LookupError that says why the metric cannot be taken."""
         metric = METRICS.get(name)
         if metric is None:
             raise LookupError(f"there is no metric {name!r}: there are {', '.join(METRICS)}")
@@ -119,10 +123,7 @@ class Scorer:
         real = self._judges[self._owners[metric.features]].real
         reference = None if real is None else metric.reference(real)
         if reference is None:
-            raise LookupError(
-                f"{name} needs the features of each real image, and the reference has their "
-                "moments alone: make it with python -m diffusion_jax.metrics stats --keep_features"
-            )
+            raise LookupError(_NO_FEATURES.format(name))
         return reference
 
 
@@ -131,49 +132,52 @@ def columns(scores: Scores) -> dict[str, float]:
     return {name: value for of_one in scores.values() for name, value in of_one.items()}
 
 
-def open_scorer(source: str, size: int, prompts: Sequence[str], wanted: Evaluation) -> Scorer:
+def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
     """The scorer of these prompts as a config's group says; without prompts, that of the digits.
 
     `size` is the pictures' side. ValueError for a data `source` that has no prompts of its own.
     """
     if prompts:
-        return of_prompts(size, prompts, wanted)
+        return of_prompts(size, prompts, evaluation)
     if source != "digits":
         raise ValueError(
             f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
             "own, so give a file of prompts, and a reference with Inception's weights or CLIP's"
         )
-    return of_digits(size, metrics=wanted.metrics)
+    return of_digits(size, metrics=evaluation.metrics)
 
 
-def of_prompts(size: int, prompts: Sequence[str], wanted: Evaluation) -> Scorer:
+def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
     """Inception against a reference's statistics, and CLIP of each picture with its prompt.
 
     Without the public weights a distance is named after its extractor, never FID (see table).
     ValueError or FileNotFoundError if these cannot be.
     """
-    reference, inception, clip = wanted.reference, wanted.inception, wanted.clip
+    reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
     if bool(reference) != bool(inception) or not (inception or clip):
         raise ValueError(
             "FID needs both the reference's statistics and Inception's weights, and the CLIP "
             "score a CLIP: give the two, or the third, or all"
         )
-    if wanted.clip_reference and not clip:
+    if evaluation.clip_reference and not clip:
         raise ValueError("a clip_reference, for CMMD, needs the CLIP that made it: give both")
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
-    found: dict[str, Judge] = {}
+    chosen: dict[str, Judge] = {}
     if inception:
         if len(prompts) < 2:
             raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
         make = lambda mode: extractors.inception_extractor(inception_weights.load(inception), mode)
-        found["inception"] = _against("inception", reference, make, "pytorch", card)
+        chosen["inception"] = _against("inception", reference, make, "pytorch", card)
     if clip:
-        found["clip"] = _pairs(clip_towers.load(clip), card)
-    if wanted.clip_reference:
+        chosen["clip"] = _pairs(clip_towers.load(clip), card)
+    if evaluation.clip_reference:
         make = lambda mode: clip_towers.load(clip, preprocessing=mode).image
-        found["clip_image"] = _against("clip_image", wanted.clip_reference, make, "squash", card)
-    return Scorer(prompts, found, wanted.metrics)
+        clip_image = _against("clip_image", evaluation.clip_reference, make, "squash", card)
+        if clip_image.real is None or clip_image.real.features is None:
+            raise ValueError(_NO_FEATURES.format("cmmd"))
+        chosen["clip_image"] = clip_image
+    return Scorer(prompts, chosen, evaluation.metrics)
 
 
 def _against(

@@ -46,7 +46,7 @@ def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) 
 
 
 def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
-    """What write_scored wrote, by the files' names."""
+    """The scores that write_scored wrote, by the names of their files."""
     paths = sorted(folder.glob("*.json"))
     return {path.stem: cards.read_scored(path) for path in paths}
 

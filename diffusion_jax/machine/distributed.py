@@ -42,9 +42,9 @@ def join() -> None:
     it is not clear who takes part. If not all are there after --join_timeout seconds, this process
     ends with code 1.
     """
-    asked = _DISTRIBUTED.value
+    choice = _DISTRIBUTED.value
     who = _explicit(os.environ) or _detected(os.environ)
-    if asked == "off" or (asked == "auto" and who is None):
+    if choice == "off" or (choice == "auto" and who is None):
         return
     with _deadline(_TIMEOUT.value, who or {}):
         jax.distributed.initialize(
@@ -72,7 +72,7 @@ def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Of several processes: all wait for the last at a good end, and none does at a failure.
+    """Ends several processes together: all wait for the last at success, none at a failure.
 
     Without it the interpreter of a process that failed would wait for the others, which wait for
     it, and end by a signal that hides the exit code.
@@ -91,7 +91,7 @@ def together() -> Iterator[None]:
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What the flags or JAX's variables say; ValueError if they say a part alone."""
+    """The arguments that flags or JAX's variables give; ValueError if they give a part alone."""
     number = lambda name: int(environment[name]) if environment.get(name) else None
     said = {
         "coordinator_address": _COORDINATOR.value or environment.get("JAX_COORDINATOR_ADDRESS"),
@@ -118,7 +118,7 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """What JAX is to ask, if the environment is that of several processes."""
+    """The cluster that JAX is to ask, if the environment is that of several processes."""
     if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
         return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_ids(environment)}
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")

@@ -1,4 +1,4 @@
-"""What the accelerators can do: peak arithmetic, and the memory in use."""
+"""The accelerators: their peak arithmetic, and the memory in use."""
 
 from typing import Any, NamedTuple
 

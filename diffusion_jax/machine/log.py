@@ -1,4 +1,4 @@
-"""What a run leaves to read: its metrics and its manifest."""
+"""The metrics and the manifest that a run writes."""
 
 import datetime
 import importlib.util
@@ -157,5 +157,5 @@ def _devices() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What JSON does not know: numpy numbers as numbers, dtypes and paths as text."""
+    """A value for JSON that it does not know: numpy's numbers, and dtypes and paths as text."""
     return value.item() if isinstance(value, np.generic) else str(value)

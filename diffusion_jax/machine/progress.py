@@ -1,4 +1,4 @@
-"""How far a long job is: a line every few seconds, with its rate and the time left."""
+"""The progress of long jobs: a line every few seconds, with the rate and the time left."""
 
 import math
 import time

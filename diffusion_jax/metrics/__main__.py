@@ -32,6 +32,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 from absl import flags, logging
 
 from diffusion_jax import cli
@@ -134,7 +135,8 @@ def _score_clip(folder: str) -> None:
     if generated.features is None or len(generated.features) != len(prompts):
         n = generated.gaussian.n
         raise ValueError(f"{n} usable images in {folder} and {len(prompts)} prompts are no pairs")
-    texts = _run(clip.text, extractors.InMemory(clip.tokenize(prompts))).stream.features()
+    ids, encode, size = clip.tokenize(prompts), extractors.on_host(clip.text), _BATCH.value
+    texts = np.concatenate([encode(ids[i : i + size]) for i in range(0, len(ids), size)])
     card = (generated.card or {}) | {"prompts": prompt_files.fingerprint(prompts)}
     # The model is in the name, since ViT-L/14 and ViT-H/14 give different numbers.
     column = lambda name: f"{name}_{clip.image.name}".replace("clip_score_clip_", "clip_score_")

@@ -16,6 +16,8 @@ class Score(NamedTuple):
     """
     more: Mapping[str, float] | None = None
     """Numbers that belong to it, by what their columns add to its name: {"deviation": 0.1}."""
+    decimals: int | None = None
+    """To how many it and its interval are rounded; None: not at all."""
 
 
 class Interval(NamedTuple):

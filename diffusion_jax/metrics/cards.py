@@ -1,4 +1,4 @@
-"""Cards: what a score is worth only together with, and which scores may stand in one table."""
+"""Cards: how a score was taken, and which scores may therefore stand in one table."""
 
 import json
 import os
@@ -20,27 +20,16 @@ FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision"
 
 @runtime_checkable
 class Extractor(Protocol):
-    """What a card says of what made the features: extractors.Extractor, or a judge of its own."""
+    """An extractor's part of a card: extractors.Extractor's fields, or those of a digits.Judge."""
 
     @property
-    def name(self) -> str:
-        """Stands in the names of scores."""
-        ...
-
+    def name(self) -> str: ...  # noqa: D102
     @property
-    def weights(self) -> str:
-        """Their hash."""
-        ...
-
+    def weights(self) -> str: ...  # noqa: D102
     @property
-    def preprocessing(self) -> str:
-        """What images go through before it."""
-        ...
-
+    def preprocessing(self) -> str: ...  # noqa: D102
     @property
-    def official(self) -> bool:
-        """Whether it is what FID is defined with."""
-        ...
+    def official(self) -> bool: ...  # noqa: D102
 
 
 class Scored(NamedTuple):
@@ -70,13 +59,13 @@ def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fiel
 
 
 def versions() -> dict[str, str]:
-    """Of the software that features depend on."""
+    """The versions of the software that features depend on."""
     own = {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__}
     return own | {"jaxlib": metadata.version("jaxlib"), "pillow": metadata.version("pillow")}
 
 
 def reference_name(path: str, n: int | None) -> str:
-    """How cards name the real images: the file or folder, and how many they are."""
+    """The name of real images in a card: the file or folder, and how many they are."""
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
 
@@ -99,7 +88,7 @@ def unlike(one: Card, other: Card) -> dict[str, tuple[Any, Any]]:
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
     """The fields in which the cards differ, with each card's value."""
     values = {field: [card.get(field) for card in cards] for field in fields}
-    return {field: found for field, found in values.items() if any(v != found[0] for v in found)}
+    return {field: each for field, each in values.items() if any(v != each[0] for v in each)}
 
 
 def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -110,8 +99,8 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
     """
     cards = [one.card for one in scored.values()]
     strict = [field for field in ALIKE if field not in allow]
-    for field, found in differing(cards, strict).items():
-        pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, found, strict=True))
+    for field, values in differing(cards, strict).items():
+        pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, values, strict=True))
         raise ValueError(
             f"these scores cannot be compared: their {field} differs ({pairs}). To show them side "
             f"by side all the same: --allow={field}"

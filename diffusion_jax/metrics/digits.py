@@ -56,20 +56,19 @@ def fit_judge() -> Judge:
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
     """1 for each of digit, ink and paper that was read as its caption asks for, else 0."""
-    wanted = [digits.parse(prompt) for prompt in prompts]
-    pairs = zip(read, wanted, strict=True)
+    true = [digits.parse(prompt) for prompt in prompts]
+    pairs = zip(read, true, strict=True)
     return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
 
 
 def all_right(right: Float[np.ndarray, "N 3"]) -> Score:
     """The share of pictures of which digit, ink and paper are all right."""
-    share = bootstrap.mean(right.min(axis=1))
-    return share._replace(value=round(share.value, 4))
+    return bootstrap.mean(right.min(axis=1))._replace(decimals=4)
 
 
 def part_right(part: int) -> Callable[[Float[np.ndarray, "N 3"]], Score]:
     """A metric: the share of pictures of which one of PARTS is right."""
-    return lambda right: Score(round(float(right[:, part].mean()), 4))
+    return lambda right: Score(float(right[:, part].mean()), decimals=4)
 
 
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
@@ -77,10 +76,10 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
     of_digit = [[p for p in prompts if p.digit == digit] for digit in range(10)]
-    wanted = [of_digit[n][i % len(of_digit[n])] for i, n in enumerate(glyphs.digits)]
+    shown = [of_digit[n][i % len(of_digit[n])] for i, n in enumerate(glyphs.digits)]
     images = np.stack([digits.render(glyph, p.ink, p.paper, size)
-                       for glyph, p in zip(glyphs.images, wanted, strict=True)])  # fmt: skip
-    return compare(judge(images), [digits.caption(p) for p in wanted])
+                       for glyph, p in zip(glyphs.images, shown, strict=True)])  # fmt: skip
+    return compare(judge(images), [digits.caption(p) for p in shown])
 
 
 def real_pictures(size: int, number: int) -> UInt8[np.ndarray, "number size size 3"]:

@@ -34,7 +34,7 @@ class Extractor(NamedTuple):
     weights: str
     """The weights' hash."""
     official: bool
-    """Whether they are the very weights that FID is defined with."""
+    """Whether these are the very weights that FID is defined with."""
     params: Any
     """A pytree of arrays in numpy; give them to `apply` as an argument."""
     prepare: Callable[[Num[Array, "B ..."]], Array]
@@ -52,7 +52,7 @@ class Source(Protocol):
     dtype: Any
 
     def __len__(self) -> int:
-        """How many there are."""
+        """The number of images or rows."""
         ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
@@ -64,33 +64,12 @@ class Source(Protocol):
         ...
 
 
-class InMemory:
-    """Arrays as a source; in many processes each must hold the same."""
-
-    def __init__(self, rows: Num[np.ndarray, "N ..."]):
-        """Images [N, H, W, 3] or ids [N, L]."""
-        self._rows = rows
-        self.shape, self.dtype = rows.shape[1:], rows.dtype
-
-    def __len__(self) -> int:
-        """N."""
-        return len(self._rows)
-
-    def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
-        """All are usable."""
-        return self._rows[indices], np.zeros(len(indices), np.uint8)
-
-    def reason(self, status: int) -> str:
-        """There is none."""
-        raise ValueError(f"there is no status {status}")
-
-
 class Extracted(NamedTuple):
     """The features of a source's images."""
 
     stream: Stream
     skipped: dict[str, int]
-    """How many images gave no features, by reason: "not_finite" and the source's own."""
+    """Numbers of images without features, by reason: "not_finite" and the source's own."""
 
 
 def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2048") -> Extractor:
@@ -167,7 +146,7 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
 
 
 def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
-    """run(rows [B, ...]) -> features [B, D] of arrays that every process has; on all devices."""
+    """run(images or ids [B, ...]) -> features [B, D], of arrays that every process has."""
     mesh = sharding.make_mesh()
     run, params = program(extractor, mesh), _everywhere(extractor, mesh)
 

@@ -55,7 +55,7 @@ def reference(sample: Sample) -> Reference:
 
 
 def distance(sample: Sample, reference: Reference) -> float:
-    """As `frechet`, to a prepared side."""
+    """The distance to a prepared side; see `frechet`."""
     factor = reference.factor
     width = sample.mean.size if isinstance(sample, Gaussian) else sample.shape[1]
     if width != reference.mean.size:

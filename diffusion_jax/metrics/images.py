@@ -3,9 +3,9 @@
 import io
 import os
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
@@ -19,75 +19,47 @@ FITS = ("exact", "squash", "crop")
 _BROKEN, _UNLIKE = 1, 2
 
 
-@runtime_checkable
-class Files(Protocol):
+class Files(NamedTuple):
     """A list of encoded images, each read when it is wanted."""
 
-    def __len__(self) -> int:
-        """How many."""
-        ...
-
-    def read(self, index: int) -> tuple[bytes, str]:
-        """An image file's contents, and its name for messages."""
-        ...
-
-    def left_out(self) -> dict[str, int]:
-        """How many things were found but are not in the list, by reason."""
-        ...
-
-
-class FolderFiles:
-    """The image files of one folder in the order of their names; those in folders below are not."""
-
-    def __init__(self, folder: str | os.PathLike[str]):
-        """FileNotFoundError or ValueError if there are none."""
-        root = pathlib.Path(folder)
-        if not root.is_dir():
-            raise FileNotFoundError(f"no folder {root}")
-        self._paths = sorted(p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES)
-        if not self._paths:
-            below = "; there are folders in it, give one of these" if _has_folders(root) else ""
-            raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{below}")
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self._paths)
-
-    def read(self, index: int) -> tuple[bytes, str]:
-        """The file."""
-        return self._paths[index].read_bytes(), str(self._paths[index])
-
-    def left_out(self) -> dict[str, int]:
-        """Nothing."""
-        return {}
-
-
-class RecordFiles:
-    """The images of a data source's records, without their texts."""
-
-    def __init__(self, records: Records):
-        """Such as sources.Folder or webdataset.WebDataset."""
-        self._records = records
-
-    def __len__(self) -> int:
-        """How many."""
-        return len(self._records)
-
-    def read(self, index: int) -> tuple[bytes, str]:
-        """The record's image."""
-        (record,) = self._records.read([index])
-        return record.image, record.name
-
-    def left_out(self) -> dict[str, int]:
-        """As the records say."""
-        return self._records.left_out()
+    number: int
+    read: Callable[[int], tuple[bytes, str]]
+    """An image file's contents, and its name for messages."""
+    left_out: Callable[[], dict[str, int]]
+    """How many things that are there are not in the list, by reason."""
 
 
 def open_files(path: str) -> Files:
     """A folder of images, or a webdataset where `path` names tars (of which braces name many)."""
     if path.endswith(".tar"):
-        return RecordFiles(WebDataset(path, uncaptioned="drop"))
-    return FolderFiles(path)
+        return record_files(WebDataset(path, uncaptioned="drop"))
+    return folder_files(path)
+
+
+def folder_files(folder: str | os.PathLike[str]) -> Files:
+    """The image files of one folder in the order of their names, without those in folders below.
+
+    FileNotFoundError or ValueError if there are none.
+    """
+    root = pathlib.Path(folder)
+    if not root.is_dir():
+        raise FileNotFoundError(f"no folder {root}")
+    paths = sorted(p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES)
+    if not paths:
+        folders = any(path.is_dir() for path in root.iterdir())
+        below = "; there are folders in it, give one of these" if folders else ""
+        raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{below}")
+    return Files(len(paths), lambda i: (paths[i].read_bytes(), str(paths[i])), dict)
+
+
+def record_files(records: Records) -> Files:
+    """The images of a data source's records, such as webdataset.WebDataset, without their texts."""
+
+    def read(index: int) -> tuple[bytes, str]:
+        (record,) = records.read([index])
+        return record.image, record.name
+
+    return Files(len(records), read, records.left_out)
 
 
 class Decoded:
@@ -114,8 +86,8 @@ class Decoded:
         self.shape = (size, size, 3) if size else self._first_shape()
 
     def __len__(self) -> int:
-        """How many files there are, broken ones among them."""
-        return len(self._files)
+        """The number of files, broken ones among them."""
+        return self._files.number
 
     def read(
         self, indices: np.ndarray
@@ -167,12 +139,8 @@ class Decoded:
         return image.crop((left, top, left + self._size, top + self._size))
 
     def _first_shape(self) -> tuple[int, ...]:
-        for index in range(len(self._files)):
+        for index in range(self._files.number):
             image = self._decode(index)
             if image is not None:
                 return image.shape
-        raise ValueError(f"none of the {len(self._files)} images can be read")
-
-
-def _has_folders(root: pathlib.Path) -> bool:
-    return any(path.is_dir() for path in root.iterdir())
+        raise ValueError(f"none of the {self._files.number} images can be read")

@@ -31,7 +31,7 @@ class Outputs(NamedTuple):
     second_pool: Float[Array, "B 192"]
     before_7a: Float[Array, "B 768"]
     final: Float[Array, "B 2048"]
-    """What FID is computed of."""
+    """The features that FID is computed of."""
     logits: Float[Array, "B 1008"]
 
 
@@ -139,7 +139,7 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """What a 3x3 convolution gives without padding, bit for bit, of one with.
+    """The output of a 3x3 convolution without padding, bit for bit, cut from that with padding.
 
     On CPUs XLA takes its fast way with padding alone; these two layers took half the network's
     time.
@@ -152,7 +152,7 @@ def _max_pool(x: Array) -> Array:
 
 
 def _average_pool(x: Array) -> Array:
-    """Over 3x3 pixels; padding is not counted."""
+    """Means over 3x3 pixels; padding is not counted."""
     window = ((1, 3, 3, 1), (1, 1, 1, 1), "SAME")
     total = jax.lax.reduce_window(x, 0.0, jax.lax.add, *window)
     number = jax.lax.reduce_window(jnp.ones((1, *x.shape[1:3], 1)), 0.0, jax.lax.add, *window)

@@ -1,4 +1,4 @@
-"""What extractors make of images before their first layer: the resize kernels that scores hang on.
+"""The preprocessing before an extractor's first layer: resize kernels, on which scores hang.
 
 Every kernel is separable and linear: a matrix for the rows, one for the columns. Images are
 [B, H, W, 3] on 0..255, uint8 or unquantised float32.

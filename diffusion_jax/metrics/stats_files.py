@@ -23,11 +23,11 @@ class Stats(NamedTuple):
     gaussian: Gaussian
     features: Rows | None
     card: Card | None
-    """None in files of other programs, which do not say what they are of."""
+    """How the features were made; files of other programs do not say it: None."""
 
 
 def write(path: str | os.PathLike[str], stats: Stats) -> None:
-    """Whole or not at all."""
+    """Writes a file, whole or not at all."""
     arrays: dict[str, Any] = {"mu": stats.gaussian.mean, "sigma": stats.gaussian.cov}
     if stats.gaussian.n is not None:
         arrays["n"] = np.array(stats.gaussian.n)
@@ -46,19 +46,19 @@ def read(path: str | os.PathLike[str]) -> Stats:
         raise FileNotFoundError(f"no file {path}")
     try:
         with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            found = dict(arrays)
+            contents = dict(arrays)
     except Exception as error:  # Damaged files fail in many ways of their own.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    mean, cov = found.get("mu"), found.get("sigma")
+    mean, cov = contents.get("mu"), contents.get("sigma")
     if mean is None or cov is None or cov.shape != (mean.size, mean.size):
-        shapes = ", ".join(f"{name} {array.shape}" for name, array in found.items())
+        shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())
         raise ValueError(f"{path} holds no mu [D] and sigma [D, D], but {shapes}")
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
         raise ValueError(f"{path} holds values that are not finite")
-    n = int(found["n"]) if "n" in found else None
-    card = json.loads(str(found["card"])) if "card" in found else None
+    n = int(contents["n"]) if "n" in contents else None
+    card = json.loads(str(contents["card"])) if "card" in contents else None
     moments = Gaussian(mean.astype(np.float64), cov.astype(np.float64), n)
-    return Stats(moments, found.get("features"), card)
+    return Stats(moments, contents.get("features"), card)
 
 
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:

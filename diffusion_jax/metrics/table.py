@@ -14,24 +14,24 @@ from diffusion_jax.metrics.stats_files import Stats
 
 
 class Metric(NamedTuple):
-    """How a score is computed of features, and what people see of it."""
+    """A score: a function of features, and its place in tables and figures."""
 
     label: str
     """Its name in tables and figures; "" keeps it in the files alone."""
     features: str
-    """What of an image it is computed of: "inception", "clip" (the cosine with the prompt),
-    "clip_image", or the judge of digits' "digits" and "right"."""
+    """The features it takes: "inception", "clip" (an image's cosine with its prompt), "clip_image",
+    or the "digits" and "right" of the judge of digits."""
     score: Callable[..., Score]
     """Features of generated images, and what `reference` returned if there is one, to the score."""
     reference: Callable[[Stats], Any] | None = None
-    """What it is compared with, of the real images' statistics; None where they lack it."""
+    """Takes the real side from statistics of real images; returns None where they lack it."""
     lower_is_better: bool = False
     axis: str = ""
     """Metrics of one axis share a figure; by default the label is that of the axis."""
     group: str = ""
-    """Which prompts' pictures it is of, where a scorer knows groups of them; by default all."""
+    """The group of prompts, of those a scorer knows, whose pictures it is of; "": all."""
     least: int = 1
-    """How many images it needs."""
+    """The number of images it needs."""
     public_weights: bool = False
     """Defined with these alone: with others its column is named after the extractor."""
     by_name: bool = False
@@ -103,7 +103,8 @@ def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) ->
     if interval and score.each is not None:
         low, high = bootstrap.interval(score.each, score.value, seed=seed)
         row |= {f"{name}_low": low, f"{name}_high": high}
-    return row | {f"{name}_{key}": value for key, value in (score.more or {}).items()}
+    row |= {f"{name}_{key}": value for key, value in (score.more or {}).items()}
+    return row if score.decimals is None else {k: round(v, score.decimals) for k, v in row.items()}
 
 
 def shown() -> dict[str, Metric]:

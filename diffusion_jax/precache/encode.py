@@ -46,7 +46,7 @@ def make_encode(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """How many rows each text will have."""
+    """The number of rows that each text will have."""
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)
 

@@ -10,7 +10,7 @@ from diffusion_jax.text.encoder import TextEncoder
 
 
 def open_encoder(text: Text) -> TextEncoder:
-    """What training conditions on; weights are opened and checked, not read.
+    """The encoder that training conditions on; weights are opened and checked, not read.
 
     ValueError or FileNotFoundError if there is no such encoder or store, or the store was made in
     another way. Its weights are compared where text.weights is a folder here, and are not needed.

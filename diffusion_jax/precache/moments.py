@@ -24,7 +24,7 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """How it is done; the flags of precache say what each field means."""
+    """Sizes and shares of the work; the flags of precache say what each field means."""
 
     shard: int
     batch: int
@@ -47,14 +47,14 @@ def run(
         )
     total = -(-len(source) // work.shard)
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
-    begun = _begun(out, manifest)
+    has_manifest = _has_manifest(out, manifest)
     paths = [out / f"{shard:06}.tar" for shard in range(total)]
     missing = [i for i in plan.turns(total, work.worker, work.workers) if not paths[i].exists()]
     logging.info("%d of %d shards are there", total - len(missing), total)
     if work.dry_run:
         print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
         return total - len(missing)
-    if not begun:
+    if not has_manifest:
         out.mkdir(parents=True, exist_ok=True)
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest))
     for shard in progress.reported(missing, len(missing), "shards"):
@@ -85,7 +85,7 @@ def _encoded(
                 yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}
 
 
-def _begun(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:
+def _has_manifest(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:
     """Whether `out` has a manifest; ValueError if it is another one."""
     before = moments.find_manifest(out) if out.is_dir() else None
     if before is None:

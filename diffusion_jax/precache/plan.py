@@ -37,7 +37,7 @@ class Captions(NamedTuple):
     threads: int
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """How many there are, repeated ones counted each time."""
+        """The number of captions, repeated ones counted each time."""
         return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:

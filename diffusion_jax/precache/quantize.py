@@ -43,7 +43,7 @@ def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Arr
 def errors(
     x: Float[Array, "*B D"], x_hat: Float[Array, "*B D"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """Of each token |x_hat - x| / |x|, and the cosine of the two; 0 and 1 where both are 0."""
+    """|x_hat - x| / |x| of each token, and the cosine of the two; 0 and 1 where both are 0."""
     norm = jnp.linalg.norm(x, axis=-1)
     norm_hat = jnp.linalg.norm(x_hat, axis=-1)
     relative = jnp.linalg.norm(x_hat - x, axis=-1) / jnp.maximum(norm, np.finfo(np.float32).tiny)

@@ -27,7 +27,7 @@ class Rows(NamedTuple):
     values: Shaped[np.ndarray, "T D"]
     scales: Shaped[np.ndarray, "T G"] | None
     errors: Float[np.ndarray, "T 2"]
-    """Of each row: the error relative to its length, and the cosine with what was encoded."""
+    """The error of each row relative to its length, and its cosine with the encoder's output."""
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:

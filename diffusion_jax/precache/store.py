@@ -108,7 +108,7 @@ class Store:
         self._shard = functools.lru_cache(_OPEN_SHARDS)(self._map_shard)
 
     def __len__(self) -> int:
-        """How many texts there are."""
+        """The number of texts."""
         return len(self._keys)
 
     @property

@@ -21,7 +21,7 @@ from diffusion_jax.weights import pretrained, torch_weights
 
 
 class TextOutputs(NamedTuple):
-    """What a text can be represented by; what is not used is not computed under jit."""
+    """The representations of a text; those that are not used are not computed under jit."""
 
     layers: list[Float[Array, "B L D"]]
     """The embeddings, then the output of each layer."""
@@ -36,7 +36,7 @@ class TextOutputs(NamedTuple):
 
 
 class ImageOutputs(NamedTuple):
-    """What an image can be represented by."""
+    """The representations of an image; P are its patches and one token for the whole."""
 
     layers: list[Float[Array, "B P D"]]
     last: Float[Array, "B P D"]
@@ -70,15 +70,15 @@ class TextTower(nn.Module):
         init = nn.initializers.normal(0.02)
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
         positions = self.param("position_embedding", init, (self.max_tokens, self.width))
-        bias = mask_bias(jnp.tril(jnp.ones((1, 1, length, length))))
+        bias = mask_bias(jnp.tril(jnp.ones((1, 1, length, length))))  # [1, 1, L, L]
         if mask is not None:
-            bias = jnp.minimum(bias, mask_bias(mask)[:, None, None])
-        h = table[ids].astype(jnp.float32) + positions[:length].astype(jnp.float32)
+            bias = jnp.minimum(bias, mask_bias(mask)[:, None, None])  # [B, 1, L, L]
+        h = table[ids].astype(jnp.float32) + positions[:length].astype(jnp.float32)  # [B, L, D]
         layers = _layers(self, h, bias)
         norm = _norm(self.eps, "final_norm")
         last = norm(layers[-1])
-        at = ids.argmax(1) if self.end_id is None else (ids == self.end_id).argmax(1)
-        pooled = last[jnp.arange(len(ids)), at]
+        at = ids.argmax(1) if self.end_id is None else (ids == self.end_id).argmax(1)  # [B]
+        pooled = last[jnp.arange(len(ids)), at]  # [B, D]
         penultimate = norm(layers[-2])
         return TextOutputs(layers, last, penultimate, pooled, _projected(self, pooled))
 
@@ -106,13 +106,14 @@ class ImageTower(nn.Module):
         positions = self.param("position_embedding", init, (tokens, self.width))
         kernel = self.param("patch_kernel", init, (p, p, 3, self.width)).astype(self.dtype)
         b, rows, columns = len(images), images.shape[1] // p, images.shape[2] // p
+        # A convolution of size and stride p: every patch by itself through one linear layer.
         patches = images.astype(self.dtype).reshape(b, rows, p, columns, p, 3)
         h = jnp.einsum("byixjc,ijcd->byxd", patches, kernel, preferred_element_type=jnp.float32)
-        h = h.reshape(b, rows * columns, self.width)
-        h = jnp.concatenate([jnp.broadcast_to(first, (b, 1, self.width)), h], axis=1)
+        h = h.reshape(b, rows * columns, self.width)  # [B, HW/p^2, D]
+        h = jnp.concatenate([jnp.broadcast_to(first, (b, 1, self.width)), h], axis=1)  # [B, P, D]
         h = _norm(self.eps, "first_norm")(h + positions.astype(jnp.float32))
         layers = _layers(self, h, None)
-        pooled = _norm(self.eps, "final_norm")(layers[-1][:, 0])
+        pooled = _norm(self.eps, "final_norm")(layers[-1][:, 0])  # [B, D]
         return ImageOutputs(layers, layers[-1], pooled, _projected(self, pooled))
 
 
@@ -131,11 +132,11 @@ def encoder(
     Hugging Face's files, which lack the last layer) or "penultimate" (2 in OpenCLIP's files).
     """
     folder = pretrained.locate(weights)
-    found = clip_weights.open_clip(folder)
-    tower, table = text_tower(found, dtype, skip=int(layer == "penultimate"))
-    tokenizer = open_tokenizer(folder, found.pads_with_0)
+    opened = clip_weights.open_clip(folder)
+    tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
+    tokenizer = open_tokenizer(folder, opened.pads_with_0)
     _check(folder, tower, tokenizer, width, max_tokens, layer)
-    state = clip_weights.tower_state(found, table)
+    state = clip_weights.tower_state(opened, table)
     frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
     return of_tower(tower, frozen, tokenizer, max_tokens)
 
@@ -233,7 +234,7 @@ def abstract_params(tower: TextTower | ImageTower) -> Any:
 
 
 def _layers(tower: TextTower | ImageTower, h: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
-    """What goes into the first layer, then what comes out of each."""
+    """The input of the first layer, then the output of each, all [B, L, D]."""
     states = [h]
     for i in range(tower.num_layers):
         normed = _norm(tower.eps, f"layer_{i}_attention_norm")(h)
@@ -255,7 +256,7 @@ class _Attention(nn.Module):
         head = width // self.num_heads
         linear = lambda name: Linear(width, True, self.dtype, name=name)
         split = lambda y: y.reshape(b, length, self.num_heads, head)
-        q, k, v = (split(linear(name)(x)) for name in "qkv")
+        q, k, v = (split(linear(name)(x)) for name in "qkv")  # each [B, L, N, K]
         return linear("out")(attend(q, k, v, bias, scale=head**-0.5, dtype=self.dtype))
 
 

@@ -19,7 +19,7 @@ TEXT, VISION = "text_model", "vision_model"
 
 
 class Tower(NamedTuple):
-    """What the arrays of a tower do not show."""
+    """The settings of a tower that its arrays do not show."""
 
     num_heads: int
     activation: str
@@ -33,7 +33,7 @@ class Clip(NamedTuple):
     state: dict[str, np.ndarray]
     towers: dict[str, Tower]
     pads_with_0: bool
-    """As OpenCLIP's tokenizer does; others pad with the end token."""
+    """Whether texts are padded with 0, as by OpenCLIP, or with the end token."""
 
 
 def open_clip(folder: pathlib.Path) -> Clip:
@@ -150,7 +150,7 @@ _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """What OpenCLIP says once for both towers."""
+    """The settings that OpenCLIP states once for both towers."""
     return {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
 
 

@@ -1,4 +1,4 @@
-"""What every text encoder looks like from outside."""
+"""The interface of every text encoder: tokens on the host, embeddings on the devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

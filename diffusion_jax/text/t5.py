@@ -56,14 +56,14 @@ class T5Encoder(nn.Module):
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
         relative = self.param("relative_bias", init, (self.num_buckets, self.num_heads))
         buckets = distance_buckets(length, self.num_buckets, self.max_distance)
+        # The distance key - query of each pair, counted from 0.
         offsets = jnp.arange(length)[None] - jnp.arange(length)[:, None] + length - 1  # [L, L]
         by_offset = relative.astype(jnp.float32)[buckets]  # [2 L - 1, N]
-        bias = (
-            by_offset[offsets].transpose(2, 0, 1)[None] + mask_bias(mask)[:, None, None]
-        )  # [B, N, L, L]
+        bias = by_offset[offsets].transpose(2, 0, 1)[None]  # [1, N, L, L]
+        bias = bias + mask_bias(mask)[:, None, None]  # [B, N, L, L]
 
         norm = functools.partial(RMSNorm, self.eps)
-        h = table[ids].astype(jnp.float32)
+        h = table[ids].astype(jnp.float32)  # [B, L, D], as after every layer
         states = [h]
         for i in range(self.num_layers):
             attention = _Attention(
@@ -222,9 +222,10 @@ class _Attention(nn.Module):
     def __call__(self, x, bias):
         split = lambda y: y.reshape(*y.shape[:2], self.num_heads, self.head_dim)
         inner = self.num_heads * self.head_dim
-        q, k, v = (split(Linear(inner, False, self.dtype, name=name)(x)) for name in "qkv")
-        out = attend(q, k, v, bias, scale=1.0, dtype=self.dtype)
-        return Linear(x.shape[-1], False, self.dtype, name="o")(out)
+        linear = lambda name: Linear(inner, False, self.dtype, name=name)
+        q, k, v = (split(linear(name)(x)) for name in "qkv")  # each [B, L, N, K]
+        out = attend(q, k, v, bias, scale=1.0, dtype=self.dtype)  # [B, L, NK]
+        return Linear(x.shape[-1], False, self.dtype, name="o")(out)  # [B, L, D]
 
 
 class _Mlp(nn.Module):
@@ -238,7 +239,7 @@ class _Mlp(nn.Module):
         linear = lambda name, width=self.width: Linear(width, False, self.dtype, name=name)
         act = ACTIVATIONS[self.activation]
         h = act(linear("wi_0")(x)) * linear("wi_1")(x) if self.gated else act(linear("wi")(x))
-        return linear("wo", x.shape[-1])(h)
+        return linear("wo", x.shape[-1])(h)  # [B, L, mlp_width] -> [B, L, D]
 
 
 _EMBEDDING = "shared.weight"
@@ -266,7 +267,7 @@ def _mlp_in(i: int, name: str) -> str:
 
 
 def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """Its name and whether it is gated; "gated-gelu" has always meant the tanh approximation."""
+    """The activation's name and whether it is gated; "gated-gelu" is the tanh approximation."""
     name = config.get("feed_forward_proj", "relu")
     gated, act = name.startswith("gated-"), name.removeprefix("gated-")
     act = "gelu_new" if name == "gated-gelu" else act

@@ -1,4 +1,4 @@
-"""What the text encoders' networks share: a linear layer and attention, for frozen weights.
+"""A linear layer and attention for the text encoders' networks, whose weights are frozen.
 
 The residual stream, norms and softmax are float32 whatever the compute type is, and matrix
 products of bf16 add up in float32: T5's residual stream reaches tens of thousands, where bf16
@@ -59,8 +59,9 @@ def attend(
     b, t, n, head = q.shape
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     logits = jnp.einsum("btnk,bsnk->bnts", q, k, preferred_element_type=jnp.float32) * scale
+    # [B, N, T, S], over S of which the weights add up to 1
     weights = jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)
-    out = jnp.einsum("bnts,bsnk->btnk", weights.astype(dtype), v)
+    out = jnp.einsum("bnts,bsnk->btnk", weights.astype(dtype), v)  # [B, T, N, K]
     return out.reshape(b, t, n * head)
 
 

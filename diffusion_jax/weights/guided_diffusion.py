@@ -1,4 +1,4 @@
-"""How OpenAI's guided-diffusion numbers the blocks of its UNet, as LDM's and NeMo's files do."""
+"""The numbers of blocks in OpenAI's guided-diffusion UNet, which LDM's and NeMo's files keep."""
 
 from collections.abc import Mapping, Sequence
 

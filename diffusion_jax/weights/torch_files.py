@@ -211,8 +211,8 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
     """The names and arrays of a checkpoint; other values beside the arrays are left out."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
-    found = content.items() if isinstance(content, Mapping) else ()
-    tensors = {name: value for name, value in found if isinstance(value, _Tensor)}
+    values = content.items() if isinstance(content, Mapping) else ()
+    tensors = {name: value for name, value in values if isinstance(value, _Tensor)}
     if not tensors:
         keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else type(content)
         raise ValueError(f"it holds no state dict of arrays, but {keys}")

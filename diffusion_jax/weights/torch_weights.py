@@ -16,13 +16,14 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
+from diffusion_jax.machine import files
 from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
 
 
 class Layout(NamedTuple):
-    """How an array is turned: `to_jax` from torch's axes to ours, `to_torch` back."""
+    """The order of a weight's axes: `to_jax` turns torch's into ours, `to_torch` back."""
 
     to_jax: Callable[[np.ndarray], np.ndarray]
     to_torch: Callable[[np.ndarray], np.ndarray]
@@ -87,7 +88,7 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 def to_stored(
     state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
 ) -> Any:
-    """As `to_params`, of arrays mapped from a file, which stay there: leaves are `Stored`."""
+    """Params whose leaves are `Stored`: arrays that stay in the file that they are mapped from."""
     return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
 
@@ -118,6 +119,22 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         return safetensors.numpy.load_file(path)
     except Exception as error:  # Damaged files fail in many ways of their own.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+
+
+def write(path: str | os.PathLike[str], state: StateDict) -> None:
+    """Writes arrays as .safetensors or .npz, whole or not at all; ValueError for another name."""
+    path = pathlib.Path(path)
+    if path.suffix not in (".npz", ".safetensors"):
+        raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".safetensors":
+        import safetensors.numpy  # Only where such a file is written.
+
+        # diffusers refuses files that do not say whose tensors they are.
+        files.write_whole(path, safetensors.numpy.save(dict(state), {"format": "pt"}))
+        return
+    with files.whole(path) as temporary, temporary.open("wb") as file:
+        np.savez(file, **state)  # pyright: ignore[reportArgumentType]
 
 
 def some(names: Iterable[str], most: int = 5) -> str:

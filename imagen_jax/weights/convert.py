@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
-import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
-from diffusion_jax.machine import files
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from diffusion_jax.weights import torch_files
+from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 
@@ -32,7 +30,7 @@ def to_workdir(
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
     s = read_settings(config.to_dict())
-    if checkpoint.steps(workdir / runs.CHECKPOINTS):
+    if restore.steps(workdir / runs.CHECKPOINTS):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
@@ -60,7 +58,7 @@ def from_workdir(
 ) -> None:
     """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
 
-    `ema` and `step` as for checkpoint.load_params. ValueError or FileNotFoundError if there are no
+    `ema` and `step` as for restore.load_params. ValueError or FileNotFoundError if there are no
     such weights, or NeMo has no such network.
     """
     path = pathlib.Path(path)
@@ -72,9 +70,9 @@ def from_workdir(
     abstract = nemo.abstract_params(s.unet, s.text.width)
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = checkpoint.load_params(folder, abstract, ema, step)
+        params = restore.load_params(folder, abstract, ema, step)
     state = nemo.to_nemo(params, s.unet)
-    _write(path, {nemo.PREFIX + name: array for name, array in state.items()})
+    torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
@@ -112,14 +110,3 @@ def _read(path: pathlib.Path, s: Settings) -> Any:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)
-
-
-def _write(path: pathlib.Path, state: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        import safetensors.numpy  # Only where such a file is written.
-
-        files.write_whole(path, safetensors.numpy.save(state))
-        return
-    with files.whole(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **state)

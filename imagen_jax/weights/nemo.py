@@ -27,7 +27,7 @@ from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet, attends, blocks_per_level
 
 PREFIX = "model.model.unet."
-"""Where NeMo's model keeps the UNet."""
+"""The prefix of the UNet's arrays in a checkpoint of NeMo's model."""
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:

@@ -54,28 +54,30 @@ class Judge(NamedTuple):
     clip: Clip
 
 
-def open_judge(wanted: Evaluation) -> Judge:
+def open_judge(evaluation: Evaluation) -> Judge:
     """Reads captions, statistics and weights; ValueError or FileNotFoundError if they cannot be.
 
     The first `num_prompts` rows of the table are drawn: all of MLPerf's.
     """
     for name in ("prompts", "reference", "inception", "clip"):
-        if not getattr(wanted, name):
+        if not getattr(evaluation, name):
             raise ValueError(
                 f"evaluation.{name} is empty: the benchmark needs the table of captions (prompts), "
                 "statistics of their images (reference), and the weights of inception and clip"
             )
-    captions = [row.caption for row in coco.read_tsv(pathlib.Path(wanted.prompts))]
-    if not 2 <= wanted.num_prompts <= len(captions):
+    captions = [row.caption for row in coco.read_tsv(pathlib.Path(evaluation.prompts))]
+    if not 2 <= evaluation.num_prompts <= len(captions):
         raise ValueError(
-            f"evaluation.num_prompts is {wanted.num_prompts}, and {wanted.prompts} holds "
+            f"evaluation.num_prompts is {evaluation.num_prompts}, and {evaluation.prompts} holds "
             f"{len(captions)}: take 2 or more, and no more than there are"
         )
-    inception = extractors.inception_extractor(weights.load(wanted.inception), "pytorch")
-    stats = stats_files.read(wanted.reference)
-    stats_files.check(wanted.reference, stats, inception)
+    inception = extractors.inception_extractor(weights.load(evaluation.inception), "pytorch")
+    stats = stats_files.read(evaluation.reference)
+    stats_files.check(evaluation.reference, stats, inception)
     real = frechet.reference(stats.gaussian)
-    return Judge(captions[: wanted.num_prompts], real, inception, clip_towers.load(wanted.clip))
+    return Judge(
+        captions[: evaluation.num_prompts], real, inception, clip_towers.load(evaluation.clip)
+    )
 
 
 def make_evaluate(

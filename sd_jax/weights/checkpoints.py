@@ -54,7 +54,7 @@ class VAEPart(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """What a checkpoint holds."""
+    """The parts of a checkpoint, None where it lacks them."""
 
     unet: UNetPart | None
     vae: VAEPart | None
@@ -62,11 +62,11 @@ class Checkpoint(NamedTuple):
     """A line for each part: where it was found, and what it is."""
     text: TextPart | None = None
     predicts: str | None = None
-    """What the UNet predicts, "eps" or "v", where the checkpoint says it."""
+    """The kind of the UNet's output, "eps" or "v", where the checkpoint says it."""
     latent_size: int = 64
     """The side of the latents that it was made for, where the checkpoint says it."""
     scale: float = SCALE
-    """What the UNet sees is this times a sample of the VAE's posterior; likewise."""
+    """The factor from a sample of the VAE's posterior to the latents that the UNet sees."""
 
 
 def load(
@@ -140,7 +140,7 @@ def save_diffusers(
     with files.whole(folder) as temporary:
         for part, (library, name, config, state) in _for_diffusers(checkpoint).items():
             _write_json(temporary / part / "config.json", config)
-            save_state(state, temporary / part / name)
+            torch_weights.write(temporary / part / name, state)
             index[part] = [library, config.get("_class_name") or config["architectures"][0]]
         _write_json(temporary / "scheduler" / "scheduler_config.json", ddim)
         for part, source in (("tokenizer", tokenizer), ("scheduler", scheduler)):
@@ -170,22 +170,7 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
         for part, arrays in parts.items()
         for name, array in arrays.items()
     }
-    save_state(state, pathlib.Path(path))
-
-
-def save_state(state: Mapping[str, np.ndarray], path: pathlib.Path) -> None:
-    """Writes arrays as .safetensors or .npz, whole or not at all; ValueError for another name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        import safetensors.numpy  # Only where such a file is written.
-
-        # diffusers refuses files that do not say whose tensors they are.
-        files.write_whole(path, safetensors.numpy.save(dict(state), {"format": "pt"}))
-    elif path.suffix == ".npz":
-        with files.whole(path) as temporary, temporary.open("wb") as file:
-            np.savez(file, **state)  # pyright: ignore[reportArgumentType]
-    else:
-        raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
+    torch_weights.write(path, state)
 
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
@@ -326,7 +311,7 @@ def _scheduler(predicts: str) -> dict[str, Any]:
 
 
 def _read_predicts(path: pathlib.Path) -> str | None:
-    """What a scheduler says that the UNet predicts; ValueError if its betas are not ours."""
+    """The kind of output that a scheduler states; ValueError if its betas are not ours."""
     if not path.is_file():
         return None
     config, ours = pretrained.read_json(path), _scheduler("eps")

@@ -277,8 +277,8 @@ def _out_channels(state: StateDict) -> int:
 
 def _count(pattern: str, state: StateDict) -> int:
     """One more than the largest number that the names have in this place."""
-    found = (re.match(pattern, name) for name in state)
-    return 1 + max((int(match[1]) for match in found if match), default=-1)
+    matches = (re.match(pattern, name) for name in state)
+    return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]:

@@ -21,7 +21,7 @@ from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints
 from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import TextPart
 from sd_jax.weights.trained import Choice
 

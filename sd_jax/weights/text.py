@@ -23,7 +23,7 @@ class TextPart(NamedTuple):
     tower: TextTower
     params: Any
     pads_with_0: bool
-    """As OpenCLIP's tokenizer does; others pad with the end token."""
+    """Whether texts are padded with 0, as by OpenCLIP, or with the end token."""
 
 
 def from_folder(folder: str | os.PathLike[str]) -> TextPart:
@@ -33,7 +33,7 @@ def from_folder(folder: str | os.PathLike[str]) -> TextPart:
 
 
 def from_ldm(state: StateDict) -> TextPart | None:
-    """Of the arrays under LDM's "cond_stage_model."; None if they are of another kind than CLIP's.
+    """The encoder under LDM's "cond_stage_model."; None if the arrays are no CLIP's.
 
     Arrays do not show heads: those of every released model are 64 wide.
     """

@@ -11,8 +11,7 @@ from diffusion_jax import runs
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Model, replaces
 from diffusion_jax.machine import sharding
-from diffusion_jax.train import checkpoint
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import pretrained, restore
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
@@ -20,7 +19,7 @@ from sd_jax.settings import Settings, check_pipeline
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.pretrained import read_vae
+from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import from_folder
 
 
@@ -33,7 +32,7 @@ class Choice(model.Choice):
     height: int | None = replaces("sampler.height")
     width: int | None = replaces("sampler.width")
     vae_weights: str | None = replaces("vae.weights")
-    """Where the VAE's are: a file, a diffusers directory or a workdir."""
+    """A file, a diffusers directory or a workdir with the VAE's weights."""
     strength: float = 1.0
     """See settings.Pipeline."""
     preview: Preview | None = None
@@ -76,7 +75,7 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     abstract = names.abstract_unet(s.unet, s.text.width)
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = jax.device_get(checkpoint.load_params(folder, abstract, ema))
+        params = jax.device_get(restore.load_params(folder, abstract, ema))
     plain = {"dtype": jnp.float32, "attention_impl": "xla"}
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None

@@ -1,4 +1,4 @@
-"""What the comparisons of all systems share: errors within their tolerances, sizes."""
+"""Errors within their tolerances and sizes, for the comparisons of all systems."""
 
 from collections.abc import Mapping
 from typing import Any

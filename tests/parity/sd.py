@@ -30,7 +30,7 @@ from sd_jax.weights import formats, names
 from tests.parity import compare
 
 TOLERANCE = {"max_relative_error": 3e-5, "grad_max_relative_error": 1e-4}
-"""Of errors relative to the largest value of the reference's array."""
+"""The largest errors allowed, relative to the largest value of the reference's array."""
 Arrays = Mapping[str, np.ndarray]
 _WEIGHTS = ("w/", "sd/", "weights/")
 
@@ -99,12 +99,12 @@ def _unet_outputs(unet: UNet, params: Any, case: Arrays) -> dict[str, jax.Array]
 
 
 def _activations(unet: UNet, captured: Any, case: Arrays) -> dict[str, jax.Array]:
-    found = {}
+    values = {}
     for theirs, ours in names.activations(unet).items():
         if f"act/{theirs}" in case:
             value = captured[ours]["__call__"][0]
-            found[f"act/{theirs}"] = _nchw(value) if value.ndim == 4 else value
-    return found
+            values[f"act/{theirs}"] = _nchw(value) if value.ndim == 4 else value
+    return values
 
 
 def _losses(

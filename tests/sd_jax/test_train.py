@@ -18,7 +18,7 @@ from diffusion_jax.settings import Data
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import precache, sampling, train
-from sd_jax.weights import pretrained, trained
+from sd_jax.weights import initial, trained
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4
@@ -210,7 +210,7 @@ def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):
 
 
 def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
-    other = jax.tree.map(lambda leaf: leaf * 1.01, pretrained.read_vae(vae, tiny.settings(vae).vae))
+    other = jax.tree.map(lambda leaf: leaf * 1.01, initial.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
     with pytest.raises(ValueError, match=r"made in another way \(vae '\w+' there, '\w+' wanted\)"):
@@ -220,9 +220,9 @@ def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
 def test_another_network_in_the_files_is_named(vae):
     deeper = tiny.settings(vae, vae__num_res_blocks=2).vae
     with pytest.raises(ValueError, match="another one: num_res_blocks 1 there, 2 in the config"):
-        pretrained.read_vae(vae, deeper)
+        initial.read_vae(vae, deeper)
     with pytest.raises(ValueError, match="holds no UNet"):
-        pretrained.read_unet(vae, tiny.settings(vae).unet, 24)
+        initial.read_unet(vae, tiny.settings(vae).unet, 24)
 
 
 @pytest.mark.parametrize(

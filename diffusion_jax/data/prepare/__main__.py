@@ -30,54 +30,42 @@ _DAMAGED_EXIT = 1
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs a command; bad input is one message and exit code 2."""
     cli.start(alone=True)
-    given, more = _parser().parse_known_args(arguments)
-    if more and given.command != "download":
+    args, more = _parser().parse_known_args(arguments)
+    if more and args.command != "download":
         _parser().error(f"unknown arguments {' '.join(more)}")
-    given.more = more
+    args.more = more
     with cli.bad_input():
-        code = given.run(given)
+        code = args.run(args)
     sys.exit(code)
 
 
-def _fetch(given: argparse.Namespace) -> int:
-    urls, sums = fetch.expand(given.url), {}
-    for path in given.sums:
+def _fetch(args: argparse.Namespace) -> int:
+    urls, sums = fetch.expand(args.url), {}
+    for path in args.sums:
         sums |= fetch.read_sums(pathlib.Path(path).read_text())
-    if given.hash:
+    if args.hash:
         if len(urls) > 1:
             raise ValueError(f"--hash is that of one file, and --url names {len(urls)}")
-        sums |= fetch.read_sums(f"{given.hash}  {fetch.name(urls[0])}")
-    if given.dry_run:
+        sums |= fetch.read_sums(f"{args.hash}  {fetch.name(urls[0])}")
+    if args.dry_run:
         for url in urls:
             print(f"would fetch {url}, hash {sums.get(fetch.name(url), 'unknown')}")
         return 0
-    out = pathlib.Path(given.out)
-    paths = fetch.fetch(urls, out, sums, threads=given.threads, verify=given.verify)
+    out = pathlib.Path(args.out)
+    paths = fetch.fetch(urls, out, sums, threads=args.threads, verify=args.verify)
     print(f"{len(paths)} files are in {out}")
     return 0
 
 
-def _download(given: argparse.Namespace) -> int:
-    call = download.command(
-        given.urls,
-        given.out,
-        url_column=given.url_column,
-        caption_column=given.caption_column,
-        size=given.size,
-        num=given.num,
-        processes=given.processes,
-        threads=given.threads,
-        distributor=given.distributor,
-        more=given.more,
-    )
-    return download.download(call, given.dry_run)
+def _download(args: argparse.Namespace) -> int:
+    return download.download(download.command(args, args.more), args.dry_run)
 
 
-def _reshard(given: argparse.Namespace) -> int:
-    identity = {"source": given.source, "path": given.path, "text": given.text}
-    process, processes = _part(given.part)
+def _reshard(args: argparse.Namespace) -> int:
+    identity = {"source": args.source, "path": args.path, "text": args.text}
+    process, processes = _part(args.part)
     counts = reshard.reshard(
-        _open(given), pathlib.Path(given.out), num=given.num, format=given.format,
+        _open(args), pathlib.Path(args.out), num=args.num, format=args.format,
         identity=identity, process=process, processes=processes,
     )  # fmt: skip
     print(json.dumps(counts))
@@ -85,16 +73,16 @@ def _reshard(given: argparse.Namespace) -> int:
 
 
 def _part(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)/(\d+)", text)
-    part, parts = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    part, parts = map(int, match.groups()) if match else (0, 0)
     if not 0 <= part < parts:
         raise ValueError(f"--part={text}: give I/N with I from 0 to N - 1, such as 3/8")
     return part, parts
 
 
-def _index(given: argparse.Namespace) -> int:
-    tars = tar_files.find(given.path)
-    with ThreadPoolExecutor(given.threads) as threads:
+def _index(args: argparse.Namespace) -> int:
+    tars = tar_files.find(args.path)
+    with ThreadPoolExecutor(args.threads) as threads:
         indices = threads.map(tar_files.load_index, tars)
         counted = [
             (len(set(index.record.tolist())), len(index.record), bool(index.truncated))
@@ -106,15 +94,15 @@ def _index(given: argparse.Namespace) -> int:
     return 0
 
 
-def _merge(given: argparse.Namespace) -> int:
-    counts = merge.merge(given.images, given.embeddings, pathlib.Path(given.out), given.key)
+def _merge(args: argparse.Namespace) -> int:
+    counts = merge.merge(args.images, args.embeddings, pathlib.Path(args.out), args.key)
     print(json.dumps(counts))
     return 0
 
 
-def _validate(given: argparse.Namespace) -> int:
-    records, out = _open(given), pathlib.Path(given.out)
-    report = validate.validate(records, given.num, given.threads)
+def _validate(args: argparse.Namespace) -> int:
+    records, out = _open(args), pathlib.Path(args.out)
+    report = validate.validate(records, args.num, args.threads)
     out.mkdir(parents=True, exist_ok=True)
     text = json.dumps(report, indent=1)
     files.write_whole(out / "report.json", text)
@@ -122,15 +110,15 @@ def _validate(given: argparse.Namespace) -> int:
     if report["usable"]:
         sheets.write_png(out / "samples.png", validate.sample_sheet(records))
     damaged = report["read"] - report["usable"]
-    if damaged > given.max_broken * report["read"]:
+    if damaged > args.max_broken * report["read"]:
         print(f"error: {damaged} of {report['read']} records are unusable", file=sys.stderr)
         return _DAMAGED_EXIT
     return 0
 
 
-def _open(given: argparse.Namespace) -> Records:
-    place = {"path": given.path, "text": given.text}
-    data = Data(given.source, **place, uncaptioned="drop", max_broken=given.max_broken)
+def _open(args: argparse.Namespace) -> Records:
+    place = {"path": args.path, "text": args.text}
+    data = Data(args.source, **place, uncaptioned="drop", max_broken=args.max_broken)
     return sources.open_records(data)
 
 

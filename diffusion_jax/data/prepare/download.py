@@ -1,5 +1,6 @@
 """Downloading images with img2dataset, which is run as a program of its own."""
 
+import argparse
 import pathlib
 import shlex
 import shutil
@@ -11,41 +12,33 @@ _INSTALL = """img2dataset is not installed. It pins old packages, so give it an 
   PATH=$PWD/img2dataset-env/bin:$PATH python -m diffusion_jax.data.prepare download ..."""
 
 
-def command(
-    urls: str,
-    out: str,
-    *,
-    url_column: str = "URL",
-    caption_column: str = "TEXT",
-    size: int = 0,
-    num: int = 10_000,
-    processes: int = 16,
-    threads: int = 64,
-    distributor: str = "multiprocessing",
-    more: Sequence[str] = (),
-) -> list[str]:
-    """The call of img2dataset: tables of URLs to tars of `num` images with texts, resumable.
+def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
+    """The call of img2dataset: tables of URLs to tars of images with texts, resumable.
 
-    `urls` is a parquet file or a folder of these. `size` 0 keeps the images as they are (NeMo's
-    choice); else larger ones are shrunk until the smaller side has so many pixels. "pyspark" and
-    "ray" as `distributor` spread the work over machines. `more` are arguments of img2dataset.
+    `args` are those of `prepare download`, `more` others of img2dataset. A size of 0 keeps the
+    images as they are (NeMo's choice); else larger ones are shrunk until the smaller side has so
+    many pixels.
     """
-    resize = ["--resize_mode=keep_ratio", f"--image_size={size}", "--resize_only_if_bigger=True"]
+    resize = [
+        "--resize_mode=keep_ratio",
+        f"--image_size={args.size}",
+        "--resize_only_if_bigger=True",
+    ]
     return [
         "img2dataset",
-        f"--url_list={urls}",
+        f"--url_list={args.urls}",
         "--input_format=parquet",
-        f"--url_col={url_column}",
-        f"--caption_col={caption_column}",
-        f"--output_folder={out}",
+        f"--url_col={args.url_column}",
+        f"--caption_col={args.caption_column}",
+        f"--output_folder={args.out}",
         "--output_format=webdataset",
-        f"--number_sample_per_shard={num}",
-        f"--processes_count={processes}",
-        f"--thread_count={threads}",
-        f"--distributor={distributor}",
+        f"--number_sample_per_shard={args.num}",
+        f"--processes_count={args.processes}",
+        f"--thread_count={args.threads}",
+        f"--distributor={args.distributor}",
         "--incremental_mode=incremental",
         "--encode_quality=95",
-        *(resize if size else ["--resize_mode=no"]),
+        *(resize if args.size else ["--resize_mode=no"]),
         *more,
     ]
 

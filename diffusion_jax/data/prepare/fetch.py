@@ -82,7 +82,7 @@ def file_hash(path: pathlib.Path, algorithm: str) -> str:
 
 
 def name(url: str) -> str:
-    """What a URL's file is called."""
+    """The name of a URL's file."""
     return url.partition("?")[0].rpartition("/")[2]
 
 
@@ -138,6 +138,6 @@ def _check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     if digest is None:
         return
     algorithm = _ALGORITHMS[len(digest)]
-    found = file_hash(path, algorithm)
-    if found != digest.lower():
-        raise ValueError(f"{what or path} has the {algorithm} {found}, and should have {digest}")
+    actual = file_hash(path, algorithm)
+    if actual != digest.lower():
+        raise ValueError(f"{what or path} has the {algorithm} {actual}, and should have {digest}")

@@ -1,4 +1,4 @@
-"""What is in a data set: counts, sizes, lengths of texts, what is broken, a sheet of samples."""
+"""A report on a data set: counts, sizes, lengths of texts, broken records, a sheet of samples."""
 
 import collections
 import io
@@ -19,8 +19,8 @@ _NAMED = 20
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
-class _Found(NamedTuple):
-    """What one record is; `reason` is empty if it can be used."""
+class _Facts(NamedTuple):
+    """Size, text and format of one record; `reason` is empty if it can be used."""
 
     reason: str
     name: str
@@ -45,13 +45,13 @@ def validate(records: Records, num: int = 0, threads: int = 4, seed: int = 0) ->
     with ThreadPoolExecutor(threads) as pool:
         looked = pool.map(look, chunks)
         parts = progress.reported(looked, len(chosen), "records", size=len)
-        found = [one for part in parts for one in part]
-    good = [f for f in found if not f.reason]
-    bad = [f for f in found if f.reason]
+        facts = [one for part in parts for one in part]
+    good = [f for f in facts if not f.reason]
+    bad = [f for f in facts if f.reason]
     return {
         "records": len(records),
         "left_out": records.left_out(),
-        "read": len(found),
+        "read": len(facts),
         "usable": len(good),
         "unusable": dict(collections.Counter(f.reason for f in bad)),
         "unusable_first": [f"{f.name}: {f.reason}" for f in bad[:_NAMED]],
@@ -82,17 +82,17 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
     return sheets.contact_sheet(np.stack(images), captions)
 
 
-def _look(record: Record) -> _Found:
+def _look(record: Record) -> _Facts:
     text = record.text
     if isinstance(text, transforms.Unusable):
-        return _Found(text.reason, record.name)
+        return _Facts(text.reason, record.name)
     try:
         transforms.square(record.image, size=64)
     except transforms.Unusable as error:
-        return _Found(error.reason, record.name)
+        return _Facts(error.reason, record.name)
     with Image.open(io.BytesIO(record.image)) as image:
         (width, height), format = image.size, image.format or ""
-    return _Found("", record.name, width, height, len(text), len(record.image), format)
+    return _Facts("", record.name, width, height, len(text), len(record.image), format)
 
 
 def _quantiles(values: Sequence[float | int]) -> dict[str, float]:

@@ -43,7 +43,7 @@ def open_pictures(
 
 def open_records(data: Data) -> Records:
     """The records of a source of files, as they lie there; ValueError for any other source."""
-    source = _open(data, Shapes(size=0))
+    source = _open(data, Shapes(size=64))  # No picture is made.
     if not isinstance(source, Records):
         raise ValueError(f"the data source {data.source!r} has no files of images")
     return source

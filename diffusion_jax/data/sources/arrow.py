@@ -1,4 +1,4 @@
-"""What Hugging Face's `save_to_disk` writes: Arrow files, mapped into memory and read at random."""
+"""Arrow files of Hugging Face's `save_to_disk`, mapped into memory and read at random."""
 
 import os
 import pathlib

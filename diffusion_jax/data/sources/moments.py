@@ -1,4 +1,4 @@
-"""Moments: what an autoencoder makes of images, stored beside captions in webdataset tars.
+"""Moments: the means and log variances that an autoencoder gives for images, in webdataset tars.
 
 A member KEY.npy holds means, then log variances, float [2 Z, h, w] or [1, 2 Z, h, w] as MLPerf
 publishes them. A folder that this project wrote has a manifest, which says by what they were made;
@@ -74,20 +74,20 @@ def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def check_manifest(path: str | os.PathLike[str], wanted: Mapping[str, Any]) -> None:
     """ValueError if moments have a manifest and are unfinished, or made in another way."""
-    found = find_manifest(path)
-    if found is None:
+    manifest = find_manifest(path)
+    if manifest is None:
         return
     differing = [
-        f"{name} {found.get(name)!r} there, {value!r} wanted"
+        f"{name} {manifest.get(name)!r} there, {value!r} wanted"
         for name, value in wanted.items()
-        if found.get(name) != value
+        if manifest.get(name) != value
     ]
     if differing:
         raise ValueError(
             f"the moments in {path} were made in another way ({'; '.join(differing)}): set the "
             "config to what is there, or make others in a new folder"
         )
-    if not found["finished"]:
+    if not manifest["finished"]:
         raise ValueError(
             f"the moments in {path} are unfinished: the command that began them goes on"
         )

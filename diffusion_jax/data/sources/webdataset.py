@@ -57,7 +57,7 @@ class WebDataset(Records):
         self._drop_bare(uncaptioned, suffixes)
 
     def __len__(self) -> int:
-        """How many images have a text."""
+        """The number of images that have a text."""
         return len(self._spans)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
@@ -141,7 +141,7 @@ def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N
 
 
 def _parts(spans: Int[np.ndarray, "2 2"]) -> list[tuple[int, int]]:
-    """What to read for a record: (first, last) of one range if its members lie together."""
+    """The ranges (first, last) to read for a record: one, if its members lie together."""
     (image, image_size), (text, text_size) = spans.tolist()
     parts = [(image - tars.BLOCK, image + image_size), (text, text + text_size)]
     first, last = min(parts)[0], max(end for _, end in parts)

@@ -133,7 +133,7 @@ def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
     point = make_system(tmp_path).at("ema", None)
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
     taken = extractors.extract(
-        toy_metrics.extractor(), extractors.InMemory(images), sharding.make_mesh()
+        toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
     )
     reference = frechet.reference(features.gaussian(real_features()))
     expected = frechet.distance(taken.stream.features(), reference)

@@ -6,8 +6,7 @@ import pytest
 
 from diffusion_jax.machine.sharding import make_mesh
 from diffusion_jax.metrics import clip_score, clip_towers, extractors
-from diffusion_jax.metrics.extractors import InMemory
-from tests.diffusion_jax.metrics import standin
+from tests.diffusion_jax.metrics import standin, toy
 from tests.diffusion_jax.text import tiny_weights
 
 
@@ -39,7 +38,7 @@ def test_images_and_texts_through_the_extractors(folder):
     assert model.image.weights == model.text.weights and len(model.image.weights) == 64
     assert (model.image.preprocessing, model.image.official) == ("squash", False)
     pictures = np.stack([standin.picture(30, 20), standin.picture(30, 20)[::-1]])
-    run = lambda tower, rows: extractors.extract(tower, InMemory(rows), mesh).stream.features()
+    run = lambda tower, rows: extractors.extract(tower, toy.InMemory(rows), mesh).stream.features()
     images, texts = run(model.image, pictures), run(model.text, model.tokenize(["a b", "c"]))
     assert clip_score.cosines(images, texts).shape == (2, 1)
     np.testing.assert_allclose(np.linalg.norm(clip_score.normalised(images), axis=1), 1, rtol=1e-6)

@@ -5,39 +5,14 @@ import re
 
 import numpy as np
 import pytest
-from absl import flags
-from absl.testing import flagsaver
 from PIL import Image
 
-from diffusion_jax import cli
-from diffusion_jax.metrics import __main__ as commands
 from diffusion_jax.metrics import clip_score, clip_towers, frechet, mmd
 from diffusion_jax.metrics.clip_towers import Clip
 from tests.diffusion_jax.metrics import toy
+from tests.diffusion_jax.metrics.running import run
 
-
-@pytest.fixture
-def run(capsys, monkeypatch):
-    """run(words and flags) -> exit code, what was printed, what was complained of."""
-    monkeypatch.setattr(commands, "_inception", toy.extractor)
-    monkeypatch.setattr(cli, "start", lambda: None)
-
-    def run(*arguments):
-        # Other commands' flags, some of them required, may be in the same process.
-        own = flags.FlagValues()
-        for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__):
-            own[flag.name] = flag
-        with flagsaver.flagsaver():
-            words = own(["metrics", *map(str, arguments)])
-            flags.FLAGS.mark_as_parsed()
-            try:
-                commands.main(words)
-                code = 0
-            except SystemExit as ended:
-                code = ended.code
-        return code, *capsys.readouterr()
-
-    return run
+__all__ = ["run"]  # A fixture.
 
 
 def folder(path, seed, n=30):

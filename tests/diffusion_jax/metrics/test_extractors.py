@@ -11,7 +11,6 @@ import pytest
 
 from diffusion_jax.machine.sharding import make_mesh
 from diffusion_jax.metrics import extractors
-from diffusion_jax.metrics.extractors import InMemory
 from tests import processes
 from tests.diffusion_jax.metrics import toy
 
@@ -20,7 +19,7 @@ def pictures(n=67):
     return np.random.default_rng(0).integers(0, 256, (n, 10, 14, 3), np.uint8)
 
 
-class Watched(InMemory):
+class Watched(toy.InMemory):
     """Says that every fifth is broken, and notes which rows were read."""
 
     def __init__(self, rows):
@@ -36,7 +35,7 @@ class Watched(InMemory):
 
 
 def test_the_batch_and_the_devices_change_nothing():
-    images = InMemory(pictures())
+    images = toy.InMemory(pictures())
     expected = np.asarray(toy.apply(toy.extractor().params, toy.prepare(pictures())))
     for devices, batch in ((1, 7), (2, 7), (8, 64), (8, 7), (1, 64)):
         mesh = make_mesh(devices=jax.devices()[:devices])
@@ -63,7 +62,7 @@ def test_a_nan_is_seen_even_if_the_network_hides_it():
     images = pictures(4).astype(np.float32)
     images[2, 0, 0, 0] = np.nan
     hides = toy.extractor(apply=lambda params, x: jax.numpy.ones((len(x), toy.WIDTH)))
-    assert extractors.extract(hides, InMemory(images), make_mesh()).skipped == {"not_finite": 1}
+    assert extractors.extract(hides, toy.InMemory(images), make_mesh()).skipped == {"not_finite": 1}
 
 
 def test_levels_and_preprocessings_are_named():

@@ -46,7 +46,7 @@ def test_a_folder_is_read_by_name_and_made_rgb(folder):
 def test_broken_images_are_zeros_with_a_status(folder):
     (folder / "aa.png").write_bytes((folder / "b.png").read_bytes()[:90])
     Image.fromarray(np.full((12, 16), 40000, np.uint16)).save(folder / "ab.png")
-    source = images.Decoded(images.FolderFiles(folder))
+    source = images.Decoded(images.folder_files(folder))
     rows, status = source.read(np.array([2, 1, 0, 3]))
     assert status.tolist() == [1, 1, 0, 0] and not rows[:2].any() and rows[2:].any()
     assert source.reason(1) == "broken_image"
@@ -54,7 +54,7 @@ def test_broken_images_are_zeros_with_a_status(folder):
 
 def test_unlike_sizes_are_an_error_with_a_way_out(folder):
     write(folder / "e.png", 30, 20)
-    source = images.Decoded(images.FolderFiles(folder))
+    source = images.Decoded(images.folder_files(folder))
     assert source.read(np.array([4, 0]))[1].tolist() == [2, 0]
     message = f"unlike sizes: the first is 16x12, {folder}/e.png is 20x30. Give a size"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -64,7 +64,7 @@ def test_unlike_sizes_are_an_error_with_a_way_out(folder):
 @pytest.mark.parametrize("fit", ["squash", "crop"])
 def test_images_are_brought_to_a_size(folder, fit):
     write(folder / "b.png", 30, 20)
-    source = images.Decoded(images.FolderFiles(folder), 10, fit)
+    source = images.Decoded(images.folder_files(folder), 10, fit)
     rows, status = source.read(np.array([1]))
     whole = Image.fromarray(standin.picture(30, 20))
     squashed = whole.resize((10, 10), Image.Resampling.BICUBIC)
@@ -83,10 +83,10 @@ def test_the_images_of_tars_are_read_without_their_texts(tmp_path, monkeypatch):
             info = tarfile.TarInfo(name)
             info.size = len(buffer.getvalue())
             tar.addfile(info, io.BytesIO(buffer.getvalue()))
-    found = images.open_files(str(tmp_path / "{0..0}.tar"))
-    rows, _ = images.Decoded(found).read(np.arange(len(found)))
+    files = images.open_files(str(tmp_path / "{0..0}.tar"))
+    rows, _ = images.Decoded(files).read(np.arange(files.number))
     np.testing.assert_array_equal(rows, [standin.picture(12, 16)])
-    assert found.left_out()["no_caption"] == 1
+    assert files.left_out()["no_caption"] == 1
 
 
 def test_what_cannot_be_read_says_so(tmp_path):

@@ -49,3 +49,13 @@ def test_too_few_images_say_so():
         mmd.kid(draw(9, 0), draw(200, 1), size=100)
     with pytest.raises(ValueError, match="KID needs 2 images or more on both sides"):
         mmd.kid_of_all(draw(1, 0), draw(5, 1))
+
+
+@pytest.mark.parametrize("metric", [mmd.score_kid, mmd.score_cmmd])
+def test_the_spread_of_the_images_parts_is_that_of_the_score(metric):
+    """Over sets of generated images: a standard error of each set, against their own deviation."""
+    real = draw(150, 0)
+    scores = [metric(draw(120, seed, 0.4), real) for seed in range(1, 41)]
+    expected = np.std([score.value for score in scores])
+    errors = [np.std(score.each) / len(score.each) ** 0.5 for score in scores]
+    assert np.mean(errors) == pytest.approx(expected, rel=0.25)

@@ -1,0 +1,163 @@
+"""The table of metrics as a sweep uses it: one added in one place, all that a reference allows."""
+
+import csv
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.evaluate import command as evaluation
+from diffusion_jax.evaluate import on_the_way, report, scorers, sweep
+from diffusion_jax.evaluate.command import Sweep
+from diffusion_jax.metrics import (
+    bootstrap,
+    cards,
+    clip_towers,
+    extractors,
+    features,
+    frechet,
+    mmd,
+    neighbours,
+    stats_files,
+)
+from diffusion_jax.metrics.table import METRICS, Metric
+from tests.diffusion_jax.evaluate.test_command import make_scorer, make_system, real_features
+from tests.diffusion_jax.metrics.running import run
+from tests.diffusion_jax.text import tiny_weights
+
+__all__ = ["run"]  # A fixture.
+SCALES = (1.0, 4.0)
+PROMPTS = [f"a {letter}" for letter in "bcdefghijklmnopqrstuvw"]
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory):
+    """Statistics that keep their features, a CLIP, and the features of its images for CMMD."""
+    folder = tmp_path_factory.mktemp("inputs")
+    clip = tiny_weights.clip_folder(folder / "clip", "open_clip")
+    real = real_features()
+    card = {"extractor": "toy", "weights": "abc", "preprocessing": "means"}
+    stats_files.write(folder / "real.npz", stats_files.Stats(features.gaussian(real), real, card))
+    image = clip_towers.load(clip, preprocessing="squash").image
+    pictures = np.random.default_rng(1).integers(0, 256, (30, 8, 8, 3), np.uint8)
+    rows = extractors.on_host(image)(pictures)
+    card = cards.make_card(image, image_size=(8, 8), n=30)
+    stats = stats_files.Stats(features.gaussian(rows), rows, card)
+    stats_files.write(folder / "clip.npz", stats)
+    return str(folder / "real.npz"), str(clip), str(folder / "clip.npz")
+
+
+def table_of(out):
+    with (out / sweep.TABLE).open() as file:
+        return list(csv.DictReader(file))
+
+
+def lightness(rows):
+    """A metric of one line, of the pictures' features alone."""
+    return bootstrap.mean(rows.mean(axis=1))
+
+
+def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
+    """To the sweep's table, the page, the scores on the way and the metrics command."""
+    monkeypatch.setitem(METRICS, "lightness", Metric("mean <feature>", "inception", lightness))
+    system, scorer = make_system(tmp_path), make_scorer(inputs, PROMPTS)
+    out = evaluation.evaluate(system, scorer, Sweep(SCALES))
+    row = table_of(out)[1]
+    shards = sorted((out / "features" / "step_00000003_ema_guidance_4").glob("*.npz"))
+    rows = np.concatenate([np.load(path)["inception"] for path in shards])
+    assert float(row["lightness"]) == pytest.approx(rows.mean())
+    assert float(row["lightness_low"]) < float(row["lightness"]) < float(row["lightness_high"])
+    page = report.page([report.read_run(tmp_path)])
+    assert "<th>mean &lt;feature&gt;</th>" in page and f">{float(row['lightness']):.4g} <" in page
+    now = on_the_way.score_now(scorer, system.at("ema", None).draw, SCALES, 22)
+    assert now["evaluation/guidance_4/lightness"] == pytest.approx(rows.mean(), rel=1e-5)
+    (tmp_path / "drawn").mkdir()
+    for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)):
+        Image.fromarray(image).save(tmp_path / "drawn" / f"{i}.png")
+    code, printed, _ = run("fid", tmp_path / "drawn", tmp_path / "drawn", "--all", "--kid_subset=9")
+    assert code == 0 and "lightness: " in printed and "lightness_low: " in printed
+
+
+def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, tmp_path):
+    scorer = make_scorer(inputs[:2], PROMPTS, clip_reference=inputs[2])
+    out = evaluation.evaluate(make_system(tmp_path), scorer, Sweep((2.0,)))
+    (row,) = table_of(out)
+    (shard,) = (out / "features" / "step_00000003_ema_guidance_2").glob("*.npz")
+    kept, real, real_clip = np.load(shard), real_features(), stats_files.read(inputs[2]).features
+    rows, embedded = kept["inception"], kept["clip_image"]
+    normalised = [x / np.linalg.norm(x, axis=1, keepdims=True) for x in (real_clip, embedded)]
+    expected = {
+        "fd_toy": frechet.frechet(rows, real),
+        "kid_toy": mmd.kid(real, rows, size=22)[0],
+        "precision_toy": neighbours.precision(rows, real).value,
+        "recall_toy": neighbours.recall(rows, real).value,
+        "cmmd": mmd.cmmd(*normalised),
+        "clip_score": kept["clip"].mean(),
+    }
+    for name, value in expected.items():
+        low, mid, high = (float(row[f"{name}{end}"]) for end in ("_low", "", "_high"))
+        assert mid == pytest.approx(value, rel=1e-6) and low <= mid <= high
+    assert row.keys().isdisjoint({"fd_toy_infinity"})  # Slow, so by name alone.
+    scored = sweep.read_scored(out / sweep.SCORED)["step_00000003_ema_guidance_2_clip_image"]
+    assert scored.scores["cmmd"] == pytest.approx(float(row["cmmd"]))
+    assert scored.card.items() >= {"preprocessing": "squash", "reference": "clip.npz, n 30"}.items()
+    page = report.page([report.read_run(tmp_path)])  # CLIP's two preprocessings are two matters.
+    assert "Not comparable" not in page and page.count("<th>clip_clip</th>") == 2
+
+
+def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
+    names = {"fd_inception": 3.0, "kid_inception": 0.1, "precision": 0.5, "recall": 0.75, "cmmd": 2}
+    folder = tmp_path / "evaluation" / "step_2"
+    folder.mkdir(parents=True)
+    rows = [{"guidance": g, "checkpoint": 2, "ema": "ema", **names} for g in (1.0, 2.0)]
+    sweep.write_table(folder / sweep.TABLE, rows)
+    run = report.read_run(tmp_path)
+    page = report.page([run])
+    for label in ("Fréchet distance (stand-in Inception)", "KID (stand-in Inception)", "CMMD"):
+        assert f"<th>{label}</th>" in page
+    both = next(plot for plot in report.plots([run]) if plot.x == "precision and recall")
+    assert [(line.name, line.x) for line in both.lines] == [
+        ("precision", [0.5, 0.5]), ("recall", [0.75, 0.75]),
+    ]  # fmt: skip
+
+
+def test_metrics_are_chosen_by_name(inputs):
+    images = np.random.default_rng(0).integers(0, 256, (22, 8, 8, 3), np.uint8)
+    scorer = make_scorer(inputs, PROMPTS, metrics=("clip_score", "fid_infinity"))
+    kept = scorer.features(images, PROMPTS)
+    columns = scorers.columns(scorer.score(kept))
+    value, residual = frechet.extrapolated(kept["inception"], frechet.reference(real_features()))
+    assert columns["fd_toy_infinity"] == value and columns["fd_toy_infinity_residual"] == residual
+    assert columns.keys() >= {"clip_score", "clip_score_low"} and "fd_toy" not in columns
+
+
+@pytest.mark.parametrize(
+    ("fields", "prompts", "message"),
+    [
+        ({"metrics": ("fit",)}, PROMPTS, "there is no metric 'fit': there are fid, fd_digits, kid"),
+        ({"metrics": ("cmmd",)}, PROMPTS, "cmmd is of features of clip_image, which nothing here"),
+        ({"metrics": ("precision",)}, PROMPTS[:3], "precision needs 4 images or more, and there"),
+    ],
+)
+def test_a_metric_that_cannot_be_says_why(inputs, fields, prompts, message):
+    with pytest.raises(ValueError, match=message):
+        make_scorer(inputs, prompts, **fields)
+
+
+def test_moments_alone_give_no_kid(inputs, tmp_path):
+    stats = stats_files.read(inputs[0])
+    path = str(tmp_path / "moments.npz")
+    stats_files.write(path, stats._replace(features=None))
+    scorer = make_scorer((path, inputs[1]), PROMPTS)
+    kept = {"inception": real_features(), "clip": np.full((200, 1), 0.5)}
+    assert scorers.columns(scorer.score(kept)).keys() == {
+        f"{name}{end}" for name in ("fd_toy", "clip_score") for end in ("", "_low", "_high")
+    }
+    with pytest.raises(
+        ValueError, match=r"kid needs the features of each real image, .* stats --k"
+    ):
+        make_scorer((path, inputs[1]), PROMPTS, metrics=("kid",))
+    with pytest.raises(ValueError, match="cmmd needs the features of each real image"):
+        clip_stats = stats_files.read(inputs[2])
+        stats_files.write(path, clip_stats._replace(features=None))
+        make_scorer(inputs, PROMPTS, clip_reference=path)
