@@ -10,13 +10,13 @@ largest difference of features relative to the largest feature. Torch is used no
 
 import json
 import statistics
-import time
 from typing import Any
 
 import jax
 import numpy as np
 from absl import app, flags
 
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.metrics import inception, inception_weights
 
@@ -50,7 +50,8 @@ def main(argv: list[str]) -> None:
         return np.asarray(apply(params, placed))
 
     expected, ours = by_torch(), by_jax()
-    turns = [(_seconds(by_torch), _seconds(by_jax)) for _ in range(_ROUNDS.value)]
+    seconds = lambda work: measure.timed(work)[1]
+    turns = [(seconds(by_torch), seconds(by_jax)) for _ in range(_ROUNDS.value)]
     medians = [statistics.median(times) for times in zip(*turns, strict=True)]
     ratios = [torch_seconds / jax_seconds for torch_seconds, jax_seconds in turns]
     result = {
@@ -61,9 +62,8 @@ def main(argv: list[str]) -> None:
         "relative_difference": float(np.abs(ours - expected).max() / np.abs(expected).max()),
         "batch": _BATCH.value,
         "threads": torch.get_num_threads(),
-        "device": jax.devices()[0].device_kind,
         "torch": torch.__version__,
-        "jax": jax.__version__,
+        **measure.machine(),
     }
     print(json.dumps(result))
 
@@ -84,12 +84,6 @@ def _random_state() -> dict[str, np.ndarray]:
             state[f"{name}.bn.running_mean"] = np.float32(0.1) * normal(out)
             state[f"{name}.bn.num_batches_tracked"] = np.array(0)
     return state
-
-
-def _seconds(work: Any) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ of the compiled program. Every variant of a row computes the same numbers, which
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +16,7 @@ import numpy as np
 import optax
 from absl import app, flags
 
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.nn import ops
 from diffusion_jax.train import optimizer
@@ -118,13 +118,7 @@ def _updates() -> dict[str, float]:
 
 def _seconds(function: Callable, *arguments: Any) -> float:
     """The median of the calls after the first."""
-    jax.block_until_ready(function(*arguments))
-    seconds = []
-    for _ in range(_REPEATS.value):
-        start = time.perf_counter()
-        jax.block_until_ready(function(*arguments))
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds)
+    return statistics.median(measure.rounds(lambda: function(*arguments), int(_REPEATS.value)))
 
 
 def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:

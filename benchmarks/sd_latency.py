@@ -11,7 +11,6 @@ A100, null where these were changed. --tiny takes widths that run anywhere, to t
 
 import json
 import statistics
-import time
 from typing import Any
 
 import jax
@@ -19,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags
 
+from benchmarks import measure
 from diffusion_jax import cli
-from diffusion_jax.machine import hardware
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.text.clip import TextTower
 from sd_jax import sampling
@@ -117,16 +116,9 @@ def _measured(sample: Any, params: Any, frozen: Any, size: int) -> dict[str, Any
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 49000, (size, 77), np.int32))
     batch = {"text_ids": ids, f"{sampling.NEGATIVE}text_ids": ids}
     keys, scales = jax.random.split(jax.random.key(0), size), jnp.full(size, 7.5)
-    start = time.perf_counter()
-    compiled = sample.lower(params, frozen, batch, keys, scales).compile()
-    compile_s = time.perf_counter() - start
-    seconds = []
-    for _ in range(1 + _ROUNDS.value):
-        start = time.perf_counter()
-        jax.block_until_ready(compiled(params, frozen, batch, keys, scales))
-        seconds.append(time.perf_counter() - start)
-    seconds = seconds[1:]  # The first one warms up.
-    device, memory = jax.devices()[0], hardware.memory(jax.devices()[0])
+    arguments = (params, frozen, batch, keys, scales)
+    compiled, compile_s = measure.timed(lambda: sample.lower(*arguments).compile())
+    seconds = measure.rounds(lambda: compiled(*arguments), int(_ROUNDS.value))
     as_nemo = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
     tensorrt, framework = _NEMO.get((_MODEL.value, size), (None, None)) if as_nemo else (None, None)
     return {
@@ -142,9 +134,7 @@ def _measured(sample: Any, params: Any, frozen: Any, size: int) -> dict[str, Any
         "size": _SIZE.value,
         "dtype": _DTYPE.value,
         "attention_impl": _ATTENTION.value,
-        "peak_memory_gib": memory and memory.peak / 2**30,
-        "device": device.device_kind,
-        "jax": jax.__version__,
+        **measure.machine(),
     }
 
 

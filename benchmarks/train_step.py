@@ -15,7 +15,6 @@ diffusion_jax/machine/hardware.py does not list.
 
 import json
 import statistics
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from absl import app, flags
 from ml_collections import config_flags
 
-from benchmarks import sd_inputs
+from benchmarks import measure, sd_inputs
 from diffusion_jax import cli
 from diffusion_jax.machine import flops, hardware, sharding
 from diffusion_jax.precache import lookup
@@ -81,20 +80,20 @@ def main(argv: list[str]) -> None:
     batch = jax.device_put(rows, sharding.batch_sharding(mesh))
 
     step = loop.make_step(task, s.optimizer, tx, layout)
-    traced, trace_s = _timed(lambda: step.trace(state, frozen, batch, key))
-    lowered, lower_s = _timed(traced.lower)
-    compiled, compile_s = _timed(lowered.compile)
+    traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
+    lowered, lower_s = measure.timed(traced.lower)
+    compiled, compile_s = measure.timed(lowered.compile)
     work = flops.count(traced.jaxpr.jaxpr)
-    seconds, metrics = [], {}
-    for _ in range(_WARMUP.value + _STEPS.value):
-        start = time.perf_counter()
-        state, metrics = compiled(state, frozen, batch, key)
-        jax.block_until_ready(metrics)
-        seconds.append(time.perf_counter() - start)
-    median = statistics.median(seconds[_WARMUP.value :])
+    metrics = {}
 
-    device = jax.devices()[0]
-    memory = hardware.memory(device)
+    def train() -> Any:
+        nonlocal state, metrics
+        state, metrics = compiled(state, frozen, batch, key)
+        return metrics
+
+    seconds = measure.rounds(train, int(_STEPS.value), int(_WARMUP.value))
+    median = statistics.median(seconds)
+
     parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     result = {
         "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
@@ -103,18 +102,16 @@ def main(argv: list[str]) -> None:
         "inputs": _INPUTS.value if isinstance(s, SDSettings) else None,
         "samples_per_second": batch_size / median,
         "step_ms": 1e3 * median,
-        "step_ms_min_max": [1e3 * min(seconds[_WARMUP.value :]), 1e3 * max(seconds)],
+        "step_ms_min_max": [1e3 * min(seconds), 1e3 * max(seconds)],
         "tflops": work / median / 1e12,
         "tflop_per_sample": work / batch_size / 1e12,
         "known_tflop_per_sample": _known_tflop(parameters, s),
-        "mfu": hardware.utilization(work, median, device.device_kind, mesh.size),
-        "peak_memory_gib": memory and memory.peak / 2**30,
+        "mfu": hardware.utilization(work, median, jax.devices()[0].device_kind, mesh.size),
         "trace_s": trace_s,
         "lower_s": lower_s,
         "compile_s": compile_s,
-        "device": device.device_kind,
         "devices": mesh.size,
-        "jax": jax.__version__,
+        **measure.machine(),
         "loss": float(metrics["loss"]),
     }
     print(json.dumps(result))
@@ -145,11 +142,6 @@ def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]
     else:
         texts = [" ".join(["cat"] * (tokens - 1))] * size  # One more token ends the text.
     return jax.tree.map(jnp.asarray, {"image": images, **encoder.tokenize(texts)})
-
-
-def _timed(work):
-    start = time.perf_counter()
-    return work(), time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -3,16 +3,15 @@
     python -m diffusion_jax.doctor
     python -m diffusion_jax.doctor --json
 
-Versions (without TensorFlow a run writes no TensorBoard), devices and their memory, whether
-attention through cudnn works, the environment that JAX and XLA read, and the measured rates of a
-matrix product and a convolution beside the maker's figure (diffusion_jax/machine/hardware.py). It
+JAX's own report, further versions (without TensorFlow a run writes no TensorBoard), devices and
+their memory, whether attention through cudnn works, the environment that JAX and XLA read, and the
+measured rates of a matrix product and a convolution beside the maker's (machine/hardware.py). It
 takes less than a minute, writes nothing and uses no network.
 """
 
 import json
 import os
 import pathlib
-import platform
 import shutil
 import sys
 import time
@@ -30,8 +29,8 @@ from diffusion_jax.nn import ops
 
 _JSON = flags.DEFINE_bool("json", False, "Print JSON.")
 _PACKAGES = (
-    "jax", "jaxlib", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12",
-    "nvidia-cudnn-cu13", "flax", "optax", "orbax-checkpoint", "grain", "numpy", "ml_collections",
+    "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
+    "flax", "optax", "orbax-checkpoint", "grain", "ml_collections",
 )  # fmt: skip
 _VARIABLES = ("XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID")
 
@@ -41,17 +40,16 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
-    found = examine()
+    report = examine()
     if jax.process_index() == 0:
-        print(json.dumps(found, indent=1) if _JSON.value else text(found))
+        print(json.dumps(report, indent=1) if _JSON.value else text(report))
 
 
 def examine() -> dict[str, Any]:
     """Everything, by subject; a part that fails holds its error in place of its result."""
     first = jax.local_devices()[0]
     return {
-        "python": f"{platform.python_version()} {sys.executable}",
-        "system": platform.platform(),
+        "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
         "versions": {name: version for name in _PACKAGES if (version := _version(name))},
@@ -72,7 +70,7 @@ def attention() -> dict[str, str]:
 
 def rates(device: Any) -> dict[str, Any]:
     """TFLOP/s of one device: measured, and the maker's figure (None if unknown)."""
-    large = device.platform != "cpu"
+    large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32
     with jax.default_device(device):
         product = matmul(8192 if large else 1024, dtype)
@@ -81,7 +79,7 @@ def rates(device: Any) -> dict[str, Any]:
             "dtype": jnp.dtype(dtype).name,
             "matmul": rate(*product) / 1e12,
             "conv": rate(*convolution) / 1e12,
-            "peak": _tera(hardware.peak_flops(device.device_kind)),
+            "peak": peak and peak / 1e12,
         }
 
 
@@ -117,13 +115,13 @@ def rate(run: Callable[[], jax.Array], flops: float, seconds: float = 0.5) -> fl
     return calls * flops / (time.perf_counter() - start)
 
 
-def text(found: dict[str, Any]) -> str:
-    """Lines for people, of what `examine` found."""
+def text(report: dict[str, Any]) -> str:
+    """The report of `examine` as lines for people."""
     lines = []
-    for subject, value in found.items():
+    for subject, value in report.items():
         if isinstance(value, dict):
-            lines += [subject, *(f"  {key}: {_words(item)}" for key, item in value.items())]
-        elif isinstance(value, list):
+            value = [f"{key}: {_words(item)}" for key, item in value.items()]
+        if isinstance(value, list):
             lines += [subject, *(f"  {_words(item)}" for item in value)]
         else:
             lines.append(f"{subject}: {_words(value)}")
@@ -131,24 +129,20 @@ def text(found: dict[str, Any]) -> str:
 
 
 def _devices() -> list[dict[str, Any]]:
-    return [
-        {"id": device.id, "kind": device.device_kind, "process": device.process_index}
-        | _memory(device)
-        for device in jax.devices()
-    ]
-
-
-def _memory(device: Any) -> dict[str, str]:
-    """Of devices of this process."""
-    memory = hardware.memory(device) if device in jax.local_devices() else None
-    if memory is None:
-        return {}
-    return {"memory_used": _gib(memory.used), "memory": _gib(memory.limit)}
+    rows = []
+    for device in jax.devices():
+        row = {"id": device.id, "kind": device.device_kind, "process": device.process_index}
+        memory = hardware.memory(device) if device in jax.local_devices() else None
+        if memory:
+            row |= {"memory_used": _gib(memory.used), "memory": _gib(memory.limit)}
+        rows.append(row)
+    return rows
 
 
 def _host() -> dict[str, Any]:
     page = os.sysconf("SC_PAGE_SIZE")
     return {
+        "python": sys.executable,
         "cpus": os.cpu_count(),
         "memory": _gib(os.sysconf("SC_PHYS_PAGES") * page),
         "memory_free": _gib(os.sysconf("SC_AVPHYS_PAGES") * page),
@@ -169,10 +163,6 @@ def _outcome(run: Callable[[], Any]) -> str:
     except Exception as error:  # Whatever a backend raises is the finding.
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]}"
     return "works"
-
-
-def _tera(flops: float | None) -> float | None:
-    return None if flops is None else flops / 1e12
 
 
 def _gib(size: float) -> str:

@@ -184,14 +184,19 @@ def _about(band: Band, lines: Sequence[Line]) -> Band:
 
 def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
     """A warning for each field for which scores of these sweeps cannot be compared."""
-    cards: dict[str, list[Card]] = {}
-    for one in (one for _, e in sweeps for one in e.scored.values()):
-        cards.setdefault(one.card["extractor"], []).append(one.card)
     return [
         f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
-        for extractor, of_extractor in cards.items()
-        for field, values in differing(of_extractor, ALIKE).items()
+        for extractor, cards in _by_extractor([evaluation for _, evaluation in sweeps])
+        for field, values in differing(cards, ALIKE).items()
     ]
+
+
+def _by_extractor(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[Card]]]:
+    """Each extractor's cards; apart those of one that pairs texts and that compares with images."""
+    groups: dict[tuple[str, bool], list[Card]] = {}
+    for card in (one.card for e in evaluations for one in e.scored.values()):
+        groups.setdefault((card["extractor"], bool(card.get("reference"))), []).append(card)
+    return [(extractor, cards) for (extractor, _), cards in groups.items()]
 
 
 def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
@@ -240,13 +245,12 @@ def training_line(run: Run, key: str) -> Line:
 
 def _cards(evaluation: Evaluation) -> dict[str, Any]:
     """A column an extractor, a line a field; where points differ, each value that occurs."""
-    by_extractor: dict[str, list[Card]] = {}
-    for one in evaluation.scored.values():
-        by_extractor.setdefault(one.card["extractor"], []).append(one.card)
-    names = dict.fromkeys(field for cards in by_extractor.values() for field in cards[0])
-    fields = [(_label(f), [_values(c, f) for c in by_extractor.values()]) for f in names]
+    columns = _by_extractor([evaluation])
+    names = dict.fromkeys(field for _, cards in columns for field in cards[0])
+    fields = [(_label(f), [_values(cards, f) for _, cards in columns]) for f in names]
     fields = [(label, values) for label, values in fields if any(values)]
-    return {"evaluation": evaluation.name, "extractors": list(by_extractor), "fields": fields}
+    extractors = [extractor for extractor, _ in columns]
+    return {"evaluation": evaluation.name, "extractors": extractors, "fields": fields}
 
 
 def _values(cards: Sequence[Card], field: str) -> str:

@@ -2,6 +2,7 @@
 
 import json
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,20 +29,21 @@ def test_a_rate_is_operations_by_time(monkeypatch):
 
 
 def test_what_fails_is_said_in_a_line():
-    found = doctor.attention()
-    assert found["xla"] == "works"
-    assert found["cudnn"] != "works" and "\n" not in found["cudnn"]
+    outcomes = doctor.attention()
+    assert outcomes["xla"] == "works"
+    assert outcomes["cudnn"] != "works" and "\n" not in outcomes["cudnn"]
 
 
 def test_the_command_prints_what_is_here():
     ended = commands.run("diffusion_jax.doctor", "--json", devices=2)
     assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert found["versions"]["jax"] == jax.__version__
-    assert [device["kind"] for device in found["devices"]] == ["cpu", "cpu"]
-    assert "host_platform_device_count=2" in found["environment"]["XLA_FLAGS"]
-    rates = found["rates"]
+    report = json.loads(ended.out)
+    assert f"jax:    {jax.__version__}" in report["jax"]
+    assert report["versions"]["flax"] == flax.__version__
+    assert [device["kind"] for device in report["devices"]] == ["cpu", "cpu"]
+    assert "host_platform_device_count=2" in report["environment"]["XLA_FLAGS"]
+    rates = report["rates"]
     assert rates["peak"] is None and np.isfinite(rates["matmul"]) and rates["conv"] > 1e-4
-    lines = doctor.text(found).splitlines()
-    assert f"  jax: {jax.__version__}" in lines and "  id 1, kind cpu, process 0" in lines
+    lines = doctor.text(report).splitlines()
+    assert f"  flax: {flax.__version__}" in lines and "  id 1, kind cpu, process 0" in lines
     assert "  peak: none" in lines

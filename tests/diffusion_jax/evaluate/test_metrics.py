@@ -101,6 +101,8 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     scored = sweep.read_scored(out / sweep.SCORED)["step_00000003_ema_guidance_2_clip_image"]
     assert scored.scores["cmmd"] == pytest.approx(float(row["cmmd"]))
     assert scored.card.items() >= {"preprocessing": "squash", "reference": "clip.npz, n 30"}.items()
+    page = report.page([report.read_run(tmp_path)])  # CLIP's two preprocessings are two matters.
+    assert "Not comparable" not in page and page.count("<th>clip_clip</th>") == 2
 
 
 def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
