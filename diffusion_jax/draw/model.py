@@ -15,7 +15,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
 Encoders = dict[Text, tuple[TextEncoder, Any]]
@@ -101,9 +101,9 @@ def with_weights(model: Model, ema: str, step: int | None) -> Model:
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,
     )
-    params = checkpoint.load_params(folder, shapes, ema, step)
+    params = restore.load_params(folder, shapes, ema, step)
     return model._replace(
-        params=params, ema=ema, step=max(checkpoint.steps(folder)) if step is None else step
+        params=params, ema=ema, step=max(restore.steps(folder)) if step is None else step
     )
 
 

@@ -15,10 +15,9 @@ import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint import checkpoint_managers
 
-from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
+from diffusion_jax.weights import restore
 
-_EMA = "ema_"
 _DELETED = "deleted"  # What is in this folder is on its way out.
 
 
@@ -55,7 +54,7 @@ class Checkpointer:
             # a folder that looks whole.
             todelete_subdir=_DELETED,
         )
-        self._directory = _absolute(directory)
+        self._directory = restore.absolute(directory)
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
 
@@ -73,7 +72,7 @@ class Checkpointer:
         JSON can hold.
         """
         self.wait()
-        if step in steps(self._directory):
+        if step in restore.steps(self._directory):
             return
         trees = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
         args = ocp.args.Composite(
@@ -85,7 +84,7 @@ class Checkpointer:
 
     def latest_step(self) -> int | None:
         """The last whole checkpoint, or None; not one that is still being written."""
-        return max(steps(self._directory), default=None)
+        return max(restore.steps(self._directory), default=None)
 
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
@@ -97,11 +96,11 @@ class Checkpointer:
         shapes; FileNotFoundError if there is no checkpoint.
         """
         self.wait()
-        step = _find_step(self._directory, step)
-        _check_averages(self._directory / str(step), list(abstract_state.ema))
-        items = _restore(self._directory / str(step), _items(abstract_state))
+        step = restore.find_step(self._directory, step)
+        restore.check_averages(self._directory / str(step), list(abstract_state.ema))
+        items = restore.load_items(self._directory / str(step), _items(abstract_state))
         data_iterator.set_state(_BytesHandler().restore(self._directory / str(step) / "data"))
-        ema = {name: items[_EMA + name] for name in abstract_state.ema}
+        ema = {name: items[restore.EMA + name] for name in abstract_state.ema}
         return TrainState(params=items["params"], ema=ema, **items["optimizer"])
 
     def wait(self) -> None:
@@ -126,31 +125,6 @@ class Checkpointer:
         deleted = self._directory / _DELETED
         if jax.process_index() == 0 and deleted.exists():
             deleted.rmtree()
-
-
-def load_params(
-    directory: str | os.PathLike[str],
-    abstract_params: Params,
-    which: str = "ema",
-    step: int | None = None,
-) -> Params:
-    """Parameters alone, without reading the optimizer.
-
-    `which` is "raw", the name of an average such as "0.9999", or "ema": the average of the
-    largest decay. Leaves of `abstract_params` without a sharding go to the first device.
-    ValueError for an average that is not there and for other names or shapes; FileNotFoundError
-    if there is no checkpoint.
-    """
-    root = _absolute(directory)
-    root = root / str(_find_step(root, step))
-    item = _params_item(root, which)
-    return _restore(root, {item: abstract_params})[item]
-
-
-def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The whole checkpoints under `directory`, oldest first; empty if there is none."""
-    root = _absolute(directory)
-    return sorted(ocp.path.step.checkpoint_steps(root)) if root.is_dir() else []
 
 
 class _BytesHandler(ocp.CheckpointHandler):
@@ -183,88 +157,8 @@ def _mine(directory: epath.Path) -> epath.Path:
     return directory / f"process_{jax.process_index()}-of-{jax.process_count()}"
 
 
-def _absolute(directory: str | os.PathLike[str]) -> epath.Path:
-    return epath.Path(directory).absolute()
-
-
 def _items(state: TrainState) -> dict[str, Any]:
     """The trees of a checkpoint, by the names of their items."""
-    averages = {_EMA + name: tree for name, tree in state.ema.items()}
+    averages = {restore.EMA + name: tree for name, tree in state.ema.items()}
     rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
     return {"params": state.params, **averages, "optimizer": rest}
-
-
-def _find_step(root: epath.Path, step: int | None) -> int:
-    """`step` if it is there, else an error; None means the last."""
-    there = steps(root)
-    if not there:
-        raise FileNotFoundError(
-            f"no whole checkpoint in {root}: train with this workdir first, or name another"
-        )
-    if step is not None and step not in there:
-        raise FileNotFoundError(f"no checkpoint of step {step} in {root}: there are {there}")
-    return there[-1] if step is None else step
-
-
-def _averages(root: epath.Path) -> list[str]:
-    """The names of the averages in a step's folder, the largest decay last."""
-    names = [path.name.removeprefix(_EMA) for path in root.glob(f"{_EMA}*")]
-    return sorted(names, key=float)
-
-
-def _params_item(root: epath.Path, which: str) -> str:
-    averages = _averages(root)
-    if which == "raw":
-        return "params"
-    if which == "ema" and averages:
-        return _EMA + averages[-1]
-    if which in averages:
-        return _EMA + which
-    raise ValueError(f"no average {which!r} in {root}: choose one of {['raw', *averages]}")
-
-
-def _check_averages(root: epath.Path, wanted: list[str]) -> None:
-    if sorted(wanted, key=float) != _averages(root):
-        raise ValueError(
-            f"{root} keeps the averages {_averages(root)}, this run {sorted(wanted, key=float)}: "
-            "set its EMA decays to the former, or train in another workdir"
-        )
-
-
-def _restore(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The items of a step's folder named in `abstract`, placed as its leaves say."""
-    for name, tree in abstract.items():
-        _check_shapes(root / name, tree)
-    placed = jax.tree.map(_placed, abstract)
-    with ocp.StandardCheckpointer() as checkpointer:
-        return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
-
-
-def _check_shapes(item: epath.Path, abstract: Any) -> None:
-    """ValueError naming the first leaves that are in one tree only or differ in shape."""
-    # The handler, not a checkpointer: the latter warns about a file that items do not have.
-    saved = _shapes(ocp.StandardCheckpointHandler().metadata(item).tree)
-    wanted = _shapes(abstract)
-    differ = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
-    if differ:
-        lines = [
-            f"  {name}: saved {saved.get(name, 'nothing')}, expected {wanted.get(name, 'nothing')}"
-            for name in differ[:5]
-        ]
-        raise ValueError(
-            f"{item} is of another architecture; {len(differ)} of {len(saved | wanted)} arrays "
-            "differ, first:\n" + "\n".join(lines) + "\nUse the config that the checkpoint was "
-            "trained with, or another workdir"
-        )
-
-
-def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
-    named = jax.tree.leaves_with_path(tree)
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/")
-    return {name(path): tuple(leaf.shape) for path, leaf in named}
-
-
-def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """With a sharding of its own, or on the first device."""
-    sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from diffusion_jax import runs
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from diffusion_jax.weights import torch_files, torch_weights
+from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 
@@ -30,7 +30,7 @@ def to_workdir(
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
     s = read_settings(config.to_dict())
-    if checkpoint.steps(workdir / runs.CHECKPOINTS):
+    if restore.steps(workdir / runs.CHECKPOINTS):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
@@ -58,7 +58,7 @@ def from_workdir(
 ) -> None:
     """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
 
-    `ema` and `step` as for checkpoint.load_params. ValueError or FileNotFoundError if there are no
+    `ema` and `step` as for restore.load_params. ValueError or FileNotFoundError if there are no
     such weights, or NeMo has no such network.
     """
     path = pathlib.Path(path)
@@ -70,7 +70,7 @@ def from_workdir(
     abstract = nemo.abstract_params(s.unet, s.text.width)
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = checkpoint.load_params(folder, abstract, ema, step)
+        params = restore.load_params(folder, abstract, ema, step)
     state = nemo.to_nemo(params, s.unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 

@@ -23,8 +23,9 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import loop
 from diffusion_jax.train.command import exit_if_stopped
+from diffusion_jax.weights import restore
 from sd_jax import train
 from sd_jax.mlperf import benchmark, mllog, rules
 from sd_jax.mlperf.benchmark import Evaluate
@@ -225,7 +226,7 @@ def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
-    params = checkpoint.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
+    params = restore.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
     scores = evaluate(params, step)
     for metric, score in scores.items():
         run.log.event("eval_accuracy", score, metadata={**run.at(step), "metric": metric})
@@ -244,4 +245,4 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 def _trained(workdir: pathlib.Path) -> int:
     """The step of the last checkpoint; 0 without one."""
-    return max(checkpoint.steps(workdir / runs.CHECKPOINTS), default=0)
+    return max(restore.steps(workdir / runs.CHECKPOINTS), default=0)

@@ -8,7 +8,7 @@ import flax.linen as nn
 import jax
 
 from diffusion_jax import runs
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
@@ -45,7 +45,7 @@ def _is_workdir(path: str | os.PathLike[str]) -> bool:
 
 
 def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
-    return jax.device_get(checkpoint.load_params(pathlib.Path(path) / runs.CHECKPOINTS, abstract))
+    return jax.device_get(restore.load_params(pathlib.Path(path) / runs.CHECKPOINTS, abstract))
 
 
 def _checked(part: Any, wanted: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:

@@ -11,8 +11,7 @@ from diffusion_jax import runs
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Model, replaces
 from diffusion_jax.machine import sharding
-from diffusion_jax.train import checkpoint
-from diffusion_jax.weights import pretrained
+from diffusion_jax.weights import pretrained, restore
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
@@ -76,7 +75,7 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     abstract = names.abstract_unet(s.unet, s.text.width)
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = jax.device_get(checkpoint.load_params(folder, abstract, ema))
+        params = jax.device_get(restore.load_params(folder, abstract, ema))
     plain = {"dtype": jnp.float32, "attention_impl": "xla"}
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None

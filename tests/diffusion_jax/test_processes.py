@@ -15,7 +15,7 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.machine import log
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from tests.processes import Group, last_step
 
 
@@ -56,7 +56,7 @@ def told(workdir, hung):
     group.wait_for_step(workdir, 3 + last_step(workdir))
     group.processes[1].terminate()
     codes = group.end()
-    return codes, checkpoint.steps(workdir / runs.CHECKPOINTS)[-1], last_step(workdir)
+    return codes, restore.steps(workdir / runs.CHECKPOINTS)[-1], last_step(workdir)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.machine import log
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from tests import shared
 from tests.imagen_jax import commands
 
@@ -71,7 +71,7 @@ def _interrupt(folder):
     def record(process):
         process.join()
         codes.append(process.exitcode)
-        whole.append(checkpoint.steps(workdir / runs.CHECKPOINTS)[-1])
+        whole.append(restore.steps(workdir / runs.CHECKPOINTS)[-1])
         lines.append(log.read_metrics(workdir / log.METRICS)[-1]["step"])
 
     record(_train(workdir, 4))

@@ -9,8 +9,8 @@ from diffusion_jax import runs
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
-from diffusion_jax.train import checkpoint, loop
-from diffusion_jax.weights import pretrained
+from diffusion_jax.train import loop
+from diffusion_jax.weights import pretrained, restore
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
@@ -72,7 +72,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
     assert "pixels" in on_disk
     assert "token_embedding" not in on_disk
     assert "relative_bias" not in on_disk
-    restored = checkpoint.load_params(tmp_path / runs.CHECKPOINTS, jax.eval_shape(
+    restored = restore.load_params(tmp_path / runs.CHECKPOINTS, jax.eval_shape(
         tiny.init, jax.random.key(0)), "raw", None)  # fmt: skip
     assert restored.keys() == {"pixels", "text", "time", "out"}
 

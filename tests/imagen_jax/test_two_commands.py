@@ -10,7 +10,7 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.machine import log
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group
 
@@ -22,14 +22,14 @@ SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(interrupted.workdir, workdir)
-    first, last = checkpoint.steps(workdir / runs.CHECKPOINTS)[-2:]
+    first, last = restore.steps(workdir / runs.CHECKPOINTS)[-2:]
     shutil.rmtree(workdir / runs.CHECKPOINTS / str(last))
     run = (f"--workdir={workdir}", f"--config.steps={interrupted.steps}")
     group = Group(tmp_path, 2, "train", *TINY, *run)
     assert group.end() == [0, 0], group.said()
     manifest = json.loads((workdir / log.MANIFEST).read_text())["runs"][-1]
     assert (manifest["first_step"], manifest["devices"]["processes"]) == (first, 2)
-    assert checkpoint.steps(workdir / runs.CHECKPOINTS) == [first, last]
+    assert restore.steps(workdir / runs.CHECKPOINTS) == [first, last]
     expected, actual = (log.read_metrics(path / log.METRICS)[first:] for path in (trained, workdir))
     assert [line["step"] for line in actual] == list(range(first + 1, last + 1))
     for name in ("step", "loss", "grad_norm"):

@@ -27,7 +27,7 @@ def random_weights(table, abstract):
     leaves = jax.tree.leaves_with_path(abstract)
     shapes = {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
     state = {}
-    for entry in table:
+    for entry in sorted(table, key=lambda e: e.torch):
         shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), shapes[entry.path])).shape
         w = rng.normal(size=shape)
         if entry.path.endswith(("bias", "scale")):

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
+from diffusion_jax.weights import restore
 from tests.imagen_jax import commands
 
 TX = optimizer.adamw(optimizer.warmup_constant(1e-3, 10))
@@ -102,13 +103,13 @@ def test_parameters_are_loaded_without_the_optimizer(saved, tmp_path, which, get
         shutil.rmtree(tmp_path / str(step) / "optimizer")  # Proof that it is not read.
     for step, expected in ((10, random_state(10)), (None, random_state(20))):
         target = jax.eval_shape(lambda s=expected: s.params)
-        actual = checkpoint.load_params(tmp_path, target, which, step=step)
+        actual = restore.load_params(tmp_path, target, which, step=step)
         jax.tree.map(np.testing.assert_array_equal, actual, get(expected))
 
 
 def test_parameters_are_loaded_into_the_sharding_asked_for(saved):
     target = abstract(place(random_state(), 1, 2, 4)).params
-    actual = checkpoint.load_params(saved, target, "raw")
+    actual = restore.load_params(saved, target, "raw")
     kernel = actual["params"]["a"]["kernel"]
     assert kernel.sharding.spec == P("fsdp", "tensor") and len(kernel.sharding.device_set) == 8
     np.testing.assert_array_equal(kernel, random_state(20).params["params"]["a"]["kernel"])
@@ -125,7 +126,7 @@ def test_metadata_and_position_belong_to_their_step(saved):
 
 def test_the_last_steps_and_every_so_many_are_kept(tmp_path):
     save(tmp_path, 1, 2, 3, 4, 5, 6, keep_last=2, keep_every=3)
-    assert checkpoint.steps(tmp_path) == [3, 5, 6]
+    assert restore.steps(tmp_path) == [3, 5, 6]
     assert not (tmp_path / "deleted").exists()
 
 
@@ -138,7 +139,7 @@ def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
     while (tmp_path / "1").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert {path.name for path in (tmp_path / "deleted" / "1").iterdir()} >= {"params", "data"}
-    assert checkpoint.steps(tmp_path) == [2]
+    assert restore.steps(tmp_path) == [2]
     checkpointer.close()
     assert not (tmp_path / "deleted").exists()
 
@@ -179,28 +180,28 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
     assert checkpointer.latest_step() == 1
     checkpointer.save(3, random_state(3), Position(), {"step": 3})
     checkpointer.close()
-    assert checkpoint.steps(tmp_path) == [1, 3]
+    assert restore.steps(tmp_path) == [1, 3]
 
 
 def test_no_checkpoint_is_an_error(tmp_path, saved):
     target = abstract(random_state())
     message = r"no whole checkpoint in .*: train with this workdir first, or name another"
     with pytest.raises(FileNotFoundError, match=message):
-        checkpoint.load_params(tmp_path / "nowhere", target.params)
+        restore.load_params(tmp_path / "nowhere", target.params)
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
     assert checkpointer.latest_step() is None
     with pytest.raises(FileNotFoundError, match=message):
         checkpointer.restore(target, Position())
     checkpointer.close()
     with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*: there are \[10,"):
-        checkpoint.load_params(saved, target.params, step=5)
+        restore.load_params(saved, target.params, step=5)
 
 
 def test_another_architecture_is_an_error_that_names_the_first_differences(saved):
     layer = {"kernel": jax.ShapeDtypeStruct((8, 32), jnp.float32)}
     layer |= {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in ("bias", "scale")}
     with pytest.raises(ValueError, match="is of another architecture; 2 of 3") as error:
-        checkpoint.load_params(saved, {"params": {"a": layer}}, "raw")
+        restore.load_params(saved, {"params": {"a": layer}}, "raw")
     assert "params/a/kernel: saved (8, 16), expected (8, 32)" in str(error.value)
     assert "params/a/scale: saved nothing, expected (16,)" in str(error.value)
     assert "Use the config that the checkpoint was trained with" in str(error.value)
@@ -210,7 +211,7 @@ def test_an_unknown_average_is_an_error_that_lists_those_there(saved):
     target = jax.eval_shape(lambda: random_state().params)
     message = r"no average '0.99' in .*: choose one of \['raw', '0.9', '0.9999'\]"
     with pytest.raises(ValueError, match=message):
-        checkpoint.load_params(saved, target, "0.99")
+        restore.load_params(saved, target, "0.99")
 
 
 def test_other_averages_than_the_configs_are_an_error(saved):
@@ -282,9 +283,9 @@ def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_
         time.sleep(delay)
         child.kill()
         child.join()
-        whole = checkpoint.steps(tmp_path)
+        whole = restore.steps(tmp_path)
         for step, which in itertools.product(whole, ("raw", "0.9")):
-            loaded = checkpoint.load_params(tmp_path, target, which, step=step)
+            loaded = restore.load_params(tmp_path, target, which, step=step)
             jax.tree.map(lambda x, step=step: np.testing.assert_array_equal(x, step), loaded)
         reached, latest = latest, max(whole, default=0)
         assert latest >= reached + saves - 1

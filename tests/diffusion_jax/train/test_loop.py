@@ -18,6 +18,7 @@ from diffusion_jax.draw import program
 from diffusion_jax.machine import log, sharding, sheets
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
 RUN = Run(
@@ -88,7 +89,7 @@ def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
 
 def test_it_starts_from_given_parameters_once(tmp_path):
     given = jax.device_get(toy.init(jax.random.key(99)))
-    own = train(tmp_path / "own", TASK._replace(init=lambda key: toy.init(jax.random.key(99))))
+    own = train(tmp_path / "own", TASK._replace(init=lambda key: jax.tree.map(jnp.asarray, given)))
     state = train(tmp_path / "given", start=lambda: given, steps=3)
     state = train(tmp_path / "given", start=lambda: given)  # Goes on from its own checkpoint.
     assert_equal(state, own)
@@ -122,7 +123,7 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
         patch.setattr(checkpoint.Checkpointer, "close", watched_close)
         stopped = train(tmp_path / "parts")
     assert int(stopped.step) == 4
-    assert checkpoint.steps(tmp_path / "parts" / runs.CHECKPOINTS) == [4]
+    assert restore.steps(tmp_path / "parts" / runs.CHECKPOINTS) == [4]
     # A second signal must not end the process while the checkpoint is being written.
     assert during_close != [before] and signal.getsignal(signal.SIGTERM) is before
     assert_equal(train(tmp_path / "parts"), whole)
@@ -245,10 +246,10 @@ def test_a_finished_run_is_not_trained_again(tmp_path, monkeypatch):
 def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
     train(tmp_path, steps=5, save_every=2, keep_every=2, keep_last=1)
     folder = tmp_path / runs.CHECKPOINTS
-    assert checkpoint.steps(folder) == [2, 4, 5]
+    assert restore.steps(folder) == [2, 4, 5]
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
     assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata"}
-    assert checkpoint.load_metadata(folder) == {"a": [1, 2]}
+    assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
     np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))  # Not freed.
 
 

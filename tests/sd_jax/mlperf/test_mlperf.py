@@ -14,7 +14,7 @@ from mlperf_logging.package_checker.seed_checker import SeedChecker
 
 from diffusion_jax.metrics import frechet, stats_files
 from diffusion_jax.metrics.features import gaussian
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from sd_jax.mlperf import convergence, mllog
 from tests.processes import Group
 from tests.sd_jax import tiny_benchmark
@@ -128,7 +128,7 @@ def test_stopped_anywhere_it_ends_alike(whole, folder):
     for kill, code in (("training", -9), ("stop", 143), ("saving", -9), ("evaluation", -9)):
         workdir, _ = run(folder, "killed", "--toy", f"--kill={kill}", code=code)
         if kill == "stop":
-            assert checkpoint.steps(workdir / "checkpoints") == [INTERVAL, INTERVAL + 1]
+            assert restore.steps(workdir / "checkpoints") == [INTERVAL, INTERVAL + 1]
     with (workdir / "result.txt").open("a") as file:
         file.write(':::MLLOG {"namespace": "", "time')  # Killed in a line.
     run(folder, "killed", "--toy")

@@ -1,0 +1,129 @@
+"""Runs outlive the code: workdirs that earlier commits of this repository trained, used by today's.
+
+tests/fixtures/earlier_runs holds config.json and the checkpoint of step 2 of each, named after the
+commit; sd_vae is the autoencoder of both Stable Diffusions, of commit 603860d. Their numbers are a
+pattern that packs well, in place of those that the two steps gave.
+"""
+
+import json
+import pathlib
+import tarfile
+
+import pytest
+
+from diffusion_jax import runs
+from diffusion_jax.train import checkpoint
+from tests.imagen_jax import commands
+
+PACKED = pathlib.Path(__file__).parents[1] / "fixtures" / "earlier_runs"
+# Fields that came after a commit, some of them.
+LATER = {
+    "imagen_a87890b": ("text.weights", "super_resolution.factor", "unet.kind", "step_timeout"),
+    "imagen_de86e1f": ("step_timeout",),
+    "imagen_cc541fd": (),
+    "sd_603860d": ("step_timeout",),
+    "sd_cc541fd": (),
+}
+CONFIG = """
+from ml_collections import ConfigDict
+from diffusion_jax import runs
+
+def get_config():
+    return ConfigDict(runs.load({workdir!r}))
+"""
+
+
+@pytest.fixture(scope="module")
+def earlier(tmp_path_factory):
+    """The folder of all runs, with a config file NAME.py that says of each what it says itself."""
+    folder = tmp_path_factory.mktemp("earlier")
+    for packed in PACKED.iterdir():
+        with tarfile.open(packed) as tar:
+            tar.extractall(folder, filter="data")
+        name = packed.name.partition(".")[0]
+        (folder / f"{name}.py").write_text(CONFIG.format(workdir=str(folder / name)))
+    for run in folder.glob("sd_*/config.json"):  # The commits' commands ran in this folder.
+        config = json.loads(run.read_text())
+        if config["vae"]["weights"]:
+            config["vae"]["weights"] = str(folder / config["vae"]["weights"])
+        run.write_text(json.dumps(config))
+    return folder
+
+
+def run(module, *arguments):
+    ended = commands.run(module, *arguments, devices=1)
+    assert ended.code == 0, ended.err
+    return ended.err
+
+
+def system_of(name):
+    return name.partition("_")[0] + "_jax"
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_what_came_later_is_said_in_one_line(earlier, name, caplog):
+    with caplog.at_level("INFO", logger="absl"):
+        config = runs.load(earlier / name, system_of(name))
+    (line,) = [record.getMessage() for record in caplog.records if "earlier" in record.getMessage()]
+    assert all(field in line for field in LATER[name])
+    assert ("step_timeout" in line) == ("step_timeout" in LATER[name])
+    assert config["step_timeout"] == 1800
+
+
+@pytest.mark.parametrize("name", ["imagen_a87890b", "imagen_cc541fd", "sd_603860d", "sd_cc541fd"])
+def test_it_is_drawn_from(earlier, name, tmp_path):
+    err = run(
+        f"{system_of(name)}.sample", f"--workdir={earlier / name}", "--prompt=a red seven",
+        "--num_images=2", f"--out={tmp_path}",
+    )  # fmt: skip
+    assert len(list(tmp_path.glob("*.png"))) >= 2, err
+
+
+def test_its_cascade_is_drawn_from(earlier, tmp_path):
+    run(
+        "imagen_jax.sample", f"--workdir={earlier / 'imagen_de86e1f'}",
+        f"--workdir={earlier / 'imagen_sr_8374cec'}", "--prompt=a red seven", "--num_images=1",
+        f"--out={tmp_path}",
+    )  # fmt: skip
+    assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("name", ["imagen_a87890b", "sd_603860d"])
+def test_it_is_evaluated(earlier, name):
+    run(
+        f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",
+        "--num_heldout=1", "--batch_size=64",
+    )  # fmt: skip
+    assert (earlier / name / runs.EVALUATION / "step_00000002" / "sweep.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("imagen_a87890b", "imagen_jax.train"),
+        ("imagen_sr_8374cec", "imagen_jax.train"),
+        ("imagen_cc541fd", "imagen_jax.train"),
+        ("sd_vae", "sd_jax.train_vae"),
+        ("sd_603860d", "sd_jax.train"),
+    ],
+)
+def test_its_training_goes_on(earlier, name, module):
+    workdir = earlier / name
+    run(
+        module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3",
+        "--config.save_every=1",
+    )  # fmt: skip
+    assert checkpoint.steps(workdir / runs.CHECKPOINTS) == [2, 3]
+    config = json.loads((workdir / runs.CONFIG).read_text())
+    assert (config["version"], config["system"][:2]) == (runs.VERSION, name[:2])
+
+
+def test_another_systems_run_is_one_line(earlier):
+    ended = commands.run(
+        "sd_jax.sample", f"--workdir={earlier / 'imagen_cc541fd'}", "--prompt=a", "--out=nowhere"
+    )
+    assert ended.code == 2
+    assert ended.err.splitlines()[-1] == (
+        f"error: {earlier / 'imagen_cc541fd'} is a run of imagen_jax, not of sd_jax: give it to "
+        "the commands of imagen_jax"
+    )
