@@ -15,7 +15,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import train_vae
-from sd_jax.weights import names
+from sd_jax.weights import initial, names
 from tests.sd_jax import tiny
 
 
