@@ -153,7 +153,7 @@ def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
 
 
 def _write_arrow(path: pathlib.Path, records: Folder) -> None:
-    """As Hugging Face's save_to_disk does."""
+    """Writes the records as Hugging Face's save_to_disk does."""
     read = records.read(range(len(records)))
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     images = pyarrow.array([{"bytes": r.image, "path": None} for r in read], kind)

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """What the work returns, once the devices have it, and the seconds that took."""
+    """The work's result, once the devices have it, and the seconds that it took."""
     start = time.perf_counter()
     result = jax.block_until_ready(work())
     return result, time.perf_counter() - start

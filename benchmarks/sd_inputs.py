@@ -1,4 +1,4 @@
-"""What the train step of Stable Diffusion is timed with: random weights, random batches.
+"""Random weights and batches, with which the train step of Stable Diffusion is timed.
 
 No weights are needed: the VAE and CLIP's text tower have random numbers in the published shapes.
 """

@@ -1,4 +1,4 @@
-"""What the commands have in common: errors at the edge, other processes, compiled programs."""
+"""The start of every command: flags, configs, errors at the edge, processes, kept programs."""
 
 import contextlib
 import os
@@ -80,7 +80,7 @@ def start(*, alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def bad_input(*more: type[Exception]) -> Iterator[None]:
-    """What a user can mend becomes one message and exit code 2. For checks, not for the work."""
+    """Ends with one line and code 2 at errors a user can mend: for checks, not for the work."""
     try:
         yield
     except (ValueError, OSError, *more) as error:
@@ -89,7 +89,7 @@ def bad_input(*more: type[Exception]) -> Iterator[None]:
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
-    """What --config.unet.embd_dim=3 means, of which ml_collections' text names the last part."""
+    """The message for --config.unet.embd_dim=3; ml_collections' own names the last part alone."""
     field = re.search(r"\w+", text)
     given = [re.match(rf"--?\w+\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
     path = next((match[1] for match in given if match), None)

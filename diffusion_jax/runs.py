@@ -21,7 +21,7 @@ CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
 VERSION = 1
-"""Of the configs written today. 0 had no version and no system."""
+"""The version of the config.json written today. Version 0 named no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "sampler.", "evaluation.", "data.threads", "data.path",
@@ -36,12 +36,14 @@ class Change(NamedTuple):
     version: int
     """The first without it."""
     field: str
-    """Its name before, such as unet.dropout."""
+    """The field's earlier name, such as unet.dropout."""
     renamed: str = ""
-    """Its name now; "" if it was removed."""
+    """The field's name now; "" if it was removed."""
     learned: tuple[Any, ...] = ()
-    """Of a field that decided what the weights mean, the values that today's code stands for: with
-    others a run cannot be read. Empty for a field that may be dropped whatever it says."""
+    """Values of a removed field that today's code stands for; a run with another cannot be read.
+
+    Empty for a field that says nothing of what the weights mean, which is dropped.
+    """
 
 
 CHANGES: tuple[Change, ...] = ()

@@ -45,9 +45,9 @@ class Text(NamedTuple):
     width: int = 1024
     max_tokens: int = 128
     read_tokens: int = 512
-    """What T5 reads of a text, of which `max_tokens` are kept."""
+    """The tokens of a text that T5 reads; `max_tokens` of them are kept."""
     dtype: str = "bfloat16"
-    """Of the arithmetic of pretrained encoders."""
+    """The arithmetic of pretrained encoders."""
     drop_prob: float = 0.1
 
     @property
@@ -115,7 +115,7 @@ class Data(NamedTuple):
     max_broken: float = 0.1
     """The share of damaged records that does not end the run."""
     resize: int = 0
-    """Of the smaller side, to be cut then; 0 stands for the size of the cut."""
+    """Pixels of the smaller side, before the cut; 0 stands for the size of the cut."""
     crop: str = "center"
     flip: bool = False
     threads: int = 16

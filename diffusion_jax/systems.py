@@ -12,7 +12,7 @@ KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
 
 
 class System(NamedTuple):
-    """What the configs of a system hold, and what is made of them."""
+    """A system: the groups of its configs, and the settings that are made of them."""
 
     settings: type
     """The NamedTuple of a whole config: `run`, and a field for each group. Where it has a field

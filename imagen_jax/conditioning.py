@@ -1,4 +1,4 @@
-"""What a UNet is told beside its image: the time, the text, how noisy the low-res image is.
+"""Conditioning of both UNets: the time, the text, how noisy the low-res image is.
 
 B batch, L text tokens, D their width, E = 4 unet.embed_dim time embedding.
 """
@@ -47,7 +47,7 @@ def condition(
     low_res_time: Float[Array, "B"] | None,
     cond_dim: int,
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
-    """What the residual blocks see, what attention sees, and the mask of the latter.
+    """The embedding that residual blocks see, the context of attention, and its mask.
 
     T is L, or one more with a null token. The parameters are those of `unet`, from whose
     `__call__` this is called.

@@ -19,7 +19,7 @@ from imagen_jax.unet import UNet
 
 
 class Diffusion(NamedTuple):
-    """What the network predicts, at which noise levels it is trained, and by which distance."""
+    """The objective: the network's output, the noise of training, the distance of the loss."""
 
     precond: str = "edm"
     sigma_data: float = 0.5

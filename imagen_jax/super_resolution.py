@@ -1,4 +1,4 @@
-"""What a super-resolution model sees beside its image: a small one, made slightly noisy.
+"""The low-resolution input of super-resolution models: a small image, made slightly noisy.
 
 Noise on the small image (noise conditioning augmentation, Ho et al. 2021, "Cascaded Diffusion
 Models", section 4.2) lets a model forgive what the stage before it got wrong.

@@ -83,7 +83,7 @@ class Target(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Their number in all slices together."""
+        """The number of devices in all slices together."""
         return math.prod(self.sizes) * self.slices
 
     @property

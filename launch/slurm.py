@@ -26,7 +26,7 @@ class Slurm(NamedTuple):
     partition: str
     account: str
     time: str
-    """As sbatch takes it, such as 24:00:00."""
+    """The time limit in sbatch's form, such as 24:00:00."""
     grace: int
     """Seconds to save in, before the time is up."""
     setup: str

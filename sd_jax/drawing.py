@@ -75,7 +75,7 @@ def draw_batches(
     images: UInt8[np.ndarray, "N H W 3"] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
-    """As `draw`, `batch_size` images at a time as soon as they are there, about in [-1, 1].
+    """Draws like `draw`, and yields `batch_size` images at a time, about in [-1, 1].
 
     At guidance 1 the negative prompt is not even encoded.
     """

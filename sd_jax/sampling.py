@@ -81,7 +81,7 @@ def _size(images: Images) -> tuple[int, int, int]:
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
-    """What a model draws from: the tokens of texts, and of the negative prompts of all or each."""
+    """A batch for sampling: the tokens of texts, and of the negative prompts of all or each."""
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
@@ -90,7 +90,7 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
 def attended(
     p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]
 ) -> Float[Array, "B L D"]:
-    """What the UNet attends to: the encoded texts, and vectors of 0 up to conditioning.pad_to."""
+    """The UNet's context: the encoded texts, and vectors of 0 up to conditioning.pad_to."""
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))
@@ -110,7 +110,7 @@ def sketched(
 
 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """What the VAE makes of each channel of flat latents, to first order, and of 0."""
+    """RGB of each latent channel, by the VAE's first-order response to flat latents, and of 0."""
     z = p.vae.latent_channels
     flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale
     latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))

@@ -17,7 +17,7 @@ from sd_jax.vae import VAE
 
 
 class Latents(NamedTuple):
-    """What the UNet sees: `scale` times a sample of the VAE's posterior, of square images.
+    """The latents that are noised: `scale` times a sample of the VAE's posterior of square images.
 
     `pixels` is the range in which the VAE sees images: "symmetric", -1 to 1, as it was trained, or
     "unit", 0 to 1, which MLPerf's published moments are of.
@@ -29,7 +29,7 @@ class Latents(NamedTuple):
 
 
 class Conditioning(NamedTuple):
-    """What the UNet attends to.
+    """The UNet's text context.
 
     Dropped texts become those of "" where `drop_to` is "empty", as in sampling, or vectors of 0
     where it is "zeros", as in NeMo. `pad_to` tokens, the further ones 0 (NeMo has 80 for CLIP's
@@ -41,7 +41,7 @@ class Conditioning(NamedTuple):
 
 
 class Diffusion(NamedTuple):
-    """What the UNet predicts, "eps" or "v", over LDM's thousand steps.
+    """The objective: the UNet predicts "eps" or "v" over LDM's thousand steps.
 
     `offset_noise` times a draw for each image and channel joins the noise (0: none); `min_snr`
     bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
@@ -69,7 +69,7 @@ class Sampler(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """What drawing needs to know of a model, trained here or elsewhere.
+    """The settings that drawing needs, of a model trained here or elsewhere.
 
     `strength` is the share of the steps that image-to-image takes: 1 keeps least of the picture.
     """
@@ -90,7 +90,7 @@ class Pipeline(NamedTuple):
 
     @property
     def steps_taken(self) -> int:
-        """Of sampler.steps, those that image-to-image takes."""
+        """The number of sampler.steps that image-to-image takes."""
         return round(self.strength * self.sampler.steps)
 
 
@@ -118,7 +118,7 @@ class Settings(NamedTuple):
 
     @property
     def pipeline(self) -> Pipeline:
-        """What drawing needs to know."""
+        """The settings that drawing needs."""
         groups = self.conditioning, self.latents, self.diffusion, self.sampler
         return Pipeline(self.unet, self.vae, *groups)
 

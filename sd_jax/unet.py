@@ -34,7 +34,7 @@ class UNet(nn.Module):
     """How files hold what leads in and out of a transformer: as linear layers (2.x), or as 1x1
     convolutions (1.x). The numbers are the same."""
     norm_groups: int = 32
-    """Of residual blocks and of the output, 16 in MLPerf's; transformers always have 32."""
+    """Groups of the norms in residual blocks and the output: MLPerf's 16; transformers have 32."""
     in_channels: int = 4
     out_channels: int = 4
     remat: bool = False

@@ -31,7 +31,7 @@ class Noise(NamedTuple):
     draw: DrawSigma
     """(key, batch size) to the levels that a training step puts on its images."""
     time: Callable[[Sigma], Sigma]
-    """What a network that predicts eps, x0 or v is told of a level; EDM's has ln sigma / 4."""
+    """c_noise of a network that predicts eps, x0 or v; that of EDM's is ln sigma / 4."""
     grid: Callable[[Any, bool, bool], Sigmas]
     """(a config's `sampler`, leading, to_zero) to the levels of its steps + 1, falling.
 

@@ -28,9 +28,9 @@ class Method(NamedTuple):
     """A sampler as configs name it, and how its steps lie on the levels of a model's noise."""
 
     make: Callable[[Any], Sampler]
-    """Of a config's `sampler`: of its fields steps, churn and eta, those that it has a use for."""
+    """Makes the sampler of a config's `sampler`: it may read the fields steps, churn and eta."""
     leading: bool = False
-    """Of a table of times it takes LDM's own, in place of even ones from the last."""
+    """Whether it steps down a table of times by LDM's own grid, not by even times from the last."""
     to_zero: bool = True
     """It goes on from the end of a continuous schedule to the level 0."""
 

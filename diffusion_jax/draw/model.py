@@ -55,7 +55,7 @@ class Model(NamedTuple):
 
     workdir: str
     settings: Any
-    """Those of its system."""
+    """The settings of its system: imagen_jax.settings.Settings or sd_jax.settings.Pipeline."""
     encoder: TextEncoder
     draw: Draw
     params: Any

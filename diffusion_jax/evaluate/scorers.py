@@ -37,7 +37,7 @@ class Judge(NamedTuple):
     features: tuple[str, ...]
     """The names of what it extracts (see table.Metric)."""
     extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
-    """Those features [B, D] of images and their prompts."""
+    """(images, prompts) to these features, [B, D] each."""
     real: Stats | None = None
 
 

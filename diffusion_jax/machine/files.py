@@ -17,7 +17,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_new(path: Path, content: bytes | str) -> None:
-    """As write_whole, but a file that is there already stays, whoever made it and however late."""
+    """Writes a file whole unless it is there already: the first of several writers wins."""
     with whole(path, _link) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 

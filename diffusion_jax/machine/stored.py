@@ -16,7 +16,7 @@ class Stored:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of any array."""
+        """The array's shape."""
         return self._view.shape
 
     @property

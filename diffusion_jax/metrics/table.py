@@ -17,7 +17,7 @@ class Metric(NamedTuple):
     """A score: a function of features, and its place in tables and figures."""
 
     label: str
-    """Its name in tables and figures; "" keeps it in the files alone."""
+    """The metric's name in tables and figures; "" keeps it in the files alone."""
     features: str
     """The features it takes: "inception", "clip" (an image's cosine with its prompt), "clip_image",
     or the "digits" and "right" of the judge of digits."""

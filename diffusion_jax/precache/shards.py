@@ -91,7 +91,7 @@ def finish(path: pathlib.Path, names: Sequence[str]) -> dict[str, Any]:
 
 
 def whole_shards(path: pathlib.Path, names: Sequence[str], *, verify: bool) -> list[str]:
-    """Those of the shards `names` that can be used; the damaged ones are removed.
+    """Removes the damaged ones of the shards `names`, and returns the others.
 
     `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
     """

@@ -173,7 +173,7 @@ def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Cal
 
 
 def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:
-    """That of the last checkpoint; or of step 0, with what `start` reads, also as its averages."""
+    """The last checkpoint's state, or step 0's, whose averages are also what `start` reads."""
     step = checkpoints.latest_step()
     if step is None:
         state = jax.jit(create, out_shardings=layout)(key)

@@ -39,7 +39,7 @@ class Model(NamedTuple):
     state: TrainState
     """Shapes."""
     notes: tuple[str, ...]
-    """What the figures leave out."""
+    """Notes on costs that the figures leave out."""
 
 
 def read(config: Mapping[str, Any]) -> Model:

@@ -26,7 +26,7 @@ from sd_jax.weights.text import TextPart
 from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
-"""As NeMo draws; height and width 0 stand for the size that the model was trained at."""
+"""The sampler of NeMo; height and width 0 stand for the size that the model was trained at."""
 
 
 class File(NamedTuple):
@@ -39,7 +39,7 @@ class File(NamedTuple):
     norm_groups: int | None = None
     """16 for MLPerf's files."""
     dtype: DTypeLike | None = None
-    """Of the networks' arithmetic; by default bfloat16, float32 on CPUs."""
+    """The networks' arithmetic; by default bfloat16, float32 on CPUs."""
 
 
 def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:

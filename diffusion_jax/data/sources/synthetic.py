@@ -27,7 +27,7 @@ class Synthetic(Pictures):
             self._text = self._random.standard_normal(embeddings, np.float32)
 
     def __len__(self) -> int:
-        """As many as anyone needs."""
+        """A number that no run comes to the end of."""
         return 2**31 - 1
 
     def read(
