@@ -27,6 +27,7 @@ from absl import flags
 from PIL import Image
 
 from diffusion_jax.data import embeddings
+from diffusion_jax.diffusion import samplers
 from diffusion_jax.draw.command import Session, command
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
@@ -42,7 +43,7 @@ _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier 
 _PER_STAGE: dict[str, tuple[Callable[[str], Any], list[str], str]] = {
     "guidance": (float, [], "Guidance scale, of all stages or of each."),
     "steps": (int, [], "Sampling steps, of all stages or of each."),
-    "sampler": (str, [], "heun, ddim, ddpm or dpmpp_2m, likewise."),
+    "sampler": (str, [], f"One of {', '.join(samplers.SAMPLERS)}, likewise."),
     "threshold": (str, [], "dynamic, static or none, likewise."),
     "aug_sigma": (float, [], "Noise put on the small images, likewise."),
     "text_weights": (str, [], "Folder of the text encoder's weights, likewise; else the config's."),

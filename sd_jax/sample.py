@@ -29,6 +29,7 @@ from absl import flags, logging
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
+from diffusion_jax.diffusion import samplers
 from diffusion_jax.draw.command import Session, command
 from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets
@@ -45,7 +46,7 @@ _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw ov
 _HEIGHT = flags.DEFINE_integer("height", None, "Pixels.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", None, "Pixels.", lower_bound=1)
 _STEPS = flags.DEFINE_integer("steps", None, "Sampling steps, 1 to 1000.")
-_SAMPLER = flags.DEFINE_string("sampler", None, "plms, ddim, dpmpp_2m, euler or heun.")
+_SAMPLER = flags.DEFINE_string("sampler", None, f"One of {', '.join(samplers.SAMPLERS)}.")
 _ETA = flags.DEFINE_float("eta", None, "Share of new noise in a step of ddim.")
 _GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance scale; 1 draws without.")
 _BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
