@@ -15,7 +15,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore
 from sd_jax import train_vae
-from sd_jax.weights import names, pretrained
+from sd_jax.weights import initial, names
 from tests.sd_jax import tiny
 
 
@@ -91,7 +91,7 @@ def test_it_learns_to_reconstruct(run):
 
 def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
     vae = read(vae__channel_mult=(1,)).vae
-    params = pretrained.read_vae(run[0], vae)
+    params = initial.read_vae(run[0], vae)
     folder, abstract = run[0] / runs.CHECKPOINTS, names.abstract_vae(vae)
     raw, average = (restore.load_params(folder, abstract, ema) for ema in ("raw", "0.99"))
     jax.tree.map(np.testing.assert_array_equal, params, average)
