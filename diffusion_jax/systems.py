@@ -2,6 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings
@@ -15,14 +16,20 @@ class System(NamedTuple):
     """A system: the groups of its configs, and the settings that are made of them."""
 
     settings: type
-    """The NamedTuple of a whole config: `run`, and a field for each group. Where it has a field
-    `unet_weights`, the group `unet` has a value `weights` beside those of the network."""
-    groups: Mapping[str, Any]
-    """NamedTuples and networks, or several networks by the group's `kind`, the default first."""
+    """The NamedTuple of a whole config: `run`, and a field for each group, of a NamedTuple or a
+    network. A field `unet_weights` is the value `weights` of the group `unet`."""
     check: Callable[[Any], None]
     """ValueError for settings that cannot be or do not go together."""
     command: str
     """The module that trains it."""
+    networks: Mapping[str, Mapping[str, type]] = MappingProxyType({})
+    """The groups that choose among several networks by their value `kind`, the default first."""
+
+    @property
+    def groups(self) -> dict[str, Any]:
+        """What each group becomes: a NamedTuple, a network, or one of several by its `kind`."""
+        types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
+        return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 
 
 def find(name: str) -> System:

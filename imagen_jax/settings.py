@@ -158,21 +158,4 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-SYSTEMS = {
-    "imagen_jax": System(
-        settings=Settings,
-        groups={
-            "unet": UNETS,
-            "text": Text,
-            "diffusion": Diffusion,
-            "super_resolution": SuperResolution,
-            "sampler": Sampler,
-            "optimizer": Optimizer,
-            "mesh": MeshShape,
-            "evaluation": Evaluation,
-            "data": Data,
-        },
-        check=check,
-        command="imagen_jax.train",
-    )
-}
+SYSTEMS = {"imagen_jax": System(Settings, check, "imagen_jax.train", {"unet": UNETS})}

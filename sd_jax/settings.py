@@ -286,28 +286,7 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
         raise ValueError("data.source is 'moments': an autoencoder is trained on images")
 
 
-_TRAINING = {"optimizer": Optimizer, "mesh": MeshShape, "data": Data}
 SYSTEMS = {
-    "sd_jax": System(
-        settings=Settings,
-        groups={
-            "unet": UNet,
-            "vae": VAE,
-            "text": Text,
-            "conditioning": Conditioning,
-            "latents": Latents,
-            "diffusion": Diffusion,
-            "sampler": Sampler,
-            "evaluation": Evaluation,
-            **_TRAINING,
-        },
-        check=check,
-        command="sd_jax.train",
-    ),
-    "sd_jax.vae": System(
-        settings=AutoencoderSettings,
-        groups={"vae": VAE, "reconstruction": Reconstruction, **_TRAINING},
-        check=check_autoencoder,
-        command="sd_jax.train_vae",
-    ),
+    "sd_jax": System(Settings, check, "sd_jax.train"),
+    "sd_jax.vae": System(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
 }

@@ -12,7 +12,7 @@ import tarfile
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.train import checkpoint
+from diffusion_jax.weights import restore
 from tests.imagen_jax import commands
 
 PACKED = pathlib.Path(__file__).parents[1] / "fixtures" / "earlier_runs"
@@ -113,7 +113,7 @@ def test_its_training_goes_on(earlier, name, module):
         module, f"--config={earlier / name}.py", f"--workdir={workdir}", "--config.steps=3",
         "--config.save_every=1",
     )  # fmt: skip
-    assert checkpoint.steps(workdir / runs.CHECKPOINTS) == [2, 3]
+    assert restore.steps(workdir / runs.CHECKPOINTS) == [2, 3]
     config = json.loads((workdir / runs.CONFIG).read_text())
     assert (config["version"], config["system"][:2]) == (runs.VERSION, name[:2])
 
