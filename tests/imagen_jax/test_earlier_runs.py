@@ -50,6 +50,11 @@ def earlier(tmp_path_factory):
     return folder
 
 
+def slow(*values):
+    """A case of `-m slow`: the oldest run of each system shows the most, and is always used."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 def run(module, *arguments):
     ended = commands.run(module, *arguments, devices=1)
     assert ended.code == 0, ended.err
@@ -70,7 +75,9 @@ def test_what_came_later_is_said_in_one_line(earlier, name, caplog):
     assert config["step_timeout"] == 1800
 
 
-@pytest.mark.parametrize("name", ["imagen_a87890b", "imagen_cc541fd", "sd_603860d", "sd_cc541fd"])
+@pytest.mark.parametrize(
+    "name", ["imagen_a87890b", slow("imagen_cc541fd"), "sd_603860d", slow("sd_cc541fd")]
+)
 def test_it_is_drawn_from(earlier, name, tmp_path):
     err = run(
         f"{system_of(name)}.sample", f"--workdir={earlier / name}", "--prompt=a red seven",
@@ -79,6 +86,7 @@ def test_it_is_drawn_from(earlier, name, tmp_path):
     assert len(list(tmp_path.glob("*.png"))) >= 2, err
 
 
+@pytest.mark.slow
 def test_its_cascade_is_drawn_from(earlier, tmp_path):
     run(
         "imagen_jax.sample", f"--workdir={earlier / 'imagen_de86e1f'}",
@@ -101,9 +109,9 @@ def test_it_is_evaluated(earlier, name):
     ("name", "module"),
     [
         ("imagen_a87890b", "imagen_jax.train"),
-        ("imagen_sr_8374cec", "imagen_jax.train"),
-        ("imagen_cc541fd", "imagen_jax.train"),
-        ("sd_vae", "sd_jax.train_vae"),
+        slow("imagen_sr_8374cec", "imagen_jax.train"),
+        slow("imagen_cc541fd", "imagen_jax.train"),
+        slow("sd_vae", "sd_jax.train_vae"),
         ("sd_603860d", "sd_jax.train"),
     ],
 )

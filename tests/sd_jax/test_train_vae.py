@@ -102,7 +102,10 @@ def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
     ("changes", "message"),
     [
         ({"reconstruction__image_size": 7}, "reconstruction.image_size is 7: take a multiple of 2"),
-        ({"reconstruction__distance": "l3"}, "reconstruction.distance is 'l3': choose from l1, l2"),
+        (
+            {"reconstruction__distance": "l3"},
+            "reconstruction.distance is 'l3': choose from l2, l1, huber",
+        ),
         ({"reconstruction__kl": 2.0}, "reconstruction.kl is 2.0: it must be from 0 to 1"),
         ({"data__source": "moments", "data__path": "x"}, "an autoencoder is trained on images"),
         ({"vae__width": 48}, "vae.width * 1 is 48: group normalisation has 32 groups"),

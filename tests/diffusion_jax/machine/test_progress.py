@@ -21,7 +21,7 @@ def lines(caplog):
 
 
 def test_a_line_has_rate_and_time_left(seconds, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         meter = progress.Meter("captions", 1000, name="encoding", done=100)
         meter.add(30)  # Looks at the clock for whether it is time, and once more for the rate.
         meter.reach(1000)
@@ -32,18 +32,18 @@ def test_a_line_has_rate_and_time_left(seconds, caplog):
 
 
 def test_items_pass_and_the_last_is_reported(caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         assert list(progress.reported("abc", 3, "letters")) == ["a", "b", "c"]
     (line,) = lines(caplog)
     assert line.startswith("3/3 letters | ") and line.endswith(" letters/s | 0:00:00 left")
     caplog.clear()
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         list(progress.reported(["ab", "c"], 3, "letters", size=len, every=0.0))
     assert [line.partition(" ")[0] for line in lines(caplog)] == ["2/3", "3/3"]
 
 
 def test_what_has_no_known_end_says_how_long_it_runs(seconds, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         list(progress.reported("abcd", None, "letters", every=25.0))
     assert lines(caplog) == [
         "3 letters | 0.07 letters/s | 0:00:40 so far",
