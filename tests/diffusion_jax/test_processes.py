@@ -65,11 +65,13 @@ def four(workdir, told):
     return group.end(), group.said()
 
 
+@pytest.mark.slow
 def test_one_that_is_killed_ends_the_other(killed):
     code, said = killed
     assert code not in (0, 2, 143), said
 
 
+@pytest.mark.slow
 def test_one_that_hangs_ends_the_other_with_its_stacks(hung):
     code, said = hung
     assert code == 1, said
