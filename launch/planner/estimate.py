@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all kinds together."""
         return sum(self)
 
 
@@ -61,12 +61,12 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Where communication hides behind arithmetic as far as that lasts."""
+        """Seconds if communication hides behind arithmetic as far as that lasts."""
         return max(self.arithmetic, self.communication) + self.update
 
     @property
     def exposed(self) -> float:
-        """Where nothing is hidden."""
+        """Seconds if nothing is hidden: the sum of all."""
         return sum(self)
 
 

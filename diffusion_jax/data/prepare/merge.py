@@ -31,7 +31,7 @@ _ARRAYS = {
 
 
 class _Place(NamedTuple):
-    """Where a member lies."""
+    """A tar member's place: the tar, and the range of its bytes."""
 
     tar: str
     offset: int
