@@ -20,7 +20,7 @@ class GroupNorm(nn.Module):
     groups: int = 32
     eps: float = 1e-5
     silu: bool = False
-    """With SiLU after it, in one operation."""
+    """Whether SiLU follows, in one operation."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:

@@ -248,7 +248,7 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
 
 
 def _bytes(model: Model, shapes: Any, mesh: AbstractMesh) -> int:
-    """Bytes of such arrays on a device."""
+    """Bytes of these arrays on a device."""
     layout = sharding.shardings(shapes, mesh, model.task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, shapes, layout)))
 
