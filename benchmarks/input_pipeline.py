@@ -95,12 +95,12 @@ def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
     """Reads as many images as there are; returns how many."""
     steps = _NUM.value // _BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
-    made = pipeline.make_batches(
+    batches = pipeline.make_batches(
         pictures, lambda texts: {}, batch_size=_BATCH, seed=0, num_threads=threads
     )
-    with made:
+    with batches:
         for _ in range(steps):
-            next(made)
+            next(batches)
     return steps * _BATCH
 
 

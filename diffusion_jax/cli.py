@@ -91,8 +91,8 @@ def bad_input(*more: type[Exception]) -> Iterator[None]:
 def _unknown_field(argv: list[str], text: str) -> str:
     """The message for --config.unet.embd_dim=3; ml_collections' own names the last part alone."""
     field = re.search(r"\w+", text)
-    given = [re.match(rf"--?\w+\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
-    path = next((match[1] for match in given if match), None)
+    matches = [re.match(rf"--?\w+\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
+    path = next((match[1] for match in matches if match), None)
     if field is None or path is None:
         return text
     meant = re.search(r'Did you mean "(\w+)"', text)

@@ -36,7 +36,7 @@ _VARIABLES = ("XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS
 
 
 def main(argv: list[str]) -> None:
-    """Prints what it finds."""
+    """Examines the machine and prints the report."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()

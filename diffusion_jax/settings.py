@@ -31,7 +31,7 @@ class Run(NamedTuple):
     """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...] = ()
     system: str = ""
-    """Such as imagen_jax; every config names its own: see systems.find."""
+    """The system, such as imagen_jax, that every config names: see systems.find."""
 
 
 class Text(NamedTuple):
@@ -100,7 +100,7 @@ class Evaluation(NamedTuple):
 
 
 class Data(NamedTuple):
-    """Where pictures come from."""
+    """The pictures to train on: their source, filters, resize, crop and flip."""
 
     source: str
     path: str = ""
@@ -168,7 +168,7 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
 
 
 def check_run(run: Run, data: Data) -> None:
-    """ValueError for values that cannot be."""
+    """ValueError for values of steps, batch and saving, or a crop, that cannot be."""
     one_of("data.crop", data.crop, CROPS)
     positive(
         steps=run.steps, batch_size=run.batch_size, log_every=run.log_every,

@@ -27,7 +27,7 @@ class System(NamedTuple):
 
     @property
     def groups(self) -> dict[str, Any]:
-        """What each group becomes: a NamedTuple, a network, or one of several by its `kind`."""
+        """The type that each group is read as, or the networks that its `kind` chooses among."""
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 
@@ -96,7 +96,7 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
 
 
 def _kind(system: System, name: str, group: Mapping[str, Any]) -> type:
-    """The class that a group becomes."""
+    """The class that a group is read as: its own, or the network of its `kind`."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):
         return kinds

@@ -43,7 +43,7 @@ class Task(NamedTuple):
     frozen: Frozen
     """Weights that are not trained: sharded, never donated, in no checkpoint."""
     rules: Rules
-    """Which parameter lives where on the mesh."""
+    """Where each parameter lives on the mesh."""
 
 
 def to_range(

@@ -153,10 +153,10 @@ def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
         if size is not None:
             raise ValueError(f"{workdir} is a base model, which starts from no image: give none")
         return
-    wanted = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
+    enlarges = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
     if size is None:
         raise ValueError(
-            f"{wanted}: name a model that draws such before it, or give images to start from"
+            f"{enlarges}: name a model that draws such before it, or give images to start from"
         )
     if size != (s.input_size, s.input_size):
-        raise ValueError(f"{wanted} and got {size[0]}x{size[1]}: resize it first")
+        raise ValueError(f"{enlarges} and got {size[0]}x{size[1]}: resize it first")

@@ -52,7 +52,7 @@ class ResBlock(nn.Module):
 
 
 class HalvingConv(nn.Module):
-    """Learned downsampling by 2, the width kept: the parameters of ops.conv_4x4_halving."""
+    """Learned downsampling by 2, the width kept, by ops.conv_4x4_halving."""
 
     dtype: DTypeLike = jnp.float32
 
@@ -66,7 +66,7 @@ class HalvingConv(nn.Module):
 
 
 class ConvTranspose(nn.Module):
-    """Learned upsampling by 2, the width kept: the parameters of ops.conv_transpose_4x4."""
+    """Learned upsampling by 2, the width kept, by ops.conv_transpose_4x4."""
 
     dtype: DTypeLike = jnp.float32
 

@@ -68,7 +68,7 @@ def check(job: Job) -> None:
 
 
 def mounted(workdir: str) -> str:
-    """Where a folder of a bucket is in the container."""
+    """The path of a bucket's folder in the container."""
     return workdir.replace("gs://", "/gcs/", 1)
 
 

@@ -44,7 +44,7 @@ class Job(NamedTuple):
     sweep: tuple[tuple[str, ...], ...]
     """Further overrides, of which each becomes a run of its own; empty for one run."""
     accelerator: str
-    """Such as v5p:4x4x4; several slices work on one run."""
+    """The accelerators of a run, such as v5p:4x4x4; several slices work on one run."""
     image: str
     workdir: str
     secrets: tuple[str, ...]
@@ -68,7 +68,7 @@ class Launcher(NamedTuple):
     submit: Callable[[list[str]], None]
     """Hands over all of them; ValueError or ImportError where it cannot."""
     folder: Callable[[str], str] = str
-    """Where a workdir is for the command that runs."""
+    """The path of a workdir for the command that runs."""
 
 
 Groups = Mapping[str, Any]

@@ -159,7 +159,7 @@ class AutoencoderSettings(NamedTuple):
     data: Data
 
 
-PREDICTS = ("eps", "v")  # Of precond.PRECONDS what models of this family were trained to predict.
+PREDICTS = ("eps", "v")  # Those of precond.PRECONDS that models of this family predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
 _STEPS = 1000

@@ -70,7 +70,7 @@ class VAE(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Images to moments."""
+    """The VAE's encoder: images to the moments of their posterior, an eighth as large."""
 
     width: int
     channel_mult: Sequence[int]
@@ -81,7 +81,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W _"]) -> Moments:
-        """Padded below and to the right where it halves, unlike the UNet."""
+        """Pads below and to the right where it halves, unlike the UNet."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = images.astype(self.dtype)  # [B, H, W, 3]
         h = conv(h, self.width, "init_conv", kernel=3, dtype=self.dtype)  # [B, H, W, width]
@@ -100,7 +100,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Latents to images."""
+    """The VAE's decoder: latents to images."""
 
     width: int
     channel_mult: Sequence[int]
@@ -111,7 +111,7 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Not clipped."""
+        """Returns images that are not clipped."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]

@@ -161,7 +161,7 @@ class Digits(Pictures):
         return images, [self._captions[p] for p in prompts]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """The captions alone."""
+        """The captions of these indices, without making the pictures."""
         return [self._captions[p] for p in self._prompt_of[indices]]
 
 

@@ -210,7 +210,7 @@ class Mixture(Pictures):
         return texts
 
     def skipped(self) -> dict[str, int]:
-        """The sums of the parts."""
+        """Counts of unusable records by reason, summed over the parts."""
         total = collections.Counter()
         for part in self._parts:
             total.update(part.skipped())

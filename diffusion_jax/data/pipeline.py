@@ -163,7 +163,7 @@ def make_batches(
 
 
 def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
-    """Which picture is sample n: each epoch is a permutation; of a mixture, each epoch of a part.
+    """The picture of sample n: each epoch is a permutation; of a mixture, each epoch of a part.
 
     Sample n's part is a function of n alone, and the parts' shares of any stretch are the weights.
     """

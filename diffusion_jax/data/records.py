@@ -23,7 +23,7 @@ class Record(NamedTuple):
     text: Any
     """A caption, an array [tokens, width] of precomputed embeddings, or Unusable if damaged."""
     name: str
-    """Where it lies, for messages."""
+    """The place of the record's file, for messages."""
 
 
 class Records(abc.ABC):

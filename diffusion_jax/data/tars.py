@@ -42,7 +42,7 @@ class Index(NamedTuple):
     suffix: np.ndarray
     """Text [M], such as "jpg"."""
     span: Int[np.ndarray, "M 2"]
-    """Where the contents begin, and how many bytes they have."""
+    """The offset of the contents in the tar, and their size in bytes."""
     truncated: np.ndarray
     """bool []: the tar ends in the middle of a member."""
 

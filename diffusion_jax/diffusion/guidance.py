@@ -22,7 +22,8 @@ def guided(
 ) -> Denoiser:
     """`denoise` with guidance from `low` to `high`, then a threshold by its name in THRESHOLDS.
 
-    It sees rows of `with_and_without`; where `scale` is None, which is no guidance, each once.
+    `denoise` is conditioned on rows ordered as by `with_and_without`; where `scale` is None, for no
+    guidance, on one row an image.
     """
     if scale is not None:
         denoise = classifier_free(denoise, interval(scale, low, high))
@@ -38,9 +39,8 @@ def classifier_free(denoise_both: Denoiser, scale: Scale | Schedule) -> Denoiser
     """D_uncond + scale * (D_cond - D_uncond) (Ho & Salimans 2022, equation 6).
 
     `denoise_both` sees each image twice, ordered as by `with_and_without`: neighbours, so that a
-    sharded batch stays where it is. `scale` is one
-    number, one per image, or a function of sigma such as `interval`; at 1 the result is
-    D_cond to the last bit.
+    sharded batch stays where it is. `scale` is one number, one per image, or a function of sigma
+    such as `interval`; at 1 the result is D_cond to the last bit.
     """
 
     def denoise(x, sigma):

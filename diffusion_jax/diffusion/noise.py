@@ -53,7 +53,7 @@ def continuous_noise(log_snr: LogSNR) -> Noise:
     """DDPM in continuous time: uniform times in training, even ones in sampling."""
 
     def grid(s, leading, to_zero):
-        del leading  # Is for tables.
+        del leading  # Tables alone have times to lead with.
         sigmas = log_snr_sigmas(log_snr, s.steps)
         return ending_at_zero(sigmas) if to_zero else sigmas
 

@@ -32,7 +32,7 @@ class Method(NamedTuple):
     leading: bool = False
     """Whether it steps down a table of times by LDM's own grid, not by even times from the last."""
     to_zero: bool = True
-    """It goes on from the end of a continuous schedule to the level 0."""
+    """Whether it goes on from the end of a continuous schedule to the level 0."""
 
 
 # By sampler.name of a config: all for both systems.

@@ -158,7 +158,7 @@ def _ends(path: pathlib.Path) -> tuple[int, int]:
 
 
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
-    """Which images no shard holds: as process 0 sees it, for every process."""
+    """A mask of the images that no shard holds, as process 0 sees it, for every process."""
     missing = np.ones(num_images, bool)
     for first, last in map(_ends, _shards(folder)):
         missing[first : last + 1] = False
@@ -166,7 +166,7 @@ def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
-    """Rows that are missing, in batches of such as follow one another."""
+    """The missing rows, in batches of consecutive ones."""
     rows = np.flatnonzero(missing)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]

@@ -53,17 +53,17 @@ class MetricWriter:
             self._tensorboard.write_scalars(step, values)
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Images by name, for TensorBoard alone."""
+        """Writes images by name, to TensorBoard alone."""
         if self._tensorboard:
             self._tensorboard.write_images(step, images)
 
     def flush(self) -> None:
-        """Everything written so far is with the operating system."""
+        """Hands everything written so far to the operating system."""
         if self._tensorboard:
             self._tensorboard.flush()
 
     def close(self) -> None:
-        """No more is written."""
+        """Closes the files; nothing can be written afterwards."""
         if self._file:
             self._file.close()
         if self._tensorboard:

@@ -29,11 +29,11 @@ class Meter:
         self._start = self._last = time.monotonic()
 
     def add(self, count: int = 1) -> None:
-        """So many more are done."""
+        """Counts `count` more as done; prints the line if it is due."""
         self.reach(self._done + count)
 
     def reach(self, done: int) -> None:
-        """So many are done in all."""
+        """Sets the count of what is done; prints the line if it is due."""
         self._done = done
         now = time.monotonic()
         if self._done == self._total or now - self._last >= self._every:
@@ -41,7 +41,7 @@ class Meter:
             self.log()
 
     def log(self) -> None:
-        """The line, now."""
+        """Prints the line now, due or not."""
         logging.info("%s%s", self._name, self._line(time.monotonic() - self._start))
 
     def _line(self, seconds: float) -> str:

@@ -21,7 +21,7 @@ class Score(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """Where a score lies, with the wanted confidence."""
+    """The two ends of a score's confidence interval."""
 
     low: float
     high: float

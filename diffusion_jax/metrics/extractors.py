@@ -181,7 +181,7 @@ def features_of(
 
 
 def _everywhere(extractor: Extractor, mesh: Mesh) -> Any:
-    """The weights on every device."""
+    """Copies the weights to every device."""
     return jax.tree.map(lambda leaf: place(leaf, replicated(mesh)), extractor.params)
 
 

@@ -91,7 +91,7 @@ class Stream:
 
 
 def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
-    """Which rows are finite throughout."""
+    """A mask of the rows whose values are all finite."""
     return np.asarray(np.isfinite(rows).all(1))
 
 

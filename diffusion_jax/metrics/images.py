@@ -26,7 +26,7 @@ class Files(NamedTuple):
     read: Callable[[int], tuple[bytes, str]]
     """An image file's contents, and its name for messages."""
     left_out: Callable[[], dict[str, int]]
-    """How many things that are there are not in the list, by reason."""
+    """Counts of the files that were left out, by reason."""
 
 
 def open_files(path: str) -> Files:

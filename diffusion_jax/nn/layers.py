@@ -15,12 +15,12 @@ Padding = tuple[int, int]
 
 
 class GroupNorm(nn.Module):
-    """The parameters of ops.group_norm."""
+    """Group normalisation by ops.group_norm, with its learned weight and bias."""
 
     groups: int = 32
     eps: float = 1e-5
     silu: bool = False
-    """With SiLU after it, in one operation."""
+    """Whether SiLU follows, in one operation."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
@@ -42,7 +42,7 @@ def uniform(fan_in: int) -> nn.initializers.Initializer:
 def layer_norm(
     x: Float[Array, "*B C"], name: str = "norm", *, dtype: DTypeLike
 ) -> Float[Array, "*B C"]:
-    """With torch's epsilon, and a variance that does not cancel where the mean is large."""
+    """Layer norm with torch's epsilon, and a variance that does not cancel at large means."""
     norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
     return norm(x)
 
@@ -74,9 +74,9 @@ def conv(
     zero: bool = False,
     dtype: DTypeLike,
 ) -> Float[Array, "B _ _ {width}"]:
-    """Padded by kernel // 2 on both sides, or by `padding` (before, after) of rows and columns.
+    """A convolution padded by kernel // 2, or by `padding` (before, after) of rows and columns.
 
-    "SAME" pads strided convolutions unlike torch.
+    Not "SAME", which pads strided convolutions unlike torch.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
     return nn.Conv(

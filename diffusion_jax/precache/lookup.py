@@ -17,9 +17,9 @@ def open_encoder(text: Text) -> TextEncoder:
     """
     if not text.store:
         return registry.make_encoder(text)
-    wanted = rule(text)
+    identity = rule(text)
     opened = store.Store(text.store)
-    store.check_identity(text.store, opened.identity, wanted)
+    store.check_identity(text.store, opened.identity, identity)
     if text.weights and pathlib.Path(text.weights).is_dir():
         open_online(text)
     return store.encoder(opened)

@@ -272,7 +272,8 @@ class _Mlp(nn.Module):
 
 
 def _norm(eps: float, name: str) -> nn.LayerNorm:
-    """In float32. Not in one pass: E[x^2] - E[x]^2 loses digits where a few channels are large."""
+    """Layer norm in float32."""
+    # Not in one pass: E[x^2] - E[x]^2 loses digits where a few channels are large.
     return nn.LayerNorm(epsilon=eps, use_fast_variance=False, dtype=jnp.float32, name=name)
 
 

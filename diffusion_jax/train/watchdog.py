@@ -1,4 +1,4 @@
-"""A step that never ends, ended: with the stacks of all threads, so that one sees where it hung."""
+"""Watchdog: ends a process whose step hangs, with the stacks of all threads, to see where."""
 
 import contextlib
 import faulthandler
@@ -19,7 +19,7 @@ class Watchdog:
         self._seconds = seconds
 
     def beat(self) -> None:
-        """All is well: the clock starts again."""
+        """Restarts the clock: the training is alive."""
         # The descriptor, since notebooks and tests replace sys.stderr by what is no file.
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
 

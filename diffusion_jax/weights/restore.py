@@ -94,15 +94,16 @@ def _check_shapes(item: epath.Path, abstract: Any) -> None:
     """ValueError naming the first leaves that are in one tree only or differ in shape."""
     # The handler, not a checkpointer: the latter warns about a file that items do not have.
     saved = _shapes(ocp.StandardCheckpointHandler().metadata(item).tree)
-    wanted = _shapes(abstract)
-    differ = [name for name in saved | wanted if saved.get(name) != wanted.get(name)]
+    expected = _shapes(abstract)
+    differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
         lines = [
-            f"  {name}: saved {saved.get(name, 'nothing')}, expected {wanted.get(name, 'nothing')}"
+            f"  {name}: saved {saved.get(name, 'nothing')}, "
+            f"expected {expected.get(name, 'nothing')}"
             for name in differ[:5]
         ]
         raise ValueError(
-            f"{item} is of another architecture; {len(differ)} of {len(saved | wanted)} arrays "
+            f"{item} is of another architecture; {len(differ)} of {len(saved | expected)} arrays "
             "differ, first:\n" + "\n".join(lines) + "\nUse the config that the checkpoint was "
             "trained with, or another workdir"
         )
@@ -115,6 +116,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """With a sharding of its own, or on the first device."""
+    """A leaf's shape, with its own sharding or that of the first device."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -45,7 +45,7 @@ class Bytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The bytes of all kinds together."""
         return sum(self)
 
 
@@ -61,12 +61,12 @@ class Step(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """Where communication hides behind arithmetic as far as that lasts."""
+        """Seconds if communication hides behind arithmetic as far as that lasts."""
         return max(self.arithmetic, self.communication) + self.update
 
     @property
     def exposed(self) -> float:
-        """Where nothing is hidden."""
+        """Seconds if nothing is hidden: the sum of all."""
         return sum(self)
 
 
@@ -248,7 +248,7 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
 
 
 def _bytes(model: Model, shapes: Any, mesh: AbstractMesh) -> int:
-    """Bytes of such arrays on a device."""
+    """Bytes of these arrays on a device."""
     layout = sharding.shardings(shapes, mesh, model.task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, shapes, layout)))
 

@@ -1,4 +1,4 @@
-"""How much memory a traced program needs, told from its equations without compiling it.
+"""The memory that a traced program needs, told from its equations without compiling it.
 
 The model of a compiler: elementwise work is fused into what uses it, and takes memory only where a
 matrix product, a convolution or the like needs the whole array, or where it is expensive and used
@@ -224,7 +224,7 @@ def _needed_whole(program: Program) -> set[int]:
 
 
 def _users(program: Program) -> Mapping[int, int]:
-    """How many equations use each variable, through aliases."""
+    """The number of equations that use each variable, through aliases."""
     count: collections.Counter[int] = collections.Counter()
     for name, inputs, outputs in reversed(program.equations):
         if name in _ALIASES:

@@ -83,7 +83,7 @@ def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
 
 
 def seconds(collectives: Sequence[Collective], target: Target) -> float:
-    """How long they take one after the other, at the full bandwidth of the links they cross.
+    """Seconds of the collectives one after the other, at the full bandwidth of their links.
 
     Within a node or slice each device sends size * (n - 1) / n (twice as much for an all-reduce).
     Between m of them, every one receives size * (m - 1) / m over the network cards of all its

@@ -88,7 +88,7 @@ def _caption(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Caption
 
 
 def image_name(image_id: int) -> str:
-    """For example COCO_val2014_000000000042.jpg."""
+    """The name of an image's file, such as COCO_val2014_000000000042.jpg."""
     return f"COCO_val2014_{image_id:012}.jpg"
 
 

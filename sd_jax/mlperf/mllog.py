@@ -112,7 +112,7 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
-    """How many events come before what is half said, or said of more images."""
+    """The number of events before the first that is incomplete, or about more images."""
     whole = 0
     for i, event in enumerate(events, 1):
         if not samples or event.metadata.get("samples_count", 0) > samples:

@@ -49,7 +49,7 @@ def check(s: Settings) -> None:
 def departures(s: Settings) -> list[str]:
     """A line for each value with which a config is no run of the closed division."""
     o = s.optimizer
-    wanted = [
+    rules = [
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
         ("optimizer.weight_decay", o.weight_decay, 0.01), ("optimizer.clip", o.clip, math.inf),
         ("optimizer.ema_decays", o.ema_decays, ()), ("optimizer.schedule", o.schedule, "ldm"),
@@ -65,7 +65,7 @@ def departures(s: Settings) -> list[str]:
         ("evaluation.every in steps", steps_between(s), -(-EVERY // s.run.batch_size)),
         ("evaluation.num_prompts", s.evaluation.num_prompts, 30_000),
     ]  # fmt: skip
-    return [f"{name} is {value}, not {rule}" for name, value, rule in wanted if value != rule]
+    return [f"{name} is {value}, not {rule}" for name, value, rule in rules if value != rule]
 
 
 def hyperparameters(s: Settings) -> dict[str, Any]:

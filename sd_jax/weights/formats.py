@@ -282,7 +282,7 @@ def _count(pattern: str, state: StateDict) -> int:
 
 
 def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]:
-    """(num_heads, head_dim), of which the second counts where the first is 0."""
+    """(num_heads, head_dim); head_dim is used where num_heads is 0."""
     if isinstance(heads, int):
         return heads, 64
     dims = {width / n for width, n in zip(widths, heads, strict=True)}

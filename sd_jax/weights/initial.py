@@ -48,14 +48,14 @@ def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
     return jax.device_get(restore.load_params(pathlib.Path(path) / runs.CHECKPOINTS, abstract))
 
 
-def _checked(part: Any, wanted: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
+def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
     if part is None:
         raise ValueError(f"{path} holds no {kind}")
-    fields = [field for field in wanted.__dataclass_fields__ if field not in _HOW]
+    fields = [field for field in network.__dataclass_fields__ if field not in _HOW]
     differing = [
         f"{field} {there!r} there, {here!r} in the config"
         for field in fields
-        if (there := getattr(part.network, field)) != (here := getattr(wanted, field))
+        if (there := getattr(part.network, field)) != (here := getattr(network, field))
     ]
     if differing:
         raise ValueError(f"the {kind} in {path} is another one: {'; '.join(differing)}")

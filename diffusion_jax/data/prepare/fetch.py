@@ -76,7 +76,7 @@ def fetch(
 
 
 def file_hash(path: pathlib.Path, algorithm: str) -> str:
-    """In hexadecimal."""
+    """The digest of a file's content, in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 

@@ -31,7 +31,7 @@ _ARRAYS = {
 
 
 class _Place(NamedTuple):
-    """Where a member lies."""
+    """A tar member's place: the tar, and the range of its bytes."""
 
     tar: str
     offset: int
@@ -103,7 +103,7 @@ def _last(name: str) -> str:
 
 
 def _places(tars: Sequence[str]) -> dict[str, _Place]:
-    """Where the embeddings lie, by their names without suffix."""
+    """The places of the embeddings, by their names without suffix."""
     places = {}
     for tar in progress.reported(tars, len(tars), "tars of embeddings listed"):
         with tarfile.open(tar, "r:") as opened:

@@ -65,7 +65,7 @@ class ArrayRecords(Records):
         return read
 
     def _messages(self, file: int, places: list[int]) -> Sequence[bytes | None]:
-        """None stands for damaged ones."""
+        """The serialized Examples at these places of a file; None for damaged ones."""
         reader = self._readers[file]
         try:
             return reader.read(places)

@@ -99,7 +99,7 @@ class WebDataset(Records):
         self._spans = np.delete(self._spans, bare, axis=0)
 
     def _name(self, index: int) -> str:
-        """Read from the tar when it is wanted: names of millions would fill memory."""
+        """A record's name, read from the tar each time: names of millions would fill memory."""
         first = int(self._spans[index, 0, 0]) - tars.BLOCK
         tar = self._tars[self._tar_of[index]]
         return self._full_name(index, *storage.read_ranges([tar], [first], [first + _NAME]))
@@ -134,8 +134,8 @@ def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N
     """(offset, size) of image and text for each record that has an image; -1 for no text."""
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)
-    for column, wanted in enumerate((images, (text,))):
-        rows = np.isin(index.suffix, wanted)
+    for column, suffixes in enumerate((images, (text,))):
+        rows = np.isin(index.suffix, suffixes)
         spans[index.record[rows], column] = index.span[rows]
     return spans[spans[:, 0, 0] >= 0]
 
