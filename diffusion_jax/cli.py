@@ -102,6 +102,6 @@ def _unknown_field(argv: list[str], text: str) -> str:
 
 def _is_for_users(record: LogRecord) -> bool:
     """Our own lines, and warnings of any library: Orbax alone says thirty more for each save."""
-    ours = {"diffusion_jax", "imagen_jax", "sd_jax"}
-    folders = pathlib.Path(record.pathname).parts[-3:-1]  # Packages, and those within them.
-    return record.levelno >= WARNING or not ours.isdisjoint(folders)
+    file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
+    packages = ("diffusion_jax", "imagen_jax", "sd_jax")
+    return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

@@ -16,7 +16,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable
-from importlib import metadata
 from typing import Any
 
 import jax
@@ -52,8 +51,8 @@ def examine() -> dict[str, Any]:
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
-        "versions": {name: version for name in _PACKAGES if (version := _version(name))},
-        "tensorflow": _version("tensorflow"),
+        "versions": {name: version for name in _PACKAGES if (version := log.version(name))},
+        "tensorflow": log.version("tensorflow"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "devices": _devices(),
         "attention": attention(),
@@ -148,13 +147,6 @@ def _host() -> dict[str, Any]:
         "memory_free": _gib(os.sysconf("SC_AVPHYS_PAGES") * page),
         "disk_free": _gib(shutil.disk_usage(".").free),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _outcome(run: Callable[[], Any]) -> str:

@@ -180,3 +180,8 @@ def test_importing_the_contract_loads_what_its_imports_say(file):
     assert not heavy & {name.split(".")[0] for name in modules}
     ours = {file_of(name) for name in modules if name.split(".")[0] in PACKAGES}
     assert ours - {file} == reached(file)
+
+
+def test_no_file_is_longer_than_400_lines():
+    for file in FILES:
+        assert len((ROOT / file).read_text().splitlines()) <= 400, f"{file} has two subjects?"

@@ -86,6 +86,7 @@ def write_manifest(
     time, command line, versions, git commit (None outside a checkout), and devices.
     """
     path = pathlib.Path(workdir) / MANIFEST
+    versions = {package: version(package) for package in _PACKAGES}
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     run = {
         "start": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -93,13 +94,21 @@ def write_manifest(
         "seed": seed,
         "command": sys.orig_argv,
         "git": git_commit(pathlib.Path(__file__)),
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
         "config": config,
     }
     if jax.process_index() == 0:
         # ConfigDict holds tuples and numpy numbers, which JSON writes as lists and numbers.
         files.write_whole(path, json.dumps({"runs": [*runs, run]}, indent=1, default=_plain))
+
+
+def version(package: str) -> str | None:
+    """The version of an installed package, None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
@@ -134,16 +143,6 @@ def _tensorboard(directory: pathlib.Path) -> Any:
     from clu import metric_writers
 
     return metric_writers.SummaryWriter(str(directory))
-
-
-def _versions() -> dict[str, str | None]:
-    def version(package):
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            return None
-
-    return {package: version(package) for package in _PACKAGES}
 
 
 def _devices() -> dict[str, Any]:

@@ -12,6 +12,7 @@ from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import __main__ as prepare
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import Folder
+from tests.imagen_jax import commands
 
 
 def run(*arguments):
@@ -67,6 +68,14 @@ def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
     counts = json.loads(capsys.readouterr().out)
     assert counts == {"tars": 3, "records": 11, "files": 22, "truncated": 0}
     assert len(list((tmp_path / "tars").glob("*.tar.index.npz"))) == 3
+
+
+def test_the_command_says_what_is_there_already(folder, tmp_path):
+    """As a process: a command alone decides whose lines users see."""
+    arguments = ("reshard", "--source=folder", f"--path={folder}", f"--out={tmp_path}", "--num=5")
+    for there in (0, 3):
+        ended = commands.run("diffusion_jax.data.prepare", *arguments, devices=1)
+        assert ended.code == 0 and f"{there} of 3 shards are there" in ended.err, ended.err
 
 
 def test_merge_prints_its_counts(tmp_path, capsys):
