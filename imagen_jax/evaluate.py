@@ -32,7 +32,7 @@ from imagen_jax import cascade
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
-def open_system(workdirs: Sequence[str], choice: Choice) -> evaluation.System:
+def open_subject(workdirs: Sequence[str], choice: Choice) -> evaluation.Subject:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
     later = [cascade.Choice(steps=choice.steps) for _ in workdirs[1:]]
     stages = cascade.load(workdirs, [cascade.Choice(**vars(choice)), *later])
@@ -67,4 +67,4 @@ if __name__ == "__main__":
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The folder of a training run; repeated for a cascade.", required=True
     )
-    evaluation.command(lambda choice: open_system(workdir.value, choice), SCALES)
+    evaluation.command(lambda choice: open_subject(workdir.value, choice), SCALES)

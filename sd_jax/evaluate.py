@@ -30,7 +30,9 @@ from sd_jax.weights.trained import read_run
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
 
 
-def open_system(workdir: str, choice: Choice, vae_weights: str | None = None) -> evaluation.System:
+def open_subject(
+    workdir: str, choice: Choice, vae_weights: str | None = None
+) -> evaluation.Subject:
     """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
     chosen = drawing.Choice(**vars(choice), vae_weights=vae_weights)
     s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
@@ -53,4 +55,6 @@ if __name__ == "__main__":
     vae_weights = flags.DEFINE_string(
         "vae_weights", None, "The VAE: a file, a diffusers directory or a workdir; else the run's."
     )
-    evaluation.command(lambda choice: open_system(workdir.value, choice, vae_weights.value), SCALES)
+    evaluation.command(
+        lambda choice: open_subject(workdir.value, choice, vae_weights.value), SCALES
+    )

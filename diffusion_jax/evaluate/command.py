@@ -42,8 +42,8 @@ class Point(NamedTuple):
     """Sampler, steps, precision, and what else the pictures depend on."""
 
 
-class System(NamedTuple):
-    """Models as the evaluation sees them, whatever they are."""
+class Subject(NamedTuple):
+    """The models under evaluation, as a sweep sees them, whatever their system."""
 
     workdir: pathlib.Path
     source: str
@@ -76,8 +76,8 @@ def of_models(
     describe: Callable[[Model], dict[str, Any]],
     source: str,
     sizes: tuple[int, int],
-) -> System:
-    """The system of models of runs in a row, of which the first one's weights make the points.
+) -> Subject:
+    """The models of runs in a row, of which the first one's weights make the points.
 
     `draw` takes models, prompts, seeds and the guidance scale; `describe` says what else a model's
     pictures depend on; `sizes` are the sides of what the first draws and of the pictures.
@@ -97,17 +97,17 @@ def of_models(
         return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card)
 
     batch_size = program.default_batch_size(sizes[0], sizes[0])
-    return System(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, at)
+    return Subject(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, at)
 
 
 def command(
-    open_system: Callable[[Choice], System],
+    open_subject: Callable[[Choice], Subject],
     guidance: Sequence[float],
     digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
 ) -> None:
     """Runs `python -m SYSTEM.evaluate --workdir=FOLDER`; the caller's is its --help.
 
-    The scales are those taken by default. What `open_system` raises of ValueError and OSError is
+    The scales are those taken by default. What `open_subject` raises of ValueError and OSError is
     one message and exit code 2.
     """
     f = _define_flags(guidance)
@@ -119,23 +119,23 @@ def command(
         with cli.bad_input():
             steps = [_number(text, "checkpoint", int) for text in f["checkpoint"].value] or [None]
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
-            system = open_system(Choice(f["ema"].value[0], steps[0], steps=f["steps"].value))
-            scorer = _scorer(system, f)
+            subject = open_subject(Choice(f["ema"].value[0], steps[0], steps=f["steps"].value))
+            scorer = _scorer(subject, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
             scales or default, f["ema"].value, steps, f["seed"].value, f["batch_size"].value,
             f["save_images"].value, f["name"].value,
         )  # fmt: skip
-        out = evaluate(system, scorer, plan)
-        page = system.workdir / "report.html"
+        out = evaluate(subject, scorer, plan)
+        page = subject.workdir / "report.html"
         if jax.process_index() == 0:
-            files.write_whole(page, report.page([report.read_run(system.workdir)]))
+            files.write_whole(page, report.page([report.read_run(subject.workdir)]))
         logging.info("wrote %s, and all of it as a page to %s", out, page)
 
     cli.run(main)
 
 
-def evaluate(system: System, scorer: Scorer, plan: Sweep) -> pathlib.Path:
+def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
     """Draws every prompt at every point, scores, writes; returns the folder of what it wrote.
 
     The table is there after each point, of those so far. Exits with code 2 and a message where a
@@ -144,15 +144,15 @@ def evaluate(system: System, scorer: Scorer, plan: Sweep) -> pathlib.Path:
     out, rows, pictures = pathlib.Path(), [], {}
     for ema, step in itertools.product(plan.ema, plan.checkpoints):
         with cli.bad_input():
-            point = system.at(ema, step)
+            point = subject.at(ema, step)
         if not rows:
-            out = system.workdir / runs.EVALUATION / (plan.name or f"step_{point.checkpoint:08}")
+            out = subject.workdir / runs.EVALUATION / (plan.name or f"step_{point.checkpoint:08}")
         model = _fingerprint(point.params)
         for scale in plan.guidance:
             name = f"step_{point.checkpoint:08}_{point.ema}_guidance_{scale:g}"
             card = point.card | {"guidance": scale, "seed": plan.seed, "model": model}
             card |= {"checkpoint": point.checkpoint, "ema": point.ema}
-            cards, features = _features(system, point, scorer, plan, out, name, card)
+            cards, features = _features(subject, point, scorer, plan, out, name, card)
             if jax.process_index():
                 continue
             pictures[scale] = _sheet(scorer, features.pop("images"))
@@ -168,18 +168,18 @@ def evaluate(system: System, scorer: Scorer, plan: Sweep) -> pathlib.Path:
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
-        _write_curve(system.workdir, out)
+        _write_curve(subject.workdir, out)
         _write_metrics(out, rows, pictures)
     return out
 
 
 def _features(
-    system: System, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
+    subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
     folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
-    batch_size = program.even_batch_size(plan.batch_size or system.batch_size, total)
+    batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     with cli.bad_input():
         cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
@@ -235,16 +235,16 @@ def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np
     writer.close()
 
 
-def _scorer(system: System, f: dict[str, flags.FlagHolder]) -> Scorer:
+def _scorer(subject: Subject, f: dict[str, flags.FlagHolder]) -> Scorer:
     value = lambda name: f[name].value
-    if system.source == "digits" and not value("prompts"):
+    if subject.source == "digits" and not value("prompts"):
         return scorers.of_digits(
-            system.size, value("num_seen"), value("num_heldout"), value("metrics")
+            subject.size, value("num_seen"), value("num_heldout"), value("metrics")
         )
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
-    return scorers.open_scorer(system.source, system.size, prompts, group)
+    return scorers.open_scorer(subject.source, subject.size, prompts, group)
 
 
 def _number(text: str, flag: str, kind: type) -> Any:

@@ -16,7 +16,7 @@ from diffusion_jax.train import loop as training
 
 def open_evaluation(
     evaluation: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
-) -> training.Evaluation | None:
+) -> training.Scoring | None:
     """The evaluation that config.evaluation describes; None where it says never.
 
     `source` is the data's, `size` that of the pictures that are drawn; `tokenize` makes what the
@@ -38,7 +38,7 @@ def open_evaluation(
 
         return score_now(scorer, images, evaluation.guidance, batch_size)
 
-    return training.Evaluation(evaluation.every, score)
+    return training.Scoring(evaluation.every, score)
 
 
 def score_now(

@@ -28,7 +28,7 @@ RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 _POINTS = 300
 
 
-class Evaluation(NamedTuple):
+class SweepResult(NamedTuple):
     """One sweep: its rows, their cards, and a sheet of pictures by guidance scale."""
 
     name: str
@@ -38,15 +38,15 @@ class Evaluation(NamedTuple):
     sheets: dict[str, pathlib.Path]
 
 
-class Run(NamedTuple):
+class RunResult(NamedTuple):
     """The metrics of a workdir's training, and its sweeps."""
 
     name: str
     training: list[dict[str, Any]]
-    evaluations: list[Evaluation]
+    evaluations: list[SweepResult]
 
 
-def read_run(workdir: str | pathlib.Path) -> Run:
+def read_run(workdir: str | pathlib.Path) -> RunResult:
     """A run's metrics and sweeps; FileNotFoundError if it has neither."""
     workdir = pathlib.Path(workdir)
     metrics = workdir / log.METRICS
@@ -57,7 +57,7 @@ def read_run(workdir: str | pathlib.Path) -> Run:
             "it is no workdir"
         )
     training = log.read_metrics(metrics) if metrics.exists() else []
-    return Run(workdir.name, training, [_read_evaluation(path) for path in tables])
+    return RunResult(workdir.name, training, [_read_evaluation(path) for path in tables])
 
 
 def read_rcp(path: str | pathlib.Path = RCP) -> Band:
@@ -74,7 +74,7 @@ def read_rcp(path: str | pathlib.Path = RCP) -> Band:
     return Band("MLPerf reference runs", x, [min(bins[b]) for b in x], [max(bins[b]) for b in x])
 
 
-def page(runs: Sequence[Run], bands: Sequence[Band] = ()) -> str:
+def page(runs: Sequence[RunResult], bands: Sequence[Band] = ()) -> str:
     """The whole page, in HTML."""
     sweeps = _sweeps(runs, ("guidance",))
     return _template().render(
@@ -94,7 +94,7 @@ def _template() -> jinja2.Template:
     return environment.from_string((pathlib.Path(__file__).parent / PAGE).read_text())
 
 
-def trade_off(runs: Sequence[Run], x: str, y: str) -> list[Line]:
+def trade_off(runs: Sequence[RunResult], x: str, y: str) -> list[Line]:
     """The score y over the score x, a line a sweep, its points in the order of guidance."""
     lines = []
     for run, evaluation in _sweeps(runs, (x, y)):
@@ -104,7 +104,7 @@ def trade_off(runs: Sequence[Run], x: str, y: str) -> list[Line]:
     return lines
 
 
-def main_figure(run: Run, name: str) -> Figure:
+def main_figure(run: RunResult, name: str) -> Figure:
     """The curve of one sweep: its distance over its other score, or that score over guidance."""
     run = run._replace(evaluations=[e for e in run.evaluations if e.name == name])
     return _draw(plots([run])[0])
@@ -118,7 +118,7 @@ class Plot(NamedTuple):
     y: str
 
 
-def plots(runs: Sequence[Run]) -> list[Plot]:
+def plots(runs: Sequence[RunResult]) -> list[Plot]:
     """Figures of scores: the first distance over other axes, then every axis over guidance."""
     rows = [e.rows[0] for _, e in _sweeps(runs, ("guidance",))]
     shown = {c: metric for c, metric in table.shown().items() if any(c in row for row in rows)}
@@ -132,7 +132,7 @@ def plots(runs: Sequence[Run]) -> list[Plot]:
     return [Plot(_lines(runs, xs, ys), _axis(xs[0]), _axis(ys[0])) for xs, ys in pairs]
 
 
-def _lines(runs: Sequence[Run], xs: Sequence[str], ys: Sequence[str]) -> list[Line]:
+def _lines(runs: Sequence[RunResult], xs: Sequence[str], ys: Sequence[str]) -> list[Line]:
     """A line a sweep and pair of columns, named by what there are several of."""
     several = len(xs) + len(ys) > 2
     lines = []
@@ -144,7 +144,7 @@ def _lines(runs: Sequence[Run], xs: Sequence[str], ys: Sequence[str]) -> list[Li
     return lines
 
 
-def _by_weights(evaluation: Evaluation) -> dict[str, list[dict[str, str]]]:
+def _by_weights(evaluation: SweepResult) -> dict[str, list[dict[str, str]]]:
     """The rows of each checkpoint and average; the key names it where there are several."""
     groups: dict[str, list[dict[str, str]]] = {}
     for row in evaluation.rows:
@@ -182,7 +182,7 @@ def _about(band: Band, lines: Sequence[Line]) -> Band:
     return Band(band.name, pick(band.x), pick(band.low), pick(band.high))
 
 
-def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
+def _unlike(sweeps: Sequence[tuple[RunResult, SweepResult]]) -> list[str]:
     """A warning for each field for which scores of these sweeps cannot be compared."""
     return [
         f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
@@ -191,7 +191,7 @@ def _unlike(sweeps: Sequence[tuple[Run, Evaluation]]) -> list[str]:
     ]
 
 
-def _by_extractor(evaluations: Sequence[Evaluation]) -> list[tuple[str, list[Card]]]:
+def _by_extractor(evaluations: Sequence[SweepResult]) -> list[tuple[str, list[Card]]]:
     """Each extractor's cards; apart those of one that pairs texts and that compares with images."""
     groups: dict[tuple[str, bool], list[Card]] = {}
     for card in (one.card for e in evaluations for one in e.scored.values()):
@@ -216,7 +216,7 @@ def _cell(row: Row, column: str) -> dict[str, str]:
     return {"value": f"{float(row[column]):.4g}", "interval": interval}
 
 
-def _sheets(run: Run) -> list[dict[str, str]]:
+def _sheets(run: RunResult) -> list[dict[str, str]]:
     return [
         {"evaluation": evaluation.name, "guidance": guidance,
          "png": base64.b64encode(path.read_bytes()).decode()}
@@ -225,7 +225,7 @@ def _sheets(run: Run) -> list[dict[str, str]]:
     ]  # fmt: skip
 
 
-def _training(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+def _training(runs: Sequence[RunResult]) -> Iterator[tuple[str, str]]:
     """Figures of what training logged, and the medians in words."""
     for key, name in (("loss", "loss"), ("images_per_second", "images per second")):
         lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
@@ -234,7 +234,7 @@ def _training(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
             yield figures.to_svg(figures.plot(lines, "step", name), []), medians
 
 
-def training_line(run: Run, key: str) -> Line:
+def training_line(run: RunResult, key: str) -> Line:
     """Means over neighbouring lines, so that no figure has more than a few hundred points."""
     rows = [row for row in run.training if row.get(key) is not None]
     size = -(-len(rows) // _POINTS)
@@ -243,7 +243,7 @@ def training_line(run: Run, key: str) -> Line:
     return Line(run.name, mean("step"), mean(key))
 
 
-def _cards(evaluation: Evaluation) -> dict[str, Any]:
+def _cards(evaluation: SweepResult) -> dict[str, Any]:
     """A column an extractor, a line a field; where points differ, each value that occurs."""
     columns = _by_extractor([evaluation])
     names = dict.fromkeys(field for _, cards in columns for field in cards[0])
@@ -271,24 +271,26 @@ def _plain(value: Any) -> str:
     return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text
 
 
-def _sweeps(runs: Sequence[Run], columns: Iterable[str]) -> list[tuple[Run, Evaluation]]:
+def _sweeps(
+    runs: Sequence[RunResult], columns: Iterable[str]
+) -> list[tuple[RunResult, SweepResult]]:
     """The sweeps whose rows have all these columns."""
     every = [(run, evaluation) for run in runs for evaluation in run.evaluations]
     return [(r, e) for r, e in every if e.rows and all(c in e.rows[0] for c in columns)]
 
 
-def _name(runs: Sequence[Run], run: Run, evaluation: Evaluation) -> str:
+def _name(runs: Sequence[RunResult], run: RunResult, evaluation: SweepResult) -> str:
     return evaluation.name if len(runs) == 1 else f"{run.name} {evaluation.name}"
 
 
-def _read_evaluation(path: pathlib.Path) -> Evaluation:
+def _read_evaluation(path: pathlib.Path) -> SweepResult:
     folder = path.parent
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
     scales = sorted({row["guidance"] for row in rows}, key=float)
     sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
-    return Evaluation(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
+    return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
 
 
 def _axis(column: str) -> str:

@@ -56,7 +56,7 @@ class Examples(NamedTuple):
     guidance: float
 
 
-class Evaluation(NamedTuple):
+class Scoring(NamedTuple):
     """Scores on the way: after each `every` images, and at the end."""
 
     every: int
@@ -73,7 +73,7 @@ class Inputs(NamedTuple):
     task: Task
     batches: Batches
     examples: Examples = Examples({}, (), 0.0)
-    evaluation: Evaluation | None = None
+    evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
     """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
 

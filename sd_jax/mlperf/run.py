@@ -206,7 +206,7 @@ def _train(run: OpenRun, batches: Batches, step: int) -> None:
     exit_if_stopped(state, step)
 
 
-def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:
+def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
     """Lets the loop say in the log where blocks end, of which `passed` are over."""
     steps = itertools.count((passed + 1) * run.interval, run.interval)
 
@@ -218,7 +218,7 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Evaluation:
             run.log.start("block_start", metadata=run.at(step))
         return {}
 
-    return loop.Evaluation(run.samples(run.interval), say)
+    return loop.Scoring(run.samples(run.interval), say)
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:

@@ -89,7 +89,7 @@ def test_mlperfs_config_is_its_files(batch, lr, every):
     )  # fmt: skip
     # Every 512,000 images, rounded up to a step.
     assert s.evaluation.every == every * batch
-    due = loop.Evaluation(s.evaluation.every, lambda draw, params: {})
+    due = loop.Scoring(s.evaluation.every, lambda draw, params: {})
     assert [step for step in range(1, 2 * every + 2) if due.is_due(step, batch)] == [
         every, 2 * every
     ]  # fmt: skip

@@ -48,9 +48,9 @@ def workdir(tmp_path_factory):
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
     choice = Choice(steps=3)
-    system = evaluate.open_system(str(workdir), choice)
+    subject = evaluate.open_subject(str(workdir), choice)
     asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
-    out = evaluation.evaluate(system, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    out = evaluation.evaluate(subject, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
@@ -87,4 +87,4 @@ def test_each_score_has_its_card(evaluated, workdir):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_system(str(tmp_path), Choice())
+        evaluate.open_subject(str(tmp_path), Choice())

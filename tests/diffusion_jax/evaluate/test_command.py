@@ -16,7 +16,7 @@ import pytest
 from diffusion_jax.draw import program
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
-from diffusion_jax.evaluate.command import Point, Sweep, System
+from diffusion_jax.evaluate.command import Point, Subject, Sweep
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
 from tests import processes
@@ -65,7 +65,7 @@ def make_scorer(inputs, prompts=PROMPTS, **fields):
         return scorers.of_prompts(toy.SIZE, prompts, wanted)
 
 
-def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
+def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
     """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
     mesh, task = sharding.make_mesh(), toy.task()
     frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
@@ -92,7 +92,7 @@ def make_system(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
         card = {"sampler": "ddim", "steps": "4", "precision": "float32", "models": [{"seed": seed}]}
         return Point(step, ema, [params], draw(params), card)
 
-    return System(workdir, "folder", toy.SIZE, 64, at)
+    return Subject(workdir, "folder", toy.SIZE, 64, at)
 
 
 def rows_of(out):
@@ -107,7 +107,7 @@ def rows_of(out):
 def one(tmp_path_factory, inputs):
     """The folder of a sweep by one process with eight devices, and its rows."""
     workdir = tmp_path_factory.mktemp("one")
-    out = evaluation.evaluate(make_system(workdir), make_scorer(inputs), Sweep(SCALES))
+    out = evaluation.evaluate(make_subject(workdir), make_scorer(inputs), Sweep(SCALES))
     return out, rows_of(out)
 
 
@@ -130,7 +130,7 @@ def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
 
 def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
     """Drawn again in one batch, and taken through the extractors' own command's way."""
-    point = make_system(tmp_path).at("ema", None)
+    point = make_subject(tmp_path).at("ema", None)
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
     taken = extractors.extract(
         toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
@@ -144,8 +144,8 @@ def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
 def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, batch):
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     with mock.patch.object(sharding, "make_mesh", lambda: mesh):
-        system, scorer = make_system(tmp_path), make_scorer(inputs)
-        out = evaluation.evaluate(system, scorer, Sweep(SCALES, batch_size=batch))
+        subject, scorer = make_subject(tmp_path), make_scorer(inputs)
+        out = evaluation.evaluate(subject, scorer, Sweep(SCALES, batch_size=batch))
     check_same(rows_of(out), one[1])
     models = {one.card["model"] for folder in (out, one[0])
               for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
@@ -171,10 +171,10 @@ def test_a_killed_sweep_redoes_one_batch_and_gives_the_same_numbers(one, inputs,
 
     asked, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
     with pytest.raises(Killed):
-        evaluation.evaluate(make_system(tmp_path, calls, spoil=dying), scorer, asked)
+        evaluation.evaluate(make_subject(tmp_path, calls, spoil=dying), scorer, asked)
     out = tmp_path / "evaluation" / "step_00000003"
     check_same([*rows_of(out), one[1][1]], one[1])  # The first scale's row is there.
-    evaluation.evaluate(make_system(tmp_path, calls), scorer, asked)
+    evaluation.evaluate(make_subject(tmp_path, calls), scorer, asked)
     first, second = [*range(34)], [*range(34, 67), 34]  # Filled up, and the last cut off.
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
@@ -197,9 +197,9 @@ def test_each_score_has_a_card_that_tells_all(one):
 
 
 def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
-    system = make_system(tmp_path, steps=(3, 5))
+    subject = make_subject(tmp_path, steps=(3, 5))
     asked = Sweep((2.0,), ("ema", "raw"), (3, 5), batch_size=67, name="all")
-    out = evaluation.evaluate(system, make_scorer(inputs), asked)
+    out = evaluation.evaluate(subject, make_scorer(inputs), asked)
     with (out / sweep.TABLE).open() as file:
         rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
     assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
@@ -215,9 +215,9 @@ def not_finite(images, seeds):
 
 
 def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
-    system = make_system(tmp_path, spoil=not_finite)
+    subject = make_subject(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(system, make_scorer(inputs), Sweep(SCALES))
+        evaluation.evaluate(subject, make_scorer(inputs), Sweep(SCALES))
     message = (
         "1 of 33 images of step_00000003_ema_guidance_1 are not finite, first of prompt 40: the "
         "model or its sampler diverges, and no score is written"
@@ -230,7 +230,7 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
     scorer = make_scorer(inputs)
     scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_system(tmp_path), scorer, Sweep(SCALES))
+        evaluation.evaluate(make_subject(tmp_path), scorer, Sweep(SCALES))
     assert capsys.readouterr().err == (
         "error: features of clip are not finite: its weights are damaged\n"
     )
@@ -238,15 +238,15 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
 
 def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
     asked, scorer = Sweep((2.0,)), make_scorer(inputs)
-    out = evaluation.evaluate(make_system(tmp_path), scorer, asked)
+    out = evaluation.evaluate(make_subject(tmp_path), scorer, asked)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_system(tmp_path, seed=1), scorer, asked)
+        evaluation.evaluate(make_subject(tmp_path, seed=1), scorer, asked)
     err = capsys.readouterr().err
     assert re.search(
         r"guidance_2 holds features of another sweep \(model of clip: '\w+' there", err
     )
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_system(tmp_path), make_scorer(inputs, PROMPTS[:66]), asked)
+        evaluation.evaluate(make_subject(tmp_path), make_scorer(inputs, PROMPTS[:66]), asked)
     assert "n of clip: 67 there, 66 now" in capsys.readouterr().err
     assert len(rows_of(out)) == 1
 
@@ -254,7 +254,7 @@ def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_pat
 def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate(
-            make_system(tmp_path), make_scorer(inputs), Sweep(SCALES, checkpoints=(4,))
+            make_subject(tmp_path), make_scorer(inputs), Sweep(SCALES, checkpoints=(4,))
         )
     assert capsys.readouterr().err == "error: no checkpoint of step 4\n"
 
@@ -271,4 +271,4 @@ def process(address, index, workdir, reference, clip):
     warnings.simplefilter("error")
     jax.distributed.initialize(address, 2, index)
     scorer = make_scorer((reference, clip))
-    evaluation.evaluate(make_system(workdir), scorer, Sweep(SCALES, batch_size=16))
+    evaluation.evaluate(make_subject(workdir), scorer, Sweep(SCALES, batch_size=16))

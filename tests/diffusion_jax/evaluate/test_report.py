@@ -61,8 +61,8 @@ def digit_sweep(name, **card):
     scores = {"fd_digits": "2", "seen_prompt_accuracy": "0.9", "heldout_prompt_accuracy": "0.8"}
     rows = [row | scores | {"guidance": guidance} for guidance in ("1", "3")]
     scored = Scored({}, {"extractor": "digits", "n": 40, **card})
-    sweeps = [report.Evaluation("step_2", rows, {"guidance_1_digits": scored}, {})]
-    return report.Run(name, [], sweeps)
+    sweeps = [report.SweepResult("step_2", rows, {"guidance_1_digits": scored}, {})]
+    return report.RunResult(name, [], sweeps)
 
 
 def test_prompts_seen_and_never_shown_share_figures():
@@ -93,7 +93,7 @@ def test_the_page_says_which_scores_cannot_be_compared():
 
 def test_training_curves_are_means_of_neighbours():
     training = [{"step": s, "loss": float(s % 2)} for s in range(1, 601)] + [{"step": 601}]
-    (line,) = [report.training_line(report.Run("a", training, []), "loss")]
+    (line,) = [report.training_line(report.RunResult("a", training, []), "loss")]
     assert len(line.x) == 300 and set(line.y) == {0.5} and line.x[0] == 1.5
 
 

@@ -271,7 +271,7 @@ def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_t
         seen.append(params)
         return {"evaluation/mean": float(jax.tree.leaves(params)[0].mean())}
 
-    state = train(tmp_path, steps=5, evaluation=loop.Evaluation(16, score))
+    state = train(tmp_path, steps=5, evaluation=loop.Scoring(16, score))
     lines = [line for line in read(tmp_path) if "evaluation/mean" in line]
     assert [line["step"] for line in lines] == [2, 4, 5]  # Batches of 8.
     jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])
