@@ -78,12 +78,14 @@ def test_one_that_hangs_ends_the_other_with_its_stacks(hung):
     assert "Timeout (0:00:20)!" in said and "diffusion_jax/train/loop.py" in said
 
 
+@pytest.mark.slow
 def test_one_that_is_told_to_stop_stops_all_at_the_same_saved_step(told):
     codes, saved, last = told
     assert codes == [143, 143]
     assert saved == last
 
 
+@pytest.mark.slow
 def test_four_go_on_from_there_and_the_first_says_who_they_are(told, four, workdir):
     codes, said = four
     assert codes == [0] * 4, said
@@ -98,6 +100,7 @@ def test_four_go_on_from_there_and_the_first_says_who_they_are(told, four, workd
         assert re.search(line, said, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_every_step_was_that_of_one_process(four, workdir, tmp_path):
     alone = train(tmp_path, 1, steps=last_step(workdir))
     assert alone.end() == [0], alone.said()

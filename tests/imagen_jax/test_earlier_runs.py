@@ -96,7 +96,7 @@ def test_its_cascade_is_drawn_from(earlier, tmp_path):
     assert list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("name", ["imagen_a87890b", "sd_603860d"])
+@pytest.mark.parametrize("name", ["imagen_a87890b", slow("sd_603860d")])
 def test_it_is_evaluated(earlier, name):
     run(
         f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",

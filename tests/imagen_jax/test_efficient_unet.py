@@ -68,6 +68,7 @@ def test_a_fresh_one_is_zero_only_at_the_end_of_each_block():
         assert 0.95 * limit < np.abs(kernel).max() <= limit, path
 
 
+@pytest.mark.slow
 def test_remat_gives_the_same_gradient_from_less_memory():
     params, given = random_params(EfficientUNet(**SMALL)), inputs()
 

@@ -60,6 +60,7 @@ def drawn(trained, tmp_path_factory):
     return results
 
 
+@pytest.mark.slow
 def test_two_draw_what_one_draws(drawn):
     (images, lines, _), (expected, expected_lines, _) = drawn[2], drawn[1]
     assert len(images) == 64 and images.std() > 5
@@ -67,6 +68,7 @@ def test_two_draw_what_one_draws(drawn):
     assert lines == expected_lines
 
 
+@pytest.mark.slow
 def test_two_score_what_one_scores(drawn):
     for row, expected in zip(drawn[2][2], drawn[1][2], strict=True):
         assert row.keys() == expected.keys()

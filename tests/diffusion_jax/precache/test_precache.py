@@ -82,6 +82,7 @@ def wait_for(path, shards, process):
         time.sleep(0.001)
 
 
+@pytest.mark.slow
 def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
     """One is killed in the middle; two others start at once, one is killed, one finishes."""
     path, line = tmp_path / "store", arguments(tmp_path / "store", weights)

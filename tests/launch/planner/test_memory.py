@@ -129,6 +129,7 @@ def blocks(c):
         pytest.param("efficient", (1, 2, 4), marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_bytes_and_traffic_are_those_of_the_compiled_step(kind, sizes):
     c = tiny(kind)
     c.mesh.update(dict(zip(sharding.AXES, sizes, strict=True)))
