@@ -222,16 +222,16 @@ def unet_from_weights(state: StateDict, norm_groups: int = 32) -> UNet:
     """
     first = state["input_blocks.0.0.weight"]
     at = range(1, _count(r"input_blocks\.(\d+)\.", state))
-    outs = {i: state.get(f"input_blocks.{i}.0.emb_layers.1.weight") for i in at}
+    outs = {i: state.get(f"input_blocks.{i}.0.emb_layers.1.bias", ()) for i in at}
     # A level's residual blocks follow each other; convolutions that halve part the levels.
-    runs = itertools.groupby(at, lambda i: outs[i] is not None)
+    runs = itertools.groupby(at, lambda i: len(outs[i]) > 0)
     levels = [list(run) for is_res, run in runs if is_res]
     attends = lambda level: f"input_blocks.{level[0]}.1.norm.weight" in state
     blocks = [len(level) for level in levels]
     linear = state["middle_block.1.proj_in.weight"].ndim == 2
     unet = UNet(
         width=first.shape[0],
-        channel_mult=tuple(outs[level[0]].shape[0] // first.shape[0] for level in levels),
+        channel_mult=tuple(len(outs[level[0]]) // first.shape[0] for level in levels),
         num_res_blocks=blocks[0] if len(set(blocks)) == 1 else tuple(blocks),
         attention_levels=tuple(i for i, level in enumerate(levels) if attends(level)),
         transformer_depth=_count(r"middle_block\.1\.transformer_blocks\.(\d+)\.", state),
