@@ -78,7 +78,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None, preview: Preview | None) -> Choice:
-    values = choice_flags.values(_CHOICE) | {"preview": preview}
+    values: dict[str, Any] = choice_flags.values(_CHOICE) | {"preview": preview}
     if pictures is not None:
         height, width = pictures.shape[1:3]
         values |= {"height": height, "width": width, "strength": _STRENGTH.value}

@@ -4,12 +4,13 @@ import dataclasses
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 
 from diffusion_jax.draw.model import Choice
 
+C = TypeVar("C", bound=Choice)
 Holders = Mapping[str, flags.FlagHolder]
 _DEFINE: Mapping[type, Callable[..., flags.FlagHolder]] = {
     str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float,
@@ -30,7 +31,7 @@ def define_lists(kind: type[Choice], without: Collection[str] = ()) -> Holders:
     return {
         field.name: flags.DEFINE_list(
             field.name,
-            [] if field.default is None else [field.default],
+            [] if field.default is None else [str(field.default)],
             f"{field.metadata['help']} One for all stages, or one for each.",
         )
         for field in _fields(kind, without)
@@ -42,7 +43,7 @@ def values(holders: Holders) -> dict[str, Any]:
     return {name: holder.value for name, holder in holders.items()}
 
 
-def choices(kind: type[Choice], holders: Holders, models: int) -> list[Choice]:
+def choices(kind: type[C], holders: Holders, models: int) -> list[C]:
     """A Choice for each of so many models, of the flags of `define_lists`; ValueError if unfit."""
     types_of = {field.name: _type(field) for field in _fields(kind)}
     columns = [each(name, h.value, types_of[name], models) for name, h in holders.items()]
@@ -74,4 +75,5 @@ def _fields(kind: type[Choice], without: Collection[str] = ()) -> list[dataclass
 
 def _type(field: dataclasses.Field) -> type:
     """The type of a field, int of `int | None`."""
-    return next(t for t in typing.get_args(field.type) or [field.type] if t is not types.NoneType)
+    types_of: tuple[Any, ...] = typing.get_args(field.type) or (field.type,)
+    return next(kind for kind in types_of if kind is not types.NoneType)
