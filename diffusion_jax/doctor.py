@@ -25,7 +25,7 @@ from absl import app, flags
 
 from diffusion_jax import cli
 from diffusion_jax.machine import hardware, log
-from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 
 _JSON = flags.DEFINE_bool("json", False, "Print JSON.")
 _PACKAGES = (
@@ -61,10 +61,10 @@ def examine() -> dict[str, Any]:
 
 
 def attention() -> dict[str, str]:
-    """Each implementation of ops.attend: "works", or why it does not here."""
+    """Each implementation of nn.attention.attend: "works", or why it does not here."""
     q = jnp.ones((2, 64, 4, 64), jnp.bfloat16)
-    return {name: _outcome(lambda n=name: ops.attend(q, q, q, implementation=n)) for name in
-            ops.ATTENTION}  # fmt: skip
+    return {name: _outcome(lambda n=name: attend(q, q, q, implementation=n)) for name in
+            IMPLEMENTATIONS}  # fmt: skip
 
 
 def rates(device: Any) -> dict[str, Any]:

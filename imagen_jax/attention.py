@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import GroupNorm, dense
 from imagen_jax.layers import check_one_of
 
@@ -19,7 +19,7 @@ class SelfAttention(nn.Module):
     """Pixels attend to pixels."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         del context, text_mask
         qkv = dense(GroupNorm(name="norm")(x), 3 * x.shape[-1], "qkv", dtype=self.dtype)
         q, k, v = _heads(qkv, 3, self.head_dim)  # [B, H, W, 3 C] -> 3 of [B, HW, N, K]
-        out = ops.attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
+        out = attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), x.shape[-1], "out", zero=True, dtype=self.dtype)
 
 
@@ -36,7 +36,7 @@ class CrossAttention(nn.Module):
     """Pixels attend to text tokens."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -47,7 +47,7 @@ class CrossAttention(nn.Module):
         (q,) = _heads(q, 1, self.head_dim)  # [B, HW, N, K]
         text = GroupNorm(name="norm_context")(context)  # [B, L, D]
         k, v = _heads(dense(text, 2 * c, "kv", dtype=self.dtype), 2, self.head_dim)  # [B, L, N, K]
-        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
+        out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
 
 
@@ -55,7 +55,7 @@ class FusedAttention(nn.Module):
     """Pixels attend to pixels and text tokens in one softmax."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -69,7 +69,7 @@ class FusedAttention(nn.Module):
         text = dense(text, 2 * c, "kv_context", dtype=self.dtype)  # [B, L, 2 C]
         pairs = zip(_heads(pixels, 2, self.head_dim), _heads(text, 2, self.head_dim), strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
-        out = ops.attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
+        out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
 
 
@@ -77,7 +77,7 @@ class StackedAttention(nn.Module):
     """Self-attention, cross-attention and a gated feed-forward layer: a transformer block."""
 
     head_dim: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -106,7 +106,7 @@ BLOCKS = {
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
     """ValueError for fields of which no attention can be made."""
     check_one_of("attention", kind, tuple(BLOCKS))
-    check_one_of("attention_impl", implementation, ops.ATTENTION)
+    check_one_of("attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
     ):
@@ -128,5 +128,5 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
 
 def _heads(x: Array, parts: int, head_dim: int) -> list[Array]:
     """[B, ..., parts * N * K] -> `parts` arrays [B, tokens, N, K]."""
-    x = x.reshape(x.shape[0], -1, parts, x.shape[-1] // (parts * head_dim), head_dim)
-    return [x[:, :, part] for part in range(parts)]
+    x = x.reshape(x.shape[0], -1, x.shape[-1])
+    return [y.reshape(*y.shape[:2], -1, head_dim) for y in jnp.split(x, parts, axis=-1)]

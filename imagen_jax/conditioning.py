@@ -13,6 +13,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import counts_keys, valid_first
 from diffusion_jax.nn.layers import dense, layer_norm
 from imagen_jax.layers import check_one_of
 
@@ -68,8 +69,8 @@ def condition(
         token = jnp.broadcast_to(token.astype(unet.dtype), (len(context), 1, cond_dim))
         context = jnp.concatenate([context, token], axis=1)  # [B, L + 1, cond_dim]
         text_mask = jnp.pad(text_mask, ((0, 0), (0, 1)), constant_values=True)
-    if unet.attention_impl == "cudnn":  # The order of tokens changes nothing else.
-        context, text_mask = ops.valid_first(context, text_mask)
+    if counts_keys(unet.attention_impl):  # The order of tokens changes nothing else.
+        context, text_mask = valid_first(context, text_mask)
     return emb, context, text_mask
 
 

@@ -49,8 +49,8 @@ class EfficientUNet(nn.Module):
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
-    attention_impl: str = "xla"
-    """See ops.attend."""
+    attention_impl: str = "auto"
+    """See attention.attend."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact

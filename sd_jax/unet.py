@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense, layer_norm
 
 
@@ -38,8 +39,8 @@ class UNet(nn.Module):
     in_channels: int = 4
     out_channels: int = 4
     remat: bool = False
-    attention_impl: str = "xla"
-    """See ops.attend. "cudnn" is for heads of up to 128: wider ones, 1.x's deepest, take "xla"."""
+    attention_impl: str = "auto"
+    """See attention.attend. Heads wider than 128, 1.x's deepest, take "xla" for "cudnn"."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -138,7 +139,7 @@ class Transformer(nn.Module):
     depth: int
     num_heads: int
     head_dim: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -165,7 +166,7 @@ class Attention(nn.Module):
     """Every pixel attends to every token, without a mask."""
 
     num_heads: int
-    implementation: str = "xla"
+    implementation: str = "auto"
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -178,8 +179,8 @@ class Attention(nn.Module):
             linear(y, name).reshape(b, -1, self.num_heads, head_dim)
             for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
         )  # [B, T, N, K], [B, L, N, K] twice
-        wide = head_dim > 128  # More than cuDNN takes; so wide are only few tokens.
-        out = ops.attend(q, k, v, implementation="xla" if wide else self.implementation)
+        wide = self.implementation == "cudnn" and head_dim > 128  # So wide are only few tokens.
+        out = attend(q, k, v, implementation="xla" if wide else self.implementation)
         return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)  # [B, T, N K = C]
 
 
@@ -217,10 +218,10 @@ def check(unet: UNet) -> None:
             )
     for width in transformer_widths(unet):
         _check_heads(unet, width)
-    if unet.attention_impl not in ops.ATTENTION:
+    if unet.attention_impl not in IMPLEMENTATIONS:
         raise ValueError(
             f"unet.attention_impl is {unet.attention_impl!r}: choose from "
-            f"{', '.join(ops.ATTENTION)}"
+            f"{', '.join(IMPLEMENTATIONS)}"
         )
     if unet.attention_impl == "cudnn" and jnp.dtype(unet.dtype).itemsize != 2:
         raise ValueError(

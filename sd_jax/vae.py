@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
@@ -161,16 +162,16 @@ class Attention(nn.Module):
         # [B, HW, 1, C] each: one head.
         q, k, v = (dense(normed, c, name, dtype=self.dtype)[:, :, None] for name in "qkv")
         tokens = q.shape[1]
-        attend = lambda some: ops.attend(some, k, v)
+        rows = lambda some: attend(some, k, v, implementation="xla")
         if tokens <= self.query_chunk:
-            out = attend(q)
-        else:  # The rows of one softmax do not see each other: attend(q), some rows at a time.
+            out = rows(q)
+        else:  # The rows of one softmax do not see each other: rows(q), some rows at a time.
             chunks = -(-tokens // self.query_chunk)
             q = jnp.pad(q, ((0, 0), (0, chunks * self.query_chunk - tokens), (0, 0), (0, 0)))
             q = q.reshape(b, chunks, self.query_chunk, 1, c).swapaxes(
                 0, 1
             )  # [chunks, B, rows, ...]
-            out = jax.lax.map(attend, q).swapaxes(0, 1).reshape(b, -1, c)[:, :tokens]
+            out = jax.lax.map(rows, q).swapaxes(0, 1).reshape(b, -1, c)[:, :tokens]
         return x + dense(out.reshape(x.shape), c, "out", dtype=self.dtype)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
-from diffusion_jax.machine.sharding import batch_sharding, place, replicated
+from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
@@ -31,7 +31,8 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
     @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
     def from_seeds(params, frozen, batch, seeds, guidance):
-        return sample(params, frozen, batch, jax.vmap(jax.random.key)(seeds), guidance)
+        keys = jax.vmap(jax.random.key)(seeds)
+        return ambient(mesh, sample)(params, frozen, batch, keys, guidance)
 
     def draw(params, batch, seeds, guidance):
         rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.

@@ -1,7 +1,7 @@
 """The floating-point operations of a traced program: matrix products and convolutions."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jax.extend import core
@@ -12,7 +12,8 @@ def count(jaxpr: core.Jaxpr) -> int:
 
     Taps that fall on padding count, zeros between dilated pixels do not: so a strided convolution
     costs as much backwards as forwards, and the numbers are those that papers give. Loops count as
-    often as they run (a `while` once, since nobody knows), and of branches the costliest.
+    often as they run (a `while` once, since nobody knows), and of branches the costliest. What a
+    kernel of attention computes again backwards does not count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
@@ -23,10 +24,23 @@ def _of_equation(equation: core.JaxprEqn) -> int:
         return _of_dot(equation)
     if name == "conv_general_dilated":
         return _of_convolution(equation)
+    if equation.params.get("name") == "recomputed":
+        return 0
     inside = [count(jaxpr) for jaxpr in subjaxprs(equation)]
     if name == "cond":
         return max(inside)
-    return sum(inside) * (equation.params["length"] if name == "scan" else 1)
+    if name == "pallas_call":
+        # Splash attention, whose backward kernel has five products, the first for the second time.
+        work = sum(inside) * math.prod(equation.params["grid_mapping"].grid)
+        return work * 4 // 5 if "dkv" in equation.params["name"] else work
+    return sum(inside) * _times(name, equation.params)
+
+
+def _times(name: str, params: Mapping[str, Any]) -> int:
+    """How often an equation runs its programs, over all devices."""
+    if name == "scan":
+        return params["length"]
+    return params["mesh"].size if name == "shard_map" else 1
 
 
 def _of_dot(equation: core.JaxprEqn) -> int:

@@ -1,8 +1,9 @@
 """Where every array lives: one mesh, one list of rules, no annotations in the models."""
 
+import functools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -103,6 +104,17 @@ def placed(shapes: Any, where: Any) -> Any:
     """A jax.ShapeDtypeStruct with its sharding a leaf: what restoring and compiling ask for."""
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, where)
+
+
+def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, traced with the mesh in use: attention's kernels ask for it and its devices."""
+
+    @functools.wraps(function)
+    def in_mesh(*args, **kwargs):
+        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+            return function(*args, **kwargs)
+
+    return in_mesh
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:

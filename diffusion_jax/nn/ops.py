@@ -6,9 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
-
-ATTENTION = ("xla", "cudnn")
+from jaxtyping import Array, Float
 
 
 def group_norm(
@@ -51,45 +49,6 @@ def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
     angles = t[:, None] * np.exp(exponents)  # [B, width / 2]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
-
-
-def attend(
-    q: Float[Array, "B T N K"],
-    k: Float[Array, "B S N K"],
-    v: Float[Array, "B S N K"],
-    mask: Bool[Array, "B L"] | None = None,
-    *,
-    implementation: str = "xla",
-) -> Float[Array, "B T N K"]:
-    """Softmax attention, scaled by 1 / sqrt(K), with float32 logits and softmax.
-
-    `mask` says which of the last L keys take part; those before them always do. A row that has no
-    key at all gives 0. "cudnn" (bf16 or fp16 on a GPU) needs no mask tensor, but of each mask only
-    the number of True counts: put the valid keys first, with `valid_first`.
-    """
-    always = k.shape[1] - (0 if mask is None else mask.shape[1])
-    if implementation == "cudnn":
-        lengths = jnp.full(len(q), always) if mask is None else always + mask.sum(1)
-        out = _attend_cudnn(q, k, v, lengths)
-    else:
-        keys = None
-        if mask is not None:
-            keys = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)[:, None, None]
-        out = jax.nn.dot_product_attention(q, k, v, mask=keys, implementation="xla")
-    if mask is None or always:
-        return out
-    return jnp.where(mask.any(1)[:, None, None, None], out, 0)
-
-
-def valid_first(
-    tokens: Float[Array, "B L D"], mask: Bool[Array, "B L"]
-) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """The tokens, and their mask, reordered so that in each row those with mask True come first."""
-    order = jnp.argsort(~mask, axis=1, stable=True)
-    return (
-        jnp.take_along_axis(tokens, order[:, :, None], axis=1),
-        jnp.take_along_axis(mask, order, axis=1),
-    )
 
 
 def conv_4x4_halving(
@@ -173,26 +132,6 @@ def bicubic_upsample(
     exact = jax.lax.Precision.HIGHEST
     out = jnp.einsum("hi,wj,bijc->bhwc", rows, columns, x.astype(jnp.float32), precision=exact)
     return out.astype(x.dtype)
-
-
-def _attend_cudnn(
-    q: Float[Array, "B T N K"],
-    k: Float[Array, "B S N K"],
-    v: Float[Array, "B S N K"],
-    lengths: Int[Array, "B"],
-) -> Float[Array, "B T N K"]:
-    """Attention to the first `lengths` keys, at least one.
-
-    jax refuses gradients of odd lengths, so these are padded. The lengths are given even where
-    they are full: without them cuDNN's gradients can be NaN where S is no multiple of its tiles
-    (NVIDIA/cudnn-frontend issue 160).
-    """
-    even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-    lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
-    out = jax.nn.dot_product_attention(
-        even(q), even(k), even(v), key_value_seq_lengths=lengths, implementation="cudnn"
-    )
-    return out[:, : q.shape[1]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))

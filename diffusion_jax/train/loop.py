@@ -25,6 +25,7 @@ from diffusion_jax.machine import flops, hardware, sheets
 from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
+    ambient,
     batch_sharding,
     place,
     place_all,
@@ -150,6 +151,7 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
     )
     # Metrics are whole everywhere, as the step is, so that each process can read them.
+    step = ambient(layout.step.mesh, step)
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 

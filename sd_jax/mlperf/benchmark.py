@@ -152,6 +152,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
         # The reference's pictures for CLIP are cut off to 8 bits, not rounded.
         return pixels, jnp.floor(pixels), jnp.isfinite(images).all((1, 2, 3))
 
+    draw = sharding.ambient(mesh, draw)
     return jax.jit(draw, out_shardings=(where, where, sharding.replicated(mesh)))
 
 

@@ -1,0 +1,149 @@
+"""Attention, by each implementation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.machine import flops, sharding
+from diffusion_jax.nn import attention
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def attend(q, k, v, mask):
+    """In float64, one row, head and query at a time; `mask` covers all keys."""
+    q, k, v = map(np.asarray, (q, k, v))
+    out = np.zeros(q.shape)
+    for b, t, n in np.ndindex(*q.shape[:3]):
+        if mask[b].any():
+            logits = k[b, mask[b], n].astype(np.float64) @ q[b, t, n] / np.sqrt(q.shape[-1])
+            weights = np.exp(logits - logits.max())
+            out[b, t, n] = weights @ v[b, mask[b], n] / weights.sum()
+    return out
+
+
+MASK = np.array([[True] * 5, [True, True, False, False, False], [False] * 5])
+
+
+@pytest.fixture(params=attention.IMPLEMENTATIONS)
+def implementation(request, monkeypatch):
+    """Each implementation; without a GPU, XLA computes what cuDNN would be given."""
+    plain = jax.nn.dot_product_attention
+
+    def stand_in(q, k, v, *, implementation, mask=None, key_value_seq_lengths=None):
+        if implementation == "xla":
+            return plain(q, k, v, mask=mask, implementation="xla")
+        assert key_value_seq_lengths.dtype == jnp.int32
+        assert key_value_seq_lengths.min() >= 1  # As a softmax needs.
+        assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # As jax asks of gradients.
+        return plain(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
+
+    if request.param == "cudnn":
+        monkeypatch.setattr(jax.nn, "dot_product_attention", stand_in)
+    return request.param
+
+
+@pytest.mark.parametrize(("always", "queries"), [(0, 6), (4, 7)])
+def test_attention_is_numpys_also_for_a_text_without_tokens(always, queries, implementation):
+    q, k = normal(3, queries, 2, 8), normal(3, always + 5, 2, 8, seed=1)
+    v = normal(3, always + 5, 2, 8, seed=2)
+    everything = np.pad(MASK, ((0, 0), (always, 0)), constant_values=True)
+    out = attention.attend(q, k, v, jnp.asarray(MASK), implementation=implementation)
+    np.testing.assert_allclose(out, attend(q, k, v, everything), atol=1e-6)
+    np.testing.assert_array_equal(np.asarray(out[2] == 0).all(), not always)
+
+
+def test_attention_without_a_mask_is_numpys(implementation):
+    q, k, v = normal(2, 6, 2, 8), normal(2, 7, 2, 8, seed=1), normal(2, 7, 2, 8, seed=2)
+    out = attention.attend(q, k, v, implementation=implementation)
+    np.testing.assert_allclose(out, attend(q, k, v, np.ones((2, 7), bool)), atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_gradients_are_those_of_all_scores_at_once(implementation, dtype, monkeypatch):
+    """Several blocks of keys, the last one not full; of masks, with texts without a token."""
+    monkeypatch.setattr(attention, "_BLOCK", 128)
+    q = normal(3, 131, 2, 8).astype(dtype)
+    k, v = (normal(3, 300, 2, 8, seed=seed).astype(dtype) for seed in (1, 2))
+    for mask in (None, jnp.asarray(MASK), jnp.sort(jnp.tile(MASK, 60), descending=True)):
+
+        def loss(q, k, v, *, implementation, mask=mask):
+            out = attention.attend(q, k, v, mask, implementation=implementation)
+            return (out.astype(jnp.float32) ** 2).sum()
+
+        gradients = jax.value_and_grad(loss, (0, 1, 2))
+        both = [gradients(q, k, v, implementation=name) for name in (implementation, "xla")]
+        tolerance = 1e-5 if dtype == jnp.float32 else 2e-2
+        for ours, expected in zip(*map(jax.tree.leaves, both), strict=True):
+            assert ours.dtype == expected.dtype
+            scale = np.abs(np.asarray(expected, np.float32)).max()
+            np.testing.assert_allclose(
+                np.asarray(ours, np.float32),
+                np.asarray(expected, np.float32),
+                atol=tolerance * scale,
+            )
+
+
+def test_the_gradient_of_attention_to_no_token_is_0(implementation):
+    q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
+    attend = lambda *qkv: attention.attend(
+        *qkv, jnp.asarray(MASK), implementation=implementation
+    ).sum()
+    for gradient in jax.grad(attend, argnums=(0, 1, 2))(q, k, v):
+        np.testing.assert_array_equal(gradient[2], 0)
+        assert np.abs(gradient[0]).max() > 1e-3 and jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("implementation", ["splash", "blockwise"])
+@pytest.mark.parametrize("sizes", [(2, 2, 2), (1, 8, 1)])
+def test_on_a_mesh_attention_is_that_of_one_device(implementation, sizes):
+    mesh = sharding.make_mesh(*sizes)
+    q, k, v = (normal(8, 16, 2, 8, seed=seed) for seed in range(3))
+    attend = lambda *qkv: attention.attend(*qkv, implementation=implementation)
+    loss = lambda *qkv: (attend(*qkv) ** 2).sum()
+    expected = jax.grad(loss, (0, 1, 2))(q, k, v)
+    on_mesh = jax.jit(sharding.ambient(mesh, jax.grad(loss, (0, 1, 2))))
+    where = sharding.batch_sharding(mesh)
+    ours = on_mesh(*(sharding.place(np.asarray(x), where) for x in (q, k, v)))
+    for gradient, one in zip(ours, expected, strict=True):
+        np.testing.assert_allclose(gradient, one, atol=1e-5)
+        assert gradient.sharding.spec[0] == ("replica", "fsdp")
+
+
+@pytest.mark.parametrize("implementation", ["xla", "blockwise", "splash"])
+def test_operations_are_counted_once_whatever_computes_them(implementation):
+    """Two products forwards, four backwards: what is computed again is no work of the model's."""
+    q, k, v = normal(2, 256, 3, 8), normal(2, 128, 3, 8), normal(2, 128, 3, 8)
+    attend = lambda *qkv: attention.attend(*qkv, implementation=implementation).sum()
+    product = 2 * 2 * 3 * 256 * 128 * 8
+    assert flops.count(jax.make_jaxpr(attend)(q, k, v).jaxpr) == 2 * product
+    gradient = jax.make_jaxpr(jax.grad(attend, (0, 1, 2)))(q, k, v)
+    rows = 2 * 2 * 3 * 256 * 8 * (implementation == "splash")  # Its sum of out * d_out is a dot.
+    assert flops.count(gradient.jaxpr) == 6 * product + rows
+
+
+def test_auto_takes_what_the_devices_are_fast_with(monkeypatch):
+    monkeypatch.setattr(attention, "_has_cudnn", lambda: True)
+    choose = lambda keys=1024, dtype=jnp.bfloat16, head_dim=64: attention.choose(
+        1024, keys, head_dim, dtype
+    )
+    assert (choose(), choose(8)) == ("blockwise", "xla") and not attention.counts_keys("auto")
+    monkeypatch.setattr(attention, "_platform", lambda: "tpu")
+    assert (choose(), choose(8), choose(dtype=jnp.float32)) == ("splash", "xla", "xla")
+    monkeypatch.setattr(attention, "_platform", lambda: "gpu")
+    assert (choose(), choose(8), choose(dtype=jnp.float32)) == ("cudnn", "cudnn", "xla")
+    assert (choose(head_dim=160), choose(head_dim=20)) == ("xla", "xla")
+    assert attention.counts_keys("auto") and not attention.counts_keys("xla")
+    monkeypatch.setattr(attention, "_has_cudnn", lambda: False)
+    assert choose() == "xla" and not attention.counts_keys("auto")
+
+
+def test_valid_tokens_come_first_in_their_order():
+    tokens = jnp.arange(8.0).reshape(2, 4, 1)
+    mask = jnp.array([[False, True, False, True], [False, False, False, True]])
+    tokens, mask = attention.valid_first(tokens, mask)
+    np.testing.assert_array_equal(tokens[..., 0], [[1, 3, 0, 2], [7, 4, 5, 6]])
+    np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
