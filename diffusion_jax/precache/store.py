@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from diffusion_jax.precache import quantize
+from diffusion_jax.precache import quantize, workers
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
 
@@ -61,14 +61,9 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
     """ValueError unless the store was made with everything that `wanted` names."""
-    differing = [
-        f"{name} {stored.get(name)!r} there, {value!r} wanted"
-        for name, value in wanted.items()
-        if stored.get(name) != value
-    ]
-    if differing:
+    if differing := workers.differing(stored, wanted):
         raise ValueError(
-            f"the embeddings in {path} were made in another way ({'; '.join(differing)}): set the "
+            f"the embeddings in {path} were made in another way ({differing}): set the "
             f"text group of the config to what is there, or make another store with\n  "
             f"{command('NEW_FOLDER')}"
         )
