@@ -26,7 +26,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
     distance = precond.DISTANCES[s.diffusion.distance]
     factor, aug_sigma = s.super_resolution
-    aug_sigma = aug_sigma if unet.noise_aug else None
+    low_noise, aug_sigma = (noise, aug_sigma) if unet.noise_aug else (None, None)
 
     def init(key):
         return unet.init(key, **example_inputs(unet, s.text.width))
@@ -38,7 +38,9 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         # Zeros in place of a dropped text, under its own mask: so NeMo trains without text.
         text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
         sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
-        low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
+        low_res = LowRes()
+        if factor > 1:
+            low_res = super_resolution.training_inputs(key_low, x0, factor, low_noise, scalings)
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
@@ -46,14 +48,6 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
 
         per_image = precond.loss(network, scalings, x0, eps, sigma, distance)  # [B]
         return per_image.mean(), loss_by_noise_level(per_image, sigma)
-
-    def training_low_res(key, x0):
-        small = super_resolution.shrink(x0, factor)
-        if not unet.noise_aug:
-            return LowRes(small)
-        key_sigma, key_eps = jax.random.split(key)
-        sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
-        return super_resolution.with_noise(small, sigma, eps, scalings)
 
     def sample(params, frozen, batch, keys, scale):
         text, mask = encoder.encode(frozen, batch)
