@@ -3,10 +3,10 @@
     python -m diffusion_jax.doctor
     python -m diffusion_jax.doctor --json
 
-JAX's own report, further versions (without TensorFlow a run writes no TensorBoard), devices and
-their memory, whether attention through cudnn works, the environment that JAX and XLA read, and the
-measured rates of a matrix product and a convolution beside the maker's (machine/hardware.py). It
-takes less than a minute, writes nothing and uses no network.
+JAX's own report, further versions, devices and their memory, whether attention through cudnn works,
+the environment that JAX and XLA read, and the measured rates of a matrix product and a convolution
+beside the maker's (machine/hardware.py). It takes less than a minute, writes nothing and uses no
+network.
 """
 
 import json
@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import yaml
 from absl import app, flags
 
 from diffusion_jax import cli
@@ -29,7 +30,7 @@ from diffusion_jax.nn import ops
 _JSON = flags.DEFINE_bool("json", False, "Print JSON.")
 _PACKAGES = (
     "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13",
-    "flax", "optax", "orbax-checkpoint", "grain", "ml_collections",
+    "flax", "optax", "orbax-checkpoint", "grain", "ml_collections", "tensorflow", "tensorflow-cpu",
 )  # fmt: skip
 _VARIABLES = ("XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID")
 
@@ -52,7 +53,6 @@ def examine() -> dict[str, Any]:
         "host": _host(),
         "git": log.git_commit(pathlib.Path(__file__)),
         "versions": {name: version for name in _PACKAGES if (version := log.version(name))},
-        "tensorflow": log.version("tensorflow"),
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(_VARIABLES)},
         "devices": _devices(),
         "attention": attention(),
@@ -76,8 +76,8 @@ def rates(device: Any) -> dict[str, Any]:
         convolution = conv(64 if large else 1, 256 if large else 64, dtype)
         return {
             "dtype": jnp.dtype(dtype).name,
-            "matmul": rate(*product) / 1e12,
-            "conv": rate(*convolution) / 1e12,
+            "matmul": float(f"{rate(*product) / 1e12:.4g}"),
+            "conv": float(f"{rate(*convolution) / 1e12:.4g}"),
             "peak": peak and peak / 1e12,
         }
 
@@ -115,16 +115,9 @@ def rate(run: Callable[[], jax.Array], flops: float, seconds: float = 0.5) -> fl
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report of `examine` as lines for people."""
-    lines = []
-    for subject, value in report.items():
-        if isinstance(value, dict):
-            value = [f"{key}: {_words(item)}" for key, item in value.items()]
-        if isinstance(value, list):
-            lines += [subject, *(f"  {_words(item)}" for item in value)]
-        else:
-            lines.append(f"{subject}: {_words(value)}")
-    return "\n".join(lines)
+    """The report of `examine` for people: JAX's own as it stands, the rest as YAML."""
+    rest = {subject: value for subject, value in report.items() if subject != "jax"}
+    return "\n".join([*report["jax"], "", yaml.safe_dump(rest, sort_keys=False, width=1000)])
 
 
 def _devices() -> list[dict[str, Any]]:
@@ -159,14 +152,6 @@ def _outcome(run: Callable[[], Any]) -> str:
 
 def _gib(size: float) -> str:
     return f"{size / 2**30:.1f} GiB"
-
-
-def _words(value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_words(item)}" for key, item in value.items())
-    if value is None:
-        return "none"
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

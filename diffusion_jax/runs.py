@@ -15,7 +15,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import systems
-from diffusion_jax.machine import files
+from diffusion_jax.machine import claims, files
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
@@ -62,18 +62,12 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
         )
     path = pathlib.Path(workdir) / CONFIG
     config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
-    if path.exists():
-        before, now = _flat(load(workdir)), _flat(config)
-        differing = [
-            f"{key}: {before.get(key)!r} there, {now.get(key)!r} now"
-            for key in sorted(before.keys() | now.keys() - {"version"})
-            if before.get(key) != now.get(key) and not key.startswith(_FREE)
-        ]
-        if differing:
-            raise ValueError(
-                f"{workdir} was made with another config ({'; '.join(differing)}): "
-                "choose another --workdir, or give the config that it was made with"
-            )
+    different = path.exists() and claims.unlike(load(workdir), config, ("version", *_FREE))
+    if different:
+        raise ValueError(
+            f"{workdir} was made with another config ({different}): "
+            "choose another --workdir, or give the config that it was made with"
+        )
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
@@ -101,7 +95,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"{workdir} is a run of {config['system']}, not of {system}: give it to the commands "
             f"of {config['system'].partition('.')[0]}"
         )
-    if later := sorted(_flat(config).keys() - _flat(old).keys()):
+    if later := sorted(claims.flat(config).keys() - claims.flat(old).keys()):
         logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
     return config
 
@@ -129,12 +123,3 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
             group, _, field = change.renamed.rpartition(".")
             (config.setdefault(group, {}) if group else config)[field] = value
     return config
-
-
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
-    flat = {}
-    for key, value in tree.items():
-        nested = isinstance(value, Mapping)
-        flat |= _flat(value, f"{prefix}{key}.") if nested else {prefix + key: value}
-    return flat

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 CROPS = ("center", "random")
+EMBEDDINGS = ("npy", "npz", "safetensors")
+"""Suffixes of files that hold embeddings made before training, one text each."""
 MOMENTS = "moments"
 """The data source of what an autoencoder makes of images; the others give images."""
 
@@ -119,6 +121,11 @@ class Data(NamedTuple):
     crop: str = "center"
     flip: bool = False
     threads: int = 16
+
+    @property
+    def embedded(self) -> bool:
+        """Whether `text` names embeddings in files beside the images, and no captions."""
+        return self.text.partition(":")[0].endswith(EMBEDDINGS)
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

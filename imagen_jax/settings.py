@@ -150,7 +150,7 @@ def _check_texts(s: Settings) -> None:
     """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
     settings.check_prompts(s.run, s.text)
     embedded = s.text.embedded
-    if s.data.source in ("folder", "webdataset") and embedded == s.data.text.endswith("txt"):
+    if s.data.source in ("folder", "webdataset") and embedded != s.data.embedded:
         way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
         raise ValueError(
             f"data.text is {s.data.text!r} and text.encoder is {s.text.encoder!r}, which cannot "

@@ -18,7 +18,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.evaluate import figures
-from diffusion_jax.evaluate.figures import Band, Line
+from diffusion_jax.evaluate.figures import Band, Line, Plot
 from diffusion_jax.machine import files
 from sd_jax.mlperf import convergence, rules
 from sd_jax.mlperf.convergence import Result, Verdict
@@ -62,8 +62,8 @@ def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for metric, label in _LABELS.items():
         lines, bands = plotted(runs, metric)
-        figure = figures.plot(lines, "million images", label, bands)
-        files.write_whole(out / f"{metric.lower()}.png", figures.save(figure, "png"))
+        figure = figures.save(Plot(lines, "million images", label, bands), "png")
+        files.write_whole(out / f"{metric.lower()}.png", figure)
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-SUFFIXES = ("npy", "npz", "safetensors")
+from diffusion_jax.settings import EMBEDDINGS
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
@@ -43,9 +43,9 @@ def check_suffix(text: str) -> None:
             "them once to .npy with numpy.save(file, data['embeddings_t5_xxl']['encodings']), "
             "as docs/data.md shows"
         )
-    if last != "txt" and last not in SUFFIXES:
+    if last != "txt" and last not in EMBEDDINGS:
         raise ValueError(
-            f"texts of suffix {text!r}: it must end in txt (captions) or {', '.join(SUFFIXES)} "
+            f"texts of suffix {text!r}: it must end in txt (captions) or {', '.join(EMBEDDINGS)} "
             "(precomputed embeddings)"
         )
 

@@ -4,14 +4,13 @@ They are matplotlib's: saved as PNG or PDF, or as SVG text whose points say thei
 mouse.
 """
 
+import html
 import io
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480")
 _GREY = "#e3e8ec"
@@ -44,48 +43,50 @@ class Band(NamedTuple):
     high: Sequence[float]
 
 
-def plot(lines: Sequence[Line], x: str, y: str, bands: Sequence[Band] = ()) -> Figure:
-    """All lines in one pair of axes named x and y."""
-    import matplotlib
+class Plot(NamedTuple):
+    """A figure: lines and regions in one pair of axes named x and y."""
 
-    with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
-        axes = FigureCanvasAgg(figure).figure.add_subplot()
-        for band in bands:
-            axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
-        for i, line in enumerate(lines):
-            _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
-        axes.margins(0.08)
-        axes.autoscale_view()  # What stands beside a point needs to know where the others are.
-        for i, line in enumerate(lines):
-            _label(axes, line, _COLOURS[i % len(_COLOURS)])
-        axes.set_xlabel(x)
-        axes.set_ylabel(y)
-        if len(lines) + len(bands) > 1:
-            # Beside the axes, so that it hides no point.
-            figure.legend(loc="outside upper center", ncols=2, frameon=False)
-    return figure
+    lines: Sequence[Line]
+    x: str
+    y: str
+    bands: Sequence[Band] = ()
 
 
-def save(figure: Figure, format: str) -> bytes:
+def save(plot: Plot, format: str) -> bytes:
     """The figure as a "png", "pdf" or "svg" file, the same bytes for the same figure."""
-    import matplotlib
+    import matplotlib  # Takes a second to import, and few commands draw a figure.
+    from matplotlib.figure import Figure
 
     buffer = io.BytesIO()
     dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+        axes = figure.add_subplot()
+        for band in plot.bands:
+            axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
+        for i, line in enumerate(plot.lines):
+            _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
+        axes.margins(0.08)
+        axes.autoscale_view()  # What stands beside a point needs to know where the others are.
+        for i, line in enumerate(plot.lines):
+            _label(axes, line, _COLOURS[i % len(_COLOURS)])
+        axes.set_xlabel(plot.x)
+        axes.set_ylabel(plot.y)
+        if len(plot.lines) + len(plot.bands) > 1:
+            # Beside the axes, so that it hides no point.
+            figure.legend(loc="outside upper center", ncols=2, frameon=False)
         figure.savefig(buffer, format=format, dpi=160, metadata=dates.get(format))
     return buffer.getvalue()
 
 
-def to_svg(figure: Figure, lines: Sequence[Line]) -> str:
+def svg(plot: Plot) -> str:
     """An <svg> element for a page, whose points show their texts under the mouse."""
-    text = save(figure, "svg").decode()
+    text = save(plot, "svg").decode()
     text = text[text.index("<svg") :]
-    for i, line in enumerate(lines):
+    for i, line in enumerate(plot.lines):
         for n, hover in enumerate(line.hover):
             group = f'<g id="point-{i}-{n}">'
-            text = text.replace(group, f"{group}<title>{_escape(hover)}</title>", 1)
+            text = text.replace(group, f"{group}<title>{html.escape(hover, False)}</title>", 1)
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
 
 
@@ -112,7 +113,3 @@ def _label(axes: Any, line: Line, colour: str) -> None:
             textcoords="offset points", ha="center", va="center", fontsize=7.5, color=colour,
             bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
         )  # fmt: skip
-
-
-def _escape(text: str) -> str:
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

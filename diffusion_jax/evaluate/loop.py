@@ -5,7 +5,6 @@ on the devices, brings its own. Features in a folder are shards, one a batch, an
 """
 
 import io
-import json
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +17,7 @@ from jaxtyping import Bool, Int, Shaped, UInt8
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, progress, sheets
-from diffusion_jax.metrics import cards
+from diffusion_jax.machine import claims, files, progress, sheets
 from diffusion_jax.metrics.cards import Card
 
 CARD = "card.json"
@@ -110,22 +108,8 @@ def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card
     Returns the cards that it was begun with, which may name other versions of software. ValueError
     if it holds features of anything else: other weights, prompts, seeds or extractors.
     """
-    path = folder / CARD
-    now: dict[str, Card] = json.loads(json.dumps(cards_now))
-    before = json.loads(path.read_text()) if path.exists() else now
-    different = [
-        f"{field} of {name}: {a!r} there, {b!r} now"
-        for name in sorted(before.keys() | now.keys())
-        for field, (a, b) in cards.unlike(before.get(name, {}), now.get(name, {})).items()
-    ]
-    if different:
-        raise ValueError(
-            f"{folder} holds features of another sweep ({'; '.join(different)}): remove the folder"
-        )
-    if jax.process_index() == 0 and not path.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(now, indent=1))
-    return before
+    versions = tuple(f"{name}.versions." for name in cards_now)
+    return claims.claim(folder / CARD, cards_now, free=versions, write=jax.process_index() == 0)
 
 
 def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> None:

@@ -11,11 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jinja2
-from matplotlib.figure import Figure
 
 from diffusion_jax import runs
 from diffusion_jax.evaluate import figures, sweep
-from diffusion_jax.evaluate.figures import Band, Line
+from diffusion_jax.evaluate.figures import Band, Line, Plot
 from diffusion_jax.evaluate.sweep import TABLE, Row, describe, sheet_name
 from diffusion_jax.machine import log
 from diffusion_jax.metrics import table
@@ -80,7 +79,7 @@ def page(runs: Sequence[RunResult], bands: Sequence[Band] = ()) -> str:
     return _template().render(
         title=" and ".join(run.name for run in runs),
         warnings=_unlike(sweeps),
-        figures=[figures.to_svg(_draw(plot, bands), plot.lines) for plot in plots(runs)],
+        figures=[figures.svg(_with_bands(plot, bands)) for plot in plots(runs)],
         tables=[_table(_name(runs, run, e), e.rows) for run, e in sweeps],
         pictures=[(run.name, _sheets(run)) for run in runs],
         training=list(_training(runs)),
@@ -104,18 +103,10 @@ def trade_off(runs: Sequence[RunResult], x: str, y: str) -> list[Line]:
     return lines
 
 
-def main_figure(run: RunResult, name: str) -> Figure:
+def main_figure(run: RunResult, name: str) -> Plot:
     """The curve of one sweep: its distance over its other score, or that score over guidance."""
     run = run._replace(evaluations=[e for e in run.evaluations if e.name == name])
-    return _draw(plots([run])[0])
-
-
-class Plot(NamedTuple):
-    """A figure to be: its lines and the names of its axes."""
-
-    lines: list[Line]
-    x: str
-    y: str
+    return plots([run])[0]
 
 
 def plots(runs: Sequence[RunResult]) -> list[Plot]:
@@ -166,11 +157,10 @@ def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
     )
 
 
-def _draw(plot: Plot, bands: Sequence[Band] = ()) -> Figure:
-    """The bands are of FID over CLIP score alone."""
+def _with_bands(plot: Plot, bands: Sequence[Band]) -> Plot:
+    """The plot with the bands behind its lines, which are of FID over CLIP score alone."""
     fits = (plot.x, plot.y) == (_axis("clip_score"), _axis("fid"))
-    shown = [_about(band, plot.lines) for band in bands if fits]
-    return figures.plot(plot.lines, plot.x, plot.y, shown)
+    return plot._replace(bands=[_about(band, plot.lines) for band in bands if fits])
 
 
 def _about(band: Band, lines: Sequence[Line]) -> Band:
@@ -231,7 +221,7 @@ def _training(runs: Sequence[RunResult]) -> Iterator[tuple[str, str]]:
         lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
         if lines:
             medians = ", ".join(f"{line.name} {statistics.median(line.y):.4g}" for line in lines)
-            yield figures.to_svg(figures.plot(lines, "step", name), []), medians
+            yield figures.svg(Plot(lines, "step", name)), medians
 
 
 def training_line(run: RunResult, key: str) -> Line:

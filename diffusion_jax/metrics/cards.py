@@ -78,13 +78,6 @@ def read_scored(path: str | os.PathLike[str]) -> Scored:
         raise ValueError(f"{path} holds no scores with their card: {error!r}") from error
 
 
-def unlike(one: Card, other: Card) -> dict[str, tuple[Any, Any]]:
-    """Both values of each field in which two cards differ, but for versions of software."""
-    fields = sorted((one.keys() | other.keys()) - {"versions"})
-    pairs = {field: (one.get(field), other.get(field)) for field in fields}
-    return {field: (a, b) for field, (a, b) in pairs.items() if a != b}
-
-
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
     """The fields in which the cards differ, with each card's value."""
     values = {field: [card.get(field) for card in cards] for field in fields}

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import claims, files, progress
 from diffusion_jax.precache import workers
 from diffusion_jax.precache.workers import Share
 
@@ -42,16 +42,13 @@ def run(
     """
     total = -(-len(source) // work.shard)
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
-    has_manifest = _has_manifest(out, manifest)
+    claims.claim(out / moments.MANIFEST, manifest, free=("finished",), write=not work.dry_run)
     paths = [out / f"{shard:06}.tar" for shard in range(total)]
     missing = list(work.share.missing(paths))
     logging.info("%d of %d shards are there", total - len(missing), total)
     if work.dry_run:
         print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
         return total - len(missing)
-    if not has_manifest:
-        out.mkdir(parents=True, exist_ok=True)
-        files.write_whole(out / moments.MANIFEST, json.dumps(manifest))
     for shard in progress.reported(missing, len(missing), "shards"):
         if not paths[shard].exists():  # Another worker may have been faster.
             first = shard * work.shard
@@ -77,16 +74,3 @@ def _encoded(
                 raise ValueError(f"record {index} has no caption but {type(text).__name__}")
             key = f"{index:09}".encode()
             yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}
-
-
-def _has_manifest(out: pathlib.Path, manifest: Mapping[str, Any]) -> bool:
-    """Whether `out` has a manifest; ValueError if it is another one."""
-    before = moments.find_manifest(out) if out.is_dir() else None
-    if before is None:
-        return False
-    if differing := workers.differing(before | {"finished": False}, manifest):
-        raise ValueError(
-            f"{out} was begun with something else ({differing}): go on with that, or write into "
-            "another folder"
-        )
-    return True

@@ -26,7 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, Shaped
 
-from diffusion_jax.precache import quantize, workers
+from diffusion_jax.machine import claims
+from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
 
@@ -61,10 +62,10 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
     """ValueError unless the store was made with everything that `wanted` names."""
-    if differing := workers.differing(stored, wanted):
+    if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
-            f"the embeddings in {path} were made in another way ({differing}): set the "
-            f"text group of the config to what is there, or make another store with\n  "
+            f"the embeddings in {path} were made in another way ({different}): set the text "
+            "group of the config to what is there, or make another store with\n  "
             f"{command('NEW_FOLDER')}"
         )
 

@@ -6,9 +6,9 @@ that those that die, restart, come late or leave change nothing but the time.
 
 import pathlib
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 from absl import flags
@@ -67,12 +67,3 @@ def ahead(function: Callable[[_T], _R], items: Iterator[_T]) -> Iterator[tuple[_
             waiting = coming
         if waiting is not None:
             yield waiting[0], waiting[1].result()
-
-
-def differing(there: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
-    """What a manifest says of all that is `wanted`, where it says something else; "" if nothing."""
-    return "; ".join(
-        f"{name} {there.get(name)!r} there, {value!r} wanted"
-        for name, value in wanted.items()
-        if there.get(name) != value
-    )

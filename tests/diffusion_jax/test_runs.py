@@ -50,8 +50,8 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
     with pytest.raises(ValueError) as error:
         runs.claim(tmp_path, other)
     assert str(error.value) == (
-        f"{tmp_path} was made with another config (data.source: 'digits' there, 'folder' now; "
-        "unet.cond_dim: 64 there, 32 now; unet.dropout: 0.0 there, 0.5 now): "
+        f"{tmp_path} was made with another config (data.source: 'digits' there, 'folder' wanted; "
+        "unet.cond_dim: 64 there, 32 wanted; unet.dropout: 0.0 there, 0.5 wanted): "
         "choose another --workdir, or give the config that it was made with"
     )
     assert (tmp_path / "config.json").read_text() == before

@@ -19,8 +19,8 @@ import jax
 
 ROOT = pathlib.Path(__file__).parents[2]
 SLOW_IMPORTS = [
-    "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.figures",
-    "diffusion_jax.evaluate.sweep", "diffusion_jax.train.command",
+    "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.sweep",
+    "diffusion_jax.train.command", "matplotlib.figure", "matplotlib.backends.backend_agg",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip
 # Unoptimised programs compile in half the time, and the tests' shapes are tiny. XLA's older code

@@ -93,11 +93,11 @@ def test_a_prompt_that_is_not_stored_names_the_command(path):
     [
         (
             {"width": 32},
-            r"made in another way \(width 64 there, 32 wanted\): set the text",
+            r"made in another way \(width: 64 there, 32 wanted\): set the text",
         ),
-        ({"max_tokens": 8}, r"\(max_tokens 16 there, 8 wanted\)"),
-        ({"read_tokens": 16}, r"\(read_tokens 32 there, 16 wanted\)"),
-        ({"encoder": "clip"}, r"\(encoder 't5' there, 'clip' wanted\)"),
+        ({"max_tokens": 8}, r"\(max_tokens: 16 there, 8 wanted\)"),
+        ({"read_tokens": 16}, r"\(read_tokens: 32 there, 16 wanted\)"),
+        ({"encoder": "clip"}, r"\(encoder: 't5' there, 'clip' wanted\)"),
         ({"encoder": "precomputed"}, "which reads no captions: leave text.store empty, or choose"),
     ],
 )
@@ -111,7 +111,7 @@ def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
     lookup.open_encoder(settings(store=path, weights=weights).text)
     lookup.open_encoder(settings(store=path, weights="of/another-machine").text)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, update=2.0)
-    with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
+    with pytest.raises(ValueError, match=r"\(weights: '\w+' there, '\w+' wanted\)"):
         lookup.open_encoder(settings(store=path, weights=str(other)).text)
 
 
@@ -124,7 +124,7 @@ def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
     named = cascade.read_run(tmp_path, cascade.Choice(text_weights=weights))
     assert lookup.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
-    with pytest.raises(ValueError, match=r"\(weights '\w+' there, '\w+' wanted\)"):
+    with pytest.raises(ValueError, match=r"\(weights: '\w+' there, '\w+' wanted\)"):
         lookup.open_online(named.text._replace(weights=str(other)))
     moved = str(tmp_path / "moved")
     shutil.copytree(path, moved)

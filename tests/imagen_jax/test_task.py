@@ -331,6 +331,13 @@ def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, messa
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("text", ["json:caption", "jsonl:text", "parquet:caption", "raw.txt"])
+def test_an_encoder_reads_captions_wherever_they_stand(text):
+    assert settings(data__source="folder", data__text=text).data.text == text
+    with pytest.raises(ValueError, match=r"text\.encoder is 'precomputed', which cannot read it"):
+        settings(text__encoder="precomputed", data__source="folder", data__text=text)
+
+
 EXACT = {
     "base64_500m": 524_897_540,
     "base64_2b": 2_171_162_116,

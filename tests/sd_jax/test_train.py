@@ -114,7 +114,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     for name in names:
         assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
     moments.check_manifest(tmp_path, identity)
-    with pytest.raises(ValueError, match=r"begun with something else \(shard 4 there, 5 wanted\)"):
+    with pytest.raises(ValueError, match=r"begun with something else \(shard: 4 there, 5 wanted\)"):
         precache.encode(s, tmp_path, Work(5, 1))
 
 
@@ -200,9 +200,9 @@ def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents__scale": 1.0}, r"another way \(scale 0\.5 there, 1\.0 wanted\)"),
-        ({"latents__pixels": "unit"}, r"another way \(pixels 'symmetric' there, 'unit' wanted\)"),
-        ({"latents__image_size": 16}, r"another way \(image_size 8 there, 16 wanted\)"),
+        ({"latents__scale": 1.0}, r"another way \(scale: 0\.5 there, 1\.0 wanted\)"),
+        ({"latents__pixels": "unit"}, r"another way \(pixels: 'symmetric' there, 'unit' wanted\)"),
+        ({"latents__image_size": 16}, r"another way \(image_size: 8 there, 16 wanted\)"),
     ],
 )
 def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):
@@ -215,7 +215,7 @@ def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
     other = jax.tree.map(lambda leaf: leaf * 1.01, initial.read_vae(vae, tiny.settings(vae).vae))
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
-    with pytest.raises(ValueError, match=r"made in another way \(vae '\w+' there, '\w+' wanted\)"):
+    with pytest.raises(ValueError, match=r"made in another way \(vae: '\w+' there, '\w+' wanted\)"):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 

@@ -19,8 +19,8 @@ from jaxtyping import Float
 
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
-from diffusion_jax.data.embeddings import SUFFIXES
 from diffusion_jax.machine import progress
+from diffusion_jax.settings import EMBEDDINGS
 
 _ARRAYS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),
@@ -109,7 +109,7 @@ def _places(tars: Sequence[str]) -> dict[str, _Place]:
         with tarfile.open(tar, "r:") as opened:
             for member in filter(tarfile.TarInfo.isfile, opened):
                 stem, suffix = _split(member.name)
-                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in SUFFIXES:
+                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
                     places[stem] = _Place(tar, member.offset_data, member.size, suffix)
     return places
 

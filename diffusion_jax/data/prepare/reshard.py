@@ -6,7 +6,6 @@ so that shards may be written in any order, by several processes, and again afte
 
 import collections
 import io
-import json
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -18,7 +17,7 @@ from diffusion_jax.data import tars
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import claims, progress
 
 _WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
 _WRITERS = {
@@ -51,7 +50,9 @@ def reshard(
     if num < 1 or not 0 <= process < processes:
         raise ValueError(f"num {num} must be above 0, process {process} below {processes}")
     suffix, write = _WRITERS[format]
-    _claim(out, {**identity, "records": len(records), "num": num, "format": format})
+    claims.claim(
+        out / MANIFEST, {**identity, "records": len(records), "num": num, "format": format}
+    )
     total = -(-len(records) // num)
     mine = range(process, total, processes)
     paths = {shard: out / f"{shard:06}{suffix}" for shard in mine}
@@ -97,15 +98,3 @@ def _encode(row: int, record: Record) -> dict[str, bytes] | str:
     array = io.BytesIO()
     np.save(array, record.text)
     return {**files, "npy": array.getvalue()}
-
-
-def _claim(out: pathlib.Path, identity: Mapping[str, Any]) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / MANIFEST
-    before = json.loads(path.read_text()) if path.exists() else identity
-    if before != identity:
-        raise ValueError(
-            f"{out} was begun with {before}, not {dict(identity)}: finish it with the former, or "
-            "write into another folder"
-        )
-    files.write_whole(path, json.dumps(identity, indent=1))

@@ -20,6 +20,7 @@ from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.machine import claims
 from diffusion_jax.settings import Data
 
 MANIFEST = "moments.json"
@@ -74,20 +75,15 @@ def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
 
 def check_manifest(path: str | os.PathLike[str], wanted: Mapping[str, Any]) -> None:
     """ValueError if moments have a manifest and are unfinished, or made in another way."""
-    manifest = find_manifest(path)
-    if manifest is None:
+    stored = find_manifest(path)
+    if stored is None:
         return
-    differing = [
-        f"{name} {manifest.get(name)!r} there, {value!r} wanted"
-        for name, value in wanted.items()
-        if manifest.get(name) != value
-    ]
-    if differing:
+    if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
-            f"the moments in {path} were made in another way ({'; '.join(differing)}): set the "
+            f"the moments in {path} were made in another way ({different}): set the "
             "config to what is there, or make others in a new folder"
         )
-    if not manifest["finished"]:
+    if not stored["finished"]:
         raise ValueError(
             f"the moments in {path} are unfinished: the command that began them goes on"
         )

@@ -243,12 +243,10 @@ def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_pat
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate(make_subject(tmp_path, seed=1), scorer, asked)
     err = capsys.readouterr().err
-    assert re.search(
-        r"guidance_2 holds features of another sweep \(model of clip: '\w+' there", err
-    )
+    assert re.search(r"guidance_2 was begun with something else \(clip.model: '\w+' there", err)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate(make_subject(tmp_path), make_scorer(inputs, PROMPTS[:66]), asked)
-    assert "n of clip: 67 there, 66 now" in capsys.readouterr().err
+    assert "clip.n: 67 there, 66 wanted" in capsys.readouterr().err
     assert len(rows_of(out)) == 1
 
 

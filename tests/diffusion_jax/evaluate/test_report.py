@@ -113,11 +113,11 @@ def test_the_package_holds_mlperfs_reference_points():
 
 def test_a_figure_is_the_same_bytes_each_time_and_says_its_points(workdir):
     lines = report.trade_off([report.read_run(workdir)], "clip_score", "fid")
-    made = [figures.to_svg(figures.plot(lines, "CLIP", "FID"), lines) for _ in range(2)]
+    made = [figures.svg(figures.Plot(lines, "CLIP", "FID")) for _ in range(2)]
     assert made[0] == made[1]
     titles = re.findall(r"<title>(.*?)</title>", made[0], re.DOTALL)
     assert titles == list(lines[0].hover)
-    assert figures.save(figures.plot(lines, "x", "y"), "pdf")[:5] == b"%PDF-"
+    assert figures.save(figures.Plot(lines, "x", "y"), "pdf")[:5] == b"%PDF-"
 
 
 def test_the_page_needs_no_network_and_hides_nothing_it_was_given(workdir):

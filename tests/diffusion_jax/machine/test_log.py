@@ -107,8 +107,10 @@ def test_with_tensorflow_clu_writes_the_same_numbers_and_the_images(tmp_path, mo
     ]
 
 
-def test_importing_the_log_imports_neither_clu_nor_tensorflow():
-    code = "import sys, diffusion_jax.machine.log; print({'clu', 'tensorflow'} & set(sys.modules))"
+def test_what_writers_and_figures_need_is_imported_only_for_them():
+    heavy = "{'clu', 'tensorflow', 'matplotlib'}"
+    code = "import sys, diffusion_jax.machine.log, diffusion_jax.evaluate.report; "
+    code += f"print({heavy} & set(sys.modules))"
     root = pathlib.Path(log.__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert run.stdout == "set()\n", run.stderr

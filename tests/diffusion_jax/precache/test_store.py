@@ -183,7 +183,7 @@ def test_a_changed_index_is_found_at_the_start(tmp_path):
 
 def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
     make(tmp_path)
-    with pytest.raises(ValueError, match=r"made in another way \(weights '1a' there, '9' wanted\)"):
+    with pytest.raises(ValueError, match=r"another way \(weights: '1a' there, '9' wanted\)"):
         shards.start(tmp_path, IDENTITY | {"weights": "9"}, "int8")
     with pytest.raises(ValueError, match="is of format 'int8', not 'float32': take the same, or"):
         shards.start(tmp_path, IDENTITY, "float32")
