@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches
@@ -31,8 +32,10 @@ from imagen_jax.settings import Settings
 class Choice(model.Choice):
     """Which weights a stage draws with, and how; None stands for what the run's config says."""
 
-    threshold: str | None = replaces("sampler.threshold")
-    aug_sigma: float | None = replaces("super_resolution.aug_sigma")
+    threshold: str | None = replaces("sampler.threshold", f"One of {', '.join(THRESHOLDS)}.")
+    aug_sigma: float | None = replaces(
+        "super_resolution.aug_sigma", "Noise put on the small images."
+    )
 
 
 def load(

@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Key
 
 from diffusion_jax.diffusion import samplers
-from diffusion_jax.diffusion.noise import Noise
 from diffusion_jax.diffusion.precond import Images, Precond, Sigma
-from diffusion_jax.task import normal_like
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:
@@ -28,18 +26,6 @@ class LowRes(NamedTuple):
 
     image: Images | None = None
     time: Sigma | None = None
-
-
-def training_inputs(
-    key: Key[Array, ""], x0: Images, factor: int, noise: Noise | None, scalings: Precond
-) -> LowRes:
-    """The small images of x0, each made noisy at a level that `noise` draws, if there is one."""
-    small = shrink(x0, factor)  # [B, h, w, 3]
-    if noise is None:
-        return LowRes(small)
-    key_sigma, key_eps = jax.random.split(key)
-    sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
-    return with_noise(small, sigma, eps, scalings)
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:

@@ -4,11 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffusion_jax.diffusion import guidance, precond, samplers
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine.sharding import RULES
-from diffusion_jax.task import Task, kept_texts, loss_by_noise_level, normal_like, to_range
+from diffusion_jax.task import (
+    Sample,
+    Task,
+    kept_texts,
+    loss_by_noise_level,
+    normal_like,
+    to_range,
+)
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
@@ -24,9 +32,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     """
     unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
     scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
-    distance = precond.DISTANCES[s.diffusion.distance]
-    factor, aug_sigma = s.super_resolution
-    low_noise, aug_sigma = (noise, aug_sigma) if unet.noise_aug else (None, None)
+    distance, factor = precond.DISTANCES[s.diffusion.distance], s.super_resolution.factor
 
     def init(key):
         return unet.init(key, **example_inputs(unet, s.text.width))
@@ -38,9 +44,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         # Zeros in place of a dropped text, under its own mask: so NeMo trains without text.
         text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
         sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
-        low_res = LowRes()
-        if factor > 1:
-            low_res = super_resolution.training_inputs(key_low, x0, factor, low_noise, scalings)
+        low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
@@ -48,6 +52,29 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
 
         per_image = precond.loss(network, scalings, x0, eps, sigma, distance)  # [B]
         return per_image.mean(), loss_by_noise_level(per_image, sigma)
+
+    def training_low_res(key, x0):
+        small = super_resolution.shrink(x0, factor)
+        if not unet.noise_aug:
+            return LowRes(small)
+        key_sigma, key_eps = jax.random.split(key)
+        sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
+        return super_resolution.with_noise(small, sigma, eps, scalings)
+
+    return Task(init, loss, _make_sample(s, encoder), encoder.frozen, RULES)
+
+
+def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
+    """The task, and an image to train on, in a batch of one."""
+    side = s.unet.image_size
+    return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
+
+
+def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
+    unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
+    scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
+    factor, aug_sigma = s.super_resolution
+    aug_sigma = aug_sigma if unet.noise_aug else None
 
     def sample(params, frozen, batch, keys, scale):
         text, mask = encoder.encode(frozen, batch)
@@ -75,4 +102,4 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])
 
-    return Task(init, loss, sample, encoder.frozen, RULES)
+    return sample
