@@ -20,13 +20,15 @@ flags.disclaim_key_flags()  # --config belongs to the command that defines it: -
 
 
 def define_config(
-    help_text: str = "A file in configs/.", flag_values: flags.FlagValues = flags.FLAGS
+    help_text: str = "A file in configs/.",
+    flag_values: flags.FlagValues = flags.FLAGS,
+    argv: list[str] | None = None,
 ) -> flags.FlagHolder[ConfigDict]:
-    """Defines --config=FILE[:ARGUMENT], which --config.X=Y changes.
+    """Defines --config=FILE[:ARGUMENT], which --config.X=Y changes; of sys.argv, or of `argv`.
 
     What the file omits has its system's defaults by then, so that the command line can change all.
     """
-    holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values)
+    holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
     flag.parser = _CompleteConfig(flag.parser)
     return holder

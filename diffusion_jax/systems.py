@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from diffusion_jax import settings
 from diffusion_jax.settings import Run
+from diffusion_jax.text import registry
+from diffusion_jax.train import optimizer
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
 """The systems of this repository, for messages; those of other packages are found as well."""
@@ -19,9 +21,13 @@ class System(NamedTuple):
     """The NamedTuple of a whole config: `run`, and a field for each group, of a NamedTuple or a
     network. A field `unet_weights` is the value `weights` of the group `unet`."""
     check: Callable[[Any], None]
-    """ValueError for settings that cannot be or do not go together."""
+    """ValueError for settings that cannot be or do not go together, beyond the groups that all
+    systems have."""
     command: str
     """The module that trains it."""
+    example: str = ""
+    """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
+    shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
     networks: Mapping[str, Mapping[str, type]] = MappingProxyType({})
     """The groups that choose among several networks by their value `kind`, the default first."""
 
@@ -83,6 +89,11 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             values[f"{group}_weights"] = fields.pop("weights")
         values[group] = settings.read(kind, fields, group)
     s = system.settings(**values)
+    settings.check_run(s.run, s.data)
+    optimizer.check(s.optimizer, s.run.steps)
+    if "text" in values:
+        registry.check(s.text)
+        settings.check_prompts(s.run, s.text)
     system.check(s)
     return s
 

@@ -19,7 +19,7 @@ on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of -
 """
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from absl import flags
 from PIL import Image
 
 from diffusion_jax.data import embeddings
-from diffusion_jax.diffusion import samplers
+from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
@@ -39,33 +39,16 @@ _WORKDIR = flags.DEFINE_multi_string(
 _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
 _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier stages drew.")
-# Flags with one value for all stages or one for each: what kind it is, its default, its help.
-_PER_STAGE: dict[str, tuple[Callable[[str], Any], list[str], str]] = {
-    "guidance": (float, [], "Guidance scale, of all stages or of each."),
-    "steps": (int, [], "Sampling steps, of all stages or of each."),
-    "sampler": (str, [], f"One of {', '.join(samplers.SAMPLERS)}, likewise."),
-    "threshold": (str, [], "dynamic, static or none, likewise."),
-    "aug_sigma": (float, [], "Noise put on the small images, likewise."),
-    "text_weights": (str, [], "Folder of the text encoder's weights, likewise; else the config's."),
-    "ema": (str, ["ema"], 'A decay such as 0.9999, "ema" for the largest, or "raw", likewise.'),
-    "checkpoint": (int, [], "A step that was saved, likewise; default: the last."),
-    "batch_size": (int, [], "Images drawn at once, likewise."),
-}
-_STAGE_FLAGS = {
-    name: flags.DEFINE_list(name, default, text) for name, (_, default, text) in _PER_STAGE.items()
-}
+_CHOICES = choice_flags.define_lists(Choice)
+_BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once, likewise.")
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     """The cascade that the flags name, and what it draws from."""
     del out
-    columns = {name: _per_stage(name) for name in _PER_STAGE}
-    batch_sizes = columns.pop("batch_size")
-    choices = [
-        Choice(**dict(zip(columns, row, strict=True)))
-        for row in zip(*columns.values(), strict=True)
-    ]
-    stages = cascade.load(_WORKDIR.value, choices)
+    workdirs = _WORKDIR.value
+    batch_sizes = choice_flags.each("batch_size", _BATCH.value, int, len(workdirs))
+    stages = cascade.load(workdirs, choice_flags.choices(Choice, _CHOICES, len(workdirs)))
     captions, texts = _texts(stages, prompts)
     low_res = _low_res(stages[0], len(captions))
 
@@ -83,24 +66,6 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     card = {"guidance": guidance, "stages": [_card(stage) for stage in stages]}
     inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
     return Session(captions, draw, card, inputs, _ALL_SIZES.value)
-
-
-def _per_stage(name: str) -> list[Any]:
-    """A flag's values, one a stage: it may hold one for all, one for each, or none (None)."""
-    kind, values, stages = _PER_STAGE[name][0], _STAGE_FLAGS[name].value, len(_WORKDIR.value)
-    written = f"--{name}={','.join(values)}"
-    if len(values) not in (0, 1, stages):
-        raise ValueError(
-            f"{written} has {len(values)} values for {stages} stages: "
-            "give one for all, or one for each"
-        )
-    try:
-        read = [kind(value) for value in values] or [None]
-    except ValueError as error:
-        raise ValueError(f"{written} is no list of numbers") from error
-    if kind is int and any(value is not None and value < 1 for value in read):
-        raise ValueError(f"{written}: give numbers from 1 on")
-    return read * stages if len(read) == 1 else read
 
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
@@ -135,14 +100,11 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
 
 
 def _card(stage: Model) -> dict[str, Any]:
-    """A stage's run and sampler, for the metadata; without infinite bounds, which JSON has not."""
-    s = stage.settings
-    card = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
-    sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    card |= {"size": s.output_size, "sampler": sampler.pop("name"), **sampler}
-    if s.super_resolution.factor > 1:
-        card |= {"low_res": s.input_size, "aug_sigma": s.super_resolution.aug_sigma}
-    return card
+    """A stage's run and its sampler's settings, side by side."""
+    s, card = stage.settings, cascade.describe(stage)
+    sampler = card.pop("sampler")
+    card |= {"sampler": sampler.pop("name"), **sampler}
+    return card | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
 
 
 if __name__ == "__main__":

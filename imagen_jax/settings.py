@@ -10,8 +10,6 @@ from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
-from diffusion_jax.text import registry
-from diffusion_jax.train import optimizer as optimizers
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
@@ -91,18 +89,11 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_run(s.run, s.data)
-    optimizers.check(s.optimizer, s.run.steps)
-    registry.check(s.text)
     settings.check_sampler(s.sampler, SAMPLERS)
-    choices = [
-        ("diffusion.precond", s.diffusion.precond, PRECONDS),
-        ("diffusion.noise", s.diffusion.noise, NOISES),
-        ("diffusion.distance", s.diffusion.distance, DISTANCES),
-        ("sampler.threshold", s.sampler.threshold, THRESHOLDS),
-    ]
-    for field, value, known in choices:
-        settings.one_of(field, value, known)
+    settings.one_of("diffusion.precond", s.diffusion.precond, PRECONDS)
+    settings.one_of("diffusion.noise", s.diffusion.noise, NOISES)
+    settings.one_of("diffusion.distance", s.diffusion.distance, DISTANCES)
+    settings.one_of("sampler.threshold", s.sampler.threshold, THRESHOLDS)
     settings.positive(
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
         diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
@@ -147,8 +138,7 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_texts(s: Settings) -> None:
-    """ValueError if the encoder cannot read the data's texts, or there is nothing to draw."""
-    settings.check_prompts(s.run, s.text)
+    """ValueError if the encoder cannot read the data's texts."""
     embedded = s.text.embedded
     if s.data.source in ("folder", "webdataset") and embedded != s.data.embedded:
         way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
@@ -158,4 +148,8 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-SYSTEMS = {"imagen_jax": System(Settings, check, "imagen_jax.train", {"unet": UNETS})}
+SYSTEMS = {
+    "imagen_jax": System(
+        Settings, check, "imagen_jax.train", "imagen_jax.task:example", {"unet": UNETS}
+    )
+}

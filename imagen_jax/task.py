@@ -4,11 +4,19 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diffusion_jax.diffusion import guidance, precond, samplers
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine.sharding import RULES
-from diffusion_jax.task import Task, kept_texts, loss_by_noise_level, normal_like, to_range
+from diffusion_jax.task import (
+    Sample,
+    Task,
+    kept_texts,
+    loss_by_noise_level,
+    normal_like,
+    to_range,
+)
 from diffusion_jax.text import TextEncoder
 from imagen_jax import super_resolution
 from imagen_jax.conditioning import example_inputs
@@ -24,9 +32,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     """
     unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
     scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
-    distance = precond.DISTANCES[s.diffusion.distance]
-    factor, aug_sigma = s.super_resolution
-    aug_sigma = aug_sigma if unet.noise_aug else None
+    distance, factor = precond.DISTANCES[s.diffusion.distance], s.super_resolution.factor
 
     def init(key):
         return unet.init(key, **example_inputs(unet, s.text.width))
@@ -55,6 +61,21 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
         return super_resolution.with_noise(small, sigma, eps, scalings)
 
+    return Task(init, loss, _make_sample(s, encoder), encoder.frozen, RULES)
+
+
+def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
+    """The task, and an image to train on, in a batch of one."""
+    side = s.unet.image_size
+    return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
+
+
+def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
+    unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
+    scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
+    factor, aug_sigma = s.super_resolution
+    aug_sigma = aug_sigma if unet.noise_aug else None
+
     def sample(params, frozen, batch, keys, scale):
         text, mask = encoder.encode(frozen, batch)
         if scale is not None:  # Without text is with zeros and the same mask.
@@ -81,4 +102,4 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])
 
-    return Task(init, loss, sample, encoder.frozen, RULES)
+    return sample

@@ -8,7 +8,6 @@ Before anything is rendered the commands are parsed by their own entry points, s
 field of a config costs seconds here and not a booking there.
 """
 
-import operator
 import os
 import re
 import subprocess
@@ -21,6 +20,7 @@ from ml_collections import config_flags
 
 from diffusion_jax import cli, settings
 from diffusion_jax.machine import sharding
+from diffusion_jax.settings import MeshShape
 from launch import accelerators
 from launch.accelerators import Target
 
@@ -180,15 +180,11 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 def check_mesh(run: Run, target: Target) -> None:
     """ValueError, with the arithmetic, unless a run's mesh and batch suit what is to be booked."""
     values = flags.FlagValues()
-    cli.define_config(flag_values=values)
-    values(["", *(argument for argument in run.argv if argument.startswith("--config="))])
-    config = values["config"].value
-    if config is None:
+    argv = ["", *(argument for argument in run.argv if argument.startswith("--config"))]
+    config = cli.define_config(flag_values=values, argv=argv)
+    values(argv)
+    if config.value is None:
         return
-    pairs = (argument.partition("=") for argument in run.argv)
-    overrides: dict[str, Any] = {name: value for name, _, value in pairs}
-    default = lambda name: operator.attrgetter(name)(config)
-    number = lambda name: int(overrides.get(f"--config.{name}", default(name)))
-    sizes = tuple(number(f"mesh.{axis}") for axis in sharding.AXES)
-    mesh = accelerators.mesh_over(sizes, target.devices)
-    sharding.check_batch(number("batch_size"), number("optimizer.accumulate"), mesh)
+    c = config.value.to_dict()
+    mesh = accelerators.mesh_over(settings.read(MeshShape, c["mesh"], "mesh"), target.devices)
+    sharding.check_batch(c["batch_size"], c["optimizer"]["accumulate"], mesh)

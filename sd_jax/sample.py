@@ -29,7 +29,7 @@ from absl import flags, logging
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
-from diffusion_jax.diffusion import samplers
+from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command
 from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets
@@ -40,24 +40,14 @@ from sd_jax.sampling import Preview
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
-_NEGATIVE = flags.DEFINE_string("negative_prompt", None, "What guidance leads away from.")
+_CHOICE = choice_flags.define(Choice)
 _IMAGE = flags.DEFINE_multi_string("image", [], "A picture to start from: one, or one a text.")
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
-_HEIGHT = flags.DEFINE_integer("height", None, "Pixels.", lower_bound=1)
-_WIDTH = flags.DEFINE_integer("width", None, "Pixels.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", None, "Sampling steps, 1 to 1000.")
-_SAMPLER = flags.DEFINE_string("sampler", None, f"One of {', '.join(samplers.SAMPLERS)}.")
-_ETA = flags.DEFINE_float("eta", None, "Share of new noise in a step of ddim.")
-_GUIDANCE = flags.DEFINE_float("guidance", None, "Guidance scale; 1 draws without.")
 _BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
 _PREVIEW = flags.DEFINE_integer(
     "preview_every", 0, "Steps after which preview.png shows what is being drawn; 0: never.",
     lower_bound=0,
 )  # fmt: skip
-_EMA = flags.DEFINE_string("ema", "ema", 'Of a run a decay, "ema" for the largest, or "raw".')
-_STEP = flags.DEFINE_integer("checkpoint", None, "Of a run a step that was saved; else the last.")
-_TEXT_WEIGHTS = flags.DEFINE_string("text_weights", None, "Folder of another text encoder.")
-_VAE_WEIGHTS = flags.DEFINE_string("vae_weights", None, "File or folder of another VAE.")
 _PREDICTION = flags.DEFINE_enum("prediction", None, ["eps", "v"], "Of --model, if it says none.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE.")
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's.")
@@ -88,22 +78,11 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None, preview: Preview | None) -> Choice:
-    height, width = (_HEIGHT.value, _WIDTH.value) if pictures is None else pictures.shape[1:3]
-    return Choice(
-        ema=_EMA.value,
-        checkpoint=_STEP.value,
-        guidance=_GUIDANCE.value,
-        sampler=_SAMPLER.value,
-        steps=_STEPS.value,
-        eta=_ETA.value,
-        negative_prompt=_NEGATIVE.value,
-        height=height,
-        width=width,
-        text_weights=_TEXT_WEIGHTS.value,
-        vae_weights=_VAE_WEIGHTS.value,
-        strength=1.0 if pictures is None else _STRENGTH.value,
-        preview=preview,
-    )
+    values: dict[str, Any] = choice_flags.values(_CHOICE) | {"preview": preview}
+    if pictures is not None:
+        height, width = pictures.shape[1:3]
+        values |= {"height": height, "width": width, "strength": _STRENGTH.value}
+    return Choice(**values)
 
 
 def _preview(out: pathlib.Path) -> Preview:
@@ -126,8 +105,9 @@ def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
         return None
     if len(opened) not in (1, num_texts):
         raise ValueError(f"{len(opened)} pictures and {num_texts} texts: give one, or one for each")
-    size = (_WIDTH.value or opened[0].width, _HEIGHT.value or opened[0].height)
-    if not (_WIDTH.value and _HEIGHT.value) and len({image.size for image in opened}) > 1:
+    width, height = (_CHOICE[side].value for side in ("width", "height"))
+    size = (width or opened[0].width, height or opened[0].height)
+    if not (width and height) and len({image.size for image in opened}) > 1:
         raise ValueError("the pictures differ in size: give --height and --width for all")
     bicubic = Image.Resampling.BICUBIC
     same = [image if image.size == size else image.resize(size, bicubic) for image in opened]

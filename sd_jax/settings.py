@@ -8,8 +8,6 @@ from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
-from diffusion_jax.text import registry
-from diffusion_jax.train import optimizer as optimizers
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
@@ -182,10 +180,6 @@ def uses_moments(data: Data) -> bool:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_run(s.run, s.data)
-    optimizers.check(s.optimizer, s.run.steps)
-    registry.check(s.text)
-    settings.check_prompts(s.run, s.text)
     unet_module.check(s.unet)
     vae_module.check(s.vae)
     settings.one_of("conditioning.drop_to", s.conditioning.drop_to, DROP_TO)
@@ -274,8 +268,6 @@ def _check_data(s: Settings) -> None:
 
 def check_autoencoder(s: AutoencoderSettings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_run(s.run, s.data)
-    optimizers.check(s.optimizer, s.run.steps)
     vae_module.check(s.vae)
     settings.one_of("reconstruction.distance", s.reconstruction.distance, DISTANCES)
     settings.within(0, 1, reconstruction__kl=s.reconstruction.kl)
@@ -287,6 +279,6 @@ def check_autoencoder(s: AutoencoderSettings) -> None:
 
 
 SYSTEMS = {
-    "sd_jax": System(Settings, check, "sd_jax.train"),
+    "sd_jax": System(Settings, check, "sd_jax.train", "sd_jax.task:example"),
     "sd_jax.vae": System(AutoencoderSettings, check_autoencoder, "sd_jax.train_vae"),
 }

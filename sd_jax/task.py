@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import precond
@@ -21,7 +22,7 @@ from diffusion_jax.task import (
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
 from sd_jax.sampling import attended, make_sample, noise_of
-from sd_jax.settings import Diffusion, Settings
+from sd_jax.settings import Diffusion, Settings, uses_moments
 from sd_jax.vae import Latents, Moments
 
 
@@ -67,6 +68,19 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
     frozen = {"text": encoder.frozen, "vae": vae_params}
     return Task(init, loss, make_sample(s.pipeline, encoder), frozen, RULES)
+
+
+def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
+    """The task, with shapes in place of the VAE's weights, and a batch of one without its text."""
+    vae, side = s.vae, s.latents.image_size
+    small = side // vae_module.factor(vae)
+    if uses_moments(s.data):
+        moments = np.zeros((1, small, small, 2 * vae.latent_channels), np.float32)
+        return make_task(s, encoder, None), {"moments": moments}
+    image = np.zeros((1, side, side, vae.image_channels), np.uint8)
+    latents = jnp.zeros((1, small, small, vae.latent_channels))
+    make_vae = lambda: vae.init(jax.random.key(0), jnp.zeros(image.shape), latents)
+    return make_task(s, encoder, jax.eval_shape(make_vae)), {"image": image}
 
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:

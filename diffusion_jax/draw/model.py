@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
+from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -21,24 +22,31 @@ from diffusion_jax.weights import restore
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 
 
-def replaces(field: str) -> Any:
-    """A field of a Choice that, where it is not None, stands in place of the config's `field`."""
-    return dataclasses.field(default=None, metadata={"field": field})
+def replaces(field: str, text: str) -> Any:
+    """A field of a Choice that, where it is not None, stands in place of the config's `field`.
+
+    `text` is the help of its flag (see draw.choice_flags).
+    """
+    return dataclasses.field(default=None, metadata={"field": field, "help": text})
+
+
+def chosen(default: Any, text: str) -> Any:
+    """A field of a Choice of which a config says nothing; `text` as in `replaces`."""
+    return dataclasses.field(default=default, metadata={"help": text})
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
     """Which weights draw, and how; None stands for what the run's config says."""
 
-    ema: str = "ema"
-    """A decay such as "0.9999", "ema" for the largest, or "raw"."""
-    checkpoint: int | None = None
-    """A step that was saved; None for the last."""
-    guidance: float | None = replaces("sampler.guidance")
-    sampler: str | None = replaces("sampler.name")
-    steps: int | None = replaces("sampler.steps")
-    text_weights: str | None = replaces("text.weights")
-    """Where the text encoder's weights are: a folder or a Hugging Face name."""
+    ema: str = chosen("ema", 'Of a run a decay such as 0.9999, "ema" (the largest) or "raw".')
+    checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
+    guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
+    sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
+    steps: int | None = replaces("sampler.steps", "Sampling steps.")
+    text_weights: str | None = replaces(
+        "text.weights", "Folder or Hugging Face name of the text encoder's weights."
+    )
 
     def fields_of(self, group: str) -> dict[str, Any]:
         """The values chosen in place of a config group's, by their names there."""

@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
-from diffusion_jax.text import clip, precomputed, t5
+from diffusion_jax.text import clip, precomputed, registry, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
 # By encoder and width. T5-11b and T5 v1.1 XXL; the fields of T5Encoder.
@@ -23,18 +22,25 @@ _CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
 def open_encoder(text: Text) -> tuple[TextEncoder, tuple[str, ...]]:
     """The encoder of a config and notes; by its known shape where its weights cannot be opened.
 
-    A store that is not here counts as stored embeddings. ValueError for an unknown shape.
+    Of stored embeddings there are shapes alone. ValueError for an unknown shape.
     """
+    if text.store or text.embedded:
+        return _stored(text), ()
     try:
-        return lookup.open_encoder(text), ()
+        return registry.make_encoder(text), ()
     except (OSError, ValueError) as error:
-        if text.store:
-            return precomputed.encoder(text.width, text.max_tokens), ()
         known = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
         if text.width not in known:
             raise
         note = f"the text encoder {text.encoder} by its known shape ({error})".splitlines()[0]
         return (_t5(text) if text.encoder == "t5" else _clip(text)), (note,)
+
+
+def _stored(text: Text) -> TextEncoder:
+    """Embeddings that come with the batch: zeros, whatever the texts."""
+    array = np.zeros((text.max_tokens, text.width), np.float32)
+    opened = precomputed.encoder(text.width, text.max_tokens)
+    return opened._replace(tokenize=lambda texts: opened.tokenize([array] * len(texts)))
 
 
 def _t5(text: Text) -> TextEncoder:

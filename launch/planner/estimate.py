@@ -1,5 +1,6 @@
 """Figures of a config on a target: memory, arithmetic, communication, time, disk."""
 
+import bisect
 import math
 from typing import Any, NamedTuple
 
@@ -146,15 +147,7 @@ def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
     rest = bytes_per_device(traced._replace(model=one), mesh)
     fixed, each = rest.total - rest.temporary - rest.batch, rest.batch
     need = lambda samples: fixed + samples * each + _COPIES * memory.peak(arrays, samples)
-    if need(1) > limit:
-        return 0
-    low, high = 1, 2
-    while need(high) <= limit and high < 2**20:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if need(middle) <= limit else (low, middle)
-    return low * ways
+    return bisect.bisect_right(range(1, 2**20), limit, key=need) * ways
 
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:

@@ -1,5 +1,6 @@
 """The train step of any config as shapes: what the planner needs to know of a system."""
 
+import importlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -10,15 +11,9 @@ import numpy as np
 from diffusion_jax import systems
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder
 from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import TrainState, init_state
-from imagen_jax import settings as imagen_settings
-from imagen_jax import task as imagen_task
 from launch.planner import encoders
-from sd_jax import settings as sd_settings
-from sd_jax import task as sd_task
-from sd_jax import vae as vae_module
 
 _JPEG = 0.48  # Bytes a pixel at quality 95: docs/benchmarks.md, input pipeline.
 
@@ -43,42 +38,38 @@ class Model(NamedTuple):
 
 
 def read(config: Mapping[str, Any]) -> Model:
-    """The model of a config of either system; ValueError that says what to change."""
-    models = {"imagen_jax": _imagen, "sd_jax": _stable_diffusion}
+    """The model of a config of any system with an example; ValueError that says what to change."""
     name = systems.complete(config)["system"]
-    if name not in models:
+    system = systems.find(name)
+    if not system.example:
         raise ValueError(
             f"the config is of the system {name}, which is not planned: plan one that "
             "imagen_jax.train or sd_jax.train takes"
         )
-    return models[name](config)
+    s = systems.read(config, name)
+    encoder, notes = encoders.open_encoder(s.text)
+    module, _, function = system.example.partition(":")
+    task, example = getattr(importlib.import_module(module), function)(s, encoder)
+    tx = make_optimizer(s.optimizer, s.run.steps)
+    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
+    return Model(
+        task=task,
+        run=s.run,
+        optimizer=s.optimizer,
+        mesh=s.mesh,
+        example={**example, **encoder.tokenize(["a cat"])},
+        stored=_stored(example, s.data.resize),
+        itemsize=jnp.dtype(s.unet.dtype).itemsize,
+        state=jax.eval_shape(create, abstract_key()),
+        notes=notes,
+    )
 
 
-def _imagen(config: Mapping[str, Any]) -> Model:
-    settings = imagen_settings.read_settings(config)
-    encoder, notes = encoders.open_encoder(settings.text)
-    side = settings.unet.image_size
-    example = {"image": np.zeros((1, side, side, 3), np.uint8), **_texts(encoder)}
-    task = imagen_task.make_task(settings, encoder)
-    return _model(task, settings, example, settings.output_size**2 * _JPEG, notes)
-
-
-def _stable_diffusion(config: Mapping[str, Any]) -> Model:
-    settings = sd_settings.read_settings(config)
-    encoder, notes = encoders.open_encoder(settings.text)
-    side, vae = settings.latents.image_size, settings.vae
-    small = side // vae_module.factor(vae)
-    if sd_settings.uses_moments(settings.data):
-        shape = (1, small, small, 2 * vae.latent_channels)
-        example = {"moments": np.zeros(shape, np.float32)}
-        weights, stored = None, float(example["moments"].nbytes)
-    else:
-        example = {"image": np.zeros((1, side, side, vae.image_channels), np.uint8)}
-        images = jnp.zeros((1, side, side, vae.image_channels))
-        latents = jnp.zeros((1, small, small, vae.latent_channels))
-        weights, stored = jax.eval_shape(vae.init, abstract_key(), images, latents), side**2 * _JPEG
-    task = sd_task.make_task(settings, encoder, weights)
-    return _model(task, settings, {**example, **_texts(encoder)}, stored, notes)
+def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
+    """Bytes of a row of the data set: a JPEG, of the size before a random cut, or moments."""
+    if "moments" in example:
+        return example["moments"].nbytes
+    return (resize or example["image"].shape[1]) ** 2 * _JPEG
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
@@ -97,18 +88,3 @@ def batch_shapes(model: Model, size: int) -> dict[str, jax.ShapeDtypeStruct]:
 def frozen_shapes(task: Task) -> Any:
     """The weights that are not trained."""
     return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), task.frozen)
-
-
-def _model(task: Task, settings: Any, example, stored: float, notes: tuple[str, ...]) -> Model:
-    run, optimizer = settings.run, settings.optimizer
-    tx = make_optimizer(optimizer, run.steps)
-    create = lambda key: init_state(task.init(key), tx, optimizer.ema_decays)
-    state = jax.eval_shape(create, abstract_key())
-    itemsize = jnp.dtype(settings.unet.dtype).itemsize
-    return Model(task, run, optimizer, settings.mesh, example, stored, itemsize, state, notes)
-
-
-def _texts(encoder: TextEncoder) -> dict[str, np.ndarray]:
-    if encoder.name == "precomputed":
-        return encoder.tokenize([np.zeros((1, encoder.width), np.float32)])
-    return encoder.tokenize(["a cat"])

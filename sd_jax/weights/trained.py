@@ -27,12 +27,15 @@ from sd_jax.weights.text import from_folder
 class Choice(model.Choice):
     """Which weights draw, and how; None stands for what the run's config says."""
 
-    eta: float | None = replaces("sampler.eta")
-    negative_prompt: str | None = replaces("sampler.negative_prompt")
-    height: int | None = replaces("sampler.height")
-    width: int | None = replaces("sampler.width")
-    vae_weights: str | None = replaces("vae.weights")
-    """A file, a diffusers directory or a workdir with the VAE's weights."""
+    eta: float | None = replaces("sampler.eta", "Share of new noise in a step of ddim.")
+    negative_prompt: str | None = replaces(
+        "sampler.negative_prompt", "What guidance leads away from."
+    )
+    height: int | None = replaces("sampler.height", "Pixels.")
+    width: int | None = replaces("sampler.width", "Pixels.")
+    vae_weights: str | None = replaces(
+        "vae.weights", "Another VAE: a file, a diffusers directory or a workdir."
+    )
     strength: float = 1.0
     """See settings.Pipeline."""
     preview: Preview | None = None
