@@ -9,7 +9,6 @@ nemo_tensorrt_s and nemo_framework_s are NeMo's latencies at 512 pixels and 50 s
 A100, null where these were changed. --tiny takes widths that run anywhere, to try the command.
 """
 
-import json
 import statistics
 from typing import Any
 
@@ -20,6 +19,7 @@ from absl import app, flags
 
 from benchmarks import measure
 from diffusion_jax import cli
+from diffusion_jax.nn.attention import IMPLEMENTATIONS
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.text.clip import TextTower
 from sd_jax import sampling
@@ -36,13 +36,14 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 
+flags.adopt_module_key_flags(measure)
 _MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Images drawn at once.")
 _SAMPLER = flags.DEFINE_string("sampler", "plms", "plms, ddim, dpmpp_2m, euler or heun.")
 _STEPS = flags.DEFINE_integer("steps", 50, "Sampling steps.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 512, "Pixels of a side.", lower_bound=64)
 _DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the computation.")
-_ATTENTION = flags.DEFINE_enum("attention_impl", "xla", ["xla", "cudnn"], "As unet's.")
+_ATTENTION = flags.DEFINE_enum("attention_impl", "auto", IMPLEMENTATIONS, "As unet's.")
 _ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed drawings.", lower_bound=1)
 _TINY = flags.DEFINE_bool("tiny", False, "A model of a tenth of the widths.")
 
@@ -76,7 +77,7 @@ def main(argv: list[str]) -> None:
     params = _random(names.abstract_unet(p.unet, tower.width))
     sample = jax.jit(sampling.make_sample(p, encoder))
     for size in map(int, _BATCHES.value):
-        print(json.dumps(_measured(sample, params, frozen, size)), flush=True)
+        measure.say(_measured(sample, params, frozen, size))
 
 
 def _model() -> tuple[TextTower, Pipeline]:

@@ -27,7 +27,6 @@ def get_config() -> ConfigDict:
         attention="fused",
         head_dim=64,
         cond_dim=512,
-        attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
         dtype="bfloat16",
     )
     c.text = dict(encoder="precomputed", width=1024, max_tokens=128, drop_prob=0.1)

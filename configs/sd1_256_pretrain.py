@@ -27,7 +27,6 @@ def get_config() -> ConfigDict:
         attention_levels=(0, 1, 2),
         num_heads=8,
         linear_projections=False,
-        attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster.
         dtype="bfloat16",
     )
     c.vae = dict(weights="weights/sd-v1-5", dtype="bfloat16")  # A diffusers directory, a workdir...

@@ -24,7 +24,6 @@ def get_config() -> ConfigDict:
             attention_levels=(3, 4),
             attention="fused",
             noise_aug=True,
-            attention_impl="xla",  # "cudnn" on NVIDIA GPUs: faster, and no mask tensor.
             dtype="bfloat16",
         )
     )

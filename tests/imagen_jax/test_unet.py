@@ -301,7 +301,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
     [
         (dict(attention="flash"), "unet.attention is 'flash': choose from fused, stacked, self"),
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
-        (dict(attention_impl="triton"), "unet.attention_impl is 'triton': choose from xla, cudnn"),
+        (dict(attention_impl="triton"), "unet.attention_impl is 'triton': choose from auto, xla"),
         (
             dict(num_res_blocks=(1, 2)),
             "unet.num_res_blocks (1, 2) has 2 entries and unet.channel_mult (1,) has 1: give one",

@@ -114,7 +114,7 @@ def test_sizes_that_do_not_halve_are_errors():
             UNet(width=48, norm_groups=16),
             "wide: its normalisation has 32 groups, so",
         ),
-        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from xla, cudnn"),
+        (UNet(attention_impl="flash"), "unet.attention_impl is 'flash': choose from auto, xla"),
         (UNet(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes, not for float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
