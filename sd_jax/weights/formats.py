@@ -10,10 +10,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
-from sd_jax.unet import UNet, blocks_per_level
+from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 
 Config = Mapping[str, Any]
@@ -231,7 +232,7 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
             f"unet.norm_groups is {unet.norm_groups}: diffusers has one number of groups for "
             "residual blocks and transformers, which have 32. Write a .safetensors file instead"
         )
-    blocks = blocks_per_level(unet)
+    blocks = blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     if len(set(blocks)) > 1:
         raise ValueError(f"unet.num_res_blocks is {blocks}: diffusers has one number for all")
     attends = [level in unet.attention_levels for level in range(len(widths))]
