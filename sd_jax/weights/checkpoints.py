@@ -282,9 +282,10 @@ def _for_diffusers(
 
 
 def _config(checkpoint: Checkpoint) -> str:
-    unet, _, _, part, *said = checkpoint
-    of_text = text.to_transformers(part)[0] if part else {}
-    facts = Facts(unet.network if unet else None, *said, of_text)
+    unet, c = checkpoint.unet, checkpoint
+    of_text = text.to_transformers(c.text)[0] if c.text else {}
+    network = unet.network if unet else None
+    facts = Facts(network, c.predicts, c.latent_size, c.scale, of_text)
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 

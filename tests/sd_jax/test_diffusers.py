@@ -130,12 +130,11 @@ def test_every_way_in_which_they_save_opens(folder, pipeline, tmp_path, how):
     shards = [path for path in (tmp_path / "d" / "unet").iterdir() if "-of-" in path.name]
     assert (len(shards) > 1) is ("shards" in how)
     read, whole = checkpoints.load(tmp_path / "d"), checkpoints.load(folder)
-    for part in ("unet", "vae", "text"):
-        ours, theirs = getattr(read, part), getattr(whole, part)
+    cast = lambda w: w.astype(np.float16).astype(np.float32) if half else w
+    for ours, theirs in ((read.unet, whole.unet), (read.vae, whole.vae), (read.text, whole.text)):
         assert ours[0] == theirs[0]
-        cast = lambda w: w.astype(np.float16).astype(np.float32) if half else w
-        jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, cast(b)), ours.params,
-                     theirs.params)  # fmt: skip
+        expected = jax.tree.map(cast, theirs.params)
+        jax.tree.map(np.testing.assert_array_equal, ours.params, expected)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])
