@@ -128,7 +128,7 @@ def _open_system(config: Mapping[str, Any], size: int) -> tuple[Any, Task, dict]
     if "latents" in config:
         return sd_inputs.open_system(config, size, _INPUTS.value)
     s = read_settings(config)
-    encoder = lookup.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text, s.data.embedded)
     return s, imagen_task.make_task(s, encoder), _batch(s, encoder, size)
 
 
@@ -137,7 +137,7 @@ def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]
     rng = np.random.default_rng(0)
     side, tokens = s.unet.image_size, s.text.max_tokens
     images = rng.integers(0, 256, (size, side, side, 3), np.uint8)
-    if s.text.encoder == "precomputed":
+    if s.data.embedded:
         texts = list(rng.standard_normal((size, tokens, s.text.width), np.float32))
     else:
         texts = [" ".join(["cat"] * (tokens - 1))] * size  # One more token ends the text.

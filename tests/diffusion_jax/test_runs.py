@@ -170,6 +170,23 @@ def test_a_removed_field_that_decided_what_the_weights_mean_is_an_error(tmp_path
         runs.load(tmp_path)
 
 
+def test_precomputed_embeddings_were_t5s(tmp_path):
+    """A run of version 1 goes on, and may name where its encoder is, which only new texts need."""
+    now = config(text__encoder="t5", data__source="folder", data__path="a", data__text="npy")
+    old = {**now, "text": {**now["text"], "encoder": "precomputed"}, "version": 1}
+    write(tmp_path, old)
+    assert runs.load(tmp_path)["text"]["encoder"] == "t5"
+    runs.claim(tmp_path, now)
+    runs.claim(tmp_path, {**now, "text": {**now["text"], "weights": "t5-11b"}})
+    assert stored(tmp_path)["version"] == runs.VERSION
+    assert stored(tmp_path)["text"]["weights"] == "t5-11b"
+    captions = {**now, "data": {**now["data"], "text": "txt"}}
+    (tmp_path / "config.json").unlink()
+    runs.claim(tmp_path, captions)
+    with pytest.raises(ValueError, match=r"text\.weights: '' there, 't5-11b' wanted"):
+        runs.claim(tmp_path, {**captions, "text": {**now["text"], "weights": "t5-11b"}})
+
+
 def test_the_table_is_for_earlier_versions_alone(tmp_path, changes):
     write(tmp_path, old_config(gain=1.0), version=2)
     with pytest.raises(ValueError, match=r"unknown config field timeout"):
