@@ -46,7 +46,7 @@ def open_online(text: Text) -> TextEncoder:
         raise ValueError(
             f"the embeddings {made} were made by {text.encoder!r}, which new texts need too: say "
             f"where its weights are, those {text.width} wide, with --text_weights=FOLDER to sample "
-            "and evaluate, --config.text.weights=FOLDER to train; a Hugging Face name does as well. "
+            "and evaluate, --config.text.weights=FOLDER to train; a Hugging Face name will do. "
             "Pickles become such a folder by\n  python -m diffusion_jax.text convert FOLDER OUT"
         )
     encoder = registry.make_encoder(text)
