@@ -33,7 +33,7 @@ def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
     assert loaded["sampler"]["guidance_high"] == float("inf")
     assert (loaded["unet"]["channel_mult"], loaded["unet"]["dropout"]) == ([1], 0.0)
     assert systems.read(loaded, "imagen_jax") == systems.read(config(), "imagen_jax")
-    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (1, "imagen_jax")
+    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (2, "imagen_jax")
 
 
 def test_the_config_may_claim_its_own_workdir_again(tmp_path):
