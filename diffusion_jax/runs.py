@@ -120,7 +120,7 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
         config = {"system": names[0] if names else "", **config}
     for change in CHANGES:
         group, _, field = change.field.rpartition(".")
-        place = config[group] if group else config
+        place = config.get(group, {}) if group else config
         if version >= change.version or field not in place:
             continue
         if change.values:

@@ -71,7 +71,7 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
     runs.claim(tmp_path, config())
     runs.claim(tmp_path, config(**{field: value}))
     complete = systems.complete(config(**{field: value}))
-    assert stored(tmp_path) == json.loads(json.dumps({"version": 1, **complete}))
+    assert stored(tmp_path) == json.loads(json.dumps({"version": runs.VERSION, **complete}))
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
@@ -121,8 +121,8 @@ def test_a_config_without_a_version_says_its_system_by_its_groups(tmp_path, modu
 
 
 def test_a_later_version_is_an_error(tmp_path):
-    write(tmp_path, config(), version=2)
-    with pytest.raises(ValueError, match="the config is of version 2, and this code reads 1"):
+    write(tmp_path, config(), version=3)
+    with pytest.raises(ValueError, match="the config is of version 3, and this code reads 2"):
         runs.load(tmp_path)
 
 
