@@ -31,8 +31,9 @@ PROMPT = "a red seven on gray paper"
 TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
 BOTH = (
     *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
-    "--config.batch_size=8", "--config.steps=2", "--config.log_every=1", "--config.sample_every=2",
-    "--config.optimizer.warmup=0", "--config.sampler.steps=2", "--config.unet.dtype=float32",
+    "--config.batch_size=8", "--config.steps=3", "--config.log_every=1", "--config.sample_every=3",
+    "--config.optimizer.warmup=0", "--config.optimizer.lr=0.01",
+    "--config.optimizer.ema_decays=(0.1,)", "--config.sampler.steps=2", "--config.unet.dtype=float32",
     "--config.data.min_size=0", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
 )  # fmt: skip
 BASE = (
@@ -138,7 +139,7 @@ def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path):
 
 @pytest.mark.slow
 def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
-    """The first loss is of equal weights, images and noise: it tells the embeddings apart."""
+    """Losses of equal weights, images and noise, and the pictures that the trained models draw."""
     captions = f"--config.data.path={root / 'images'}", "--config.data.text=txt"
     weights, store = f"--config.text.weights={root / 't5'}", f"--config.text.store={root / 'store'}"
     prompts = f"--config.prompts=('{PROMPT}',)"
@@ -146,15 +147,20 @@ def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
     run("train", *BASE, *captions, store, prompts, f"--workdir={root / 'stored'}")
     run("train", *BASE, *captions, weights, prompts, f"--workdir={root / 'online'}")
     online = losses(root / "online")
-    np.testing.assert_allclose(losses(base), online, rtol=1e-5)
+    np.testing.assert_allclose(losses(base), online, rtol=1e-3)
     np.testing.assert_allclose(losses(root / "stored"), online, rtol=1e-2)
-    arguments = ("--seed=3", f"--prompt={PROMPT}", "--guidance=2")
-    run("sample", f"--workdir={root / 'online'}", *arguments, f"--out={root / 'p_online'}")
-    given = f"--text_weights={root / 't5'}"
+
+    def draw(name, prompt, *more):
+        out = root / f"{name}_{prompt[:5]}"
+        arguments = (f"--workdir={root / name}", "--seed=3", f"--prompt={prompt}", "--guidance=4")
+        run("sample", *arguments, *more, f"--out={out}")
+        return pixels(out)[0]
+
+    online, other = draw("online", PROMPT), draw("online", "two cats")
+    texts_differ = abs(online - other).mean()
     for name in ("base", "stored"):
-        run("sample", f"--workdir={root / name}", given, *arguments, f"--out={root / f'p_{name}'}")
-        (one,), (other,) = pixels(root / "p_online"), pixels(root / f"p_{name}")
-        assert abs(one - other).max() <= (1 if name == "base" else 12)
+        differ = abs(online - draw(name, PROMPT, f"--text_weights={root / 't5'}")).mean()
+        assert differ < texts_differ / 5, (name, differ, texts_differ)
 
 
 @pytest.mark.slow
@@ -199,7 +205,7 @@ def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
     last = log.read_metrics(root / "scored" / log.METRICS)[-1]
     scores = [last[f"evaluation/guidance_{scale}/clip_score"] for scale in (1, 3)]
     assert np.isfinite(scores).all() and scores[0] != scores[1]
-    assert (root / "scored" / "samples" / "step_00000002.png").is_file()
+    assert (root / "scored" / "samples" / "step_00000003.png").is_file()
 
 
 @pytest.mark.slow
@@ -218,7 +224,7 @@ def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
         "imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *BASE,
         f"--config.data.path={root / 'merged'}", f"--to={workdir}",
     )  # fmt: skip
-    assert re.search(r"parameters \(raw, 0\.9999\) written and read again, the same to the", err)
+    assert re.search(r"parameters \(raw, 0\.1\) written and read again, the same to the", err)
     assert "--text_weights=FOLDER" in refused(
         "sample", f"--workdir={workdir}", f"--prompt={PROMPT}", f"--out={root / 'none'}"
     )
