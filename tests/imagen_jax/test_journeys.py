@@ -33,8 +33,8 @@ BOTH = (
     *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
     "--config.batch_size=8", "--config.steps=3", "--config.log_every=1", "--config.sample_every=3",
     "--config.optimizer.warmup=0", "--config.optimizer.lr=0.01",
-    "--config.optimizer.ema_decays=(0.1,)", "--config.sampler.steps=2", "--config.unet.dtype=float32",
-    "--config.data.min_size=0", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
+    "--config.optimizer.ema_decays=(0.1,)", "--config.sampler.steps=2", "--config.data.min_size=0",
+    "--config.unet.dtype=float32", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
 )  # fmt: skip
 BASE = (
     "--config=configs/base64_500m.py", *BOTH, "--config.unet.image_size=16",
