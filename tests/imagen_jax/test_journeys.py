@@ -18,8 +18,11 @@ from configs import base64_500m
 from diffusion_jax import runs
 from diffusion_jax.data import digits
 from diffusion_jax.data import tars as tar_files
-from diffusion_jax.machine import log
+from diffusion_jax.draw.model import Choice
+from diffusion_jax.evaluate import scorers
+from diffusion_jax.machine import log, sharding
 from diffusion_jax.text import embed, t5
+from imagen_jax import cascade, evaluate, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
 from tests.diffusion_jax.metrics import standin
@@ -112,29 +115,27 @@ def losses(workdir):
 
 
 def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_path):
-    """A workdir as the config leaves it; nothing is read of checkpoints before."""
+    """A workdir as the config leaves it: nothing is read of checkpoints before."""
     runs.claim(tmp_path, base64_500m.get_config().to_dict())
-    for name in ("sample", "evaluate"):
-        more = ["--prompt=a", f"--out={tmp_path}"] if name == "sample" else []
-        message = refused(name, f"--workdir={tmp_path}", *more)
-        assert "of training were made by 't5', which new texts need too" in message
-        assert "--text_weights=FOLDER" in message
+    message = r"of training were made by 't5', which new texts need too.*--text_weights=FOLDER"
+    with pytest.raises(ValueError, match=message):
+        cascade.load([tmp_path])
+    with pytest.raises(ValueError, match=message):
+        evaluate.open_subject([str(tmp_path)], Choice())
 
 
-def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path):
-    digits.write_examples(tmp_path / "data", 8, size=16)
-    for path in (tmp_path / "data").glob("*.txt"):
+def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch):
+    digits.write_examples(tmp_path, 2, size=16)
+    for path in tmp_path.glob("*.txt"):
         np.save(path.with_suffix(".npy"), np.ones((3, 64), np.float32))
-    (tmp_path / "prompts.txt").write_text("a\nb\n")
-    clip = tiny_weights.clip_folder(tmp_path / "clip", "open_clip")
-    message = refused(
-        "train", *BASE, f"--config.data.path={tmp_path / 'data'}", "--config.data.source=folder",
-        "--config.evaluation.every=8", f"--config.evaluation.prompts={tmp_path / 'prompts.txt'}",
-        "--config.evaluation.num_prompts=2", f"--config.evaluation.clip={clip}",
-        f"--workdir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert "--config.text.weights=FOLDER to train" in message
-    assert not (tmp_path / "run").exists()
+    c = base64_500m.get_config()
+    c.text.update(TEXT)
+    c.data.update(source="folder", path=str(tmp_path))
+    c.evaluation.every, c.batch_size = 8, 8
+    scorer = scorers.Scorer(["a prompt"], {})  # Without judges, which take seconds to open.
+    monkeypatch.setattr(scorers, "open_scorer", lambda *_: scorer)
+    with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER to train"):
+        train.prepare(read_settings(c.to_dict()), sharding.make_mesh())
 
 
 @pytest.mark.slow
@@ -225,9 +226,9 @@ def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
         f"--config.data.path={root / 'merged'}", f"--to={workdir}",
     )  # fmt: skip
     assert re.search(r"parameters \(raw, 0\.1\) written and read again, the same to the", err)
-    assert "--text_weights=FOLDER" in refused(
-        "sample", f"--workdir={workdir}", f"--prompt={PROMPT}", f"--out={root / 'none'}"
-    )
+    out = f"--out={root / 'none'}"
+    for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
+        assert "--text_weights=FOLDER" in refused(name, f"--workdir={workdir}", *more)
     given = f"--text_weights={root / 't5'}"
     run("sample", f"--workdir={workdir}", given, f"--prompt={PROMPT}", f"--out={root / 'p_nemo'}")
     assert np.std(pixels(root / "p_nemo")) > 1
