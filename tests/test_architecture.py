@@ -117,7 +117,16 @@ def test_every_folder_has_its_arrows():
 
 @pytest.mark.parametrize("name", ["diffusion", "nn"])
 def test_the_maths_imports_jax_and_numpy_only(name):
-    libraries = {"collections", "typing", "functools", "math", "numpy", "jax", "jaxtyping"}
+    libraries = {
+        "collections",
+        "typing",
+        "contextlib",
+        "functools",
+        "math",
+        "numpy",
+        "jax",
+        "jaxtyping",
+    }
     allowed = libraries | ({"flax"} if name == "nn" else set())
     for file in FILES:
         if folder(file) == name:
