@@ -139,7 +139,7 @@ def _by_weights(evaluation: SweepResult) -> dict[str, list[dict[str, str]]]:
     """The rows of each checkpoint and average; the key names it where there are several."""
     groups: dict[str, list[dict[str, str]]] = {}
     for row in evaluation.rows:
-        groups.setdefault(f", step {row['checkpoint']}, {row['ema']}", []).append(row)
+        groups.setdefault(f", {sweep.label(row)}", []).append(row)
     return groups if len(groups) > 1 else {"": evaluation.rows}
 
 
@@ -278,8 +278,10 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
-    scales = sorted({row["guidance"] for row in rows}, key=float)
-    sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
+    sheets = {}
+    for row in sorted(rows, key=lambda row: float(row["guidance"])):
+        of_model = f", {row['model']}" if row.get("model") else ""
+        sheets[f"{float(row['guidance']):g}{of_model}"] = folder / sheet_name(row)
     return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
 
 

@@ -10,7 +10,6 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
@@ -19,6 +18,7 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import evaluate, sampling, task
+from sd_jax.drawing import Choice
 from sd_jax.weights import trained
 from tests.sd_jax import tiny
 
@@ -48,9 +48,9 @@ def workdir(tmp_path_factory):
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
     choice = Choice(steps=3)
-    subject = evaluate.open_subject(str(workdir), choice)
-    asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
-    out = evaluation.evaluate(subject, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    subject = evaluate.open_run(str(workdir), choice, [("ema", step) for step in STEPS])
+    asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
+    out = evaluation.evaluate([subject], scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
@@ -87,4 +87,4 @@ def test_each_score_has_its_card(evaluated, workdir):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_subject(str(tmp_path), Choice())
+        evaluate.open_run(str(tmp_path), Choice())
