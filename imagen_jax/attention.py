@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax import settings
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, dense
-from imagen_jax.layers import check_one_of
 
 
 class SelfAttention(nn.Module):
@@ -105,8 +105,8 @@ BLOCKS = {
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
     """ValueError for fields of which no attention can be made."""
-    check_one_of("attention", kind, tuple(BLOCKS))
-    check_one_of("attention_impl", implementation, ops.ATTENTION)
+    settings.one_of("unet.attention", kind, BLOCKS)
+    settings.one_of("unet.attention_impl", implementation, ops.ATTENTION)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
     ):

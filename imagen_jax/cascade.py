@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
@@ -141,6 +142,19 @@ def draw_batches(
         for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images, guidance):
             yield [images[done : done + len(larger[0])], *larger]
             done += len(larger[0])
+
+
+def describe(stage: Model) -> dict[str, Any]:
+    """What a stage's pictures depend on; a bound that is infinite is left out: JSON has none."""
+    s = stage.settings
+    sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
+    if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
+        sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
+    described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
+    described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
+    if s.super_resolution.factor > 1:
+        described["aug_sigma"] = s.super_resolution.aug_sigma
+    return described
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:

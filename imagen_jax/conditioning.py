@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax import settings
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import dense, layer_norm
-from imagen_jax.layers import check_one_of
 
 POOLING = ("attention", "mean")
 
@@ -99,7 +99,7 @@ def example_inputs(unet: Conditioned, text_width: int) -> dict[str, Any]:
 
 def check_conditioning(unet: Conditioned) -> None:
     """ValueError for fields that do not go together."""
-    check_one_of("text_pooling", unet.text_pooling, POOLING)
+    settings.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
             f"unet.learned_time_dim {unet.learned_time_dim} must be even, or 0 for none"

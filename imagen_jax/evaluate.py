@@ -73,16 +73,8 @@ def _draw(
 
 
 def _describe(stage: Model) -> dict[str, Any]:
-    """A stage's part of the card; a bound that is infinite is left out: JSON has none."""
-    s = stage.settings
-    sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    del sampler["guidance"]  # The sweep's own.
-    if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
-        sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
-    described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
-    described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
-    if s.super_resolution.factor > 1:
-        described["aug_sigma"] = s.super_resolution.aug_sigma
+    described = cascade.describe(stage)
+    del described["sampler"]["guidance"]  # The sweep's own.
     return described
 
 

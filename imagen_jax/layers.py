@@ -3,8 +3,6 @@
 NHWC; B batch, H W pixels, C channels, E time embedding.
 """
 
-from collections.abc import Sequence
-
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -85,9 +83,3 @@ def check_width(name: str, width: int) -> None:
         raise ValueError(
             f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
         )
-
-
-def check_one_of(field: str, value: str, known: Sequence[str]) -> None:
-    """ValueError unless `value` is among `known`."""
-    if value not in known:
-        raise ValueError(f"unet.{field} is {value!r}: choose from {', '.join(known)}")

@@ -100,14 +100,11 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
 
 
 def _card(stage: Model) -> dict[str, Any]:
-    """A stage's run and sampler, for the metadata; without infinite bounds, which JSON has not."""
-    s = stage.settings
-    card = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
-    sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    card |= {"size": s.output_size, "sampler": sampler.pop("name"), **sampler}
-    if s.super_resolution.factor > 1:
-        card |= {"low_res": s.input_size, "aug_sigma": s.super_resolution.aug_sigma}
-    return card
+    """A stage's run and its sampler's settings, side by side."""
+    s, card = stage.settings, cascade.describe(stage)
+    sampler = card.pop("sampler")
+    card |= {"sampler": sampler.pop("name"), **sampler}
+    return card | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
 
 
 if __name__ == "__main__":

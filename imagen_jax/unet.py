@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import GroupNorm, conv
+from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, ResBlock, check_width
@@ -70,6 +70,46 @@ class UNet(nn.Module):
         emb, context, text_mask = condition(
             self, time, text, text_mask, low_res_time, self.cond_dim
         )  # [B, E], [B, T, K], [B, T]
+        res, attend = self._layers(train)
+
+        def block(h, level, width, name):
+            h = res(width, name=f"{name}_res")(h, emb)
+            return attend(name=f"{name}_attn")(h, context, text_mask) if attends(self, level) else h
+
+        x = x.astype(self.dtype)  # [B, H, W, 3]
+        if self.low_res:
+            x = with_low_res(x, low_res)  # [B, H, W, 6]
+        x = ops.space_to_depth(x, self.patch)  # [B, H/patch, W/patch, 3 or 6 patch^2]
+        widths = [self.embed_dim * m for m in self.channel_mult]
+        blocks = blocks_per_level(self.num_res_blocks, len(widths))
+        h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
+        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
+        for level, width in enumerate(widths):
+            for i in range(blocks[level]):
+                h = block(h, level, width, f"down_{level}_{i}")  # [B, h, w, C]
+                skips.append(h)
+            if level < len(widths) - 1:
+                h = self._downsample(h, emb, res, f"down_{level}_resample")  # [B, h/2, w/2, C]
+                skips.append(h)
+
+        h = res(h.shape[-1], name="mid_res_0")(h, emb)  # [B, h, w, C] of the deepest level
+        h = attend(name="mid_attn")(h, context, text_mask)
+        h = res(h.shape[-1], name="mid_res_1")(h, emb)
+
+        for level, width in reversed(list(enumerate(widths))):
+            for i in range(blocks[level] + 1):
+                h = jnp.concatenate([h, skips.pop()], axis=-1)  # [B, h, w, C + skip's C]
+                h = block(h, level, width, f"up_{level}_{i}")  # [B, h, w, C]
+            if level > 0:
+                h = self._upsample(h, emb, res, f"up_{level}_resample")  # [B, 2h, 2w, C]
+
+        h = GroupNorm(silu=True, name="out_norm")(h)
+        channels = 3 * self.patch**2
+        h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
+        return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
+
+    def _layers(self, train):
+        """The residual block and the attention of every level, each but for its width and name."""
         res = functools.partial(
             nn.remat(ResBlock) if self.remat else ResBlock,
             scale_shift=self.scale_shift,
@@ -83,41 +123,7 @@ class UNet(nn.Module):
             implementation=self.attention_impl,
             dtype=self.dtype,
         )
-
-        x = x.astype(self.dtype)  # [B, H, W, 3]
-        if self.low_res:
-            x = with_low_res(x, low_res)  # [B, H, W, 6]
-        x = ops.space_to_depth(x, self.patch)  # [B, H/patch, W/patch, 3 or 6 patch^2]
-        widths = [self.embed_dim * m for m in self.channel_mult]
-        h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
-        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
-        for level, width in enumerate(widths):
-            for i in range(blocks_per_level(self)[level]):
-                h = res(width, name=f"down_{level}_{i}_res")(h, emb)  # [B, h, w, C]
-                if attends(self, level):
-                    h = attend(name=f"down_{level}_{i}_attn")(h, context, text_mask)
-                skips.append(h)
-            if level < len(widths) - 1:
-                h = self._downsample(h, emb, res, f"down_{level}_resample")  # [B, h/2, w/2, C]
-                skips.append(h)
-
-        h = res(h.shape[-1], name="mid_res_0")(h, emb)  # [B, h, w, C] of the deepest level
-        h = attend(name="mid_attn")(h, context, text_mask)
-        h = res(h.shape[-1], name="mid_res_1")(h, emb)
-
-        for level, width in reversed(list(enumerate(widths))):
-            for i in range(blocks_per_level(self)[level] + 1):
-                h = jnp.concatenate([h, skips.pop()], axis=-1)  # [B, h, w, C + skip's C]
-                h = res(width, name=f"up_{level}_{i}_res")(h, emb)  # [B, h, w, C]
-                if attends(self, level):
-                    h = attend(name=f"up_{level}_{i}_attn")(h, context, text_mask)
-            if level > 0:
-                h = self._upsample(h, emb, res, f"up_{level}_resample")  # [B, 2h, 2w, C]
-
-        h = GroupNorm(silu=True, name="out_norm")(h)
-        channels = 3 * self.patch**2
-        h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
-        return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
+        return res, attend
 
     def _downsample(self, h, emb, res, name):
         if self.resblock_updown:
@@ -130,13 +136,6 @@ class UNet(nn.Module):
         if self.resblock_updown:
             return res(h.shape[-1], resample="up", name=name)(h, emb)
         return ConvTranspose(self.dtype, name=name)(h)
-
-
-def blocks_per_level(unet: UNet) -> tuple[int, ...]:
-    """`num_res_blocks` written out: one number a level."""
-    if isinstance(unet.num_res_blocks, int):
-        return (unet.num_res_blocks,) * len(unet.channel_mult)
-    return tuple(unet.num_res_blocks)
 
 
 def attends(unet: UNet, level: int) -> bool:
@@ -173,10 +172,10 @@ def check_layers(unet: UNet) -> None:
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
     levels = len(unet.channel_mult)
-    if len(blocks_per_level(unet)) != levels:
+    blocks = blocks_per_level(unet.num_res_blocks, levels)
+    if len(blocks) != levels:
         raise ValueError(
-            f"unet.num_res_blocks {tuple(blocks_per_level(unet))} has "
-            f"{len(blocks_per_level(unet))} entries and unet.channel_mult "
+            f"unet.num_res_blocks {blocks} has {len(blocks)} entries and unet.channel_mult "
             f"{tuple(unet.channel_mult)} has {levels}: give one a level, or a single number"
         )
     widths = [unet.embed_dim * m for m in unet.channel_mult]

@@ -26,6 +26,7 @@ from diffusion_jax import cli
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
+from diffusion_jax.precache import workers
 from diffusion_jax.precache.moments import Work
 from diffusion_jax.task import to_range
 from sd_jax import task
@@ -42,9 +43,7 @@ def define_flags() -> None:
         "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1
     )
     flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
-    flags.DEFINE_integer("worker", None, "The number of this process.", lower_bound=0)
-    flags.DEFINE_integer("workers", None, "How many processes do this.", lower_bound=1)
-    flags.DEFINE_bool("dry_run", False, "Say what would be done, and write nothing.")
+    workers.define_flags()
     flags.mark_flag_as_required("config")
 
 
@@ -54,12 +53,11 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     args = flags.FLAGS
-    workers = args.workers or jax.process_count()
-    worker = jax.process_index() if args.worker is None else args.worker
     out = pathlib.Path(args.out)
     with cli.bad_input():
         s = read_settings(args.config.to_dict())
-        work = Work(args.shard_images, args.batch, worker, workers, args.dry_run)
+        share = workers.share(args.worker, args.workers)
+        work = Work(args.shard_images, args.batch, share, args.dry_run)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import GroupNorm, conv, dense, layer_norm
+from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, dense, layer_norm
 
 
 class UNet(nn.Module):
@@ -72,10 +72,11 @@ class UNet(nn.Module):
         )
 
         widths = [self.width * m for m in self.channel_mult]
+        blocks = blocks_per_level(self.num_res_blocks, len(widths))
         h = conv(x.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
         skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
         for level, width in enumerate(widths):
-            for i in range(blocks_per_level(self)[level]):
+            for i in range(blocks[level]):
                 h = res(width, name=f"down_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if level in self.attention_levels:
                     h = attend(name=f"down_{level}_{i}_attn")(h, text)
@@ -90,7 +91,7 @@ class UNet(nn.Module):
         h = res(widths[-1], name="mid_res_1")(h, emb)
 
         for level, width in reversed(list(enumerate(widths))):
-            for i in range(blocks_per_level(self)[level] + 1):
+            for i in range(blocks[level] + 1):
                 h = jnp.concatenate([h, skips.pop()], axis=-1)  # [B, h, w, C + skip's C]
                 h = res(width, name=f"up_{level}_{i}_res")(h, emb)  # [B, h, w, C]
                 if level in self.attention_levels:
@@ -183,13 +184,6 @@ class Attention(nn.Module):
         return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)  # [B, T, N K = C]
 
 
-def blocks_per_level(unet: UNet) -> tuple[int, ...]:
-    """`num_res_blocks` written out: one number a level."""
-    if isinstance(unet.num_res_blocks, int):
-        return (unet.num_res_blocks,) * len(unet.channel_mult)
-    return tuple(unet.num_res_blocks)
-
-
 def transformer_widths(unet: UNet) -> set[int]:
     """The widths that have attention; the middle always has."""
     return {unet.width * unet.channel_mult[level] for level in (*unet.attention_levels, -1)}
@@ -198,9 +192,10 @@ def transformer_widths(unet: UNet) -> set[int]:
 def check(unet: UNet) -> None:
     """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
     levels = len(unet.channel_mult)
-    if len(blocks_per_level(unet)) != levels:
+    blocks = blocks_per_level(unet.num_res_blocks, levels)
+    if len(blocks) != levels:
         raise ValueError(
-            f"unet.num_res_blocks {blocks_per_level(unet)} and unet.channel_mult "
+            f"unet.num_res_blocks {blocks} and unet.channel_mult "
             f"{tuple(unet.channel_mult)} differ in length: give one a level, or a single number"
         )
     for level in unet.attention_levels:

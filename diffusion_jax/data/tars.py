@@ -14,9 +14,9 @@ import pathlib
 import pickle
 import re
 import tarfile
+import tempfile
 import zipfile
 from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -66,7 +66,7 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 def load_index(tar: str) -> Index:
     """The saved index if it is of this very file, else a new one, which is saved."""
     stamp = np.array([_INDEX_VERSION, *storage.stamp(tar)])
-    places = [f"{tar}.index.npz", str(_cache_folder() / f"{_digest(tar)}.npz")]
+    places = [f"{tar}.index.npz", *(f"{cache}/{_digest(tar)}.npz" for cache in cache_folders())]
     for place in places:
         if (index := _load(place, stamp)) is not None:
             return index
@@ -122,11 +122,15 @@ def expand(pattern: str) -> list[str]:
 
 def find(path: str) -> list[str]:
     """The tars of a path, a folder, pattern or wdinfo.pkl; FileNotFoundError if one is not."""
+    return find_stamped(path)[0]
+
+
+def find_stamped(path: str) -> tuple[list[str], list[str]]:
+    """The tars that `find` finds, and texts that change with their contents."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
-    with ThreadPoolExecutor(32) as threads:  # An object store answers slowly.
-        there = list(threads.map(storage.exists, tars))
-    check_exists([tar for tar, ok in zip(tars, there, strict=True) if not ok], "webdataset")
-    return tars
+    stamps = storage.stamps(tars)
+    check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
+    return tars, stamps
 
 
 def _listed(name: str) -> list[str]:
@@ -201,6 +205,8 @@ def _digest(tar: str) -> str:
 
 
 @functools.cache
-def _cache_folder() -> pathlib.Path:
+def cache_folders() -> list[pathlib.Path]:
+    """Where files go whose own folder cannot be written."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(home) / "diffusion_jax" / "tar_index"
+    name = "diffusion_jax/tar_index"
+    return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

@@ -7,6 +7,7 @@ import shutil
 import urllib.request
 from typing import NamedTuple
 
+import numpy as np
 import safetensors.numpy
 from safetensors import SafetensorError, safe_open
 
@@ -49,7 +50,7 @@ def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weight
         raise ValueError(f"cannot write {out}: the name must end in .safetensors")
     weights = load(path)
     state = {
-        name: array
+        name: np.asarray(array, order="C")
         for name, array in torch_files.read_state_dict(path).items()
         if not name.endswith(".num_batches_tracked")
     }

@@ -3,6 +3,8 @@
 Channels last; B batch, C channels.
 """
 
+from collections.abc import Sequence
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -89,3 +91,8 @@ def conv(
         dtype=dtype,
         name=name,
     )(x)
+
+
+def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:
+    """A UNet's `num_res_blocks` written out: one number a level, where one may stand for all."""
+    return (num_res_blocks,) * levels if isinstance(num_res_blocks, int) else tuple(num_res_blocks)

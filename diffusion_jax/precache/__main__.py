@@ -20,11 +20,10 @@ set up, it knows them), on a folder that all see; they may start, die and restar
 
 import pathlib
 
-import jax
 from absl import app, flags, logging
 
 from diffusion_jax import cli
-from diffusion_jax.precache import fill, shards, store
+from diffusion_jax.precache import fill, shards, store, workers
 
 _CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
@@ -37,10 +36,8 @@ _SHARD = flags.DEFINE_integer(
 _BATCH = flags.DEFINE_integer(
     "batch_tokens", 8192, "Tokens that a device encodes at once.", lower_bound=1
 )
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what it would cost, and end.")
 _VERIFY = flags.DEFINE_bool("verify", False, "Read all that is stored, and mend what is damaged.")
-_WORKER = flags.DEFINE_integer("worker", None, "The number of this process.", lower_bound=0)
-_WORKERS = flags.DEFINE_integer("workers", None, "How many processes do this.", lower_bound=1)
+workers.define_flags()
 
 
 def main(argv: list[str]) -> None:
@@ -50,10 +47,10 @@ def main(argv: list[str]) -> None:
     cli.start()
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)
-        work = _work()
-        fill.check(work)
+        share = workers.share(flags.FLAGS.worker, flags.FLAGS.workers)
+        work = fill.Work(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, share)
         print(fill.table(job, work.format), flush=True)
-    if _DRY_RUN.value:
+    if flags.FLAGS.dry_run:
         return
     with cli.bad_input():
         path = pathlib.Path(job.text.store)
@@ -66,12 +63,6 @@ def main(argv: list[str]) -> None:
         100 * manifest["mean_relative_error"], 100 * manifest["largest_relative_error"],
         manifest["least_cosine"],
     )  # fmt: skip
-
-
-def _work() -> fill.Work:
-    workers = _WORKERS.value or jax.process_count()
-    worker = jax.process_index() if _WORKER.value is None else _WORKER.value
-    return fill.Work(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, worker, workers)
 
 
 if __name__ == "__main__":

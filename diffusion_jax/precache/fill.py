@@ -2,7 +2,6 @@
 
 import pathlib
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +13,8 @@ from diffusion_jax import settings
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.progress import Meter
-from diffusion_jax.precache import cost, encode, lookup, plan, shards, store
+from diffusion_jax.precache import cost, encode, lookup, plan, shards, store, workers
+from diffusion_jax.precache.workers import Share
 from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import TextEncoder, registry
 
@@ -40,16 +40,7 @@ class Work(NamedTuple):
     shard_captions: int = 16384
     batch_tokens: int = 8192
     verify: bool = False
-    worker: int = 0
-    workers: int = 1
-
-
-def check(work: Work) -> None:
-    """ValueError for a worker that there cannot be."""
-    if not 0 <= work.worker < work.workers:
-        raise ValueError(
-            f"--worker={work.worker} of --workers={work.workers}: they are counted from 0"
-        )
+    share: Share = Share()
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
@@ -96,9 +87,7 @@ def run(job: Job, work: Work) -> dict[str, Any]:
     have = shards.held_keys(path, held)
     planned = plan.folder_of(path, job.source, job.identity)
     reading = Meter("captions", len(job.captions), name="reading captions")
-    keys = plan.read_keys(
-        job.captions, planned, job.identity, work.worker, work.workers, reading.reach
-    )
+    keys = plan.read_keys(job.captions, planned, job.identity, work.share, reading.reach)
     missing, different = plan.pending(keys, have)
     logging.info("%s captions, %s different, %s of them to encode",
                  f"{len(keys):,}", f"{different:,}", f"{len(missing):,}")  # fmt: skip
@@ -122,16 +111,15 @@ def _encode_shards(
     parts = [missing[i : i + size] for i in range(0, len(missing), size)]
     names = [shards.shard_name(keys[part]) for part in parts]
     shards.whole_shards(path, names, verify=work.verify)
-    absent = lambda i: not (path / names[i]).exists()
-    to_do = (i for i in plan.turns(len(parts), work.worker, work.workers) if absent(i))
+    paths = [path / name for name in names]
     encode_texts = _make_encode(job, work)
-    done = sum(len(part) for i, part in enumerate(parts) if not absent(i))
+    done = sum(len(part) for part, file in zip(parts, paths, strict=True) if file.exists())
     meter = Meter("captions", len(missing), name="encoding", done=done)
-    with ThreadPoolExecutor(1) as reader:
-        for i, texts in plan.ahead(reader, lambda i: job.captions.read(parts[i]), to_do):
-            if absent(i):  # Another worker may have been faster.
-                shards.write_shard(path, keys[parts[i]], encode_texts(texts))
-            meter.add(len(texts))
+    read = lambda i: job.captions.read(parts[i])
+    for i, texts in workers.ahead(read, work.share.missing(paths)):
+        if not paths[i].exists():  # Another worker may have been faster.
+            shards.write_shard(path, keys[parts[i]], encode_texts(texts))
+        meter.add(len(texts))
     return names
 
 

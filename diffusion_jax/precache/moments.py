@@ -7,7 +7,6 @@ that shards may be written in any order, by several workers, and again after a k
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
 from diffusion_jax.machine import claims, files, progress
-from diffusion_jax.precache import plan
+from diffusion_jax.precache import workers
+from diffusion_jax.precache.workers import Share
 
 Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
@@ -28,8 +28,7 @@ class Work(NamedTuple):
 
     shard: int
     batch: int
-    worker: int = 0
-    workers: int = 1
+    share: Share = Share()
     dry_run: bool = False
 
 
@@ -41,15 +40,11 @@ def run(
     `identity` says by what moments are made. ValueError if `out` was begun with another one, other
     data or shards of another size.
     """
-    if not 0 <= work.worker < work.workers:
-        raise ValueError(
-            f"--worker={work.worker} of --workers={work.workers}: they are counted from 0"
-        )
     total = -(-len(source) // work.shard)
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
     claims.claim(out / moments.MANIFEST, manifest, free=("finished",), write=not work.dry_run)
     paths = [out / f"{shard:06}.tar" for shard in range(total)]
-    missing = [i for i in plan.turns(total, work.worker, work.workers) if not paths[i].exists()]
+    missing = list(work.share.missing(paths))
     logging.info("%d of %d shards are there", total - len(missing), total)
     if work.dry_run:
         print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
@@ -70,13 +65,12 @@ def _encoded(
 ) -> Iterator[dict[str, bytes]]:
     """The files of each record that can be used; the next batch is read while one is encoded."""
     parts = (np.arange(i, min(i + batch, rows.stop)) for i in range(rows.start, rows.stop, batch))
-    with ThreadPoolExecutor(1) as reader:
-        for _, (kept, images, texts) in plan.ahead(reader, source.usable, parts):
-            if not len(kept):
-                continue
-            encoded = encode(images[np.arange(batch) % len(kept)])  # All batches have one size.
-            for index, array, text in zip(kept.tolist(), encoded[: len(kept)], texts, strict=True):
-                if not isinstance(text, str):
-                    raise ValueError(f"record {index} has no caption but {type(text).__name__}")
-                key = f"{index:09}".encode()
-                yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}
+    for _, (kept, images, texts) in workers.ahead(source.usable, parts):
+        if not len(kept):
+            continue
+        encoded = encode(images[np.arange(batch) % len(kept)])  # All batches have one size.
+        for index, array, text in zip(kept.tolist(), encoded[: len(kept)], texts, strict=True):
+            if not isinstance(text, str):
+                raise ValueError(f"record {index} has no caption but {type(text).__name__}")
+            key = f"{index:09}".encode()
+            yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}

@@ -1,19 +1,13 @@
-"""Which captions of a data set are still to be encoded, cut into shards.
-
-Any number of workers make the same plan and share its work through a folder that all see. Nobody
-waits for anybody: a worker does its own part first and then what nobody has done yet, so that those
-that die, restart, come late or leave change nothing but the time.
-"""
+"""Which captions of a data set are still to be encoded: all workers make the same plan."""
 
 import hashlib
 import json
 import os
 import pathlib
-import random
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Shaped
@@ -21,11 +15,10 @@ from jaxtyping import Int, Shaped
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files
 from diffusion_jax.precache import store
+from diffusion_jax.precache.workers import Share
 
 _CHUNK = 2**16  # Captions whose keys one file holds.
 _READ = 256  # Captions that a thread reads at a time.
-_T = TypeVar("_T")
-_R = TypeVar("_R")
 
 
 class Captions(NamedTuple):
@@ -54,24 +47,11 @@ class Captions(NamedTuple):
         return texts + list(self.data.texts(numbers[numbers >= first] - first))
 
 
-def turns(count: int, worker: int, workers: int) -> Iterator[int]:
-    """0 ... count - 1 for one of several workers: its own part in order, then the rest at random.
-
-    The rest is for those who have died; at random, so that the others seldom do the same.
-    """
-    own = range(count * worker // workers, count * (worker + 1) // workers)
-    rest = [i for i in range(count) if i not in own]
-    random.Random(worker).shuffle(rest)
-    yield from own
-    yield from rest
-
-
 def read_keys(
     captions: Captions,
     folder: pathlib.Path,
     identity: store.Identity,
-    worker: int,
-    workers: int,
+    share: Share,
     report: Callable[[int], None],
 ) -> Shaped[np.ndarray, "N"]:
     """The key of every caption, in their order; kept in `folder`, in case this is interrupted.
@@ -80,7 +60,7 @@ def read_keys(
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{i:08}.npy" for i in range(-(-len(captions) // _CHUNK))]
-    for done, i in enumerate(turns(len(paths), worker, workers)):
+    for done, i in enumerate(share.turns(len(paths))):
         if not paths[i].exists():
             texts = captions.read(np.arange(i * _CHUNK, min((i + 1) * _CHUNK, len(captions))))
             files.write_whole(paths[i], store.keys_of(texts, identity).tobytes())
@@ -116,20 +96,6 @@ def remove(path: pathlib.Path) -> None:
     shutil.rmtree(path / "plan", ignore_errors=True)
     for file in path.glob(".shard-*.tmp"):  # Of workers that were killed.
         file.unlink(missing_ok=True)
-
-
-def ahead(
-    executor: Executor, function: Callable[[_T], _R], items: Iterator[_T]
-) -> Iterator[tuple[_T, _R]]:
-    """(item, function(item)) of each, the next being computed while one is used."""
-    waiting = None
-    for item in items:
-        coming = item, executor.submit(function, item)
-        if waiting is not None:
-            yield waiting[0], waiting[1].result()
-        waiting = coming
-    if waiting is not None:
-        yield waiting[0], waiting[1].result()
 
 
 def free_bytes(path: pathlib.Path) -> int:

@@ -15,7 +15,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import clip_weights, tokenize
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 
@@ -131,11 +131,18 @@ def encoder(
     Stable Diffusion was trained to attend to it. `layer` is "last" (Stable Diffusion 1, and 2 in
     Hugging Face's files, which lack the last layer) or "penultimate" (2 in OpenCLIP's files).
     """
+    if layer not in ("last", "penultimate"):
+        raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
     tower, table = text_tower(opened, dtype, skip=int(layer == "penultimate"))
     tokenizer = open_tokenizer(folder, opened.pads_with_0)
-    _check(folder, tower, tokenizer, width, max_tokens, layer)
+    check_fits("CLIP", folder, tower, tokenizer.vocab_size, width)
+    if max_tokens > tower.max_tokens:
+        raise ValueError(
+            f"text.max_tokens is {max_tokens}, and the CLIP in {folder} has only "
+            f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
+        )
     state = clip_weights.tower_state(opened, table)
     frozen = torch_weights.to_stored(state, table, abstract_params(tower), dtype)
     return of_tower(tower, frozen, tokenizer, max_tokens)
@@ -174,22 +181,16 @@ def text_tower(
 
     ValueError if they have none.
     """
-    settings, state = _settings(clip, clip_weights.TEXT), clip.state
+    shared, state = _shared_fields(clip, clip_weights.TEXT, skip), clip.state
     embeddings = f"{clip_weights.TEXT}.embeddings"
-    projection = state.get("text_projection.weight")
     vocab_size, width = state[f"{embeddings}.token_embedding.weight"].shape
     tower = TextTower(
         vocab_size=vocab_size,
         max_tokens=state[f"{embeddings}.position_embedding.weight"].shape[0],
         width=width,
-        mlp_width=state[f"{clip_weights.TEXT}.encoder.layers.0.mlp.fc1.weight"].shape[0],
-        num_heads=settings.num_heads,
-        num_layers=clip_weights.num_layers(state, clip_weights.TEXT) - skip,
-        projection=None if projection is None or skip else projection.shape[0],
-        activation=settings.activation,
-        end_id=settings.end_id,
-        eps=settings.eps,
+        end_id=clip.towers[clip_weights.TEXT].end_id,
         dtype=dtype,
+        **shared,
     )
     return tower, clip_weights.table(abstract_params(tower), clip_weights.TEXT)
 
@@ -198,22 +199,16 @@ def image_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
     """The image tower of opened weights, and the names of its parameters; ValueError if none."""
-    settings, state = _settings(clip, clip_weights.VISION), clip.state
+    shared, state = _shared_fields(clip, clip_weights.VISION), clip.state
     embeddings = f"{clip_weights.VISION}.embeddings"
-    projection = state.get("visual_projection.weight")
     width, _, patch, _ = state[f"{embeddings}.patch_embedding.weight"].shape
     side = round((state[f"{embeddings}.position_embedding.weight"].shape[0] - 1) ** 0.5)
     tower = ImageTower(
         image_size=side * patch,
         patch=patch,
         width=width,
-        mlp_width=state[f"{clip_weights.VISION}.encoder.layers.0.mlp.fc1.weight"].shape[0],
-        num_heads=settings.num_heads,
-        num_layers=clip_weights.num_layers(state, clip_weights.VISION),
-        projection=None if projection is None else projection.shape[0],
-        activation=settings.activation,
-        eps=settings.eps,
         dtype=dtype,
+        **shared,
     )
     return tower, clip_weights.table(abstract_params(tower), clip_weights.VISION)
 
@@ -283,7 +278,11 @@ def _projected(tower: TextTower | ImageTower, pooled: jax.Array) -> jax.Array | 
     return Linear(tower.projection, False, tower.dtype, name="projection")(pooled)
 
 
-def _settings(clip: clip_weights.Clip, name: str) -> clip_weights.Tower:
+def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[str, Any]:
+    """The fields that both kinds of tower have, without the last `skip` layers.
+
+    ValueError if there is no such tower, or its activation is not known.
+    """
     if name not in clip.towers:
         raise ValueError(f"these CLIP weights hold no {name}: only {', '.join(clip.towers)}")
     settings = clip.towers[name]
@@ -292,31 +291,12 @@ def _settings(clip: clip_weights.Clip, name: str) -> clip_weights.Tower:
             f"the activation {settings.activation!r} of this CLIP is not known: "
             f"known are {', '.join(ACTIVATIONS)}"
         )
-    return settings
-
-
-def _check(
-    folder: os.PathLike[str],
-    tower: TextTower,
-    tokenizer: tokenize.Tokenize,
-    width: int,
-    max_tokens: int,
-    layer: str,
-) -> None:
-    if layer not in ("last", "penultimate"):
-        raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
-    if width != tower.width:
-        raise ValueError(
-            f"text.width is {width}, and the CLIP in {folder} is {tower.width} wide: "
-            f"set text.width={tower.width}, or take other weights"
-        )
-    if max_tokens > tower.max_tokens:
-        raise ValueError(
-            f"text.max_tokens is {max_tokens}, and the CLIP in {folder} has only "
-            f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
-        )
-    if tokenizer.vocab_size > tower.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} knows {tokenizer.vocab_size} tokens, and its weights only "
-            f"{tower.vocab_size}: they are of different models; take both from one"
-        )
+    projection = clip.state.get(f"{clip_weights.PROJECTIONS[name]}.weight")
+    return {
+        "mlp_width": clip.state[f"{name}.encoder.layers.0.mlp.fc1.weight"].shape[0],
+        "num_heads": settings.num_heads,
+        "num_layers": clip_weights.num_layers(clip.state, name) - skip,
+        "projection": None if projection is None or skip else projection.shape[0],
+        "activation": settings.activation,
+        "eps": settings.eps,
+    }

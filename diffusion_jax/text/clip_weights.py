@@ -16,6 +16,7 @@ from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import CONV, Entry, StateDict
 
 TEXT, VISION = "text_model", "vision_model"
+PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 
 
 class Tower(NamedTuple):
@@ -84,7 +85,7 @@ def table(params: Any, tower: str) -> list[Entry]:
     """The name of every parameter of a TextTower or ImageTower, whose params may be abstract."""
     rules = [(path, name.replace("TOWER", tower)) for path, name in _RULES]
     rules.append(("final_norm", f"{tower}.{_FINAL_NORMS[tower]}"))
-    rules.append(("projection", _PROJECTIONS[tower]))
+    rules.append(("projection", PROJECTIONS[tower]))
     name_of = lambda path: torch_weights.rename(path, rules)
     return torch_weights.table(params, name_of, [("patch_kernel", CONV)])
 
@@ -113,8 +114,9 @@ def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
     """A text tower's arrays under OpenCLIP's names; q, k and v in one."""
     arrays, thirds = {}, {}
     for name, array in state.items():
-        for pattern, replacement in _TO_OPEN_CLIP:
-            name = re.sub(pattern, replacement, name)
+        for theirs, here in _OPEN_CLIP:
+            name = name.replace(f".{here}", f".{theirs}")
+        name = name.removeprefix(f"{TEXT}.")
         fused = re.match(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)$", name)
         if fused:
             thirds.setdefault(f"{fused[1]}in_proj_{fused[3]}", {})[fused[2]] = array
@@ -125,16 +127,6 @@ def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
     }
 
 
-_TO_OPEN_CLIP = (
-    (rf"^{TEXT}\.embeddings\.token_embedding\.", "token_embedding."),
-    (rf"^{TEXT}\.embeddings\.position_embedding\.weight$", "positional_embedding"),
-    (rf"^{TEXT}\.final_layer_norm\.", "ln_final."),
-    (rf"^{TEXT}\.encoder\.layers\.", "transformer.resblocks."),
-    (r"\.layer_norm([12])\.", r".ln_\1."),
-    (r"\.self_attn\.", ".attn."),
-    (r"\.mlp\.fc1\.", ".mlp.c_fc."),
-    (r"\.mlp\.fc2\.", ".mlp.c_proj."),
-)
 _RULES = (
     ("(token|position)_embedding", r"TOWER.embeddings.\1_embedding.weight"),
     ("class_embedding", "TOWER.embeddings.class_embedding"),
@@ -145,7 +137,6 @@ _RULES = (
     (r"layer_(\d+)_mlp_norm", r"TOWER.encoder.layers.\1.layer_norm2"),
     (r"layer_(\d+)_mlp/(\w+)", r"TOWER.encoder.layers.\1.mlp.\2"),
 )
-_PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
@@ -201,22 +192,22 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
     return arrays
 
 
-_OPEN_CLIP = (
-    (r"^visual\.", f"{VISION}."),
-    (r"^(?=(token_embedding|positional_embedding|transformer|ln_final)\b)", f"{TEXT}."),
-    (r"\.token_embedding\.", ".embeddings.token_embedding."),
-    (r"\.positional_embedding$", ".embeddings.position_embedding.weight"),
-    (r"\.class_embedding$", ".embeddings.class_embedding"),
-    (r"\.conv1\.", ".embeddings.patch_embedding."),
-    (r"\.ln_pre\.", ".pre_layrnorm."),
-    (r"\.ln_post\.", ".post_layernorm."),
-    (r"\.ln_final\.", ".final_layer_norm."),
-    (r"\.transformer\.resblocks\.", ".encoder.layers."),
-    (r"\.ln_([12])\.", r".layer_norm\1."),
-    (r"\.attn\.", ".self_attn."),
-    (r"\.c_fc\.", ".fc1."),
-    (r"\.c_proj\.", ".fc2."),
+_OPEN_CLIP = (  # After a tower's name: OpenCLIP's, then Hugging Face's.
+    ("token_embedding.", "embeddings.token_embedding."),
+    ("positional_embedding", "embeddings.position_embedding.weight"),
+    ("class_embedding", "embeddings.class_embedding"),
+    ("conv1.", "embeddings.patch_embedding."),
+    ("ln_pre.", "pre_layrnorm."),
+    ("ln_post.", "post_layernorm."),
+    ("ln_final.", "final_layer_norm."),
+    ("transformer.resblocks.", "encoder.layers."),
+    ("ln_1.", "layer_norm1."),
+    ("ln_2.", "layer_norm2."),
+    ("attn.", "self_attn."),
+    ("mlp.c_fc.", "mlp.fc1."),
+    ("mlp.c_proj.", "mlp.fc2."),
 )
+_OPEN_CLIP_TEXT = ("token_embedding", "positional_embedding", "transformer", "ln_final")
 _NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "context_length",
                "vocab_size")  # fmt: skip
 
@@ -231,8 +222,10 @@ def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
         if name in ("text_projection", "visual.proj"):
             arrays[f"{'text' if name[0] == 't' else 'visual'}_projection.weight"] = array.T
             continue
-        for pattern, replacement in _OPEN_CLIP:
-            name = re.sub(pattern, replacement, name)
+        name = re.sub(r"^visual\.", f"{VISION}.", name)
+        name = f"{TEXT}.{name}" if name.startswith(_OPEN_CLIP_TEXT) else name
+        for theirs, here in _OPEN_CLIP:
+            name = name.replace(f".{theirs}", f".{here}")
         fused = re.match(r"(.*\.self_attn\.)in_proj_(weight|bias)$", name)
         if fused:
             third = len(array) // 3

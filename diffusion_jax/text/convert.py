@@ -29,9 +29,10 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
         raise FileNotFoundError(f"{folder} holds no .bin files to convert")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"{out} is not empty: give a new folder")
+    arrays = {name: array for path in pickles for name, array in _wanted(path)}
     out.mkdir(parents=True, exist_ok=True)
     where: dict[str, str] = {}
-    for i, part in enumerate(_parts(_arrays(pickles))):
+    for i, part in enumerate(_parts(arrays.items())):
         name = f"model-{i + 1:05}.safetensors"
         files.write_whole(out / name, safetensors.numpy.save(part))
         where |= dict.fromkeys(part, name)
@@ -41,9 +42,10 @@ def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None
             shutil.copy(path, out / path.name)
 
 
-def _arrays(pickles: Iterable[pathlib.Path]) -> Iterator[tuple[str, np.ndarray]]:
-    for path in pickles:
-        yield from torch_files.stream(path, lambda name: not name.startswith(_LEFT_OUT))
+def _wanted(path: pathlib.Path) -> Iterator[tuple[str, np.ndarray]]:
+    for name, array in torch_files.map_state_dict(path).items():
+        if not name.startswith(_LEFT_OUT):
+            yield name, array
 
 
 def _parts(arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.ndarray]]:
@@ -52,6 +54,6 @@ def _parts(arrays: Iterable[tuple[str, np.ndarray]]) -> Iterator[dict[str, np.nd
         if part and size + array.nbytes > _PART:
             yield part
             part, size = {}, 0
-        part[name] = array
+        part[name] = np.asarray(array, order="C")  # Which safetensors wants.
         size += array.nbytes
     yield part

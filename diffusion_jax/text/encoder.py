@@ -1,7 +1,7 @@
 """The interface of every text encoder: tokens on the host, embeddings on the devices."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 Batch = dict[str, Any]
+
+
+@runtime_checkable
+class Network(Protocol):
+    """The fields of a text network that its tokenizer and the config must agree with."""
+
+    width: int
+    vocab_size: int
 
 
 class TextEncoder(NamedTuple):
@@ -36,6 +44,20 @@ class TextEncoder(NamedTuple):
     """Whether all of a batch's arrays [B, L] may be cut to its longest text, with equal results."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
     """The end that each text loses, "" where all of it fits, or where an encoder cannot tell."""
+
+
+def check_fits(kind: str, folder: object, network: Network, vocab_size: int, width: int) -> None:
+    """ValueError unless a folder's network is of this width and knows the tokenizer's tokens."""
+    if width != network.width:
+        raise ValueError(
+            f"text.width is {width}, and the {kind} in {folder} is {network.width} wide: "
+            f"set text.width={network.width}, or take other weights"
+        )
+    if vocab_size > network.vocab_size:
+        raise ValueError(
+            f"the tokenizer in {folder} knows {vocab_size} tokens, and its weights only "
+            f"{network.vocab_size}: they are of different models; take both from one"
+        )
 
 
 def embed(

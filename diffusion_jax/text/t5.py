@@ -19,7 +19,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.text import tokenize
-from diffusion_jax.text.encoder import Batch, TextEncoder
+from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
 from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
 from diffusion_jax.weights import pretrained, torch_weights
 from diffusion_jax.weights.torch_weights import Entry, StateDict
@@ -97,7 +97,12 @@ def encoder(
     state = pretrained.open_weights(folder)
     model, table = from_state(state, pretrained.read_json(folder / "config.json"), dtype)
     tokenizer = tokenize.t5(folder)
-    _check(folder, model, tokenizer, width, max_tokens, read_tokens)
+    check_fits("T5", folder, model, tokenizer.vocab_size, width)
+    if read_tokens < max_tokens:
+        raise ValueError(
+            f"text.read_tokens is {read_tokens}, fewer than the {max_tokens} of text.max_tokens: "
+            "T5 must read at least what is kept (NeMo: 512 and 128)"
+        )
     frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
 
     def encode(frozen: Any, batch: Batch):
@@ -277,28 +282,3 @@ def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
             "each also as gated-..."
         )
     return act, gated
-
-
-def _check(
-    folder: os.PathLike[str],
-    model: T5Encoder,
-    tokenizer: tokenize.Tokenize,
-    width: int,
-    max_tokens: int,
-    read_tokens: int,
-) -> None:
-    if width != model.width:
-        raise ValueError(
-            f"text.width is {width}, and the T5 in {folder} is {model.width} wide: "
-            f"set text.width={model.width}, or take other weights"
-        )
-    if read_tokens < max_tokens:
-        raise ValueError(
-            f"text.read_tokens is {read_tokens}, fewer than the {max_tokens} of text.max_tokens: "
-            "T5 must read at least what is kept (NeMo: 512 and 128)"
-        )
-    if tokenizer.vocab_size > model.vocab_size:
-        raise ValueError(
-            f"the tokenizer in {folder} knows {tokenizer.vocab_size} tokens, and its weights only "
-            f"{model.vocab_size}: they are of different models; take both from one"
-        )

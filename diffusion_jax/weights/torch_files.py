@@ -8,6 +8,7 @@ optimizers that lie beside the weights cannot hurt.
 
 import collections
 import contextlib
+import functools
 import os
 import pathlib
 import pickle
@@ -15,6 +16,7 @@ import shutil
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import IO, Any, NamedTuple
 
@@ -42,20 +44,19 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     if path.suffix != ".nemo":
-        return dict(stream(path))
+        return map_state_dict(path, check=True)
     with _readable(path), _nemo_member(path, _NEMO_WEIGHTS) as file:
-        return dict(_read_torch(file))
+        return _map_torch(file, check=True)
 
 
-def stream(
-    path: str | os.PathLike[str], wanted: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, np.ndarray]]:
-    """The names and arrays of a torch checkpoint for which `wanted(name)`, read one by one.
+def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[str, np.ndarray]:
+    """The arrays of a torch checkpoint, mapped into memory: read only where they are used.
 
+    `check` reads all of them once and compares their checksums, which older files lack.
     FileNotFoundError, or ValueError for another or damaged format.
     """
     with _readable(path), open(path, "rb") as file:
-        yield from _read_torch(file, wanted)
+        return _map_torch(file, check)
 
 
 def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -144,13 +145,9 @@ class _Unpickler(pickle.Unpickler):
         return self.storages.setdefault(str(name), _Storage(str(name), dtype))
 
 
-def _read_torch(
-    file: IO[bytes], wanted: Callable[[str], bool] = lambda name: True
-) -> Iterator[tuple[str, np.ndarray]]:
+def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
     if not zipfile.is_zipfile(file):
-        file.seek(0)
-        yield from _read_old(file, wanted)
-        return
+        return _map_old(file)
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -161,16 +158,32 @@ def _read_torch(
             raise ValueError("it is from a big-endian machine, which is not read here")
         with archive.open(pickles[0]) as pickled:
             content = _Unpickler(pickled).load()
-        read = lambda storage: archive.read(f"{root}data/{storage.name}")
-        yield from _arrays(content, read, wanted)
+        data = np.memmap(file, np.uint8, mode="r")
+        member = functools.cache(lambda name: _member(archive, f"{root}data/{name}", data, check))
+        return _arrays(content, member)
+
+
+def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
+    """The bytes of a file in a zip, whose whole is mapped in `data`."""
+    info = archive.getinfo(name)
+    if info.compress_type != zipfile.ZIP_STORED:  # Not by torch.
+        return np.frombuffer(archive.read(name), np.uint8)
+    at = info.header_offset
+    lengths = data[at + 26 : at + 30].view(np.uint16)  # Of the name and what pads it.
+    start = at + 30 + int(lengths.sum())
+    content = data[start : start + info.file_size]
+    if check and zlib.crc32(content.data) != info.CRC:
+        raise ValueError(f"{name} in it is damaged: download it again")
+    return content
 
 
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
-def _read_old(file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[str, np.ndarray]]:
+def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
     """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
     try:
+        file.seek(0)
         magic = _Unpickler(file).load()
     except Exception:
         magic = None
@@ -181,30 +194,21 @@ def _read_old(file: IO[bytes], wanted: Callable[[str], bool]) -> Iterator[tuple[
         raise ValueError("it is from a big-endian machine, which is not read here")
     pickled = _Unpickler(file)
     content, keys = pickled.load(), _Unpickler(file).load()
-    where, at, storages = {}, file.tell(), pickled.storages
+    where, at, data = {}, file.tell(), np.memmap(file, np.uint8, mode="r")
     for key in keys:
-        (count,) = np.frombuffer(file.read(8), np.int64)
-        where[key] = (at + 8, int(count) * storages[key].dtype.itemsize)
-        at = file.seek(sum(where[key]))
-
-    def read(storage: _Storage) -> bytes:
-        start, size = where[storage.name]
-        file.seek(start)
-        content = file.read(size)
-        if len(content) < size:
-            raise ValueError("it ends amid its arrays: download it again")
-        return content
-
-    yield from _arrays(content, read, wanted)
+        (count,) = data[at : at + 8].view(np.int64)
+        where[key] = slice(at + 8, at + 8 + int(count) * pickled.storages[key].dtype.itemsize)
+        at = where[key].stop
+    if at > len(data):
+        raise ValueError("it ends amid its arrays: download it again")
+    return _arrays(content, lambda name: data[where[name]])
 
 
-def _arrays(
-    content: Any, read: Callable[[_Storage], bytes], wanted: Callable[[str], bool]
-) -> Iterator[tuple[str, np.ndarray]]:
-    storages: dict[str, bytes] = {}  # Arrays may share one.
-    for name, tensor in _state_dict(content).items():
-        if wanted(name):
-            yield name, _array(tensor, read, storages)
+def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
+    return {
+        name: _array(tensor, member(tensor.storage.name).view(tensor.storage.dtype))
+        for name, tensor in _state_dict(content).items()
+    }
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
@@ -219,20 +223,14 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
     return tensors
 
 
-def _array(
-    tensor: _Tensor, read: Callable[[_Storage], bytes], storages: dict[str, bytes]
-) -> np.ndarray:
-    """A copy of what the tensor sees of its storage; ValueError if it would see more."""
+def _array(tensor: _Tensor, flat: np.ndarray) -> np.ndarray:
+    """What the tensor sees of its storage; ValueError if it would see more."""
     storage, offset, shape, strides = tensor
-    if storage.name not in storages:
-        storages.clear()  # Those that share one mostly follow each other; one at a time is held.
-        storages[storage.name] = read(storage)
-    flat = np.frombuffer(storages[storage.name], storage.dtype)
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= len(flat)):
         raise ValueError(f"an array of shape {shape} reaches beyond its storage {storage.name}")
     byte_strides = [stride * storage.dtype.itemsize for stride in strides]
-    return np.lib.stride_tricks.as_strided(flat[offset:], shape, byte_strides).copy()
+    return np.lib.stride_tricks.as_strided(flat[offset:], shape, byte_strides, writeable=False)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import (
     CONV1D_1,
@@ -24,7 +25,7 @@ from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
-from imagen_jax.unet import UNet, attends, blocks_per_level
+from imagen_jax.unet import UNet, attends
 
 PREFIX = "model.model.unet."
 """The prefix of the UNet's arrays in a checkpoint of NeMo's model."""
@@ -169,8 +170,10 @@ def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
     if isinstance(unet, EfficientUNet):
         rules = (*_EFFICIENT_ENDS, *_CONDITIONING)
         return lambda path: _efficient_name(path, (*_EFFICIENT_INSIDE, *_INSIDE), rules)
-    attending = [attends(unet, level) for level in range(len(unet.channel_mult))]
-    places = guided_diffusion.places(blocks_per_level(unet), attending)
+    levels = len(unet.channel_mult)
+    attending = [attends(unet, level) for level in range(levels)]
+    blocks = blocks_per_level(unet.num_res_blocks, levels)
+    places = guided_diffusion.places(blocks, attending)
     ends, inside = (*_UNET_ENDS, *_CONDITIONING), (*_UNET_INSIDE, *_INSIDE)
     return lambda path: guided_diffusion.layer_name(path, places, ends, inside)
 

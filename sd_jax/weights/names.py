@@ -13,11 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.nn.layers import blocks_per_level
 from diffusion_jax.weights import guided_diffusion, torch_weights
 from diffusion_jax.weights.torch_weights import CONV2D_1, LINEAR, Entry, StateDict
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
-from sd_jax.unet import UNet, blocks_per_level
+from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 
 _TRANSFORMER = (
@@ -139,8 +140,9 @@ def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
 
 
 def _ldm_places(unet: UNet) -> dict[str, str]:
-    attends = [level in unet.attention_levels for level in range(len(unet.channel_mult))]
-    return guided_diffusion.places(blocks_per_level(unet), attends)
+    levels = len(unet.channel_mult)
+    attends = [level in unet.attention_levels for level in range(levels)]
+    return guided_diffusion.places(blocks_per_level(unet.num_res_blocks, levels), attends)
 
 
 def _turned(path: str, levels: Sequence[int]) -> str:

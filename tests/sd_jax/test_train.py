@@ -14,6 +14,7 @@ from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
+from diffusion_jax.precache.workers import Share
 from diffusion_jax.settings import Data
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
@@ -96,7 +97,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
         return encode(batch)
 
     identity = train.made_by(s, tiny.vae_params())
-    work = Work(SHARD, 8, worker=1, workers=2)  # Begins in the middle.
+    work = Work(SHARD, 8, Share(1, 2))  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["000001.tar", moments.MANIFEST]

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor
 from absl import flags
 
 from diffusion_jax import cli
-from diffusion_jax.data import sources
+from diffusion_jax.data import listing, sources
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import download, fetch, merge, reshard, validate
-from diffusion_jax.data.records import Records
+from diffusion_jax.data.records import IMAGE_SUFFIXES, Records, check_text
 from diffusion_jax.machine import files, progress, sheets
 from diffusion_jax.settings import Data
 
@@ -89,6 +89,7 @@ def _index(args: argparse.Namespace) -> int:
             for index in progress.reported(indices, len(tars), "tars")
         ]
     records, members, truncated = (sum(column) for column in zip(*counted, strict=True))
+    listing.open_listing(args.path, IMAGE_SUFFIXES, check_text(args.text)[0])
     names = {"tars": len(tars), "records": records, "files": members, "truncated": truncated}
     print(json.dumps(names))
     return 0
@@ -161,8 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     arg("--format", choices=reshard.FORMATS, default="webdataset")
     arg("--part", default="0/1", help="I/N: write every Nth shard only, from shard I")
 
-    arg = add("index", _index, "Makes the indices of tars, and counts what they hold.")
+    arg = add("index", _index, "Makes what training opens tars by, and counts what they hold.")
     arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
+    arg("--text", default="txt", help="data.text of a config that reads them")
     arg("--threads", type=int, default=8)
 
     arg = add("merge", _merge, "Tars of images and tars of embeddings to tars of both.")

@@ -1,22 +1,18 @@
-"""Webdataset tars, read at random: their indices make them lists of records (see data.tars)."""
+"""Webdataset tars, read at random: a list of their records says where each lies (see listing)."""
 
 import os
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from absl import logging
-from jaxtyping import Int
 
-from diffusion_jax.data import records, storage, tars
+from diffusion_jax.data import listing, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.data.tars import Index
 from diffusion_jax.settings import Data
 
-_NAME = 100  # Bytes of a member's name at the start of its header.
+Spans = tuple[tuple[int, int], tuple[int, int]]
+"""(offset, size) of an image and of its text."""
 _GAP = 64 * 2**10  # To read this much more costs less than a second request.
 
 
@@ -46,103 +42,63 @@ class WebDataset(Records):
         """Reads the tars' headers, or the index; FileNotFoundError or ValueError as Folder."""
         self._text = text
         suffix, _ = records.check_text(text)
-        self._tars, indices, num_broken = _open_all(tars.find(os.fspath(path)), max_broken)
-        spans = [_spans(index, images, suffix) for index in indices]
-        self._tar_of = np.repeat(np.arange(len(spans)), [len(s) for s in spans])
-        self._spans = np.concatenate(spans)  # [N, (image, text), (offset, size)], -1 for no text
-        num_truncated = sum(int(index.truncated) for index in indices)
-        self._left_out = Counter(truncated_tar=num_truncated, broken_tar=num_broken)
-        suffixes = [str(suffix) for index in indices for suffix in np.unique(index.suffix)]
-        records.check_any(len(self._spans), os.fspath(path), suffixes, images)
-        self._drop_bare(uncaptioned, suffixes)
+        self._listing = listing.open_listing(os.fspath(path), images, suffix)
+        facts = self._listing.facts
+        _check_broken(len(self._listing.tars), facts, max_broken)
+        records.check_any(facts["images"], os.fspath(path), facts["suffixes"], images)
+        records.check_captions(
+            facts["bare"], facts["first"], facts["images"], text, uncaptioned, facts["suffixes"]
+        )
 
     def __len__(self) -> int:
         """The number of images that have a text."""
-        return len(self._spans)
+        return len(self._listing.spans)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """Reads both members of each, in one request where they are neighbours."""
-        parts = [part for index in indices for part in _parts(self._spans[index])]
-        paths = [self._tars[self._tar_of[i]] for i in indices for _ in _parts(self._spans[i])]
-        contents = iter(storage.read_ranges(paths, *zip(*parts, strict=True)))
-        return [self._record(index, contents) for index in indices]
+        places = [self._place(index) for index in indices]
+        parts = [(tar, *part) for tar, spans in places for part in _parts(spans)]
+        contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
+        return [self._record(*place, contents) for place in places]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Reads the texts alone; OSError if a tar has gone."""
-        paths = [self._tars[self._tar_of[index]] for index in indices]
-        offsets, sizes = self._spans[list(indices), 1].T.tolist()
-        lasts = [offset + size for offset, size in zip(offsets, sizes, strict=True)]
-        contents = storage.read_ranges(paths, offsets, lasts)
+        places = [(tar, *spans[1]) for tar, spans in map(self._place, indices)]
+        parts = [(tar, offset, offset + size) for tar, offset, size in places]
+        contents = storage.read_ranges(*zip(*parts, strict=True))
         return [records.read_text(text, self._text) for text in contents]
 
     def left_out(self) -> dict[str, int]:
         """Counts of "no_caption", "broken_tar", and "truncated_tar", of which the rest is used."""
-        return {reason: n for reason, n in self._left_out.items() if n}
+        facts = self._listing.facts
+        reasons = {"no_caption": "bare", "truncated_tar": "truncated", "broken_tar": "broken"}
+        return {reason: facts[name] for reason, name in reasons.items() if facts[name]}
 
-    def _record(self, index: int, contents: Iterator[bytes]) -> Record:
-        spans = self._spans[index]
+    def _place(self, index: int) -> tuple[str, Spans]:
+        """The tar of a record, and the places of its two files there."""
+        tar = int(np.searchsorted(self._listing.firsts, index, side="right")) - 1
+        image, image_size, text, text_size = self._listing.spans[index].tolist()
+        spans = (image * tars.BLOCK, image_size), (text * tars.BLOCK, text_size)
+        return self._listing.tars[tar], spans
+
+    def _record(self, tar: str, spans: Spans, contents: Iterator[bytes]) -> Record:
         read = [(first, next(contents)) for first, _ in _parts(spans)]
-        image, text = (_cut(read, int(offset), int(size)) for offset, size in spans)
-        header = _cut(read, int(spans[0, 0]) - tars.BLOCK, _NAME)
-        name = self._full_name(index, header)
-        return Record(image, records.read_text(text, self._text), name)
-
-    def _drop_bare(self, uncaptioned: str, suffixes: Sequence[str]) -> None:
-        """Takes the records without a text out, or raises ValueError."""
-        bare = np.flatnonzero(self._spans[:, 1, 0] < 0)
-        first = [self._name(i) for i in bare[:3].tolist()]
-        records.check_captions(
-            len(bare), first, len(self._spans), self._text, uncaptioned, suffixes
-        )
-        self._left_out["no_caption"] = len(bare)
-        self._tar_of = np.delete(self._tar_of, bare)
-        self._spans = np.delete(self._spans, bare, axis=0)
-
-    def _name(self, index: int) -> str:
-        """A record's name, read from the tar each time: names of millions would fill memory."""
-        first = int(self._spans[index, 0, 0]) - tars.BLOCK
-        tar = self._tars[self._tar_of[index]]
-        return self._full_name(index, *storage.read_ranges([tar], [first], [first + _NAME]))
-
-    def _full_name(self, index: int, header: bytes) -> str:
-        name = header.partition(bytes(1))[0].decode(errors="replace")
-        return f"{self._tars[self._tar_of[index]]}/{name}"
+        image, text = (_cut(read, *span) for span in spans)
+        header = _cut(read, spans[0][0] - tars.BLOCK, tars.BLOCK)
+        return Record(image, records.read_text(text, self._text), listing.full_name(tar, header))
 
 
-def _open_all(paths: list[str], max_broken: float) -> tuple[list[str], list[Index], int]:
-    """The tars that can be read, their indices, and how many cannot; ValueError if too many."""
-    errors: list[ValueError] = []
-
-    def attempt(path: str) -> Index | None:
-        try:
-            return tars.load_index(path)
-        except ValueError as error:
-            errors.append(error)
-            logging.warning("left out: %s", error)
-            return None
-
-    with ThreadPoolExecutor(8) as threads:  # Reading headers mostly waits for the disk.
-        indices = list(threads.map(attempt, paths))
-    if errors and (len(errors) > max_broken * len(paths) or len(errors) == len(paths)):
-        share = f"{len(errors)} of {len(paths)} tars cannot be read"
-        raise ValueError(f"{errors[0]} ({share}, data.max_broken is {max_broken})")
-    whole = [path for path, index in zip(paths, indices, strict=True) if index is not None]
-    return whole, [index for index in indices if index is not None], len(errors)
+def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) -> None:
+    """ValueError if more than a share of the tars, or all, cannot be read."""
+    broken = facts["broken"]
+    if broken and (broken > max_broken * num_tars or broken == num_tars):
+        share = f"{broken} of {num_tars} tars cannot be read"
+        raise ValueError(f"{facts['error']} ({share}, data.max_broken is {max_broken})")
 
 
-def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """(offset, size) of image and text for each record that has an image; -1 for no text."""
-    num_records = int(index.record.max(initial=-1)) + 1
-    spans = np.full((num_records, 2, 2), -1, np.int64)
-    for column, suffixes in enumerate((images, (text,))):
-        rows = np.isin(index.suffix, suffixes)
-        spans[index.record[rows], column] = index.span[rows]
-    return spans[spans[:, 0, 0] >= 0]
-
-
-def _parts(spans: Int[np.ndarray, "2 2"]) -> list[tuple[int, int]]:
+def _parts(spans: Spans) -> list[tuple[int, int]]:
     """The ranges (first, last) to read for a record: one, if its members lie together."""
-    (image, image_size), (text, text_size) = spans.tolist()
+    (image, image_size), (text, text_size) = spans
     parts = [(image - tars.BLOCK, image + image_size), (text, text + text_size)]
     first, last = min(parts)[0], max(end for _, end in parts)
     return [(first, last)] if last - first < image_size + text_size + _GAP else parts

@@ -1,13 +1,13 @@
 """Which captions are encoded, by whom, and that nothing is lost or doubled."""
 
 import os
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.precache import plan, store
+from diffusion_jax.precache.workers import Share, ahead
 from diffusion_jax.settings import Data
 
 IDENTITY = {"encoder": "x"}
@@ -19,7 +19,7 @@ def keys(*names):
 
 @pytest.mark.parametrize(("count", "workers"), [(10, 1), (10, 3), (2, 5), (0, 2)])
 def test_each_worker_does_its_own_part_first_and_the_rest_if_need_be(count, workers):
-    turns = [list(plan.turns(count, w, workers)) for w in range(workers)]
+    turns = [list(Share(w, workers).turns(count)) for w in range(workers)]
     assert all(sorted(order) == list(range(count)) for order in turns)
     own = [order[: count * (w + 1) // workers - count * w // workers]
            for w, order in enumerate(turns)]  # fmt: skip
@@ -56,9 +56,9 @@ def test_keys_are_read_once_whoever_is_interrupted(tmp_path, monkeypatch):
     expected = store.keys_of(captions.prompts, IDENTITY)
     report = lambda done: None
     with pytest.raises(KeyboardInterrupt):
-        plan.read_keys(captions, tmp_path, IDENTITY, 0, 1, report)
+        plan.read_keys(captions, tmp_path, IDENTITY, Share(), report)
     for worker in (1, 0):
-        found = plan.read_keys(captions, tmp_path, IDENTITY, worker, 2, report)
+        found = plan.read_keys(captions, tmp_path, IDENTITY, Share(worker, 2), report)
         np.testing.assert_array_equal(found, expected)
     assert sorted(reads) == sorted([*range(18), *range(8, 12)])  # The chunk that was lost.
 
@@ -74,10 +74,8 @@ def test_plans_of_other_data_are_other_plans(tmp_path):
 
 def test_the_next_item_is_computed_while_one_is_used():
     started = []
-    with ThreadPoolExecutor(1) as executor:
-        work = lambda i: started.append(i) or -i
-        for item, result in plan.ahead(executor, work, iter(range(4))):
-            assert result == -item
+    work = lambda i: started.append(i) or -i
+    for item, result in ahead(work, iter(range(4))):
+        assert result == -item
     assert started == [0, 1, 2, 3]
-    with ThreadPoolExecutor(1) as executor:
-        assert list(plan.ahead(executor, abs, iter([]))) == []
+    assert list(ahead(abs, iter([]))) == []

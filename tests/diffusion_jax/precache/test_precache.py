@@ -10,7 +10,7 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax.data import digits
-from diffusion_jax.precache import fill, lookup, store
+from diffusion_jax.precache import fill, lookup, store, workers
 from diffusion_jax.settings import Text
 from diffusion_jax.text import embed
 from tests.diffusion_jax.text import tiny_weights
@@ -193,9 +193,9 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(tmp_path, weights):
 
 
 def test_workers_are_counted_from_0():
-    fill.check(WORK._replace(worker=1, workers=2))
+    assert workers.share(1, 2) == (1, 2) and workers.share(None, None) == (0, 1)
     with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: they are counted from 0"):
-        fill.check(WORK._replace(worker=2, workers=2))
+        workers.share(2, 2)
 
 
 def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):

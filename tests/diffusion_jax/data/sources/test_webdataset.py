@@ -14,7 +14,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits, storage, tars
+from diffusion_jax.data import digits, listing, storage, tars
 from diffusion_jax.data.sources import webdataset
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
@@ -23,7 +23,7 @@ from diffusion_jax.data.transforms import Unusable
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     """Keeps indices of unwritable folders out of the user's own cache."""
-    monkeypatch.setattr(tars, "_cache_folder", lambda: tmp_path / "cache")
+    monkeypatch.setattr(tars, "cache_folders", lambda: [tmp_path / "cache"])
     return tmp_path / "cache"
 
 
@@ -104,10 +104,13 @@ def test_a_damaged_index_is_made_anew(tmp_path):
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": b"x", "1.txt": b"t"})
     WebDataset(tar)
     index = tmp_path / "a.tar.index.npz"
+    (listed,) = tmp_path.glob("records-*.index")
+    whole = listed.read_bytes()
     for damaged in (b"", b"no zip", index.read_bytes()[:200]):
         index.write_bytes(damaged)
+        listed.write_bytes(whole[: len(damaged) // 2])
         assert records_of(WebDataset(tar)) == [(b"x", "t")]
-        assert len(index.read_bytes()) > 200
+        assert len(index.read_bytes()) > 200 and listed.read_bytes() == whole
 
 
 def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch, cache):
@@ -119,11 +122,15 @@ def test_the_index_of_a_read_only_folder_goes_to_the_cache(tmp_path, monkeypatch
             raise PermissionError(path)
         write(path, content)
 
+    may = listing._is_writable
     monkeypatch.setattr(storage, "write_whole", refuse_beside_the_tar)
+    monkeypatch.setattr(listing, "_is_writable", lambda at: at != tar.parent and may(at))
     WebDataset(tar)
     assert os.listdir(tar.parent) == ["a.tar"]
-    assert len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(tars, "scan", None)  # Must not be called again.
+    assert {path.suffix for path in cache.iterdir()} == {".npz", ".index"}
+    monkeypatch.setattr(tars, "scan", None)  # Must not be called again,
+    assert records_of(WebDataset(tar)) == [(b"x", "t")]
+    next(cache.glob("*.index")).unlink()  # nor without the listing.
     assert records_of(WebDataset(tar)) == [(b"x", "t")]
 
 
