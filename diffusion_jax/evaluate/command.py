@@ -277,13 +277,7 @@ def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np
 
 def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:
     value = lambda name: f[name].value
-    sides, sources = {s.size for s in subjects}, {s.source for s in subjects}
-    if len(sides) > 1 and not value("size"):
-        raise ValueError(
-            f"the models draw pictures of {', '.join(map(str, sorted(sides)))} pixels: say to "
-            f"which size they are brought before they are scored, such as --size={min(sides)}"
-        )
-    size = value("size") or sides.pop()
+    size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
@@ -291,6 +285,17 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
+
+
+def common_size(subjects: Sequence[Subject]) -> int:
+    """The side of all subjects' pictures; ValueError if they differ."""
+    sides = sorted({subject.size for subject in subjects})
+    if len(sides) > 1:
+        raise ValueError(
+            f"the models draw pictures of {', '.join(map(str, sides))} pixels: say to which size "
+            f"they are brought before they are scored, such as --size={sides[0]}"
+        )
+    return sides[0]
 
 
 def _weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:

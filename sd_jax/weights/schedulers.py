@@ -87,7 +87,7 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 
     ValueError, one line, for a scheduler or an option that is not built here.
     """
-    name = config.get("_class_name")
+    name = config.get("_class_name", "")
     if name not in SCHEDULERS:
         raise ValueError(f"the scheduler is {name}: known are {', '.join(SCHEDULERS)}")
     scheduler = SCHEDULERS[name]

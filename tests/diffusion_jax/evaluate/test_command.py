@@ -8,14 +8,17 @@ import functools
 import itertools
 import pathlib
 import re
+import types
 import warnings
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Model
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
@@ -212,6 +215,74 @@ def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
     assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
     run = report.read_run(tmp_path)
     assert len(report.trade_off([run], "clip_score", "fd_toy")) == 4
+
+
+def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
+    """The larger one's pictures are brought to one side by Pillow, which their card says."""
+    twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
+    large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
+    both = [make_subject(tmp_path, name="small"), large]
+    scorer = make_scorer(inputs)
+    out = evaluation.evaluate(both, scorer, Sweep((1.0, 4.0), size=8, batch_size=67))
+    assert out == tmp_path / "evaluation" / "small_large"
+    with (out / sweep.TABLE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["small", "small", "large", "large"]
+    scored = sweep.read_scored(out / sweep.SCORED)
+    name = "large_step_00000003_ema_guidance_4_inception"
+    assert scored[name].card["resized"] == "Pillow's bicubic from 16x16"
+    assert scored[name.replace("large", "small")].card["resized"] is None
+    images = sheets.to_uint8(large.points[0]().draw(PROMPTS, list(range(67)), 4.0))
+    small = [Image.fromarray(i).resize((8, 8), Image.Resampling.BICUBIC) for i in images]
+    taken = extractors.extract(
+        toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh()
+    )
+    reference = frechet.reference(features.gaussian(real_features()))
+    expected = frechet.distance(taken.stream.features(), reference)
+    assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
+    lines = report.trade_off([report.read_run(tmp_path)], "clip_score", "fd_toy")
+    assert [line.name for line in lines] == ["small", "large"]
+    assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
+
+
+def test_the_weights_of_every_stage_are_axes(monkeypatch):
+    """All combinations, of which the first is loaded already; a stage without them stays."""
+    loaded = []
+
+    def with_weights(model, ema, step):
+        loaded.append((model.workdir, ema, step))
+        return model._replace(ema=ema, step=step or 9)
+
+    monkeypatch.setattr(evaluation, "with_weights", with_weights)
+    settings = types.SimpleNamespace(
+        sampler=types.SimpleNamespace(name="heun", steps=3), unet=types.SimpleNamespace(dtype="x")
+    )
+    row = [
+        Model(name, settings, toy.ENCODER, lambda *_: np.zeros((0, 8, 8, 3)), {}, "ema", 9)
+        for name in ("base", "sr", "last")
+    ]
+    weights = [[("ema", None), ("raw", 5)], [("ema", None), ("0.9", 7)]]
+    draw = lambda models, prompts, seeds, guidance: [model.ema for model in models]
+    subject = evaluation.of_models(
+        row, draw, lambda model: {"ema": model.ema}, "folder", (8, 16), weights
+    )
+    points = [open_point() for open_point in subject.points]
+    assert [point.draw([], [], 1.0) for point in points] == [
+        ["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]
+    ]  # fmt: skip
+    assert loaded == [("sr", "0.9", 7), ("base", "raw", 5), ("base", "raw", 5), ("sr", "0.9", 7)]
+    assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
+        (9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")
+    ]  # fmt: skip
+    names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later})
+             for p in points}  # fmt: skip
+    assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
+
+
+def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):
+    subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
+    with pytest.raises(ValueError, match=r"draw pictures of 8, 16 pixels: say to which.*--size=8"):
+        evaluation.common_size(subjects)
 
 
 def not_finite(images, seeds):
