@@ -8,7 +8,6 @@ of both from the median round, their ratio, the lowest and highest ratio of any 
 largest difference of features relative to the largest feature. Torch is used nowhere else.
 """
 
-import json
 import statistics
 from typing import Any
 
@@ -20,6 +19,7 @@ from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.metrics import inception, inception_weights
 
+flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 16, "Images at once.", lower_bound=1)
 _ROUNDS = flags.DEFINE_integer("rounds", 7, "Times that each takes its turn.", lower_bound=1)
 
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
         "torch": torch.__version__,
         **measure.machine(),
     }
-    print(json.dumps(result))
+    measure.say(result)
 
 
 def _random_state() -> dict[str, np.ndarray]:

@@ -15,7 +15,6 @@ feed eight accelerators at the rates of RATES.
 import functools
 import io
 import itertools
-import json
 import os
 import pathlib
 import platform
@@ -31,6 +30,7 @@ import pyarrow
 from absl import app, flags
 from PIL import Image
 
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.prepare import reshard
@@ -38,6 +38,7 @@ from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.settings import Data
 
+flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
 _ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that each is measured.", lower_bound=1)
 _THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads of a host.", lower_bound=1)
@@ -67,7 +68,7 @@ def main(argv: list[str]) -> None:
             plain = functools.partial(_plain, tar, size)
             rounds = [(_cpu_rate(read, 0), _cpu_rate(plain)) for _ in range(_ROUNDS.value)]
             host = statistics.median(_rate(read, int(_THREADS.value)) for _ in rounds)
-            print(json.dumps(_result(source, size, rounds, host)), flush=True)
+            measure.say(_result(source, size, rounds, host))
 
 
 def _result(source: str, size: int, rounds: list[tuple[float, float]], host: float) -> dict:

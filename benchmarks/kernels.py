@@ -21,6 +21,7 @@ from diffusion_jax import cli
 from diffusion_jax.nn import ops
 from diffusion_jax.train import optimizer
 
+flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 4, "Images.", lower_bound=1)
 _SIZE = flags.DEFINE_integer("size", 32, "Their side.", lower_bound=2)
 _WIDTH = flags.DEFINE_integer("width", 128, "Channels, a multiple of 32.", lower_bound=32)
@@ -35,19 +36,19 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     if _WIDTH.value % 32:
         raise app.UsageError(f"--width={_WIDTH.value} is no multiple of 32", 2)
-    print(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
-    print("| operation | form | ms | temporary MiB |\n|---|---|---|---|", flush=True)
+    measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
+    measure.say("| operation | form | ms | temporary MiB |\n|---|---|---|---|")
     for name, (variants, arguments) in _cases().items():
         reference = None
         for variant, function in variants.items():
             seconds, memory, out = _measure(function, arguments)
-            print(
-                f"| {name} | {variant} | {1e3 * seconds:.1f} | {memory / 2**20:.1f} |", flush=True
-            )
+            measure.say(f"| {name} | {variant} | {1e3 * seconds:.1f} | {memory / 2**20:.1f} |")
             reference = out if reference is None else reference
             _check(name, variant, out, reference)
     for variant, seconds in _updates().items():
-        print(f"| AdamW and one average, 4 M parameters | {variant} | {1e3 * seconds:.1f} | |")
+        measure.say(
+            f"| AdamW and one average, 4 M parameters | {variant} | {1e3 * seconds:.1f} | |"
+        )
 
 
 def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:

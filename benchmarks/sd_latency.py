@@ -9,7 +9,6 @@ nemo_tensorrt_s and nemo_framework_s are NeMo's latencies at 512 pixels and 50 s
 A100, null where these were changed. --tiny takes widths that run anywhere, to try the command.
 """
 
-import json
 import statistics
 from typing import Any
 
@@ -36,6 +35,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 
+flags.adopt_module_key_flags(measure)
 _MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
 _BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Images drawn at once.")
 _SAMPLER = flags.DEFINE_string("sampler", "plms", "plms, ddim, dpmpp_2m, euler or heun.")
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     params = _random(names.abstract_unet(p.unet, tower.width))
     sample = jax.jit(sampling.make_sample(p, encoder))
     for size in map(int, _BATCHES.value):
-        print(json.dumps(_measured(sample, params, frozen, size)), flush=True)
+        measure.say(_measured(sample, params, frozen, size))
 
 
 def _model() -> tuple[TextTower, Pipeline]:

@@ -13,34 +13,21 @@ known; mfu divides by the peak bfloat16 rate of the device, null for devices tha
 diffusion_jax/machine/hardware.py does not list.
 """
 
-import json
-import statistics
-from collections.abc import Mapping
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
-from benchmarks import measure, sd_inputs
+from benchmarks import measure, step
 from diffusion_jax import cli
-from diffusion_jax.machine import flops, hardware, sharding
-from diffusion_jax.precache import lookup
-from diffusion_jax.task import Task
-from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import loop, optimizer
-from diffusion_jax.train.state import init_state
-from imagen_jax import task as imagen_task
-from imagen_jax.settings import Settings, read_settings
-from sd_jax.settings import Settings as SDSettings
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import optimizer
+from launch.planner import systems
 
+flags.adopt_module_key_flags(measure)
+flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_BATCH = flags.DEFINE_integer("batch", None, "Global batch size.", lower_bound=1)
-_STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
-_INPUTS = flags.DEFINE_enum("inputs", "cached", sd_inputs.INPUTS, "What is computed beforehand.")
-_WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
+_BATCH = flags.DEFINE_integer("batch", None, "Global batch size; the config's.", lower_bound=1)
 
 # Matrix products and convolutions of one training sample, forward and backward, by parameters.
 _KNOWN_TFLOP = {
@@ -64,86 +51,41 @@ _KNOWN_SD_TFLOP = {
 
 def main(argv: list[str]) -> None:
     """Compiles, warms up, measures, prints."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
-    batch_size = int(_BATCH.value or 0)
+    step.no_arguments(argv)
+    cli.start()
+    config: dict[str, Any] = _CONFIG.value.to_dict()
+    config["batch_size"] = batch = int(_BATCH.value or config["batch_size"])
     with cli.bad_input():
-        s, task, rows = _open_system(_CONFIG.value.to_dict(), batch_size)
-        mesh = sharding.make_mesh(*s.mesh)
-        sharding.check_batch(batch_size, s.optimizer.accumulate, mesh)
-    tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
-    key = jax.device_put(jax.random.key(0), sharding.replicated(mesh))
-    layout = sharding.shardings(jax.eval_shape(create, key), mesh, task.rules)
-    state = jax.jit(create, out_shardings=layout)(key)
-    frozen = sharding.place_all(task.frozen, mesh, task.rules)
-    batch = jax.device_put(rows, sharding.batch_sharding(mesh))
-
-    step = loop.make_step(task, s.optimizer, tx, layout)
-    traced, trace_s = measure.timed(lambda: step.trace(state, frozen, batch, key))
-    lowered, lower_s = measure.timed(traced.lower)
-    compiled, compile_s = measure.timed(lowered.compile)
-    work = flops.count(traced.jaxpr.jaxpr)
-    metrics = {}
-
-    def train() -> Any:
-        nonlocal state, metrics
-        state, metrics = compiled(state, frozen, batch, key)
-        return metrics
-
-    seconds = measure.rounds(train, int(_STEPS.value), int(_WARMUP.value))
-    median = statistics.median(seconds)
-
-    parameters = sum(leaf.size for leaf in jax.tree.leaves(state.params))
-    result = {
+        model, inputs = step.read(config)
+        mesh = sharding.make_mesh(*model.mesh)
+        model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
+    timing = step.run(model, mesh)
+    parameters = systems.parameters(model)
+    known = _KNOWN_TFLOP.get(parameters)
+    if inputs:
+        known = _KNOWN_SD_TFLOP.get((parameters, config["latents"]["image_size"]))
+    measure.say({
         "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
         "parameters": parameters,
-        "batch": batch_size,
-        "inputs": _INPUTS.value if isinstance(s, SDSettings) else None,
-        "samples_per_second": batch_size / median,
-        "step_ms": 1e3 * median,
-        "step_ms_min_max": [1e3 * min(seconds), 1e3 * max(seconds)],
-        "tflops": work / median / 1e12,
-        "tflop_per_sample": work / batch_size / 1e12,
-        "known_tflop_per_sample": _known_tflop(parameters, s),
-        "mfu": hardware.utilization(work, median, jax.devices()[0].device_kind, mesh.size),
-        "trace_s": trace_s,
-        "lower_s": lower_s,
-        "compile_s": compile_s,
+        "batch": batch,
+        "inputs": inputs,
+        "samples_per_second": batch / timing.median,
+        "step_ms": 1e3 * timing.median,
+        "step_ms_min_max": [1e3 * min(timing.seconds), 1e3 * max(timing.seconds)],
+        "tflops": timing.flops / timing.median / 1e12,
+        "tflop_per_sample": timing.flops / batch / 1e12,
+        "known_tflop_per_sample": known,
+        "mfu": timing.utilization(mesh.size),
+        "trace_s": timing.trace_s,
+        "lower_s": timing.lower_s,
+        "compile_s": timing.compile_s,
+        "micro_batches": model.optimizer.accumulate,
         "devices": mesh.size,
         **measure.machine(),
-        "loss": float(metrics["loss"]),
-    }
-    print(json.dumps(result))
-
-
-def _known_tflop(parameters: int, s: Any) -> float | None:
-    if isinstance(s, SDSettings):
-        return _KNOWN_SD_TFLOP.get((parameters, s.latents.image_size))
-    return _KNOWN_TFLOP.get(parameters)
-
-
-def _open_system(config: Mapping[str, Any], size: int) -> tuple[Any, Task, dict]:
-    """Settings, task and a batch of the system that a config is of."""
-    if "latents" in config:
-        return sd_inputs.open_system(config, size, _INPUTS.value)
-    s = read_settings(config)
-    encoder = lookup.open_encoder(s.text)
-    return s, imagen_task.make_task(s, encoder), _batch(s, encoder, size)
-
-
-def _batch(s: Settings, encoder: TextEncoder, size: int) -> dict[str, jax.Array]:
-    """Random pictures, and texts as long as the encoder keeps them."""
-    rng = np.random.default_rng(0)
-    side, tokens = s.unet.image_size, s.text.max_tokens
-    images = rng.integers(0, 256, (size, side, side, 3), np.uint8)
-    if s.text.encoder == "precomputed":
-        texts = list(rng.standard_normal((size, tokens, s.text.width), np.float32))
-    else:
-        texts = [" ".join(["cat"] * (tokens - 1))] * size  # One more token ends the text.
-    return jax.tree.map(jnp.asarray, {"image": images, **encoder.tokenize(texts)})
+        "loss": timing.loss,
+    })  # fmt: skip
 
 
 if __name__ == "__main__":
-    flags.mark_flags_as_required(["config", "batch"])
+    flags.mark_flag_as_required("config")
     cli.run(main)

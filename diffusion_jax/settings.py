@@ -69,8 +69,11 @@ class Optimizer(NamedTuple):
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip: float = 1.0
+    micro_batch: int = 0
+    """Samples of a device in one pass: the passes of a step follow from batch_size and the mesh,
+    and draw the noise of one. 0: `accumulate` says how many passes there are."""
     accumulate: int = 1
-    """Micro batches of a step."""
+    """Passes of a step, each with noise of its own."""
     ema_decays: tuple[float, ...] = (0.9999,)
     ema_warmup: bool = False
 

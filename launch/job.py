@@ -19,8 +19,8 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, settings
-from diffusion_jax.machine import sharding
-from diffusion_jax.settings import MeshShape
+from diffusion_jax.settings import MeshShape, Optimizer
+from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.accelerators import Target
 
@@ -34,7 +34,7 @@ class Job(NamedTuple):
 
     name: str
     command: str
-    """A module, such as imagen_jax.train."""
+    """A module, such as imagen_jax.train or benchmarks.scaling."""
     config: str
     """A file, with what it takes behind a colon: configs/sd2_mlperf.py:2048."""
     overrides: tuple[str, ...]
@@ -187,4 +187,5 @@ def check_mesh(run: Run, target: Target) -> None:
         return
     c = config.value.to_dict()
     mesh = accelerators.mesh_over(settings.read(MeshShape, c["mesh"], "mesh"), target.devices)
-    sharding.check_batch(c["batch_size"], c["optimizer"]["accumulate"], mesh)
+    passes = settings.read(Optimizer, c["optimizer"], "optimizer")
+    optimizer.for_mesh(passes, c["batch_size"], mesh)

@@ -84,8 +84,9 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("memory a device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {f['memory_source']})"),
-        ("batch", f"{f['batch']:,} in {f['accumulate']} parts; the largest that fits in one: "
-                  f"{f['largest_batch']:,}"),
+        ("batch", f"{f['batch']:,}: {f['micro_batch']:,} a device, {f['accumulate']} times; the "
+                  f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
+                  f"batch at once: {f['largest_batch']:,}"),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP a training sample"),
         ("sent a device, step", sent),
         ("a step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
@@ -106,9 +107,16 @@ def table(target: str, f: dict[str, Any]) -> str:
 
 def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[str]:
     """Changes worth a try: rematerialization and micro batches, by the model of the memory."""
-    remat = config["unet"]["remat"]
+    remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
+    share = figures["micro_batch"] * figures["accumulate"]
+    micro = f"--config.optimizer.micro_batch={best}" + (
+        " --config.optimizer.accumulate=1" * (config["optimizer"]["accumulate"] > 1)
+    )
     if figures["fits"]:
-        return ["--config.unet.remat=False may fit too, and saves a fourth of the work"] * remat
+        advice = ["--config.unet.remat=False may fit too, and saves a fourth of the work"] * remat
+        if best > figures["micro_batch"]:
+            advice.append(f"{micro}: {share // best} passes of a step would do")
+        return advice
     advice = []
     if not remat:
         changed = copy.deepcopy(config)
@@ -120,16 +128,9 @@ def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[
         advice.append(
             f"--config.unet.remat=True: batches up to {batch:,} fit, for a third more arithmetic"
         )
-    largest, batch = figures["largest_batch"], figures["batch"]
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    micro = next(
-        (n for n in range(2, batch // ways + 1)
-         if batch % (n * ways) == 0 and batch // n <= largest),
-        0,
-    )  # fmt: skip
-    if micro:
-        advice.append(f"--config.optimizer.accumulate={micro}: micro batches of {batch // micro:,}")
-    if not largest and mesh.shape["replica"] > 1:
+    if best:
+        advice.append(f"{micro}: {share // best} passes of {best:,} samples a device")
+    elif mesh.shape["replica"] > 1:
         advice.append(
             "--config.mesh.replica=1 --config.mesh.fsdp=-1: the state itself is too large"
         )

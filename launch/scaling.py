@@ -88,17 +88,13 @@ def best(traced: Traced, target: Target, mfu: float) -> Point:
 
 def _point(traced: Traced, target: Target, replica: int, fsdp: int, mfu: float) -> Point | None:
     mesh = AbstractMesh((replica, fsdp, 1), sharding.AXES)
-    model = traced.model
-    largest = estimate.largest_batch(traced, mesh, estimate.USABLE * target.kind.memory)
-    batch = model.run.batch_size
-    for accumulate in (2**n for n in range(batch.bit_length())):
-        if accumulate * target.devices <= batch <= accumulate * largest:
-            optimizer = model.optimizer._replace(accumulate=accumulate)
-            changed = traced._replace(model=model._replace(optimizer=optimizer))
-            collectives = estimate.collectives(changed, mesh)
-            step = estimate.step_time(changed, mesh, target, mfu, collectives)
-            return Point(mesh, accumulate, step)
-    return None
+    micro = estimate.largest_micro_batch(traced, mesh, estimate.USABLE * target.kind.memory)
+    if not micro:
+        return None
+    changed = estimate.with_micro_batch(traced, micro)
+    collectives = estimate.collectives(changed, mesh)
+    step = estimate.step_time(changed, mesh, target, mfu, collectives)
+    return Point(mesh, estimate.passes(changed.model, mesh), step)
 
 
 def _target(kind: str, devices: int) -> Target:

@@ -110,6 +110,11 @@ def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
     return NamedSharding(mesh, P(("replica", "fsdp")))
 
 
+def batch_ways(mesh: Mesh | AbstractMesh) -> int:
+    """The number of parts that `batch_sharding` splits a batch into."""
+    return mesh.shape["replica"] * mesh.shape["fsdp"]
+
+
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
     """A whole copy on every device: keys, scalars, metrics."""
     return NamedSharding(mesh, P())
@@ -129,12 +134,16 @@ def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
-def check_batch(batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh) -> None:
-    """ValueError unless every micro batch divides over the devices that split it."""
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+def check_batch(
+    batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh, name: str = "accumulate"
+) -> None:
+    """ValueError unless every micro batch divides over the devices that split it.
+
+    `accumulate` counts micro batches, or, under another `name`, the samples of one.
+    """
     if accumulate < 1:
-        raise ValueError(f"accumulate {accumulate} is not positive: 1 takes each batch whole")
-    unit = accumulate * ways
+        raise ValueError(f"{name} {accumulate} is not positive: 1 takes each batch whole")
+    unit = accumulate * batch_ways(mesh)
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
         nearest = (
@@ -143,7 +152,7 @@ def check_batch(batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh) -> 
             else (f"size that does is {unit}")
         )
         raise ValueError(
-            f"batch_size {batch_size} does not divide over accumulate {accumulate} x "
+            f"batch_size {batch_size} does not divide over {name} {accumulate} x "
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
             f"the nearest batch {nearest}"
         )

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
-from diffusion_jax.train import loop
+from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.state import TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -39,11 +39,11 @@ def command(
         with cli.bad_input():
             s = read(config.value.to_dict())
             mesh = sharding.make_mesh(*s.mesh)
-            sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
+            passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
             inputs = prepare(s, mesh)
             runs.claim(folder, config.value.to_dict())
         with inputs.batches:
-            state = loop.train(inputs, s.run, s.optimizer, mesh, folder, config.value.to_dict())
+            state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
 

@@ -146,6 +146,7 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
         tx,
         settings.ema_decays,
         accumulate=settings.accumulate,
+        one_noise=settings.micro_batch > 0,
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
     )

@@ -6,9 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Optimizer, one_of, positive, within
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
@@ -82,8 +84,24 @@ def check(settings: Optimizer, steps: int) -> None:
         optimizer__clip=settings.clip,
     )  # fmt: skip
     within(0, 1, optimizer__b1=settings.b1, optimizer__b2=settings.b2)
+    within(0, 2**20, optimizer__micro_batch=settings.micro_batch)
+    if settings.micro_batch and settings.accumulate > 1:
+        raise ValueError(
+            f"optimizer.micro_batch is {settings.micro_batch} and optimizer.accumulate "
+            f"{settings.accumulate}: set one of them, since micro_batch says how many passes"
+        )
     check_decays(settings.ema_decays)
     make_optimizer(settings, steps)
+
+
+def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
+    """The settings with the passes of a step in `accumulate`; ValueError if they do not divide."""
+    if not settings.micro_batch:
+        sharding.check_batch(batch_size, settings.accumulate, mesh)
+        return settings
+    sharding.check_batch(batch_size, settings.micro_batch, mesh, "optimizer.micro_batch")
+    rows = settings.micro_batch * sharding.batch_ways(mesh)
+    return settings._replace(accumulate=batch_size // rows)
 
 
 def check_decays(ema_decays: Sequence[float]) -> None:

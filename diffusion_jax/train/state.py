@@ -9,7 +9,7 @@ import optax
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
-from diffusion_jax.train import optimizer
+from diffusion_jax.train import optimizer, parts
 from diffusion_jax.train.optimizer import check_decays
 
 DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
@@ -62,6 +62,7 @@ def make_train_step(
     ema_decays: Sequence[float],
     *,
     accumulate: int = 1,
+    one_noise: bool = False,
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
@@ -70,14 +71,17 @@ def make_train_step(
     `tx` is an `optimizer.adamw`. `accumulate` must divide the batch; the gradient is the mean
     over the micro batches, clipped to the global norm `clip` (inf: never). `key` is the key of
     the run: the step and the micro batch are folded in here, so that a resumed run draws the same
-    noise. `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm and what
-    loss_fn returns, as means over the micro batches. A loss or gradient norm that is not finite
-    changes only `step` and `skipped`. Donate `state`; never `frozen`.
+    noise. With `one_noise` a row's noise is that of a batch in one piece, however many there are.
+    `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm and what loss_fn
+    returns, as means over the micro batches. A loss or gradient norm that is not finite changes
+    only `step` and `skipped`. Donate `state`; never `frozen`.
     """
+
+    gradient = _mean_gradient(loss_fn, accumulate, one_noise)
 
     def train_step(state: TrainState, frozen: Frozen, batch: Batch, key: PRNGKeyArray):
         key = jax.random.fold_in(key, state.step)
-        (loss, extra), grads = _mean_gradient(loss_fn, accumulate)(state.params, frozen, batch, key)
+        (loss, extra), grads = gradient(state.params, frozen, batch, key)
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
@@ -106,9 +110,14 @@ def make_train_step(
     return train_step
 
 
-def _mean_gradient(loss_fn: LossFn, accumulate: int):
+def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
     """value_and_grad of the mean loss over micro batches, each with its own key."""
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
+
+    def key_of(key, index):
+        if one_noise:
+            return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
+        return jax.random.fold_in(key, index)
 
     def mean_gradient(params, frozen, batch, key):
         if accumulate == 1:  # A scan over one is a loop too, which matters: see below.
@@ -116,7 +125,7 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int):
 
         def add(total, inputs):
             micro, index = inputs
-            values, grads = gradient(params, frozen, micro, jax.random.fold_in(key, index))
+            values, grads = gradient(params, frozen, micro, key_of(key, index))
             return jax.tree.map(jnp.add, total, grads), values
 
         zeros = jax.tree.map(jnp.zeros_like, params)

@@ -62,8 +62,9 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     by_rules = sharding.shardings(frozen, mesh, model.task.rules)
     batch = systems.batch_shapes(model, model.run.batch_size)
     split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
-    tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
-    step = loop.make_step(model.task, model.optimizer, tx, where)
+    settings = optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh)
+    tx = optimizer.make_optimizer(settings, model.run.steps)
+    step = loop.make_step(model.task, settings, tx, where)
     return step.lower(
         sharding.placed(model.state, where),
         sharding.placed(frozen, by_rules),

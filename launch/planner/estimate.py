@@ -10,6 +10,7 @@ from jax.sharding import AbstractMesh
 
 from diffusion_jax.machine import flops, sharding
 from diffusion_jax.precache import cost
+from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.accelerators import Target
 from launch.planner import memory, systems, traffic
@@ -89,11 +90,14 @@ def mesh_of(model: Model, devices: int) -> AbstractMesh:
     return accelerators.mesh_over(tuple(model.mesh), devices)
 
 
+def passes(model: Model, mesh: AbstractMesh) -> int:
+    """The micro batches of a step; ValueError unless the batch divides."""
+    return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
+
+
 def local_batch(model: Model, mesh: AbstractMesh) -> int:
     """Samples that a device works on at a time; ValueError unless the batch divides."""
-    sharding.check_batch(model.run.batch_size, model.optimizer.accumulate, mesh)
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    return model.run.batch_size // (ways * model.optimizer.accumulate)
+    return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
 
 
 def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
@@ -104,14 +108,15 @@ def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
     example = sum(leaf.nbytes for leaf in model.example.values())
     parameters = held(model.state.params)
     temporary = int(_COPIES * memory.peak(lifetimes(traced, mesh), samples))
-    if model.optimizer.accumulate > 1:  # The sum of the gradients so far.
+    parts = passes(model, mesh)
+    if parts > 1:  # The sum of the gradients so far.
         temporary += parameters
     return Bytes(
         parameters=parameters,
         optimizer=held(model.state.opt_state),
         ema=held(model.state.ema),
         frozen=held(systems.frozen_shapes(model.task)),
-        batch=example * samples * model.optimizer.accumulate,
+        batch=example * samples * parts,
         temporary=temporary,
     )
 
@@ -139,15 +144,27 @@ def _inputs_over(axis: str, program: Program, places: list[Any]) -> set[int]:
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
     """The largest global batch, of one micro batch, whose memory is below `limit`; 0 if none."""
-    model = traced.model
-    one = model._replace(optimizer=model.optimizer._replace(accumulate=1))
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    arrays = lifetimes(traced, mesh)
-    one = one._replace(run=one.run._replace(batch_size=ways))
-    rest = bytes_per_device(traced._replace(model=one), mesh)
+    ways, arrays = sharding.batch_ways(mesh), lifetimes(traced, mesh)
+    one = traced.model._replace(run=traced.model.run._replace(batch_size=ways))
+    rest = bytes_per_device(with_micro_batch(traced._replace(model=one), 1), mesh)
     fixed, each = rest.total - rest.temporary - rest.batch, rest.batch
     need = lambda samples: fixed + samples * each + _COPIES * memory.peak(arrays, samples)
     return bisect.bisect_right(range(1, 2**20), limit, key=need) * ways
+
+
+def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
+    """The most samples of a device in a pass that divide its share and fit; 0 if none do."""
+    ways = sharding.batch_ways(mesh)
+    share, most = traced.model.run.batch_size // ways, largest_batch(traced, mesh, limit) // ways
+    need = lambda samples: bytes_per_device(with_micro_batch(traced, samples), mesh).total
+    sizes = (n for n in range(min(most, share), 0, -1) if share % n == 0)
+    return next((n for n in sizes if need(n) <= limit), 0)
+
+
+def with_micro_batch(traced: Traced, samples: int) -> Traced:
+    """The same with passes of so many samples a device."""
+    settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
+    return traced._replace(model=traced.model._replace(optimizer=settings))
 
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
@@ -162,7 +179,7 @@ def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
         size = sum(memory.size(program, v) for v in summed) // _SAMPLES * local_batch(model, mesh)
         groups = np.arange(mesh.size).reshape(-1, mesh.shape["tensor"])
         exchanges.append(traffic.Collective("all-reduce", size, groups))
-    times = model.optimizer.accumulate
+    times = passes(model, mesh)
     return [c._replace(size=c.size * times) for c in exchanges]
 
 
@@ -171,7 +188,7 @@ def step_time(
 ) -> Step:
     """Seconds of a step that exchanges these."""
     model, kind = traced.model, target.kind
-    samples = local_batch(model, mesh) * model.optimizer.accumulate
+    samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
     state, params = model.state, model.state.params
     moved = 2 * _bytes(model, state, mesh) + _bytes(model, params, mesh)
@@ -199,12 +216,14 @@ def plan(
     return {
         "target": {"kind": target.name, "devices": target.devices, "slices": target.slices},
         "mesh": dict(mesh.shape),
-        "parameters": sum(leaf.size for leaf in jax.tree.leaves(model.state.params)),
+        "parameters": systems.parameters(model),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},
         "memory_source": "model" if temporary is None else "compiled",
         "fits": need.total <= limit,
         "batch": batch,
-        "accumulate": model.optimizer.accumulate,
+        "accumulate": passes(model, mesh),
+        "micro_batch": local_batch(model, mesh),
+        "largest_micro_batch": largest_micro_batch(traced, mesh, limit),
         "largest_batch": largest_batch(traced, mesh, limit),
         "tflop_per_sample": traced.flops / 1e12,
         "bytes_sent": traffic.bytes_by_kind(exchanges),

@@ -72,6 +72,11 @@ def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
     return (resize or example["image"].shape[1]) ** 2 * _JPEG
 
 
+def parameters(model: Model) -> int:
+    """The numbers that are trained."""
+    return sum(leaf.size for leaf in jax.tree.leaves(model.state.params))
+
+
 def abstract_key() -> jax.ShapeDtypeStruct:
     """The shape of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))

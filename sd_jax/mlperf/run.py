@@ -23,7 +23,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Task
 from diffusion_jax.text import TextEncoder
-from diffusion_jax.train import loop
+from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.weights import restore
 from sd_jax import train
@@ -116,7 +116,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
     for departure in rules.departures(s):
         logging.warning("no closed run: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
-    sharding.check_batch(s.run.batch_size, s.optimizer.accumulate, mesh)
+    s = s._replace(optimizer=optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh))
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
     runs.claim(workdir, config.to_dict())

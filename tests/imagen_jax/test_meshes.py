@@ -11,13 +11,14 @@ from configs import quickstart
 from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.train import loop
-from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train import loop, parts
+from diffusion_jax.train.optimizer import for_mesh, make_optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.settings import read_settings
 
 MESHES = [(1, 2, 1), (1, 4, 1), (1, 8, 1), (1, 4, 2), (1, 2, 4)]
+MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # Of a device: four passes each.
 
 
 @functools.cache
@@ -50,8 +51,20 @@ def test_the_loss_is_that_of_one_device_where_all_axes_split():
     np.testing.assert_allclose(losses[1], losses[0], rtol=1e-5)
 
 
+def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
+    _, imagen, batch = system()
+    key, loss = jax.random.key(3), jax.jit(imagen.loss)
+    micro = [
+        loss(initial(), (), {k: v[i::2] for k, v in batch.items()}, parts.key_of(key, i, 2))[0]
+        for i in range(2)
+    ]
+    whole = loss(initial(), (), batch, key)[0]
+    assert abs(micro[0] - micro[1]) > 1e-3  # They hold other pictures and other noise.
+    np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
+
+
 @functools.cache
-def run(sizes):
+def run(sizes, micro_batch=0):
     """The losses of three steps, the parameters after them, and the pictures they draw."""
     settings, imagen, batch = system()
     mesh = sharding.make_mesh(*sizes)
@@ -62,7 +75,8 @@ def run(sizes):
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
     state = jax.device_put(init_state(initial(), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
-    optimizer = settings.optimizer._replace(ema_decays=(0.9,))
+    optimizer = settings.optimizer._replace(ema_decays=(0.9,), micro_batch=micro_batch)
+    optimizer = for_mesh(optimizer, len(batch["image"]), mesh)
     step = loop.make_step(imagen, optimizer, tx, where)
     losses = []
     for _ in range(3):
@@ -83,9 +97,11 @@ def initial():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", MESHES)
-def test_every_mesh_trains_and_draws_as_one_device(sizes):
-    losses, params, pictures = run(sizes)
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch"), [*((sizes, 0) for sizes in MESHES), *MICRO_BATCHES]
+)
+def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_batch):
+    losses, params, pictures = run(sizes, micro_batch)
     expected = run((1, 1, 1))
     assert len(set(expected[0])) == 3  # They change.
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)

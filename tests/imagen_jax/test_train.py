@@ -231,6 +231,8 @@ def refused(tmp_path):
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
         ("--config.batch_size=12", "batch_size 12 does not divide over accumulate 1 x replica 1 x "
                                    "fsdp 8 = 8: the nearest batch sizes that do are 8 or 16"),
+        ("--config.optimizer.micro_batch=3", "batch_size 8 does not divide over optimizer."
+                                             "micro_batch 3 x replica 1 x fsdp 8 = 24: the near"),
         ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),
         ("--config.unet.embed_dim=48", "unet.embed_dim * 1 is 48: group normalisation has 32 "
                                        "groups, so take a multiple of 32"),

@@ -3,6 +3,7 @@
 from tests.imagen_jax import commands
 
 BASE = "--job=launch/jobs/base64_500m.py"
+SCALING = "--job=launch/jobs/scaling.py"
 SWEEP = "--job=launch/jobs/quickstart_sweep.py"
 
 

@@ -12,9 +12,10 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.launch.launching import BASE, SWEEP, printed, refused
+from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
-FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
+ROOT = pathlib.Path(__file__).parents[2]
+FIXTURES = ROOT / "tests" / "fixtures"
 THERE = ("--job.image=registry/name:tag", "--job.workdir=gs://bucket/runs/base64")
 
 
@@ -176,6 +177,17 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
     assert table == "".join(
         f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3)
     )
+
+
+def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
+    ((manifest,), _) = rendered(SCALING, *THERE)
+    worker, job, _, container = parts(manifest)
+    assert (worker["replicas"], job["completions"]) == (1, 8)
+    assert container["args"][0] == "benchmarks.scaling"
+    assert container["args"][-1] == "--workdir=/gcs/bucket/runs/base64"
+    recipe = (ROOT / "launch" / "Dockerfile").read_text().splitlines()
+    copied = {line.split()[1] for line in recipe if line.startswith("COPY ")}
+    assert copied >= {"diffusion_jax", "imagen_jax", "sd_jax", "configs", "launch", "benchmarks"}
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from tests.launch.launching import BASE, SWEEP, printed, refused
+from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 # Each says what it was called with. srun is the command until scancel tells it to stop.
 STAND_INS = {
@@ -96,6 +96,14 @@ def test_a_sweep_is_a_script_each(rendered):
     text, table = rendered
     assert text.count("#!/bin/bash\n") == 3
     assert table.splitlines()[2] == "quickstart-2  /shared/runs/2  seed=2"
+
+
+def test_it_runs_benchmarks_too():
+    text, _ = printed("slurm", SCALING, "--job.workdir=/x", "--job.flags=('--nodes=1,8',)")
+    assert (
+        "python -m benchmarks.scaling --config=configs/base64_500m.py "
+        "--config.unet.attention_impl=cudnn --config.batch_size=4096 --nodes=1,8 --workdir=/x"
+    ) in text
 
 
 def test_a_config_may_take_an_argument():

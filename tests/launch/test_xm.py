@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.launch.launching import SWEEP, printed, refused
+from tests.launch.launching import SCALING, SWEEP, printed, refused
 
 CLOUD = ("--executor=vertex", "--job.image=registry/name:tag", "--job.workdir=gs://bucket/x")
 
@@ -15,6 +15,14 @@ def test_here_a_run_is_a_command_of_this_python():
         for i in range(3)
     ]
     assert table.splitlines()[2] == "quickstart-2  runs/sweep/2  seed=2"
+
+
+def test_it_runs_benchmarks_too():
+    text, _ = printed(
+        "xm", SCALING, "--job.command=benchmarks.fid", "--job.config=", "--job.overrides=()",
+        "--job.flags=('--rounds=3',)", "--job.workdir=runs/fid",
+    )  # fmt: skip
+    assert text == "python -m benchmarks.fid --rounds=3 --workdir=runs/fid\n"
 
 
 def test_on_vertex_its_folder_is_the_mounted_bucket():

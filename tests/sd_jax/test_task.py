@@ -12,6 +12,7 @@ from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
+from diffusion_jax.train import parts
 from sd_jax import sampling, task
 from sd_jax.settings import Diffusion
 from sd_jax.vae import VAE
@@ -141,6 +142,22 @@ def test_images_are_encoded_in_the_step_and_drawn_afresh_each_time():
     # 4096 draws: the mean is known to std / 64, five of these for 64 numbers.
     np.testing.assert_allclose((sample.mean(0) - mean) / np.exp(log_variance / 2), 0, atol=5 / 64)
     np.testing.assert_allclose(sample.std(0), np.exp(log_variance / 2), rtol=0.08)
+
+
+def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
+    s = tiny.settings(diffusion__offset_noise=0.1)
+    s = with_network(s, plain_network)
+    encoder = lookup.open_encoder(s.text)
+    loss = jax.jit(task.make_task(s, encoder, None).loss)
+    batch = {"moments": moments(), **encoder.tokenize(CAPTIONS)}
+    key = jax.random.key(3)
+    micro = [
+        loss((), {"text": ()}, {k: v[i::2] for k, v in batch.items()}, parts.key_of(key, i, 2))[0]
+        for i in range(2)
+    ]
+    whole = loss((), {"text": ()}, batch, key)[0]
+    assert abs(micro[0] - micro[1]) > 1e-3  # They hold other latents and other noise.
+    np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 
 
 def test_min_snr_weights_are_the_papers():

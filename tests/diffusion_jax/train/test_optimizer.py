@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import AbstractMesh
 
+from diffusion_jax.machine import sharding
+from diffusion_jax.settings import Optimizer
 from diffusion_jax.train import optimizer
 
 
@@ -60,3 +63,46 @@ def test_adamw_is_the_papers_update_with_decay_on_biases_too():
     for name, value in expected.items():  # Four float32 updates against float64.
         np.testing.assert_allclose(actual[name], value, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(rates, [0.1 / 3, 0.2 / 3, 0.1, 0.1], rtol=1e-6)
+
+
+def test_the_passes_of_a_step_follow_from_batch_and_mesh():
+    passes = lambda batch, sizes, **values: (
+        optimizer.for_mesh(
+            Optimizer(1e-4, **values), batch, AbstractMesh(sizes, sharding.AXES)
+        ).accumulate
+    )
+    # As NeMo: global batch = micro batch x data parallel ways x passes.
+    assert passes(4096, (4, 8, 1), micro_batch=32) == 4
+    assert passes(4096, (4, 4, 2), micro_batch=32) == 8  # Tensor splits no batch.
+    assert passes(4096, (4, 8, 1), micro_batch=128) == 1
+    assert passes(4096, (4, 8, 1)) == 1
+    assert passes(4096, (4, 8, 1), accumulate=2) == 2
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"micro_batch": 24},
+         "batch_size 4096 does not divide over optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
+         "768: the nearest batch sizes that do are 3840 or 4608"),
+        ({"accumulate": 3}, "batch_size 4096 does not divide over accumulate 3 x replica 4 x "),
+    ],
+)  # fmt: skip
+def test_a_micro_batch_that_does_not_divide_is_one_line(values, message):
+    mesh = AbstractMesh((4, 8, 1), sharding.AXES)
+    with pytest.raises(ValueError) as error:
+        optimizer.for_mesh(Optimizer(1e-4, **values), 4096, mesh)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"micro_batch": 8, "accumulate": 2}, "micro_batch is 8 and optimizer.accumulate 2: set"),
+        ({"micro_batch": -8}, "optimizer.micro_batch is -8: it must be from 0"),
+    ],
+)
+def test_passes_that_cannot_be_are_refused(values, message):
+    with pytest.raises(ValueError) as error:
+        optimizer.check(Optimizer(1e-4, **values), 100_000)
+    assert message in str(error.value)

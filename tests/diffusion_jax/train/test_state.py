@@ -156,6 +156,28 @@ def test_each_micro_batch_draws_from_seed_step_and_its_own_index():
     np.testing.assert_allclose(metrics["draws"], np.mean(sums), rtol=1e-6)
 
 
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_with_one_noise_micro_batches_make_the_step_of_the_whole_batch(accumulate):
+    """Also where each row has noise of its own and some texts are dropped."""
+
+    def loss_fn(params, frozen, batch, key):
+        key_eps, key_drop = jax.random.split(key)
+        x = batch["x"] + jax.random.normal(key_eps, batch["x"].shape)
+        keep = jax.random.bernoulli(key_drop, 0.5, (len(x),))
+        return line_loss(params, frozen, {"x": x * keep[:, None], "y": batch["y"]}, key)
+
+    params, frozen, batches = line_problem()
+    make = functools.partial(make_train_step, loss_fn, make_tx(), DECAYS, one_noise=True)
+    whole = run_line(jax.jit(make()), batches, params, frozen)
+    micro = run_line(jax.jit(make(accumulate=accumulate)), batches, params, frozen)
+    for (state, metrics), (state_n, metrics_n) in zip(whole, micro, strict=True):
+        close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+        jax.tree.map(close, state_n.params, state.params)  # Sums in another order.
+        jax.tree.map(close, metrics_n, metrics)
+    other = run_line(jax.jit(make(accumulate=accumulate, one_noise=False)), batches, params, frozen)
+    assert abs(other[0][1]["grad_norm"] - whole[0][1]["grad_norm"]) > 1e-2
+
+
 def test_a_batch_that_does_not_divide_into_micro_batches_is_an_error():
     params, frozen, batches = line_problem()
     with pytest.raises(ValueError, match=r"a batch of 8 does not divide into 3 micro batches"):
