@@ -17,6 +17,7 @@ def define() -> Callable[[], File]:
         flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE."),
         flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's."),
         flags.DEFINE_enum("dtype", None, dtypes, "Of --model; float32 on CPUs."),
+        flags.DEFINE_string("config", None, "LDM's yaml of --model=FILE: its heads, if unknown."),
     ]
 
     def read() -> File:

@@ -57,7 +57,9 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
     file = _FILE()
     if _WORKDIR.value and any(value is not None for value in file):
-        raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
+        raise ValueError(
+            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model"
+        )
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
     pictures = _pictures(len(prompts))
