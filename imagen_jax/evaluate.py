@@ -8,7 +8,11 @@ other pictures are scored by FID and CLIP score, as a curve over the scales:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
-        --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14
+        --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14 \\
+        --text_weights=weights/t5-11b-encoder
+
+--text_weights is where the text encoder is if the config does not say, as after training on stored
+embeddings.
 
 --checkpoint and --ema take lists, which become further points: of the first model, and repeated,
 --ema=0.999,0.9999 --ema=0.9999,raw, of the ones after it in all combinations. --sampler, --steps
