@@ -51,6 +51,7 @@ _PREVIEW = flags.DEFINE_integer(
 _PREDICTION = flags.DEFINE_enum("prediction", None, ["eps", "v"], "Of --model, if it says none.")
 _TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE.")
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's.")
+_CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of --model=FILE: its heads, if unknown.")
 _DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Of --model; float32 on CPUs.")
 
 
@@ -58,9 +59,11 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     """The model that the flags name, and what it draws from."""
     if bool(_WORKDIR.value) == bool(_MODEL.value):
         raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
-    file = File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value)
+    file = File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value, _CONFIG.value)
     if _WORKDIR.value and any(value is not None for value in file):
-        raise ValueError("--prediction, --tokenizer, --norm_groups and --dtype are for --model")
+        raise ValueError(
+            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model"
+        )
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
     pictures = _pictures(len(prompts))

@@ -2,8 +2,9 @@
 
     python -m diffusion_jax.text convert FOLDER OUT
 
-makes safetensors of the pickles (pytorch_model*.bin) in FOLDER, without torch and without running
-what they hold. The tokenizer and config are copied.
+makes safetensors of a text encoder's pickles (pytorch_model*.bin) in FOLDER, without torch and
+without running what they hold. The tokenizer and config are copied. Encoders here open the pickles
+themselves: it is for other programs.
 """
 
 import sys

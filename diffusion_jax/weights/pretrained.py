@@ -1,7 +1,7 @@
 """Pretrained weights: found in a folder or on the Hugging Face Hub, read only where they are used.
 
-A safetensors file is mapped into memory, not read. Its arrays become `Stored`: a device that needs
-a part of one gets that part from the file, so that a host holds no model beside its devices' own.
+A file is mapped into memory, not read. Its arrays become `Stored`: a device that needs a part of
+one gets that part from the file, so that a host holds no model beside its devices' own.
 """
 
 import hashlib
@@ -15,15 +15,32 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
+
+from diffusion_jax.weights import torch_files
 
 INDEX = "model.safetensors.index.json"
-FILES = ("model.safetensors", "open_clip_model.safetensors", "pytorch_model.safetensors")
+_LAYOUT = re.compile(
+    r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model)(?:\.(?P<variant>\w+))?"
+    r"\.(?P<kind>safetensors|bin)(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
+)
+"""The names under which transformers, diffusers and OpenCLIP save a model, or the index of its
+shards: "model.fp16.safetensors", "diffusion_pytorch_model.bin.index.fp16.json" ..."""
+_ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
+_OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
 _DTYPES = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": jnp.bfloat16,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U8": np.uint8,
-    "BOOL": np.bool_,
+    "BOOL": np.bool_, "F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2,
 }  # fmt: skip
-_HUB = ("*.json", "*.txt", "*.model", "*.txt.gz", *FILES, "model-*.safetensors")
+_HUB = ("*.json", "*.txt", "*.model", "*.txt.gz")
+_HUB_KINDS = {
+    kind: tuple(
+        f"{name}{rest}.{kind}" for name in ("model", "pytorch_model", "open_clip*model")
+        for rest in ("", "-*")
+    )
+    for kind in ("safetensors", "bin")
+}  # fmt: skip
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
@@ -47,7 +64,12 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
     import huggingface_hub  # Imports a hundred modules, and only a download needs it.
 
     try:
-        return pathlib.Path(huggingface_hub.snapshot_download(str(name), allow_patterns=list(_HUB)))
+        for kind in _HUB_KINDS.values():  # Pickles only where there is nothing else.
+            patterns = [*_HUB, *kind]
+            folder = huggingface_hub.snapshot_download(str(name), allow_patterns=patterns)
+            if _layouts(pathlib.Path(folder)):
+                break
+        return pathlib.Path(folder)
     except Exception as error:  # Networks fail in many ways.
         raise FileNotFoundError(
             f"{name!r} is no folder here, and the Hugging Face Hub did not give it "
@@ -70,30 +92,28 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Name -> array of all safetensors of a model's folder, mapped into memory, not read.
+    """Name -> array of the weights in a model's folder, mapped into memory, not read.
 
-    Shards are those that model.safetensors.index.json names. FileNotFoundError or ValueError that
-    says what is missing or damaged.
+    Takes all that `save_pretrained` of transformers and diffusers writes: safetensors, or pickles
+    (.bin), of which nothing is run; whole, or in the shards that an index names; and a variant such
+    as fp16 where it lies there alone. FileNotFoundError or ValueError that says what is missing,
+    damaged or of another kind.
     """
     folder = pathlib.Path(folder)
-    if (folder / INDEX).is_file():
-        return _open_shards(folder)
-    for name in FILES:
-        if (folder / name).is_file():
-            return map_safetensors(folder / name)
-    others = sorted(folder.glob("*.safetensors"))
-    if len(others) == 1:
-        return map_safetensors(others[0])
-    if others:
-        raise FileNotFoundError(
-            f"{folder} holds {len(others)} safetensors files, none called {FILES[0]}, and no "
-            f"{INDEX} that says which of them belong together: add it, or remove what is not wanted"
-        )
-    raise FileNotFoundError(
-        f"{folder} holds no safetensors: it needs {FILES[0]}, or shards and {INDEX}. Of a model "
-        "that is published as a pickle (pytorch_model.bin), make them once:\n"
-        "  python -m diffusion_jax.text convert FOLDER OUT"
-    )
+    _check_unquantised(folder)
+    layouts = _layouts(folder)
+    variants = sorted({variant for variant, *_ in layouts})
+    if variants and variants[0]:
+        if len(variants) > 1:
+            raise ValueError(
+                f"{folder} holds the variants {', '.join(variants)} and no weights without one: "
+                "leave the files of one of them there"
+            )
+        logging.info("%s: the weights are of the variant %s", folder, variants[0])
+    if layouts:
+        *_, path = layouts[0]
+        return _open_shards(path) if path.suffix == ".json" else _map(path)
+    return map_safetensors(_only_safetensors(folder))
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
@@ -138,23 +158,75 @@ def digest(params: Any) -> str:
     return hashed.hexdigest()
 
 
-def _open_shards(folder: pathlib.Path) -> dict[str, np.ndarray]:
-    index = read_json(folder / INDEX)
-    where: Mapping[str, str] = index.get("weight_map", {})
-    missing = [name for name in sorted(set(where.values())) if not (folder / name).is_file()]
+def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
+    """The files that hold, or index, a whole model, by variant; what is to be taken comes first."""
+    matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
+    return sorted(
+        (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
+        for path, m in matches
+        if m
+    )
+
+
+def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
+    of = map_safetensors if path.suffix == ".safetensors" else torch_files.map_state_dict
+    return of(path)
+
+
+def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
+    where: Mapping[str, str] = read_json(index).get("weight_map", {})
+    shards = sorted(set(where.values()))
+    missing = [name for name in shards if not (index.parent / name).is_file()]
     if missing or not where:
         names = ", ".join(missing[:3]) or "a weight_map"
         raise FileNotFoundError(
-            f"{folder} lacks {names}, of {len(set(where.values()))} shards that {INDEX} names: "
+            f"{index.parent} lacks {names}, of {len(shards)} shards that {index.name} names: "
             "download the rest"
         )
     arrays = {}
-    for name in sorted(set(where.values())):
-        arrays |= map_safetensors(folder / name)
+    for name in shards:
+        arrays |= _map(index.parent / name)
     lost = sorted(set(where) - set(arrays))
     if lost:
-        raise ValueError(f"{folder / INDEX} names {lost[0]}, which is in none of its shards")
+        raise ValueError(f"{index} names {lost[0]}, which is in none of its shards")
     return arrays
+
+
+def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
+    """The one safetensors file of another name; else an error that says what lies there."""
+    files = sorted(path for path in folder.glob("*") if path.is_file())
+    adapters = [path.name for path in files if _ADAPTER.fullmatch(path.name)]
+    if adapters:
+        raise ValueError(
+            f"{folder} holds an adapter, {adapters[0]}, and not the model that it changes: merge "
+            "the two (merge_and_unload or fuse_lora), and save what that gives"
+        )
+    found = [path for path in files if path.suffix == ".safetensors"]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise FileNotFoundError(
+            f"{folder} holds {len(found)} safetensors files, none called model.safetensors, and no "
+            f"{INDEX} that says which of them belong together: add it, or remove what is not wanted"
+        )
+    others = [path.name for path in files if path.suffix in _OTHERS]
+    beside = f"; {others[0]} is of a kind that is not read here" if others else ""
+    raise FileNotFoundError(
+        f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin (diffusers' "
+        f"diffusion_pytorch_model of either), or shards and their index{beside}"
+    )
+
+
+def _check_unquantised(folder: pathlib.Path) -> None:
+    """ValueError for a folder whose config says that the weights are quantised."""
+    path = folder / "config.json"
+    config = read_json(path).get("quantization_config") if path.is_file() else None
+    if config:
+        kind = config.get("quant_method", "an unknown method")
+        raise ValueError(
+            f"the weights in {folder} are quantised by {kind}, which is not read here: save the "
+            "model from before, or dequantised"
+        )
 
 
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:

@@ -206,7 +206,7 @@ def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
 
 def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
     return {
-        name: _array(tensor, member(tensor.storage.name).view(tensor.storage.dtype))
+        name: _array(tensor, member(tensor.storage.name))
         for name, tensor in _state_dict(content).items()
     }
 
@@ -223,14 +223,15 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
     return tensors
 
 
-def _array(tensor: _Tensor, flat: np.ndarray) -> np.ndarray:
-    """What the tensor sees of its storage; ValueError if it would see more."""
+def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
+    """What the tensor sees of its storage's bytes; ValueError if it would see more."""
     storage, offset, shape, strides = tensor
+    size = storage.dtype.itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-    if min((offset, *shape, *strides)) < 0 or (0 not in shape and last >= len(flat)):
+    if min((offset, *shape, *strides)) < 0 or (0 not in shape and (last + 1) * size > len(content)):
         raise ValueError(f"an array of shape {shape} reaches beyond its storage {storage.name}")
-    byte_strides = [stride * storage.dtype.itemsize for stride in strides]
-    return np.lib.stride_tricks.as_strided(flat[offset:], shape, byte_strides, writeable=False)
+    byte_strides = [stride * size for stride in strides]
+    return np.ndarray(shape, storage.dtype, content, offset * size, byte_strides)
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ A table is a list of entries, one for each array. A key that is missing, left ov
 shape is an error, so that a conversion that succeeds has lost nothing.
 """
 
+import json
 import os
 import pathlib
 import re
@@ -20,6 +21,7 @@ from diffusion_jax.machine import files
 from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
+_METADATA = "__metadata__"  # As safetensors calls it; in an .npz an array of one string.
 
 
 class Layout(NamedTuple):
@@ -113,7 +115,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         if suffix == ".npz":
             # Opened here, since numpy does not close a file that it finds damaged.
             with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-                return dict(arrays)
+                return {name: arrays[name] for name in arrays if name != _METADATA}
         import safetensors.numpy  # Only where such a file is read.
 
         return safetensors.numpy.load_file(path)
@@ -121,8 +123,33 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
-def write(path: str | os.PathLike[str], state: StateDict) -> None:
-    """Writes arrays as .safetensors or .npz, whole or not at all; ValueError for another name."""
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """The words beside the arrays of a file that `write` or another program wrote; {} for others.
+
+    ValueError for a damaged file.
+    """
+    suffix = pathlib.Path(path).suffix
+    try:
+        if suffix == ".npz":
+            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
+        if suffix == ".safetensors":
+            import safetensors  # Only where such a file is read.
+
+            with safetensors.safe_open(path, "np") as opened:
+                return opened.metadata() or {}
+    except Exception as error:  # Damaged files fail in many ways of their own.
+        raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
+    return {}
+
+
+def write(
+    path: str | os.PathLike[str], state: StateDict, metadata: Mapping[str, str] | None = None
+) -> None:
+    """Writes arrays as .safetensors or .npz, whole or not at all; ValueError for another name.
+
+    `metadata` are words that go beside them.
+    """
     path = pathlib.Path(path)
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
@@ -131,10 +158,12 @@ def write(path: str | os.PathLike[str], state: StateDict) -> None:
         import safetensors.numpy  # Only where such a file is written.
 
         # diffusers refuses files that do not say whose tensors they are.
-        files.write_whole(path, safetensors.numpy.save(dict(state), {"format": "pt"}))
+        beside = {"format": "pt", **(metadata or {})}
+        files.write_whole(path, safetensors.numpy.save(dict(state), beside))
         return
+    beside = {_METADATA: np.array(json.dumps(metadata))} if metadata else {}
     with files.whole(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **state)  # pyright: ignore[reportArgumentType]
+        np.savez(file, **state, **beside)  # pyright: ignore[reportArgumentType]
 
 
 def some(names: Iterable[str], most: int = 5) -> str:

@@ -1,14 +1,16 @@
 """Stable Diffusion weights between their formats.
 
     python -m sd_jax.weights convert --from=PATH --to=PATH [--names=nemo] [--ema=raw]
-        [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER]
+        [--config=YAML] [--norm_groups=16] [--predicts=v] [--tokenizer=FOLDER]
 
 takes UNet, VAE and text encoder out of a file of CompVis, Stability, MLPerf or NeMo (.ckpt, .nemo,
 .safetensors, .npz), a diffusers directory, or the workdir of a run. --to is a file (.safetensors,
 .npz; LDM's names, or NeMo's), or otherwise a new diffusers directory, with the tokenizer of
 --tokenizer, or of --from if that is a diffusers directory too. It prints what it mapped, opens what
-it wrote, and compares the two to the last bit. Files do not show MLPerf's 16 groups, nor that a
-model predicts v: say so.
+it wrote, and compares the two to the last bit. Files of others do not show MLPerf's 16 groups, nor
+that a model predicts v: say so. Nor do they show heads, which are known of the sizes of 1.x and 2.x
+alone: for other models give LDM's yaml (--config=v1-inference.yaml). Files written here say all of
+it themselves.
 """
 
 import os
@@ -21,12 +23,14 @@ from diffusion_jax import cli, runs
 from sd_jax.weights import checkpoints, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo]
-           [--ema=ema|raw] [--norm_groups=16] [--predicts=eps|v] [--tokenizer=FOLDER]"""
+           [--ema=ema|raw] [--config=YAML] [--norm_groups=16] [--predicts=eps|v]
+           [--tokenizer=FOLDER]"""
 
 _FROM = flags.DEFINE_string("from", None, "What is read: a file, a diffusers directory, a run.")
 _TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
 _NAMES = flags.DEFINE_string("names", "ldm", 'The names in a file: "ldm" or "nemo".')
 _EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
+_CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of the model, for a single file.")
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
 _PREDICTS = flags.DEFINE_string("predicts", None, 'What the UNet predicts: "eps" or "v".')
 _TOKENIZER = flags.DEFINE_string(
@@ -50,7 +54,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
     """Converts as the flags say, and opens the result; ValueError if it is not the same."""
     target = pathlib.Path(target)
     is_run = (pathlib.Path(source) / runs.CHECKPOINTS).is_dir()
-    opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value)
+    opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value, config=_CONFIG.value)
     read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
     for line in read.report:
         print(line)
@@ -60,7 +64,7 @@ def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> N
         predicts, tokenizer = _PREDICTS.value, _TOKENIZER.value or source
         scheduler = None if predicts else source
         checkpoints.save_diffusers(read, target, predicts, tokenizer, scheduler)
-    written = checkpoints.load(target, norm_groups=read.unet and read.unet.network.norm_groups)
+    written = checkpoints.load(target)
     if not checkpoints.equal(read, written):
         raise ValueError(
             f"{target} does not hold what was read from {source}: the fields are "

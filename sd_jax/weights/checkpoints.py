@@ -7,9 +7,8 @@ directories of diffusers. Nothing that lies in a file is ever run.
 import json
 import os
 import pathlib
-import re
 import shutil
-from collections.abc import Mapping, Sized
+from collections.abc import Collection, Mapping, Sized
 from typing import Any, NamedTuple
 
 import jax
@@ -20,22 +19,15 @@ from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE, VAE
-from sd_jax.weights import formats, names, text
+from sd_jax.weights import file_parts, formats, ldm_config, names, text
+from sd_jax.weights.ldm_config import Facts
 from sd_jax.weights.text import TextPart
 
+PARTS = ("unet", "vae", "text")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
-_PREFIXES = {
-    "unet": ("model.model.diffusion_model.", "model.diffusion_model.", "diffusion_model."),
-    "vae": ("model.first_stage_model.", "first_stage_model."),
-    "text": ("model.cond_stage_model.", "cond_stage_model."),
-}
-_EMA = "model_ema."
-# What the schedule, the loss and the averages' counters leave beside the weights.
-_NO_WEIGHTS = re.compile(
-    r"(model\.)?(betas|\w*alphas_cumprod(_prev)?|posterior_\w+|lvlb_weights|logvar|scale_factor)"
-    r"|model_ema\.(decay|num_updates)|loss\..*"
-)
+_PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
+             "feature_extractor", "image_encoder")  # fmt: skip
 
 
 class UNetPart(NamedTuple):
@@ -70,49 +62,35 @@ class Checkpoint(NamedTuple):
 
 
 def load(
-    path: str | os.PathLike[str], ema: str = "ema", norm_groups: int | None = None
+    path: str | os.PathLike[str],
+    ema: str = "ema",
+    norm_groups: int | None = None,
+    *,
+    config: str | os.PathLike[str] | None = None,
+    heads: tuple[int, int] | None = None,
+    parts: Collection[str] = PARTS,
 ) -> Checkpoint:
-    """Opens a file or a diffusers directory.
+    """Opens a file or a diffusers directory; of `parts` alone what they name is read.
 
     `ema`: "ema" takes averaged weights where the file has them beside the raw ones, "raw" never.
-    `norm_groups` is for files alone, which do not show it: 16 of MLPerf's, 32 of all others.
-    FileNotFoundError, or ValueError that lists the keys that do not fit.
+    The others are for files alone, and say what their arrays do not show: `norm_groups` is 16 of
+    MLPerf's and 32 of all others; `config` is LDM's yaml; `heads`, (num_heads, head_dim), counts
+    where neither that nor the file says it. FileNotFoundError, or ValueError that lists the keys
+    that do not fit.
     """
     path = pathlib.Path(path)
     if ema not in ("ema", "raw"):
         raise ValueError(f"ema is {ema!r}: choose 'ema' or 'raw'")
+    if path.is_dir() and config is not None:
+        raise ValueError(f"{path} has configs of its own: --config is for single files")
     try:
-        return _from_folder(path) if path.is_dir() else _from_file(path, ema, norm_groups)
+        if path.is_dir():
+            return _from_folder(path, parts)
+        state, found = torch_files.read_state_dict(path), ldm_config.find(path, config)
+        facts = ldm_config.read(found, norm_groups)
+        return _from_file(state, facts, ema, norm_groups, heads, parts)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
-    """The "unet", "vae" and "text" of a file's arrays, without prefixes; buffers left out.
-
-    Arrays without any prefix are one network's. ValueError that lists strays.
-    """
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    averages, strays = {}, {}
-    for name, array in state.items():
-        name = name.replace("_orig_mod.", "")  # torch.compile's.
-        part, rest = _part(name)
-        if _NO_WEIGHTS.fullmatch(name) or rest.startswith("loss."):
-            continue
-        if name.startswith(_EMA):
-            averages[name.removeprefix(_EMA)] = array
-        elif part:
-            parts.setdefault(part, {})[rest] = array
-        else:
-            strays[name] = array
-    if not parts and strays:
-        is_vae = any(name.startswith(("encoder.", "decoder.")) for name in strays)
-        return {"vae" if is_vae else "unet": strays}
-    if strays:
-        raise ValueError(f"{len(strays)} keys belong to no part: {torch_weights.some(strays)}")
-    if averages and ema == "ema":
-        parts["unet"] = _averaged(parts.get("unet", {}), averages)
-    return parts
 
 
 def save_diffusers(
@@ -153,7 +131,10 @@ def save_diffusers(
 
 
 def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str = "ldm") -> None:
-    """Writes all parts into one .safetensors or .npz file under LDM's or NeMo's names."""
+    """Writes all parts into one .safetensors or .npz file under LDM's or NeMo's names.
+
+    What the arrays do not show stands in the file's metadata (see ldm_config).
+    """
     if dialect not in ("ldm", "nemo"):
         raise ValueError(f"a file has the names 'ldm' or 'nemo', not {dialect!r}")
     parts, which = {}, 1 if dialect == "ldm" else 0
@@ -166,11 +147,11 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
     if checkpoint.text:
         parts["text"] = text.to_ldm(checkpoint.text)
     state = {
-        _PREFIXES[part][which] + name: array
+        file_parts.PREFIXES[part][which] + name: array
         for part, arrays in parts.items()
         for name, array in arrays.items()
     }
-    torch_weights.write(path, state)
+    torch_weights.write(path, state, {ldm_config.METADATA: _config(checkpoint)})
 
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
@@ -185,61 +166,97 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
     )
 
 
-def _from_folder(folder: pathlib.Path) -> Checkpoint:
-    unet_part, vae_part, text_part, latent_size, report = None, None, None, 64, []
-    scale = SCALE
-    # A pipeline's folder, or that of one network.
+def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
+    """A pipeline's folder, or that of one network."""
+    _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
-    config = {} if places else pretrained.read_json(folder / "config.json")
     if not places:
+        config = pretrained.read_json(folder / "config.json")
         places = {"vae" if config.get("_class_name") == "AutoencoderKL" else "unet": folder}
-    for part, place in places.items():
-        config, state = pretrained.read_json(place / "config.json"), _open(place)
-        if part == "unet":
-            unet, width = formats.unet_from_diffusers(config), names.text_width(state)
-            unet_part = UNetPart(unet, width, names.unet_from_torch(state, unet, width))
-            latent_size = config.get("sample_size") or latent_size
-            report.append(_line(part, state, "diffusers", unet_part.params))
-        else:
-            vae = formats.vae_from_diffusers(config)
-            vae_part = VAEPart(vae, names.vae_from_torch(state, vae))
-            scale = config.get("scaling_factor", SCALE)
-            report.append(_line(part, state, "diffusers", vae_part.params))
-    if (folder / "text_encoder").is_dir():
+    unet_part, vae_part, text_part, report = None, None, None, []
+    configs = {part: pretrained.read_json(places[part] / "config.json") for part in places}
+    if "unet" in wanted and "unet" in places:
+        state = pretrained.open_weights(places["unet"])
+        unet_part = _unet(formats.unet_from_diffusers(configs["unet"]), state)
+        report.append(_line("unet", state, "diffusers", unet_part.params))
+    if "vae" in wanted and "vae" in places:
+        state = pretrained.open_weights(places["vae"])
+        vae_part = _vae(formats.vae_from_diffusers(configs["vae"]), state)
+        report.append(_line("vae", state, "diffusers", vae_part.params))
+    if "text" in wanted and (folder / "text_encoder").is_dir():
         text_part = text.from_folder(folder / "text_encoder")
         state = jax.tree.leaves(text_part.params)
         report.append(_line("text", state, "transformers", text_part.params))
     predicts = _read_predicts(folder / "scheduler" / "scheduler_config.json")
+    latent_size = formats.latent_size(configs.get("unet", {}))
+    scale = configs.get("vae", {}).get("scaling_factor") or SCALE
     return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size, scale)
 
 
-def _from_file(path: pathlib.Path, ema: str, norm_groups: int | None) -> Checkpoint:
-    state = torch_files.read_state_dict(path)
-    parts = split(state, ema)
-    config = torch_files.read_nemo_config(path) if path.suffix == ".nemo" else {}
+def _from_file(
+    state: StateDict,
+    facts: Facts,
+    ema: str,
+    norm_groups: int | None,
+    heads: tuple[int, int] | None,
+    wanted: Collection[str],
+) -> Checkpoint:
+    parts = {
+        part: arrays for part, arrays in file_parts.split(state, ema).items() if part in wanted
+    }
     unet_part, vae_part, text_part, report = None, None, None, []
     if "unet" in parts:
         arrays = parts["unet"]
-        dialect, width = names.unet_dialect(arrays), names.text_width(arrays)
-        if "unet_config" in config:
-            unet = formats.unet_from_ldm(config["unet_config"], norm_groups)
-        elif dialect == "diffusers":
-            raise ValueError("a UNet under diffusers' names is read from its folder, where its "
-                             "config.json lies")  # fmt: skip
-        else:
-            unet = formats.unet_from_weights(arrays, norm_groups or 32)
-        unet_part = UNetPart(unet, width, names.unet_from_torch(arrays, unet, width))
-        averaged = ", averages" if ema == "ema" and _has_averages(state) else ""
-        report.append(_line("unet", arrays, dialect + averaged, unet_part.params))
+        unet_part = _unet(facts.unet or _guessed(arrays, norm_groups, heads), arrays)
+        averaged = ", averages" if ema == "ema" and file_parts.has_averages(state) else ""
+        dialect = names.unet_dialect(arrays) + averaged
+        report.append(_line("unet", arrays, dialect, unet_part.params))
     if "vae" in parts:
-        vae = formats.vae_from_weights(parts["vae"])
-        vae_part = VAEPart(vae, names.vae_from_torch(parts["vae"], vae))
+        vae_part = _vae(formats.vae_from_weights(parts["vae"]), parts["vae"])
         report.append(_line("vae", parts["vae"], "ldm", vae_part.params))
     if "text" in parts:
-        text_part = text.from_ldm(parts["text"])
-        report.append(_text_line(parts["text"], text_part))
-    predicts = config.get("parameterization")
-    return Checkpoint(unet_part, vae_part, report, text_part, predicts)
+        try:
+            text_part = text.from_ldm(parts["text"], facts.text)
+            report.append(_text_line(parts["text"], text_part))
+        except LookupError as error:
+            report.append(f"text: {len(parts['text'])} arrays {error}, left out")
+    said = facts.predicts, facts.latent_size, facts.scale
+    return Checkpoint(unet_part, vae_part, report, text_part, *said)
+
+
+def _unet(network: UNet, state: StateDict) -> UNetPart:
+    width = names.text_width(state)
+    return UNetPart(network, width, names.unet_from_torch(state, network, width))
+
+
+def _vae(network: VAE, state: StateDict) -> VAEPart:
+    return VAEPart(network, names.vae_from_torch(state, network))
+
+
+def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
+    """The UNet of arrays that no config describes; ValueError where its heads cannot be known."""
+    if names.unet_dialect(arrays) == "diffusers":
+        raise ValueError("a UNet under diffusers' names is read from its folder, where its "
+                         "config.json lies")  # fmt: skip
+    unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
+    if heads is None and not formats.is_published(unet):
+        raise ValueError(
+            f"its UNet is {unet.width} wide in {len(unet.channel_mult)} levels, and arrays do not "
+            "show how many heads attend there, which is known of the sizes of 1.x and 2.x alone: "
+            "give LDM's yaml of the model, --config=v1-inference.yaml"
+        )
+    return unet
+
+
+def _check_pipeline(index: pathlib.Path) -> None:
+    """ValueError for a folder of another pipeline, which has parts that Stable Diffusion lacks."""
+    parts = pretrained.read_json(index) if index.is_file() else {}
+    there = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
+    if strange := [name for name in there if name not in _PIPELINE]:
+        raise ValueError(
+            f"it is a {parts.get('_class_name')} with {strange[0]}: only Stable Diffusion 1.x and "
+            "2.x are built here, whose parts are unet, vae and text_encoder"
+        )
 
 
 def _for_diffusers(
@@ -264,34 +281,12 @@ def _for_diffusers(
     return written
 
 
-def _open(folder: pathlib.Path) -> Mapping[str, np.ndarray]:
-    whole = folder / WEIGHTS
-    return pretrained.map_safetensors(whole) if whole.is_file() else pretrained.open_weights(folder)
-
-
-def _part(name: str) -> tuple[str, str]:
-    for part, prefixes in _PREFIXES.items():
-        for prefix in prefixes:
-            if name.startswith(prefix):
-                return part, name.removeprefix(prefix)
-    return "", name
-
-
-def _has_averages(state: StateDict) -> bool:
-    return any(name.startswith(f"{_EMA}diffusion_model") for name in state)
-
-
-def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
-    """The averages under the raw weights' names, of which CompVis takes out the dots."""
-    names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
-    if names_of.keys() != averages.keys():
-        missing = [name for flat, name in names_of.items() if flat not in averages]
-        stray = averages.keys() - names_of.keys()
-        raise ValueError(
-            f"the averages do not fit the weights: missing {torch_weights.some(missing)}; left "
-            f"over {torch_weights.some(stray)}. Take the weights themselves with --ema=raw"
-        )
-    return {name: averages[flat] for flat, name in names_of.items()}
+def _config(checkpoint: Checkpoint) -> str:
+    unet, c = checkpoint.unet, checkpoint
+    of_text = text.to_transformers(c.text)[0] if c.text else {}
+    network = unet.network if unet else None
+    facts = Facts(network, c.predicts, c.latent_size, c.scale, of_text)
+    return ldm_config.write(facts, unet.text_width if unet else 0)
 
 
 def _scheduler(predicts: str) -> dict[str, Any]:
@@ -330,9 +325,7 @@ def _read_predicts(path: pathlib.Path) -> str | None:
     return known[kind]
 
 
-def _text_line(arrays: StateDict, part: TextPart | None) -> str:
-    if part is None:
-        return f"text: {len(arrays)} arrays of another kind than CLIP's, left out"
+def _text_line(arrays: StateDict, part: TextPart) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(part.params))
     last = ", the last layer of OpenCLIP's left out" if part.pads_with_0 else ""
     return f"text: {len(arrays)} arrays{last}, {count:,} parameters"

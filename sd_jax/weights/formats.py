@@ -83,6 +83,7 @@ _DIFFUSERS_UNET = _Family(
         "out_channels": ("out_channels", 4),
     },
     only={
+        "_class_name": "UNet2DConditionModel",
         "act_fn": "silu",
         "center_input_sample": False,
         "flip_sin_to_cos": True,
@@ -97,8 +98,19 @@ _DIFFUSERS_UNET = _Family(
         "dual_cross_attention": False,
         "only_cross_attention": False,
         "resnet_time_scale_shift": "default",
+        "resnet_skip_time_act": False,
+        "resnet_out_scale_factor": 1.0,
+        "time_embedding_type": "positional",
+        "time_embedding_dim": None,
+        "time_embedding_act_fn": None,
+        "timestep_post_act": None,
         "time_cond_proj_dim": None,
+        "conv_in_kernel": 3,
+        "conv_out_kernel": 3,
+        "attention_type": "default",
+        "cross_attention_norm": None,
         "encoder_hid_dim": None,
+        "encoder_hid_dim_type": None,
     },
 )
 _DIFFUSERS_VAE = _Family(
@@ -109,7 +121,17 @@ _DIFFUSERS_VAE = _Family(
         "latent_channels": ("latent_channels", 4),
         "image_channels": ("in_channels", 3),
     },
-    only={"act_fn": "silu", "norm_num_groups": 32, "mid_block_add_attention": True},
+    only={
+        "_class_name": "AutoencoderKL",
+        "act_fn": "silu",
+        "norm_num_groups": 32,
+        "mid_block_add_attention": True,
+        "use_quant_conv": True,
+        "use_post_quant_conv": True,
+        "shift_factor": None,
+        "latents_mean": None,
+        "latents_std": None,
+    },
 )
 
 
@@ -133,6 +155,17 @@ def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
     )
     unet_module.check(unet)
     return unet
+
+
+def unet_to_ldm(unet: UNet, text_width: int) -> dict[str, Any]:
+    """The fields of LDM's openaimodel.UNetModel, of which `unet_from_ldm` gives the same UNet."""
+    return _written(unet, _LDM_UNET) | {
+        "attention_resolutions": [2**level for level in unet.attention_levels],
+        "num_heads": unet.num_heads or -1,
+        "num_head_channels": -1 if unet.num_heads else unet.head_dim,
+        "resblock_gn_groups": unet.norm_groups,
+        "context_dim": text_width,
+    }
 
 
 def vae_from_ldm(config: Config) -> VAE:
@@ -161,6 +194,8 @@ def unet_from_diffusers(config: Config) -> UNet:
     known = ("CrossAttnDownBlock2D", "DownBlock2D")
     if any(kind not in known for kind in kinds):
         raise ValueError(f"down_block_types holds {kinds}: known are {', '.join(known)}")
+    mirrored = [kind.replace("Down", "Up") for kind in kinds[::-1]]
+    check_only(config, {"up_block_types": mirrored})
     # diffusers calls the number of heads their width, one number or one a level.
     heads = config.get("num_attention_heads") or config.get("attention_head_dim", 8)
     num_heads, head_dim = _heads(widths, heads)
@@ -170,6 +205,15 @@ def unet_from_diffusers(config: Config) -> UNet:
     )
     unet_module.check(unet)
     return unet
+
+
+def latent_size(config: Config) -> int:
+    """The side of the latents that a diffusers UNet's config states, 64 if it states none."""
+    size = config.get("sample_size") or 64
+    sides = {size} if isinstance(size, int) else set(size)
+    if len(sides) > 1:
+        raise ValueError(f"sample_size is {size}: models here are of square images")
+    return sides.pop()
 
 
 def vae_from_diffusers(config: Config) -> VAE:
@@ -193,7 +237,6 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
         raise ValueError(f"unet.num_res_blocks is {blocks}: diffusers has one number for all")
     attends = [level in unet.attention_levels for level in range(len(widths))]
     return _written(unet.clone(num_res_blocks=blocks[0]), _DIFFUSERS_UNET) | {
-        "_class_name": "UNet2DConditionModel",
         "attention_head_dim": unet.num_heads or [width // unet.head_dim for width in widths],
         "block_out_channels": widths,
         "cross_attention_dim": text_width,
@@ -206,7 +249,6 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
     """config.json of an AutoencoderKL; ValueError for a VAE that diffusers does not have."""
     widths = _diffusers_widths(vae.width, vae.channel_mult, "vae")
     return _written(vae, _DIFFUSERS_VAE) | {
-        "_class_name": "AutoencoderKL",
         "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * len(widths),
         "out_channels": vae.image_channels,
@@ -215,11 +257,13 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
     }
 
 
-def unet_from_weights(state: StateDict, norm_groups: int = 32) -> UNet:
+def unet_from_weights(
+    state: StateDict, norm_groups: int = 32, heads: tuple[int, int] | None = None
+) -> UNet:
     """The UNet of arrays under LDM's or NeMo's names, where no config says it.
 
-    Arrays do not show heads and groups: linear projections mean heads 64 wide (2.x), 1x1
-    convolutions 8 heads (1.x), and groups are as given.
+    Arrays do not show groups and heads: they are as given. Without `heads`, (num_heads, head_dim),
+    linear projections mean heads 64 wide (2.x), 1x1 convolutions 8 heads (1.x).
     """
     first = state["input_blocks.0.0.weight"]
     at = range(1, _count(r"input_blocks\.(\d+)\.", state))
@@ -230,14 +274,15 @@ def unet_from_weights(state: StateDict, norm_groups: int = 32) -> UNet:
     attends = lambda level: f"input_blocks.{level[0]}.1.norm.weight" in state
     blocks = [len(level) for level in levels]
     linear = state["middle_block.1.proj_in.weight"].ndim == 2
+    num_heads, head_dim = heads or (0 if linear else 8, 64)
     unet = UNet(
         width=first.shape[0],
         channel_mult=tuple(len(outs[level[0]]) // first.shape[0] for level in levels),
         num_res_blocks=blocks[0] if len(set(blocks)) == 1 else tuple(blocks),
         attention_levels=tuple(i for i, level in enumerate(levels) if attends(level)),
         transformer_depth=_count(r"middle_block\.1\.transformer_blocks\.(\d+)\.", state),
-        num_heads=0 if linear else 8,
-        head_dim=64,
+        num_heads=num_heads,
+        head_dim=head_dim,
         linear_projections=linear,
         norm_groups=norm_groups,
         in_channels=first.shape[1],
@@ -245,6 +290,12 @@ def unet_from_weights(state: StateDict, norm_groups: int = 32) -> UNet:
     )
     unet_module.check(unet)
     return unet
+
+
+def is_published(unet: UNet) -> bool:
+    """Whether a UNet has the size of Stable Diffusion 1.x and 2.x, whose heads are known."""
+    shown = ("width", "channel_mult", "num_res_blocks", "attention_levels", "transformer_depth")
+    return all(getattr(unet, field) == getattr(UNet, field) for field in shown)
 
 
 def vae_from_weights(state: StateDict) -> VAE:
@@ -263,16 +314,21 @@ def vae_from_weights(state: StateDict) -> VAE:
     return vae
 
 
+def check_only(config: Config, options: Config) -> None:
+    """ValueError where a config has another value of an option than the one that is built here."""
+    for name, value in options.items():
+        there = config.get(name, value)
+        if (list(there) if isinstance(there, tuple) else there) != value:
+            raise ValueError(f"the config's {name} is {there!r}, and only {value!r} is built here")
+
+
 def _read(config: Config, family: _Family) -> dict[str, Any]:
     """The fields that a config states in a family's names; ValueError for another model's."""
     missing = [name for name in family.needed if name not in config]
     if missing:
         there = ", ".join(map(str, config)) or "nothing"
         raise ValueError(f"the {family.what}'s config lacks {', '.join(missing)}: it holds {there}")
-    for name, value in family.only.items():
-        there = config.get(name, value)
-        if (list(there) if isinstance(there, tuple) else there) != value:
-            raise ValueError(f"the config's {name} is {there!r}, and only {value!r} is built here")
+    check_only(config, family.only)
     values = {ours: config.get(*theirs) for ours, theirs in family.fields.items()}
     depth = values.get("transformer_depth", 1)
     if not isinstance(depth, int):

@@ -24,14 +24,19 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     """
     if _is_workdir(path):
         return _averaged(path, names.abstract_vae(vae))
-    return _checked(checkpoints.load(path).vae, vae, path, "VAE").params
+    return _checked(checkpoints.load(path, parts=("vae",)).vae, vae, path, "VAE").params
 
 
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
-    """The params of a UNet, as read_vae; ValueError also for another width of the text."""
+    """The params of a UNet, as read_vae; ValueError also for another width of the text.
+
+    Where a file does not show heads and groups they are those of `unet`.
+    """
     if _is_workdir(path):
         return _averaged(path, names.abstract_unet(unet, text_width))
-    part = _checked(checkpoints.load(path, norm_groups=unet.norm_groups).unet, unet, path, "UNet")
+    heads = unet.num_heads, unet.head_dim
+    opened = checkpoints.load(path, norm_groups=unet.norm_groups, heads=heads, parts=("unet",))
+    part = _checked(opened.unet, unet, path, "UNet")
     if part.text_width != text_width:
         raise ValueError(
             f"the UNet in {path} attends to text {part.text_width} wide, and text.width is "

@@ -40,6 +40,8 @@ class File(NamedTuple):
     """16 for MLPerf's files."""
     dtype: DTypeLike | None = None
     """The networks' arithmetic; by default bfloat16, float32 on CPUs."""
+    config: str | None = None
+    """LDM's yaml of a single file, for what its arrays do not show (see ldm_config)."""
 
 
 def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
@@ -49,7 +51,7 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     """
     sampler = DEFAULTS._replace(**choice.fields_of("sampler"))
     settings.check_sampler(sampler)  # Before anything is read.
-    opened = checkpoints.load(path, choice.ema, file.norm_groups)
+    opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice)
     p = _pipeline(path, opened, file, unet.network, vae.network)
     p = p._replace(sampler=sampler, strength=choice.strength)

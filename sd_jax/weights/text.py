@@ -7,6 +7,7 @@ but one of OpenCLIP's, whose last layer is therefore left out, as in diffusers' 
 import os
 import pathlib
 import re
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,6 +16,8 @@ from diffusion_jax.text import clip, clip_weights
 from diffusion_jax.text.clip import TextTower
 from diffusion_jax.weights import torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
+
+_WIDTHS = (512, 640, 768, 1024, 1280)
 
 
 class TextPart(NamedTuple):
@@ -32,19 +35,23 @@ def from_folder(folder: str | os.PathLike[str]) -> TextPart:
     return _part(opened, clip_weights.is_open_clip(opened.state))
 
 
-def from_ldm(state: StateDict) -> TextPart | None:
-    """The encoder under LDM's "cond_stage_model."; None if the arrays are no CLIP's.
+def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
+    """The encoder under LDM's "cond_stage_model."; LookupError if the arrays are no CLIP's.
 
-    Arrays do not show heads: those of every released model are 64 wide.
+    Arrays do not show heads. Where `config` does not say them, those of the widths of OpenAI's and
+    OpenCLIP's models are 64 wide, and other widths are a LookupError too.
     """
     state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)
     embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
     if embedding is None:
-        return None
-    config = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
-    heads = {"num_attention_heads": max(1, embedding.shape[1] // 64)}
-    return _part(clip_weights.from_state(state, config | heads), of_open_clip)
+        raise LookupError("of another kind than CLIP's")
+    width = embedding.shape[1]
+    if "num_attention_heads" not in config and width not in _WIDTHS:
+        raise LookupError(f"of a CLIP {width} wide, of which nothing says how many heads it has")
+    usual = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
+    usual |= {"num_attention_heads": width // 64}
+    return _part(clip_weights.from_state(state, usual | dict(config)), of_open_clip)
 
 
 def to_ldm(part: TextPart) -> dict[str, np.ndarray]:

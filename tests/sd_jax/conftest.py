@@ -12,12 +12,12 @@ from tests.diffusion_jax.text import tiny_weights
 
 @pytest.fixture(scope="session")
 def published(tmp_path_factory):
-    """d (a directory), a.npz (the same in a file) and tokenizer, of 1.x that predicts v."""
+    """d (a directory), a.npz and ldm.yaml (the same in a file), tokenizer: 1.x that predicts v."""
     return shared.folder(tmp_path_factory, "published", _publish)
 
 
 def _publish(folder):
-    from tests.sd_jax.weights.test_checkpoints import compvis  # It takes seconds to make.
+    from tests.sd_jax.weights.test_checkpoints import YAML, compvis  # It takes seconds to make.
 
     np.savez(folder / "a.npz", **compvis())
     vocabulary = tiny_weights.clip_folder(folder / "clip", "clip")
@@ -25,5 +25,6 @@ def _publish(folder):
     for name in ("vocab.json", "merges.txt"):
         shutil.copy(vocabulary / name, folder / "tokenizer" / name)
     (folder / "model_index.json").write_text('{"tokenizer": ["transformers", "CLIPTokenizer"]}')
-    read = checkpoints.load(folder / "a.npz")
+    (folder / "ldm.yaml").write_text(YAML)
+    read = checkpoints.load(folder / "a.npz", config=folder / "ldm.yaml")
     checkpoints.save_diffusers(read, folder / "d", "v", tokenizer=folder)

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from sd_jax import drawing
 from sd_jax.drawing import Choice, File
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints
+from sd_jax.weights import checkpoints, formats
 from tests.sd_jax.cases import unet_weights, vae_weights
 from tests.sd_jax.weights.test_checkpoints import TEXTS
 
@@ -44,7 +45,10 @@ def folder(version, published, tmp_path_factory):
     }
     state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
     np.savez(path / "a.npz", **state)
-    read = checkpoints.load(path / "a.npz")
+    network = formats.unet_to_ldm(VERSIONS[version], 24)
+    config = {"unet_config": network, "cond_stage_config": {"num_attention_heads": 3}}
+    (path / "a.yaml").write_text(yaml.safe_dump(config))
+    read = checkpoints.load(path / "a.npz", config=path / "a.yaml")
     checkpoints.save_diffusers(read, path / "d", PREDICTS[version], tokenizer=published)
     return path / "d"
 
@@ -102,6 +106,35 @@ def test_their_own_directory_comes_back_to_the_last_bit(folder, pipeline, tmp_pa
     configs = [dict(p.scheduler.config) for p in (pipeline, again)]
     assert all(config.pop("_use_default_values", True) for config in configs)
     assert configs[0] == configs[1]
+
+
+SAVED = {
+    "shards": {"max_shard_size": "300KB"},
+    "bin": {"safe_serialization": False},
+    "shards of bin": {"safe_serialization": False, "max_shard_size": "300KB"},
+    "fp16": {"variant": "fp16"},
+    "shards of fp16": {"variant": "fp16", "max_shard_size": "150KB"},
+    "shards of fp16 bin": {
+        "variant": "fp16", "max_shard_size": "150KB", "safe_serialization": False,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SAVED)
+def test_every_way_in_which_they_save_opens(folder, pipeline, tmp_path, how):
+    half = "fp16" in how
+    saved = diffusers.StableDiffusionPipeline.from_pretrained(
+        folder, torch_dtype=torch.float16 if half else torch.float32
+    )
+    saved.save_pretrained(tmp_path / "d", **SAVED[how])
+    shards = [path for path in (tmp_path / "d" / "unet").iterdir() if "-of-" in path.name]
+    assert (len(shards) > 1) is ("shards" in how)
+    read, whole = checkpoints.load(tmp_path / "d"), checkpoints.load(folder)
+    cast = lambda w: w.astype(np.float16).astype(np.float32) if half else w
+    for ours, theirs in ((read.unet, whole.unet), (read.vae, whole.vae), (read.text, whole.text)):
+        assert ours[0] == theirs[0]
+        expected = jax.tree.map(cast, theirs.params)
+        jax.tree.map(np.testing.assert_array_equal, ours.params, expected)
 
 
 @pytest.mark.parametrize("sampler", ["ddim", "plms"])

@@ -17,7 +17,7 @@ from sd_jax.drawing import Choice, File
 from sd_jax.settings import read_settings
 from sd_jax.weights import checkpoints, published, trained
 from tests.sd_jax import tiny
-from tests.sd_jax.weights.test_checkpoints import compvis
+from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
 CHOICE = Choice(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
 PROMPTS = [*"abcdef"]  # Two devices draw one of them again.
@@ -52,7 +52,8 @@ def test_a_seed_draws_its_image_alone(model, six):
 def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published, six, monkeypatch):
     one = sharding.make_mesh(1, 1, 1)
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
-    file = File(predicts="v", tokenizer=str(published / "tokenizer"))
+    tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
+    file = File(predicts="v", tokenizer=tokenizer, config=config)
     model = drawing.load(published / "a.npz", CHOICE, file)
     same(drawing.draw(model, PROMPTS[3:5], [3, 4]), six[3:5])
 
@@ -121,8 +122,9 @@ def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
     state = compvis()
     state = {n: w for n, w in state.items() if not n.startswith(left_out)}
     np.savez(tmp_path / "a.npz", **state)
+    (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
-        drawing.load(tmp_path / "a.npz", CHOICE, file)
+        drawing.load(tmp_path / "a.npz", CHOICE, file._replace(config=str(tmp_path / "ldm.yaml")))
 
 
 def test_numbers_that_do_not_fit_are_errors(model):

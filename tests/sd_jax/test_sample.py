@@ -61,7 +61,8 @@ def test_what_a_long_prompt_loses_is_shown(four):
 def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
     """From the file, on one device, of a picture that is enlarged to the size that is drawn."""
     Image.new("RGB", (2, 3), (250, 10, 120)).save(tmp_path / "start.png")
-    model = (f"--model={published / 'a.npz'}", f"--tokenizer={published / 'tokenizer'}")
+    model = (f"--model={published / 'a.npz'}", f"--tokenizer={published / 'tokenizer'}",
+             f"--config={published / 'ldm.yaml'}")  # fmt: skip
     picture = f"--image={tmp_path / 'start.png'}"
     arguments = (*model, "--prediction=v", "--prompt=b", picture, *SMALL)
     quarter = ("--strength=0.25", "--preview_every=1")
@@ -82,7 +83,7 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
         ((), "give --workdir=FOLDER of a training run, or --model=PATH: one of them"),
         (
             ("--workdir={d}", "--prompt=a", "--dtype=float32"),
-            "--prediction, --tokenizer, --norm_groups and --dtype are for --model",
+            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model",
         ),
         (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
         (("--model={d}", "--prompts=nope.txt"), "nope.txt"),

@@ -9,6 +9,7 @@ import pytest
 from diffusion_jax.text import __main__ as commands
 from diffusion_jax.text import convert
 from diffusion_jax.weights import pretrained, torch_files
+from tests.diffusion_jax.weights import torch_writer
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
@@ -49,6 +50,32 @@ def test_a_pickle_becomes_safetensors_without_torch(tmp_path, name):
         np.testing.assert_array_equal(written[key], array)
         assert written[key].dtype == array.dtype
     assert (out / "config.json").read_text() == "{}"
+
+
+def test_only_a_t5_loses_its_decoder(tmp_path):
+    names = (
+        "encoder.block.0.layer.0.layer_norm.weight",
+        "decoder.conv_in.weight",
+        "lm_head.weight",
+    )
+    arrays = {name: np.full(2, i, np.float32) for i, name in enumerate(names)}
+    for folder, kept in (("t5", names), ("other", names[1:])):
+        (tmp_path / folder).mkdir()
+        path = tmp_path / folder / "pytorch_model.bin"
+        torch_writer.save(path, {name: arrays[name] for name in kept})
+        convert.convert(tmp_path / folder, tmp_path / f"{folder}_out")
+    assert list(pretrained.open_weights(tmp_path / "t5_out")) == [names[0]]
+    assert set(pretrained.open_weights(tmp_path / "other_out")) == set(names[1:])
+
+
+def test_a_folder_of_diffusers_is_refused(run, tmp_path):
+    torch_writer.save(
+        tmp_path / "diffusion_pytorch_model.bin", {"decoder.a": np.ones(1, np.float32)}
+    )
+    (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
+    code, _, err = run("convert", tmp_path, tmp_path / "out")
+    assert code == 2 and "holds diffusers' AutoencoderKL and no text encoder" in err
+    assert not (tmp_path / "out").exists()
 
 
 def test_what_cannot_be_converted_is_named(run, tmp_path):

@@ -14,6 +14,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.machine.stored import Stored
 from diffusion_jax.weights import pretrained
 from tests.diffusion_jax.text import tiny_weights
+from tests.diffusion_jax.weights import torch_writer
 
 
 def test_arrays_are_those_that_the_library_wrote(tmp_path):
@@ -130,7 +131,7 @@ def spoil(folder, what):
         ("no safetensors", "is no safetensors file, or damaged"),
         ("no index", "holds 2 safetensors files, none called model.safetensors"),
         ("no json", "is no JSON"),
-        ("nothing", "holds no safetensors.*python -m diffusion_jax.text convert"),
+        ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),
     ],
 )
 def test_what_is_missing_or_damaged_is_named(tmp_path, what, message):
@@ -138,6 +139,85 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, what, message):
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError), match=f"(?s){message}"):
         pretrained.open_weights(folder)
+
+
+ARRAYS = {
+    "a.weight": np.arange(6, dtype=np.float32).reshape(2, 3),
+    "a.bias": np.array([0.5, -2], np.float16),
+    "b": jnp.asarray([1.5, -3], jnp.bfloat16).__array__(),
+}
+
+
+def saved(path, arrays):
+    """One file of either kind."""
+    if path.suffix == ".bin":
+        torch_writer.save(path, arrays)
+    else:
+        path.write_bytes(safetensors.numpy.save(arrays))
+
+
+def saved_whole(folder, name, shards=1):
+    """Saves a model as save_pretrained does, in shards where they are more than one."""
+    folder.mkdir(exist_ok=True)
+    if shards == 1:
+        return saved(folder / name, ARRAYS)
+    where, (stem, kind) = {}, name.rsplit(".", 1)
+    for i, (key, array) in enumerate(ARRAYS.items()):
+        where[key] = f"{stem}-{i + 1:05}-of-{shards:05}.{kind}"
+        saved(folder / where[key], {key: array})
+    stem, _, variant = stem.partition(".")
+    index = f"{stem}.{kind}.index{'.' * bool(variant)}{variant}.json"
+    (folder / index).write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("variant", ["", ".fp16"])
+@pytest.mark.parametrize(
+    "name", ["diffusion_pytorch_model.safetensors", "diffusion_pytorch_model.bin",
+             "model.safetensors", "pytorch_model.bin"]
+)  # fmt: skip
+def test_every_way_of_save_pretrained_opens(tmp_path, name, variant, shards):
+    saved_whole(tmp_path, name.replace(".", f"{variant}.", 1), shards)
+    mapped = pretrained.open_weights(tmp_path)
+    assert mapped.keys() == ARRAYS.keys()
+    for key, array in ARRAYS.items():
+        assert mapped[key].dtype == array.dtype and not mapped[key].flags.owndata
+        np.testing.assert_array_equal(mapped[key], array)
+
+
+def test_a_name_without_variant_and_safetensors_come_first(tmp_path):
+    saved_whole(tmp_path, "diffusion_pytorch_model.fp16.bin")
+    saved_whole(tmp_path, "diffusion_pytorch_model.non_ema.safetensors", 3)
+    with pytest.raises(ValueError, match="holds the variants fp16, non_ema and no weights without"):
+        pretrained.open_weights(tmp_path)
+    one = {"of": np.ones(1, np.float32)}
+    for name in ("diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"):
+        saved(tmp_path / name, {**one, name: one["of"]})
+        assert pretrained.open_weights(tmp_path).keys() == {"of", name}
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("adapter_model.safetensors", b"", "holds an adapter, adapter_model.safetensors, and not"),
+        ("pytorch_lora_weights.bin", b"", "holds an adapter, pytorch_lora_weights.bin"),
+        ("diffusion_pytorch_model.flashpack", b"", "flashpack is of a kind that is not read here"),
+        ("flax_model.msgpack", b"", "flax_model.msgpack is of a kind that is not read here"),
+        ("config.json", b'{"quantization_config": {"quant_method": "torchao"}}', "by torchao"),
+    ],
+)
+def test_what_is_saved_in_another_way_is_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        pretrained.open_weights(tmp_path)
+
+
+def test_float8_is_read_exactly(tmp_path):
+    header = {"w": {"dtype": "F8_E4M3", "shape": [2], "data_offsets": [0, 2]}}
+    text, values = json.dumps(header).encode(), jnp.asarray([0.5, -448], jnp.float8_e4m3fn)
+    content = len(text).to_bytes(8, "little") + text + np.asarray(values).tobytes()
+    (tmp_path / "model.safetensors").write_bytes(content)
+    assert pretrained.open_weights(tmp_path)["w"].astype(np.float32).tolist() == [0.5, -448]
 
 
 def test_a_folder_that_is_not_there_is_named():
@@ -156,15 +236,21 @@ def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_pat
         asked.append(name)
         if name == "owner/nothing":
             raise OSError("no network")
-        assert "model.safetensors" in allow_patterns
-        assert not any(pattern.endswith(".bin") for pattern in allow_patterns)
-        return str(tmp_path)
+        kind = "bin" if any(pattern.endswith(".bin") for pattern in allow_patterns) else "st"
+        asked.append(kind)
+        assert ("model.safetensors" in allow_patterns) is (kind == "st")
+        if name == "google-t5/t5-small" or kind == "bin":
+            (tmp_path / name.rpartition("/")[2]).mkdir()
+            (tmp_path / name.rpartition("/")[2] / "model.safetensors").touch()
+        return str(tmp_path / name.rpartition("/")[2])
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert pretrained.locate("google-t5/t5-small") == tmp_path
+    assert pretrained.locate("google-t5/t5-small") == tmp_path / "t5-small"
+    assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # Of pickles alone.
     with pytest.raises(FileNotFoundError, match=r"'owner/nothing' is no folder here.*no network"):
         pretrained.locate("owner/nothing")
-    assert asked == ["google-t5/t5-small", "owner/nothing"]
+    asked_of = ["google-t5/t5-small", "st", "t5-11b", "st", "t5-11b", "bin", "owner/nothing"]
+    assert asked == asked_of
 
 
 def test_stored_arrays_are_leaves_with_shapes():

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 
 from diffusion_jax.weights import torch_files
+from tests.diffusion_jax.weights import torch_writer
 
 FIXTURE = pathlib.Path(__file__).parents[2] / "fixtures" / "lightning.ckpt"
 LEGACY = FIXTURE.with_name("legacy.pth")
@@ -94,6 +95,18 @@ def test_an_array_beyond_its_storage_is_an_error(tmp_path):
     path = rewritten(tmp_path / "a.ckpt", lambda p: p.replace(b"K\x04K\x06\x86", b"K\x04K\xc8\x86"))
     with pytest.raises(ValueError, match=r"shape \(4, 200\) reaches beyond its storage 0"):
         torch_files.read_state_dict(path)
+
+
+def test_arrays_are_mapped_and_a_changed_byte_is_found(tmp_path):
+    array = np.arange(4096, dtype=np.float32)
+    torch_writer.save(tmp_path / "a.bin", {"a": array})
+    mapped = torch_files.map_state_dict(tmp_path / "a.bin")["a"]
+    assert not mapped.flags.owndata and not mapped.flags.writeable
+    content = bytearray((tmp_path / "a.bin").read_bytes())
+    content[content.index(array.tobytes()) + 5] ^= 1
+    (tmp_path / "a.bin").write_bytes(content)
+    with pytest.raises(ValueError, match="archive/data/0 in it is damaged: download it again"):
+        torch_files.read_state_dict(tmp_path / "a.bin")
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints
 from tests.diffusion_jax.text.tiny_weights import case, state
+from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import unet_weights, vae_weights
 
 WIDE = UNet(width=64, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,))
@@ -43,6 +45,23 @@ TEXTS = {
 }
 
 
+# The heads of a text tower, which no yaml of LDM's states, are written here alone.
+YAML = """
+model:
+  target: ldm.models.diffusion.ddpm.LatentDiffusion
+  params:
+    linear_start: 0.00085
+    timesteps: 1000
+    scale_factor: 0.18215
+    image_size: 64
+    unet_config:
+      target: ldm.modules.diffusionmodules.openaimodel.UNetModel
+      params: {model_channels: 64, channel_mult: [1], num_res_blocks: 1, num_head_channels: 64,
+               attention_resolutions: [1], use_linear_in_transformer: true, legacy: false}
+    cond_stage_config: {params: {num_attention_heads: 3}}
+"""
+
+
 def compvis(version="1.x"):
     """As CompVis trains: raw weights, averages twice as large, buffers, a text encoder."""
     averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in UNET.items()}
@@ -60,15 +79,21 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("compvis")
     np.savez(path / "a.npz", **compvis())
     np.savez(path / "b.npz", **compvis("2.x"))
-    checkpoints.save_diffusers(checkpoints.load(path / "a.npz"), path / "d", "v")
+    (path / "ldm.yaml").write_text(YAML)
+    checkpoints.save_diffusers(load(path / "a.npz"), path / "d", "v")
     return path
 
 
+def load(path, *arguments):
+    """A file beside its ldm.yaml."""
+    return checkpoints.load(path, *arguments, config=path.with_name("ldm.yaml"))
+
+
 def test_averages_or_raw_weights_are_chosen_by_name(folder):
-    averaged, raw = (checkpoints.load(folder / "a.npz", ema).unet for ema in ("ema", "raw"))
+    averaged, raw = (load(folder / "a.npz", ema).unet for ema in ("ema", "raw"))
     assert averaged.network == WIDE and averaged.text_width == 24
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), averaged.params, raw.params)
-    report = checkpoints.load(folder / "a.npz").report
+    report = load(folder / "a.npz").report
     assert (
         report[0]
         == f"unet: {len(UNET)} arrays (ldm, averages), {COUNT:,} parameters, each used once"
@@ -80,11 +105,11 @@ def test_averages_or_raw_weights_are_chosen_by_name(folder):
 
 
 def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
-    read = checkpoints.load(folder / "a.npz")
+    read = load(folder / "a.npz")
     assert checkpoints.equal(read, checkpoints.load(folder / "d"))
     assert checkpoints.load(folder / "d" / "vae").vae.network == SMALL_VAE
     assert checkpoints.load(folder / "d").predicts == "v" and read.predicts is None
-    raw = checkpoints.load(folder / "a.npz", "raw")
+    raw = load(folder / "a.npz", "raw")
     assert not checkpoints.equal(read, raw) and not checkpoints.equal(read, read._replace(vae=None))
     index = json.loads((folder / "d" / "model_index.json").read_text())
     assert index["unet"] == ["diffusers", "UNet2DConditionModel"]
@@ -98,7 +123,7 @@ def test_a_diffusers_folder_read_back_is_the_same_to_the_last_bit(folder):
 @pytest.mark.parametrize("dialect", ["ldm", "nemo"])
 @pytest.mark.parametrize("version", ["a", "b"])
 def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialect, version):
-    read = checkpoints.load(folder / f"{version}.npz")
+    read = load(folder / f"{version}.npz")
     path = tmp_path / f"{dialect}.safetensors"
     checkpoints.save_file(read, path, dialect)
     assert checkpoints.equal(read, checkpoints.load(path))
@@ -107,7 +132,7 @@ def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialec
 
 
 def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_path):
-    read = checkpoints.load(folder / "b.npz")
+    read = load(folder / "b.npz")
     assert (read.text.tower.num_layers, read.text.pads_with_0) == (1, True)
     assert read.report[2].startswith("text: 29 arrays, the last layer of OpenCLIP's left out, ")
     checkpoints.save_file(read, tmp_path / "b.npz")
@@ -121,7 +146,7 @@ def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_pa
 
 @pytest.mark.parametrize("version", ["a", "b"])
 def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
-    read = checkpoints.load(folder / f"{version}.npz")
+    read = load(folder / f"{version}.npz")
     checkpoints.save_diffusers(read, tmp_path / "d")
     assert checkpoints.equal(read, checkpoints.load(tmp_path / "d"))
     config = json.loads((tmp_path / "d" / "text_encoder" / "config.json").read_text())
@@ -134,7 +159,8 @@ def test_the_text_encoder_goes_to_transformers_names(folder, tmp_path, version):
 def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
     state = {n: w for n, w in compvis().items() if not n.startswith("cond_stage_model.")}
     np.savez(tmp_path / "a.npz", **state, **{"cond_stage_model.bert.x": np.zeros(1)})
-    read = checkpoints.load(tmp_path / "a.npz")
+    (tmp_path / "ldm.yaml").write_text(YAML)
+    read = load(tmp_path / "a.npz")
     assert read.text is None
     assert read.report[2] == "text: 1 arrays of another kind than CLIP's, left out"
 
@@ -170,14 +196,45 @@ def test_another_schedule_is_refused(folder, tmp_path, config, message):
         checkpoints.load(tmp_path / "d")
 
 
+def test_another_pipeline_is_refused(folder, tmp_path):
+    index = json.loads((folder / "d" / "model_index.json").read_text())
+    index |= {"_class_name": "StableDiffusionXLPipeline"}
+    index |= {"text_encoder_2": ["transformers", "CLIPTextModelWithProjection"]}
+    (tmp_path / "model_index.json").write_text(json.dumps(index))
+    message = "it is a StableDiffusionXLPipeline with text_encoder_2: only Stable Diffusion 1.x and"
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(tmp_path)
+
+
+def test_a_folder_in_shards_and_pickles_is_the_same(folder, tmp_path):
+    """As diffusers wrote them, and as transformers once did."""
+    shutil.copytree(folder / "d", tmp_path / "d")
+    names = {"unet": "diffusion_pytorch_model", "vae": "diffusion_pytorch_model",
+             "text_encoder": "pytorch_model"}  # fmt: skip
+    for part, stem in names.items():
+        (file,) = (tmp_path / "d" / part).glob("*.safetensors")
+        arrays = list(safetensors.numpy.load_file(file).items())
+        file.unlink()
+        where, half = {}, len(arrays) // 2
+        for i, shard in enumerate((arrays[:half], arrays[half:]) if part == "unet" else (arrays,)):
+            name = f"{stem}-{i + 1:05}-of-00002.bin" if part == "unet" else f"{stem}.bin"
+            torch_writer.save(file.with_name(name), dict(shard))
+            where |= {key: name for key, _ in shard}
+        if part == "unet":
+            index = file.with_name(f"{stem}.bin.index.json")
+            index.write_text(json.dumps({"weight_map": where}))
+    assert checkpoints.equal(checkpoints.load(tmp_path / "d"), checkpoints.load(folder / "d"))
+
+
 def test_mlperfs_groups_are_said_by_hand(folder):
-    assert checkpoints.load(folder / "a.npz", norm_groups=16).unet.network.norm_groups == 16
+    assert load(folder / "a.npz", "ema", 16).unet.network.norm_groups == 16
 
 
-def test_names_without_prefixes_are_one_networks(tmp_path):
+def test_names_without_prefixes_are_one_networks(folder, tmp_path):
     np.savez(tmp_path / "unet.npz", **UNET)
     np.savez(tmp_path / "vae.npz", **VAE_STATE)
-    unet, vae = (checkpoints.load(tmp_path / f"{name}.npz") for name in ("unet", "vae"))
+    unet = checkpoints.load(tmp_path / "unet.npz", config=folder / "ldm.yaml")
+    vae = checkpoints.load(tmp_path / "vae.npz")
     assert unet.unet.network == WIDE and unet.vae is None
     assert vae.vae.network == SMALL_VAE and vae.unet is None
 
@@ -202,8 +259,9 @@ def test_names_without_prefixes_are_one_networks(tmp_path):
 def test_strays_are_listed(tmp_path, change, message):
     state = {name: w for name, w in (compvis() | change).items() if w is not None}
     np.savez(tmp_path / "a.npz", **state)
+    (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
-        checkpoints.load(tmp_path / "a.npz")
+        load(tmp_path / "a.npz")
 
 
 def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):

@@ -43,6 +43,22 @@ def test_a_unet_goes_to_diffusers_and_back(unet):
     assert formats.unet_from_diffusers(config) == unet
 
 
+@pytest.mark.parametrize(
+    "unet",
+    [V1, UNet(norm_groups=16), UNet(head_dim=40, num_res_blocks=(1, 2, 2, 2), in_channels=9)],
+)
+def test_a_unet_goes_to_ldm_and_back(unet):
+    assert formats.unet_from_ldm(formats.unet_to_ldm(unet, 768)) == unet
+
+
+def test_the_size_of_latents_is_one_number():
+    assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [
+        64, 96, 8,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match=r"sample_size is \[64, 96\]: models here are of square"):
+        formats.latent_size({"sample_size": [64, 96]})
+
+
 def test_diffusers_configs_say_heads_as_its_own_files_do():
     assert formats.unet_to_diffusers(V1, 768)["attention_head_dim"] == 8
     assert formats.unet_to_diffusers(UNet(), 1024)["attention_head_dim"] == [5, 10, 20, 20]
@@ -97,6 +113,22 @@ def test_weights_alone_tell_the_rest(change):
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"attention_head_dim": [5, 7, 20, 20]},
             "heads here are equal in number, or in width",
+        ),
+        (
+            formats.unet_from_diffusers,
+            formats.unet_to_diffusers(V1, 768) | {"up_block_types": ["UpBlock2D"] * 4},
+            "the config's up_block_types is ['UpBlock2D', 'UpBlock2D', 'UpBlock2D', 'UpBlock2D'], "
+            "and only ['UpBlock2D', 'CrossAttnUpBlock2D'",
+        ),
+        (
+            formats.unet_from_diffusers,
+            formats.unet_to_diffusers(V1, 768) | {"_class_name": "UNet3DConditionModel"},
+            "_class_name is 'UNet3DConditionModel', and only 'UNet2DConditionModel' is built here",
+        ),
+        (
+            formats.vae_from_diffusers,
+            formats.vae_to_diffusers(VAE()) | {"shift_factor": 0.1},
+            "shift_factor is 0.1, and only None is built here",
         ),
         (
             formats.vae_from_diffusers,

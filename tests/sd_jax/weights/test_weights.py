@@ -6,7 +6,7 @@ import pytest
 from sd_jax.weights import checkpoints
 from tests.imagen_jax import commands
 from tests.sd_jax.cases import unet_weights
-from tests.sd_jax.weights.test_checkpoints import WIDE
+from tests.sd_jax.weights.test_checkpoints import WIDE, YAML
 
 
 def run(*arguments):
@@ -15,15 +15,16 @@ def run(*arguments):
 
 def test_convert_says_what_it_mapped_and_that_it_is_the_same(tmp_path):
     np.savez(tmp_path / "mlperf.npz", **unet_weights(WIDE))
+    (tmp_path / "ldm.yaml").write_text(YAML)
     target = tmp_path / "nemo.safetensors"
-    flags = ("--names=nemo", "--norm_groups=16")
+    flags = ("--names=nemo", "--norm_groups=16", f"--config={tmp_path / 'ldm.yaml'}")
     ended = run("convert", f"--from={tmp_path / 'mlperf.npz'}", f"--to={target}", *flags)
     assert ended.code == 0, ended.err
     assert (
         ended.out.splitlines()[-1] == f"{target}: written and read again, the same to the last bit"
     )
     assert ended.out.startswith("unet: 168 arrays (ldm), ")
-    assert checkpoints.load(target, norm_groups=16).unet.network == WIDE.clone(norm_groups=16)
+    assert checkpoints.load(target).unet.network == WIDE.clone(norm_groups=16)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,148 @@
+"""What arrays do not show: heads from LDM's yaml, NeMo's config or metadata, or a refusal."""
+
+import io
+import json
+import re
+import tarfile
+
+import numpy as np
+import pytest
+import yaml
+
+from sd_jax.unet import UNet
+from sd_jax.weights import checkpoints, formats, initial, ldm_config
+from sd_jax.weights.ldm_config import Facts
+from tests.diffusion_jax.weights import torch_writer
+from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
+from tests.sd_jax.weights.test_checkpoints import TEXTS
+
+# 1.x's kind of layers, with 4 heads where the published models have 8.
+FOUR = UNet(32, (1, 2), 1, (1,), num_heads=4, linear_projections=False, norm_groups=16)
+FIELDS = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1, "num_heads": 4,
+          "attention_resolutions": [2], "num_head_channels": -1}  # fmt: skip
+STATE = {f"model.diffusion_model.{name}": w for name, w in unet_weights(FOUR).items()}
+TEXT = {f"cond_stage_model.{name}": w for name, w in TEXTS["1.x"].items()}
+
+
+def written(path, config):
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def of_model(**fields):
+    return {"model": {"target": "ldm.LatentDiffusion", "params": fields}}
+
+
+@pytest.fixture
+def file(tmp_path):
+    np.savez(tmp_path / "a.npz", **STATE, **TEXT)
+    return tmp_path / "a.npz"
+
+
+def test_heads_that_nothing_says_are_refused(file):
+    message = "its UNet is 32 wide in 2 levels, and arrays do not show how many heads attend there"
+    with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
+        checkpoints.load(file)
+    read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
+    assert read.unet.network == FOUR and read.text is None
+    why = "a CLIP 24 wide, of which nothing says how many heads it has, left out"
+    assert read.report[1] == f"text: {len(TEXT)} arrays of {why}"
+
+
+@pytest.mark.parametrize(
+    "unet",
+    [UNet(), UNet(num_heads=8, linear_projections=False, in_channels=9), UNet(norm_groups=16)],
+)
+def test_the_published_sizes_are_known(unet):
+    assert formats.is_published(unet)
+    assert not formats.is_published(unet.clone(width=640)) and not formats.is_published(FOUR)
+
+
+def test_ldms_yaml_says_heads_scale_size_and_what_is_predicted(file, tmp_path):
+    params = {"target": "UNetModel", "params": FIELDS}
+    said = {"parameterization": "v", "image_size": 32, "scale_factor": 0.5, "timesteps": 1000}
+    path = written(tmp_path / "v.yaml", of_model(unet_config=params, **said))
+    read = checkpoints.load(file, norm_groups=16, config=path)
+    assert read.unet.network == FOUR
+    assert (read.predicts, read.latent_size, read.scale) == ("v", 32, 0.5)
+
+
+@pytest.mark.parametrize("name", ["b.safetensors", "b.npz"])
+@pytest.mark.parametrize("dialect", ["ldm", "nemo"])
+def test_a_file_written_here_says_all_of_it(file, tmp_path, name, dialect):
+    config = of_model(unet_config={"params": FIELDS},
+                      cond_stage_config={"params": {"num_attention_heads": 3}})  # fmt: skip
+    path = written(tmp_path / "v.yaml", config)
+    read = checkpoints.load(file, norm_groups=16, config=path)
+    read = read._replace(predicts="v", latent_size=96, scale=0.3)
+    assert (read.unet.network, read.text.tower.num_heads) == (FOUR, 3)
+    checkpoints.save_file(read, tmp_path / name, dialect)
+    again = checkpoints.load(tmp_path / name)
+    assert checkpoints.equal(read, again)
+    assert (again.predicts, again.latent_size, again.scale) == ("v", 96, 0.3)
+
+
+def test_nemos_own_config_says_it_too(tmp_path):
+    torch_writer.save(tmp_path / "w.ckpt", {f"model.{name}": w for name, w in STATE.items()})
+    fields = {"_target_": "UNetModel", **FIELDS, "resblock_gn_groups": 16}
+    config = {"unet_config": fields, "parameterization": "v", "image_size": 32}
+    members = {"model_config.yaml": yaml.safe_dump(config).encode(),
+               "model_weights.ckpt": (tmp_path / "w.ckpt").read_bytes()}  # fmt: skip
+    with tarfile.open(tmp_path / "m.nemo", "w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"./{name}")
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    read = checkpoints.load(tmp_path / "m.nemo")
+    assert (read.unet.network, read.predicts, read.latent_size) == (FOUR, "v", 32)
+
+
+def test_training_from_a_file_takes_heads_from_the_config(file):
+    params = initial.read_unet(file, FOUR, TEXT_WIDTH)
+    kernel = params["params"]["init_conv"]["kernel"]
+    expected = STATE["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)
+    np.testing.assert_array_equal(kernel, expected)
+
+
+def test_only_the_parts_that_are_wanted_are_read(file):
+    read = checkpoints.load(file, parts=("text",))  # The UNet's heads do not matter then.
+    assert read.unet is None and read.report[0].startswith("text: ")
+
+
+def test_facts_go_out_and_back():
+    text = {"num_attention_heads": 12, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+    for unet in (
+        FOUR,
+        UNet(),
+        UNet(num_res_blocks=(2, 1), channel_mult=(2, 3), attention_levels=()),
+    ):
+        facts = Facts(unet, "eps", 96, 0.3, text)
+        assert ldm_config.read(json.loads(ldm_config.write(facts, 768))) == facts
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "v.yaml is no yaml: while parsing"),
+        ("- 1", "v.yaml is no config of LDM's: it has no model.params.unet_config"),
+        (of_model(first_stage_config={}), "it has no model.params.unet_config"),
+        (of_model(unet_config={"params": FIELDS}, linear_end=0.02), "linear_end is 0.02, and only"),
+        (
+            of_model(unet_config={"params": FIELDS}, parameterization="x0"),
+            "is 'x0': known are eps,",
+        ),
+        (of_model(unet_config={"params": {"a": 1}}), "lacks model_channels, attention_resolutions"),
+    ],
+)
+def test_another_config_is_refused(file, tmp_path, content, message):
+    path = tmp_path / "v.yaml"
+    path.write_text(content if isinstance(content, str) else yaml.safe_dump(content))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        checkpoints.load(file, config=path)
+
+
+def test_a_config_that_is_not_there_or_not_needed_is_said(file, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config is LDM's yaml"):
+        checkpoints.load(file, config="nowhere.yaml")
+    with pytest.raises(ValueError, match="has configs of its own: --config is for single files"):
+        checkpoints.load(tmp_path, config="v.yaml")
