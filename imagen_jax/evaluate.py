@@ -8,7 +8,11 @@ other pictures are scored by FID and CLIP score, as a curve over the scales:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
-        --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14
+        --inception=pt_inception-2015-12-05-6726825d.pth --clip=openai/clip-vit-large-patch14 \\
+        --text_weights=weights/t5-11b-encoder
+
+--text_weights is where the text encoder is if the config does not say, as after training on stored
+embeddings.
 
 --checkpoint and --ema take lists, of the first model, and become further points. The same seeds
 draw at every point. Features are kept batch by batch: started again, a sweep goes on where it was.
@@ -24,6 +28,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
+from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.model import Choice, Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
@@ -32,10 +37,14 @@ from imagen_jax import cascade
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
-def open_subject(workdirs: Sequence[str], choice: Choice) -> evaluation.Subject:
+def open_subject(
+    workdirs: Sequence[str], choice: Choice, text_weights: Sequence[str] = ()
+) -> evaluation.Subject:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
-    later = [cascade.Choice(steps=choice.steps) for _ in workdirs[1:]]
-    stages = cascade.load(workdirs, [cascade.Choice(**vars(choice)), *later])
+    texts = choice_flags.each("text_weights", text_weights, str, len(workdirs))
+    later = [cascade.Choice(steps=choice.steps, text_weights=text) for text in texts[1:]]
+    first = cascade.Choice(**vars(choice) | {"text_weights": texts[0]})
+    stages = cascade.load(workdirs, [first, *later])
     cascade.check_low_res(stages[0], None)
     last = stages[-1].settings
     sizes = stages[0].settings.output_size, last.output_size
@@ -61,4 +70,9 @@ if __name__ == "__main__":
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The folder of a training run; repeated for a cascade.", required=True
     )
-    evaluation.command(lambda choice: open_subject(workdir.value, choice), SCALES)
+    text_weights = flags.DEFINE_list(
+        "text_weights", [], "The text encoder's weights, of all stages or of each; else the runs'."
+    )
+    evaluation.command(
+        lambda choice: open_subject(workdir.value, choice, text_weights.value), SCALES
+    )

@@ -10,6 +10,7 @@ from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
+from diffusion_jax.text import registry
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
@@ -138,13 +139,18 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_texts(s: Settings) -> None:
-    """ValueError if the encoder cannot read the data's texts."""
-    embedded = s.text.embedded
-    if s.data.source in ("folder", "webdataset") and embedded != s.data.embedded:
-        way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
+    """ValueError if the data's texts are embeddings that the encoder or a store cannot give."""
+    if not s.data.embedded or s.data.source == "synthetic":
+        return
+    if not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"data.text is {s.data.text!r} and text.encoder is {s.text.encoder!r}, which cannot "
-            f"read it: set data.text to {way_out}, or choose another encoder"
+            "read it: set data.text to txt, or name the encoder that made these embeddings"
+        )
+    if s.text.store:
+        raise ValueError(
+            f"text.store is {s.text.store!r} and data.text is {s.data.text!r}, embeddings beside "
+            "the images: set data.text to txt to look captions up, or leave text.store empty"
         )
 
 

@@ -230,11 +230,6 @@ def check_size(p: Pipeline, field: str, size: int) -> None:
 
 
 def _check_text(s: Settings) -> None:
-    if s.text.embedded:
-        raise ValueError(
-            f"text.encoder is {s.text.encoder!r}, which cannot encode the empty prompt that "
-            "guidance needs: name the encoder, and where its embeddings are with text.store"
-        )
     if s.data.source in ("folder", "webdataset", "moments") and s.data.embedded:
         raise ValueError(f"data.text is {s.data.text!r}: captions are read, so set it to txt")
     if s.conditioning.pad_to and s.conditioning.pad_to < s.text.max_tokens:

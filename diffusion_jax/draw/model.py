@@ -120,8 +120,8 @@ def open_encoder(
 ) -> tuple[TextEncoder, Any]:
     """The encoder for new texts and its weights on the devices, kept in `encoders`, a dict."""
     encoders = {} if encoders is None else encoders
-    key = text._replace(drop_prob=0.0)  # All else says what is read.
+    key = text._replace(drop_prob=0.0, store="")  # All else says what is read.
+    encoder = lookup.open_online(text)  # Also compared with a store.
     if key not in encoders:
-        encoder = lookup.open_online(text)
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]
