@@ -38,9 +38,10 @@ SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
 def open_subject(
-    workdirs: Sequence[str], choice: Choice, text_weights: Sequence[str] = ()
+    workdirs: Sequence[str], choice: Choice | None = None, text_weights: Sequence[str] = ()
 ) -> evaluation.Subject:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
+    choice = choice or Choice()
     texts = choice_flags.each("text_weights", text_weights, str, len(workdirs))
     later = [cascade.Choice(steps=choice.steps, text_weights=text) for text in texts[1:]]
     first = cascade.Choice(**vars(choice) | {"text_weights": texts[0]})
