@@ -3,7 +3,8 @@
 python -m imagen_jax.train --config=configs/base64_500m.py --workdir=runs/base64_500m
 
 NeMo: global batch 4096, 1.25 million steps, 5.12 billion samples, 32 GPUs. The text is T5-11b's
-(1024 wide, 128 tokens), precomputed and stored beside the images: see docs/data.md.
+(1024 wide, 128 tokens), encoded before training and stored beside the images: see docs/data.md.
+Training opens no encoder; to sample and evaluate, say where it is with --text_weights=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -29,7 +30,7 @@ def get_config() -> ConfigDict:
         cond_dim=512,
         dtype="bfloat16",
     )
-    c.text = dict(encoder="precomputed", width=1024, max_tokens=128, drop_prob=0.1)
+    c.text = dict(encoder="t5", width=1024, max_tokens=128, drop_prob=0.1)
 
     c.diffusion = dict(precond="edm", noise="lognormal", p_mean=-1.2, p_std=1.2)
     c.super_resolution = dict(factor=1)
@@ -37,8 +38,8 @@ def get_config() -> ConfigDict:
 
     c.optimizer = dict(lr=1e-4, schedule="constant", warmup=10_000, weight_decay=0.01)
     c.mesh = dict(fsdp=-1)  # All devices.
-    c.data = dict(source="webdataset", path="data/laion64", text="npy")
+    c.data = dict(source="webdataset", path="data/laion64", text="npy")  # txt: captions.
     c.evaluation = dict(every=0)  # Images; 0 for never.
 
     c.sample_every, c.keep_every = 10_000, 100_000
-    return c  # No prompts: a precomputed encoder draws the texts of the first pictures instead.
+    return c  # No prompts, which the encoder would read: the texts of the first pictures are drawn.

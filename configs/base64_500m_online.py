@@ -18,7 +18,6 @@ from configs import base64_500m
 
 def get_config() -> ConfigDict:
     c = base64_500m.get_config()
-    c.text.encoder = "t5"
     c.text.weights = "weights/t5-11b-encoder"
     c.data.text = "txt"
     c.prompts = (

@@ -9,18 +9,20 @@ import json
 import os
 import pathlib
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 from absl import logging
 
-from diffusion_jax import systems
+from diffusion_jax import settings, systems
 from diffusion_jax.machine import claims, files
+from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
-VERSION = 1
+VERSION = 2
 """The version of the config.json written today. Version 0 named no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
@@ -32,22 +34,27 @@ _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_
 
 
 class Change(NamedTuple):
-    """A field that a version of configs renamed or removed."""
+    """A field that a version of configs renamed or removed, or whose values it renamed."""
 
     version: int
-    """The first without it."""
+    """The first without it, or without these values."""
     field: str
     """The field's earlier name, such as unet.dropout."""
     renamed: str = ""
-    """The field's name now; "" if it was removed."""
+    """The field's name now; "" if it was removed, unless there are `values`."""
     learned: tuple[Any, ...] = ()
     """Values of a removed field that today's code stands for; a run with another cannot be read.
 
     Empty for a field that says nothing of what the weights mean, which is dropped.
     """
+    values: Mapping[Any, Any] = MappingProxyType({})
+    """Its earlier values by today's, of a field that stays."""
 
 
-CHANGES: tuple[Change, ...] = ()
+CHANGES: tuple[Change, ...] = (
+    # It said that the embeddings lie beside the images, which data.text says: T5's, as NeMo has.
+    Change(2, "text.encoder", values={"precomputed": "t5"}),
+)
 
 
 def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
@@ -63,7 +70,10 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
         )
     path = pathlib.Path(workdir) / CONFIG
     config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
-    different = path.exists() and claims.unlike(load(workdir), config, ("version", *_FREE))
+    text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
+    unread = ("text.weights",) if data.embedded or text.get("store") else ()  # For new texts alone.
+    free = ("version", *_FREE, *unread)
+    different = path.exists() and claims.unlike(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
@@ -111,8 +121,11 @@ def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
         config = {"system": names[0] if names else "", **config}
     for change in CHANGES:
         group, _, field = change.field.rpartition(".")
-        place = config[group] if group else config
+        place = config.get(group, {}) if group else config
         if version >= change.version or field not in place:
+            continue
+        if change.values:
+            place[field] = change.values.get(place[field], place[field])
             continue
         value = place.pop(field)
         if change.learned and value not in change.learned:

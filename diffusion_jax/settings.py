@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 CROPS = ("center", "random")
+CAPTIONED = ("digits", "arrow", "tfds")
+"""Data sources that have captions whatever data.text says."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold embeddings made before training, one text each."""
 MOMENTS = "moments"
@@ -37,13 +39,17 @@ class Run(NamedTuple):
 
 
 class Text(NamedTuple):
-    """The text encoder, and how often training drops the text."""
+    """The text encoder, and how often training drops the text.
+
+    Training runs the encoder, or takes what it made before: from a store, or from files beside the
+    images where data.text names such. New texts, of sampling and scores, always need the encoder.
+    """
 
     encoder: str
     weights: str = ""
-    """A folder or a Hugging Face name, for pretrained encoders."""
+    """A folder or a Hugging Face name, for pretrained encoders; stored embeddings need none."""
     store: str = ""
-    """A store of this encoder's embeddings, to be looked up in training; "" runs the encoder."""
+    """A store of this encoder's embeddings, to be looked up in training."""
     width: int = 1024
     max_tokens: int = 128
     read_tokens: int = 512
@@ -51,11 +57,6 @@ class Text(NamedTuple):
     dtype: str = "bfloat16"
     """The arithmetic of pretrained encoders."""
     drop_prob: float = 0.1
-
-    @property
-    def embedded(self) -> bool:
-        """Whether embeddings lie beside the images, and no captions are read."""
-        return self.encoder == "precomputed"
 
 
 class Optimizer(NamedTuple):
@@ -128,7 +129,10 @@ class Data(NamedTuple):
     @property
     def embedded(self) -> bool:
         """Whether `text` names embeddings in files beside the images, and no captions."""
-        return self.text.partition(":")[0].endswith(EMBEDDINGS)
+        if self.source in CAPTIONED:
+            return False
+        texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
+        return any(text.partition(":")[0].endswith(EMBEDDINGS) for text in texts)
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -186,19 +190,24 @@ def check_run(run: Run, data: Data) -> None:
     )  # fmt: skip
 
 
-def check_prompts(run: Run, text: Text) -> None:
+def check_prompts(run: Run, data: Data) -> None:
     """ValueError if there is nothing to draw on the way."""
-    if not text.embedded and run.sample_every and not run.prompts:
+    if not data.embedded and run.sample_every and not run.prompts:
         raise ValueError(
             "prompts is empty: give texts to draw on the way, such as "
             "--config.prompts=\"('a red dog',)\", or set sample_every=0"
         )
 
 
-def check_sampler(sampler: Any, samplers: Iterable[str]) -> None:
+def check_sampler(
+    sampler: Any, samplers: Iterable[str], grids: Iterable[str], ends: Iterable[str]
+) -> None:
     """ValueError for values that no model can draw with, of the fields that all systems have."""
     one_of("sampler.name", sampler.name, samplers)
-    positive(sampler__steps=sampler.steps)
+    one_of("sampler.grid", sampler.grid, ("", *grids))
+    one_of("sampler.end", sampler.end, ("", *ends))
+    positive(sampler__steps=sampler.steps, sampler__rho=sampler.rho)
+    within(0, 1000, sampler__offset=sampler.offset)
     within(0, 1, sampler__eta=sampler.eta)
     within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
 

@@ -93,7 +93,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
     optimizer.check(s.optimizer, s.run.steps)
     if "text" in values:
         registry.check(s.text)
-        settings.check_prompts(s.run, s.text)
+        settings.check_prompts(s.run, s.data)
     system.check(s)
     return s
 

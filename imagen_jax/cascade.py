@@ -23,7 +23,9 @@ from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches
 from diffusion_jax.machine import sharding, sheets
+from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
+from diffusion_jax.text import registry
 from imagen_jax import task
 from imagen_jax.settings import Settings
 
@@ -39,32 +41,44 @@ class Choice(model.Choice):
 
 
 def load(
-    workdirs: Sequence[str | os.PathLike[str]], choices: Sequence[Choice] = ()
+    workdirs: Sequence[str | os.PathLike[str]],
+    choices: Sequence[Choice] = (),
+    embedded: bool = False,
 ) -> tuple[Model, ...]:
     """The models of these runs, in the order in which they draw, as `choices` say.
 
-    ValueError if one of them does not draw what the next enlarges.
+    Their text encoders are opened; if `embedded`, none is, and they draw from embeddings that
+    others made. ValueError if a stage does not draw what the next enlarges, or has no encoder.
     """
     named = list(zip(workdirs, choices or [Choice()] * len(workdirs), strict=True))
     check_chain([(str(workdir), read_run(workdir, choice)) for workdir, choice in named])
     encoders: Encoders = {}
-    return tuple(load_model(workdir, choice, encoders) for workdir, choice in named)
+    return tuple(load_model(workdir, choice, encoders, embedded) for workdir, choice in named)
 
 
 def load_model(
     workdir: str | os.PathLike[str],
     choice: Choice | None = None,
     encoders: Encoders | None = None,
+    embedded: bool = False,
 ) -> Model:
     """The model of a training run; ValueError or FileNotFoundError if there is no such one.
 
     Models that are loaded with the same `encoders` (a dict, empty at first) share the weights of
-    their text encoders.
+    their text encoders. `embedded` as for `load`.
     """
     choice = choice or Choice()
     s = read_run(workdir, choice)
     mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
-    encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
+    if embedded and not registry.ENCODERS[s.text.encoder].pretrained:
+        raise ValueError(
+            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: nobody "
+            "makes embeddings of it before they are drawn from"
+        )
+    if embedded:
+        encoder, frozen = lookup.open_encoder(s.text, embedded), ()
+    else:
+        encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
     return model.load_model(workdir, choice, s, encoder, imagen, mesh)
 
@@ -96,10 +110,9 @@ def draw(
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
     """One image for each prompt and seed (as many of both), as every stage drew it.
 
-    Models that were trained on precomputed embeddings take these, [tokens, width] each, as
-    `prompts`. `low_res` is what the first stage enlarges if it is a super-resolution model. Image
-    n depends on its prompt, seed and low-res image alone. ValueError if the numbers or sizes do
-    not fit.
+    Models that were loaded for them take embeddings, [tokens, width] each, as `prompts`. `low_res`
+    is what the first stage enlarges if it is a super-resolution model. Image n depends on its
+    prompt, seed and low-res image alone. ValueError if the numbers or sizes do not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
@@ -148,6 +161,8 @@ def describe(stage: Model) -> dict[str, Any]:
     """What a stage's pictures depend on; a bound that is infinite is left out: JSON has none."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
+    if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
+        sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
     if s.super_resolution.factor > 1:

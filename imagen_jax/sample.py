@@ -9,9 +9,11 @@ one; what is left out is the config's:
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures
 
-Give --prompt several times, or a file with one prompt a line as --prompts. A model that was trained
-on precomputed embeddings takes --embeddings=FILE (.npy, .npz or .safetensors, one text each). A
-super-resolution model named first enlarges the pictures of --low_res, one for each text.
+Give --prompt several times, or a file with one prompt a line as --prompts. They are read by the
+text encoder that the models were trained with, whose weights --text_weights=FOLDER names where the
+config does not, as after training on stored embeddings. Without it, --embeddings=FILE takes what
+the encoder made elsewhere (.npy, .npz or .safetensors, one text each). A super-resolution model
+named first enlarges the pictures of --low_res, one for each text.
 
 --out gets a PNG for each image, sheet.png with all of them and their captions, and metadata.jsonl
 with what is needed to draw an image again. Image n of the command has seed --seed + n, and depends
@@ -48,7 +50,13 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     del out
     workdirs = _WORKDIR.value
     batch_sizes = choice_flags.each("batch_size", _BATCH.value, int, len(workdirs))
-    stages = cascade.load(workdirs, choice_flags.choices(Choice, _CHOICES, len(workdirs)))
+    if bool(prompts) == bool(_EMBEDDINGS.value):
+        raise ValueError(
+            "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or in their place "
+            "--embeddings=FILE, which the models' text encoder made"
+        )
+    choices = choice_flags.choices(Choice, _CHOICES, len(workdirs))
+    stages = cascade.load(workdirs, choices, embedded=not prompts)
     captions, texts = _texts(stages, prompts)
     low_res = _low_res(stages[0], len(captions))
 
@@ -70,20 +78,11 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
     """Captions, and what each stage reads of them: tokens or embeddings."""
-    names = {stage.encoder.name for stage in stages}
-    needs_embeddings = "precomputed" in names
-    if needs_embeddings and len(names) > 1:
-        raise ValueError(f"the stages read texts in unlike ways: {', '.join(sorted(names))}")
-    paths = _EMBEDDINGS.value
-    read, unread = (paths, prompts) if needs_embeddings else (prompts, paths)
-    if not read or unread:
-        flag = "--embeddings=FILE" if needs_embeddings else "--prompt=TEXT or --prompts=FILE"
-        raise ValueError(f"the text encoder {stages[0].encoder.name!r} needs {flag}")
-    if not needs_embeddings:
+    if not _EMBEDDINGS.value:
         return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
-    arrays = [embeddings.read(pathlib.Path(path).read_bytes(), path) for path in paths]
-    captions = [pathlib.Path(path).stem for path in paths]
-    return captions, [stage.encoder.tokenize(arrays) for stage in stages]
+    paths = [pathlib.Path(path) for path in _EMBEDDINGS.value]
+    arrays = [embeddings.read(path.read_bytes(), str(path)) for path in paths]
+    return [path.stem for path in paths], [stage.encoder.tokenize(arrays) for stage in stages]
 
 
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:

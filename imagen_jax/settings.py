@@ -4,12 +4,14 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
+from diffusion_jax.text import registry
 from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
@@ -52,6 +54,12 @@ class Sampler(NamedTuple):
     """Guidance acts on noise levels from low to high."""
     guidance_high: float = float("inf")
     threshold: str = "dynamic"
+    grid: str = ""
+    """The noise levels of the steps, a key of grids.GRIDS; "" takes that of noise and sampler."""
+    end: str = ""
+    """Where they end: at "zero" or at "sigma_min", the least level that there is."""
+    offset: int = 1
+    """The first of a table's leading times."""
 
 
 class Settings(NamedTuple):
@@ -89,7 +97,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_sampler(s.sampler, SAMPLERS)
+    settings.check_sampler(s.sampler, SAMPLERS, GRIDS, ENDS)
     settings.one_of("diffusion.precond", s.diffusion.precond, PRECONDS)
     settings.one_of("diffusion.noise", s.diffusion.noise, NOISES)
     settings.one_of("diffusion.distance", s.diffusion.distance, DISTANCES)
@@ -97,7 +105,7 @@ def check(s: Settings) -> None:
     settings.positive(
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
         diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
-        sampler__sigma_min=s.sampler.sigma_min, sampler__rho=s.sampler.rho,
+        sampler__sigma_min=s.sampler.sigma_min,
     )  # fmt: skip
     if not s.sampler.sigma_max > s.sampler.sigma_min:
         raise ValueError(
@@ -138,13 +146,18 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_texts(s: Settings) -> None:
-    """ValueError if the encoder cannot read the data's texts."""
-    embedded = s.text.embedded
-    if s.data.source in ("folder", "webdataset") and embedded != s.data.embedded:
-        way_out = "the suffix of embeddings, such as npy" if embedded else "txt"
+    """ValueError if the data's texts are embeddings that the encoder or a store cannot give."""
+    if not s.data.embedded or s.data.source == "synthetic":
+        return
+    if not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
             f"data.text is {s.data.text!r} and text.encoder is {s.text.encoder!r}, which cannot "
-            f"read it: set data.text to {way_out}, or choose another encoder"
+            "read it: set data.text to txt, or name the encoder that made these embeddings"
+        )
+    if s.text.store:
+        raise ValueError(
+            f"text.store is {s.text.store!r} and data.text is {s.data.text!r}, embeddings beside "
+            "the images: set data.text to txt to look captions up, or leave text.store empty"
         )
 
 

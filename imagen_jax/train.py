@@ -10,6 +10,8 @@ config.prompts under samples/, checkpoints/, config.json and manifest.json. The 
 continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 """
 
+import functools
+
 import numpy as np
 
 from diffusion_jax.data import sources
@@ -27,27 +29,31 @@ from imagen_jax.settings import Settings, read_settings
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Opens text encoder, data and evaluation; ValueError or OSError if they cannot be."""
-    encoder = lookup.open_encoder(s.text)
+    encoder = lookup.open_encoder(s.text, s.data.embedded)
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
     evaluation = on_the_way.open_evaluation(
-        s.evaluation, s.data.source, s.output_size, encoder.tokenize
+        s.evaluation, s.data.source, s.output_size, _open_prompts(s, encoder)
     )
     return loop.Inputs(task.make_task(s, encoder), batches, examples, evaluation)
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
     """The training data of a config, this process's rows of it."""
-    shape = (s.text.max_tokens, s.text.width) if s.text.embedded else None
+    shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
-    """The config's prompts; of the first pictures, where those are needed to draw."""
-    if not s.text.embedded and s.super_resolution.factor == 1:
-        texts, captions = encoder.tokenize(s.run.prompts), s.run.prompts
-        return loop.Examples(texts, captions, s.sampler.guidance)
+    """The config's prompts; the texts of the first pictures, where those are needed to draw.
+
+    They are as well where only embeddings are at hand, and no encoder for the prompts.
+    """
+    readable = not s.data.embedded or (s.run.prompts and s.text.weights)
+    if readable and s.super_resolution.factor == 1:
+        texts = _open_prompts(s, encoder)(s.run.prompts)(s.run.prompts)
+        return loop.Examples(texts, s.run.prompts, s.sampler.guidance)
     first = np.arange(min(8, len(batches.pictures)))
     images, texts = batches.pictures.read(first)
     batch = encoder.tokenize(texts)
@@ -56,6 +62,10 @@ def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examp
         batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
     return loop.Examples(batch, tuple(captions), s.sampler.guidance)
+
+
+def _open_prompts(s: Settings, encoder: TextEncoder) -> on_the_way.OpenPrompts:
+    return functools.partial(lookup.open_prompts, s.text, encoder, s.data.embedded)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,14 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
     # Also where nothing is drawn: a store of embeddings must hold what training needs.
     examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
-    evaluation = on_the_way.open_evaluation(s.evaluation, s.data.source, s.output_size, tokenize)
+
+    def open_prompts(prompts):
+        lookup.open_prompts(s.text, encoder, False, prompts)  # They are in a store of embeddings.
+        return tokenize
+
+    evaluation = on_the_way.open_evaluation(
+        s.evaluation, s.data.source, s.output_size, open_prompts
+    )
     start = (lambda: read_unet(s.unet_weights, s.unet, s.text.width)) if s.unet_weights else None
     sd = task.make_task(s, encoder, vae_params)
     return loop.Inputs(sd, batches, examples, evaluation, start)

@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
@@ -44,6 +45,8 @@ class Choice:
     guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
     sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
     steps: int | None = replaces("sampler.steps", "Sampling steps.")
+    grid: str | None = replaces("sampler.grid", f"Their noise levels: one of {', '.join(GRIDS)}.")
+    end: str | None = replaces("sampler.end", f"Where these end: {' or '.join(ENDS)}.")
     text_weights: str | None = replaces(
         "text.weights", "Folder or Hugging Face name of the text encoder's weights."
     )
@@ -120,8 +123,8 @@ def open_encoder(
 ) -> tuple[TextEncoder, Any]:
     """The encoder for new texts and its weights on the devices, kept in `encoders`, a dict."""
     encoders = {} if encoders is None else encoders
-    key = text._replace(drop_prob=0.0)  # All else says what is read.
+    key = text._replace(drop_prob=0.0, store="")  # All else says what is read.
+    encoder = lookup.open_online(text)  # Also compared with a store.
     if key not in encoders:
-        encoder = lookup.open_online(text)
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]

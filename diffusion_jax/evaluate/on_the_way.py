@@ -13,14 +13,17 @@ from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Texts
 from diffusion_jax.train import loop as training
 
+OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
+
 
 def open_evaluation(
-    evaluation: Evaluation, source: str, size: int, tokenize: Callable[[Sequence[str]], Texts]
+    evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts
 ) -> training.Scoring | None:
     """The evaluation that config.evaluation describes; None where it says never.
 
-    `source` is the data's, `size` that of the pictures that are drawn; `tokenize` makes what the
-    task draws from of prompts. ValueError or FileNotFoundError if it cannot be.
+    `source` is the data's, `size` that of the pictures that are drawn; `open_prompts` gets all
+    prompts, and returns what makes of some of them what the task draws from. ValueError or
+    FileNotFoundError if it cannot be.
     """
     if not evaluation.every:
         return None
@@ -28,6 +31,7 @@ def open_evaluation(
         prompt_files.read(evaluation.prompts, evaluation.num_prompts) if evaluation.prompts else []
     )
     scorer = scorers.open_scorer(source, size, prompts, evaluation)
+    tokenize = open_prompts(scorer.prompts)
     most = program.default_batch_size(size, size)
     batch_size = program.even_batch_size(most, len(scorer.prompts))
 

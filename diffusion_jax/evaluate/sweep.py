@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import pathlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,18 @@ from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED = "sweep.csv", "scores"
 Row = Mapping[str, Any]
+
+
+def point_name(row: Row) -> str:
+    """A point's weights, as a file's name: the model of several, its checkpoint and average."""
+    parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
+    return "_".join(_file_name(part) for part in parts if part)
+
+
+def label(row: Row) -> str:
+    """The same in words."""
+    parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
+    return ", ".join([*filter(None, parts), *(f"then {row[k]}" for k in ["later"] if row.get(k))])
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -63,6 +76,11 @@ def describe(row: Row) -> str:
     return "\n".join(parts)
 
 
-def sheet_name(guidance: float) -> str:
-    """The file of pictures drawn at this scale."""
-    return f"guidance_{guidance:g}.png"
+def sheet_name(row: Row) -> str:
+    """The file of pictures drawn at a row's scale, by its model if there are several."""
+    model = f"{_file_name(row['model'])}_" if row.get("model") else ""
+    return f"{model}guidance_{float(row['guidance']):g}.png"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text)

@@ -109,9 +109,11 @@ def placed(shapes: Any, where: Any) -> Any:
 def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable[..., Any]:
     """The function, traced with the mesh in use: attention's kernels ask for it and its devices."""
 
+    abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
+
     @functools.wraps(function)
     def in_mesh(*args, **kwargs):
-        with jax.sharding.use_abstract_mesh(getattr(mesh, "abstract_mesh", mesh)):
+        with jax.sharding.use_abstract_mesh(abstract):
             return function(*args, **kwargs)
 
     return in_mesh

@@ -163,8 +163,8 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
         segments = splash.SegmentIds(q=jnp.ones(t, jnp.int32), kv=valid.astype(jnp.int32))
         return kernel(q, k, v, segment_ids=segments)
 
-    heads_first = [jnp.swapaxes(x, 1, 2) for x in (q, k, v)]  # [B, N, T or S, K]
-    return jnp.swapaxes(jax.vmap(one)(*heads_first, valid), 1, 2)
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))  # [B, N, T or S, K]
+    return jnp.swapaxes(jax.vmap(one)(q, k, v, valid), 1, 2)
 
 
 def _divisor(length: int, most: int) -> int:

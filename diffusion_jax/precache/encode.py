@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Int
 
-from diffusion_jax.machine.sharding import batch_sharding, place
+from diffusion_jax.machine import sharding
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
@@ -26,7 +26,7 @@ def make_encode(
     padding included. Texts of one length are encoded together where the encoder allows for it:
     what it reads is the same, and most captions are far shorter than what is reserved for them.
     """
-    where = batch_sharding(mesh)
+    where = sharding.batch_sharding(mesh)
     program = jax.jit(functools.partial(_encode, encoder, format), out_shardings=where)
 
     def encode(texts):
@@ -34,7 +34,9 @@ def make_encode(
         rows: list[Any] = [None] * len(texts)
         running: list[Any] = []
         for part, length in _batches(_lengths(encoder, tokens), batch_tokens, mesh.size):
-            batch = {name: place(array[part, :length], where) for name, array in tokens.items()}
+            batch = {
+                name: sharding.place(array[part, :length], where) for name, array in tokens.items()
+            }
             running.append((part, program(frozen, batch)))
             if len(running) > 1:  # The devices are at work on the next one meanwhile.
                 _take(rows, *running.pop(0))
@@ -43,6 +45,18 @@ def make_encode(
         return _join(rows)
 
     return encode
+
+
+def on_own_devices(
+    encoder: TextEncoder, format: str, batch_tokens: int
+) -> Callable[[Sequence[str]], shards.Rows]:
+    """`make_encode` on the devices of this process, none of which waits for another process.
+
+    `batch_tokens` are those of a device.
+    """
+    mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
+    frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
+    return make_encode(encoder, frozen, mesh, format, batch_tokens * mesh.size)
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:

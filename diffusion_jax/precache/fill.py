@@ -1,25 +1,23 @@
 """Fills a store with the embeddings of a data set's captions: the work of the command precache."""
 
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 from absl import logging
 from jaxtyping import Int, Shaped
 
 from diffusion_jax import settings
-from diffusion_jax.data import sources
-from diffusion_jax.machine import sharding
+from diffusion_jax.data import digits, sources
+from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.machine.progress import Meter
 from diffusion_jax.precache import cost, encode, lookup, plan, shards, store, workers
 from diffusion_jax.precache.workers import Share
-from diffusion_jax.settings import Data, Text
+from diffusion_jax.settings import Data, Evaluation, Text
 from diffusion_jax.text import TextEncoder, registry
 
 _SAMPLE = 1024  # Captions that the table is measured on.
-_RULES: sharding.Rules = [("", sharding.FSDP)]
 
 
 class Job(NamedTuple):
@@ -47,11 +45,10 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     """The encoder and the captions of a config; ValueError or OSError that says what to change."""
     text = settings.read(Text, config["text"], "text")
     data = settings.read(Data, config["data"], "data")
-    settings.one_of("text.encoder", text.encoder, registry.ENCODERS)
+    registry.check(text)
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
-    lookup.rule(text)  # Before any weights are opened.
-    captions, source = _captions(data, _prompts(config), captions_file)
+    captions, source = _captions(data, _prompts(config, data.source), captions_file)
     encoder = registry.make_encoder(text)
     source = {**source, "captions": len(captions)}
     return Job(text, encoder, lookup.identity(text, encoder), captions, source)
@@ -112,7 +109,7 @@ def _encode_shards(
     names = [shards.shard_name(keys[part]) for part in parts]
     shards.whole_shards(path, names, verify=work.verify)
     paths = [path / name for name in names]
-    encode_texts = _make_encode(job, work)
+    encode_texts = encode.on_own_devices(job.encoder, work.format, work.batch_tokens)
     done = sum(len(part) for part, file in zip(parts, paths, strict=True) if file.exists())
     meter = Meter("captions", len(missing), name="encoding", done=done)
     read = lambda i: job.captions.read(parts[i])
@@ -123,18 +120,19 @@ def _encode_shards(
     return names
 
 
-def _make_encode(job: Job, work: Work) -> Callable[[Sequence[str]], shards.Rows]:
-    """On this process's own devices: no process waits for another."""
-    mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
-    frozen = sharding.place_all(job.encoder.frozen, mesh, _RULES)
-    tokens = work.batch_tokens * mesh.size
-    return encode.make_encode(job.encoder, frozen, mesh, work.format, tokens)
+def _prompts(config: dict[str, Any], source: str) -> list[str]:
+    """A config's prompts, to draw and to score on the way, of data from `source`.
 
-
-def _prompts(config: dict[str, Any]) -> list[str]:
-    """A config's prompts; of systems with a negative prompt also that one, and the empty one."""
+    Of systems with a negative prompt also that one, and the empty one.
+    """
     negative = config.get("sampler", {}).get("negative_prompt")
-    return list(config["prompts"]) + ([] if negative is None else sorted({"", negative}))
+    prompts = list(config["prompts"]) + ([] if negative is None else sorted({"", negative}))
+    scored = settings.read(Evaluation, config.get("evaluation", {}), "evaluation")
+    if scored.every and scored.prompts:
+        prompts += prompt_files.read(scored.prompts, scored.num_prompts)
+    elif scored.every and source == "digits":
+        prompts += [*digits.seen_prompts(), *digits.heldout_prompts()]
+    return prompts
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):

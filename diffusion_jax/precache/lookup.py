@@ -1,40 +1,53 @@
-"""Text encoders opened for a config: run in training, or their embeddings looked up in a store."""
+"""Text encoders opened for a config: run in training, or their embeddings taken from elsewhere."""
 
 import pathlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from diffusion_jax.precache import store
+import numpy as np
+
+from diffusion_jax.precache import encode, store
 from diffusion_jax.settings import Text
-from diffusion_jax.text import registry
+from diffusion_jax.text import precomputed, registry
 from diffusion_jax.text.encoder import TextEncoder
 
+Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
+_TOKENS = 8192  # Of prompts that a device encodes at once.
+_CHECKED = 256  # Prompts that are looked up at once, to see that they are there.
 
-def open_encoder(text: Text) -> TextEncoder:
+
+def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
     """The encoder that training conditions on; weights are opened and checked, not read.
 
+    Where its embeddings come with the data (`embedded`) or from text.store, none is opened, and its
+    weights are not needed; they are compared with the store's where text.weights is a folder here.
     ValueError or FileNotFoundError if there is no such encoder or store, or the store was made in
-    another way. Its weights are compared where text.weights is a folder here, and are not needed.
+    another way.
     """
+    if embedded:
+        return precomputed.encoder(text.width, text.max_tokens, text.encoder)
     if not text.store:
         return registry.make_encoder(text)
-    identity = rule(text)
     opened = store.Store(text.store)
-    store.check_identity(text.store, opened.identity, identity)
+    store.check_identity(text.store, opened.identity, rule(text))
     if text.weights and pathlib.Path(text.weights).is_dir():
         open_online(text)
     return store.encoder(opened)
 
 
 def open_online(text: Text) -> TextEncoder:
-    """The encoder itself, for texts that are in no store, such as the prompts of sampling.
+    """The encoder itself, for texts that no data hold, such as the prompts of sampling.
 
     ValueError or FileNotFoundError if there is none, or it is not the one that made text.store,
     as far as that is still there.
     """
-    if text.store and not text.weights and "dtype" in rule(text):
+    if registry.ENCODERS[text.encoder].pretrained and not text.weights:
+        made = f"in {text.store}" if text.store else "of training"
         raise ValueError(
-            f"the embeddings in {text.store} were made by {text.encoder!r}, which new texts need "
-            "too: say where its weights are with text.weights (in sampling --text_weights=FOLDER)"
+            f"the embeddings {made} were made by {text.encoder!r}, which new texts need too: say "
+            f"where its weights are, those {text.width} wide, with --text_weights=FOLDER to sample "
+            "and evaluate, --config.text.weights=FOLDER to train; a Hugging Face name will do. "
+            "Pickles become such a folder by\n  python -m diffusion_jax.text convert FOLDER OUT"
         )
     encoder = registry.make_encoder(text)
     if text.store and (pathlib.Path(text.store) / store.MANIFEST).is_file():
@@ -43,22 +56,32 @@ def open_online(text: Text) -> TextEncoder:
     return encoder
 
 
+def open_prompts(
+    text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
+) -> Tokenize:
+    """How training, which `encoder` conditions, reads prompts of these, in any order and number.
+
+    Where embeddings come with the data, those of the prompts are made here and now by the encoder
+    itself, which is on the devices no longer than that; so that its place is free in training.
+    ValueError if it is not to be had, or a prompt is not in text.store.
+    """
+    if not embedded:
+        for first in range(0, len(prompts) if text.store else 0, _CHECKED):
+            encoder.tokenize(prompts[first : first + _CHECKED])
+        return encoder.tokenize
+    different = list(dict.fromkeys(prompts))
+    rows = encode.on_own_devices(open_online(text), "float32", _TOKENS)(different)
+    each = np.split(np.asarray(rows.values), np.cumsum(rows.tokens)[:-1])  # [tokens, D] of each
+    arrays = dict(zip(different, each, strict=True))
+    return lambda texts: encoder.tokenize([arrays[prompt] for prompt in texts])
+
+
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
     """All that decides what `encoder`, opened by `text`, makes of a caption."""
     return {**rule(text), **store.fingerprint(encoder)}
 
 
 def rule(text: Text) -> dict[str, Any]:
-    """The encoder's name, and the fields that decide what it makes of a caption.
-
-    ValueError if it reads no captions.
-    """
-    kind = registry.ENCODERS[text.encoder]
-    if not kind.reads_captions:
-        readers = [name for name, other in registry.ENCODERS.items() if other.reads_captions]
-        raise ValueError(
-            f"text.store is {text.store!r} and text.encoder is {text.encoder!r}, which reads no "
-            f"captions: leave text.store empty, or choose from {', '.join(readers)}"
-        )
-    fields = [field for field in kind.fields if field != "weights"]
+    """The encoder's name, and the fields that decide what it makes of a caption."""
+    fields = [field for field in registry.ENCODERS[text.encoder].fields if field != "weights"]
     return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

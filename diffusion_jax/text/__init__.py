@@ -1,4 +1,4 @@
-"""Text encoders: T5, CLIP, precomputed embeddings, and hashed words, which need no download."""
+"""Text encoders: T5, CLIP, and hashed words, which need no download; and their stored output."""
 
 from diffusion_jax.text.encoder import TextEncoder, embed
 

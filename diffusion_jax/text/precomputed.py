@@ -1,4 +1,4 @@
-"""Embeddings that were computed before training: batches hold what data/embeddings.py reads."""
+"""Embeddings that an encoder made before training: batches hold what data/embeddings.py reads."""
 
 import functools
 from collections.abc import Sequence
@@ -10,15 +10,18 @@ import numpy as np
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
 
-def encoder(width: int, max_tokens: int) -> TextEncoder:
-    """A TextEncoder whose batches hold "text" and "text_mask", and whose `encode` hands them on."""
+def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
+    """A stand-in for the encoder `name`, whose texts are arrays that it made.
+
+    Batches hold "text" and "text_mask", which `encode` hands on.
+    """
 
     def encode(frozen: tuple[()], batch: Batch):
         del frozen
         return jnp.asarray(batch["text"]), jnp.asarray(batch["text_mask"])
 
     tokenize = functools.partial(pad, width=width, max_tokens=max_tokens)
-    return TextEncoder("precomputed", width, max_tokens, tokenize, (), encode)
+    return TextEncoder(name, width, max_tokens, tokenize, (), encode)
 
 
 def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.ndarray]:
@@ -40,8 +43,8 @@ def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.nd
 def _check(array: Any, width: int) -> None:
     if isinstance(array, str):
         raise ValueError(
-            f"the text encoder 'precomputed' got the caption {array!r}: it needs embeddings. "
-            "Say where they are with data.text (for example npy), or take the encoder 'hashed'"
+            f"training on stored embeddings got the caption {array!r}: it needs embeddings. Say "
+            "where they are with data.text (for example npy), in each part of a mixture"
         )
     if not isinstance(array, np.ndarray) or array.shape[1:] != (width,):
         raise ValueError(

@@ -17,13 +17,16 @@ class Kind(NamedTuple):
     fields: tuple[str, ...]
     """The fields of `Text` that it takes: with its weights they decide what becomes of a text."""
     options: Mapping[str, str] = MappingProxyType({})
-    reads_captions: bool = True
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether it has weights, which others may have run before training."""
+        return "weights" in self.fields
 
 
 _CLIP = ("weights", "width", "max_tokens", "dtype")
 ENCODERS: Mapping[str, Kind] = {
     "hashed": Kind("hashed", ("width", "max_tokens")),
-    "precomputed": Kind("precomputed", ("width", "max_tokens"), reads_captions=False),
     "t5": Kind("t5", ("weights", "width", "max_tokens", "read_tokens", "dtype")),
     "clip": Kind("clip", _CLIP, {"layer": "last"}),
     "clip_penultimate": Kind("clip", _CLIP, {"layer": "penultimate"}),
@@ -32,6 +35,12 @@ ENCODERS: Mapping[str, Kind] = {
 
 def check(text: Text) -> None:
     """ValueError for values that cannot be; weights and stores are not opened."""
+    if text.encoder == "precomputed":
+        raise ValueError(
+            "text.encoder is 'precomputed', which is no encoder: name the one that made the "
+            "embeddings, such as t5; that they lie beside the images is said by data.text, such as "
+            "npy, and that they are in a store by text.store"
+        )
     settings.one_of("text.encoder", text.encoder, ENCODERS)
     settings.one_of("text.dtype", text.dtype, ("bfloat16", "float32"))
     settings.positive(text__width=text.width, text__max_tokens=text.max_tokens)

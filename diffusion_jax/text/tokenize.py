@@ -188,6 +188,6 @@ def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
             f"a text encoder that reads captions got {type(text).__name__} of shape "
-            f"{np.shape(text)}: set data.text=txt, or take the encoder 'precomputed'"
+            f"{np.shape(text)}: set data.text=txt"
         )
     return text

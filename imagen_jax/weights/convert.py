@@ -6,13 +6,17 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
+from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore, torch_files, torch_weights
+from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 
@@ -26,7 +30,8 @@ def to_workdir(
 
     `source` is a .ckpt, .nemo, .safetensors or .npz file. Where NAME-EMA.ckpt lies beside
     NAME.ckpt, as NeMo leaves them, its weights are the averaged ones; otherwise the averages start
-    at the weights. ValueError if file and config do not fit, or the workdir is not empty.
+    at the weights. What was written is read again, compared to the last bit, and computed
+    with once. ValueError if file and config do not fit, or the workdir is not empty.
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
     s = read_settings(config.to_dict())
@@ -35,7 +40,7 @@ def to_workdir(
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = _read(source, s)
+        params = average = _read(source, s)
         state = init_state(
             params, optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
         )
@@ -44,10 +49,46 @@ def to_workdir(
             logging.info("the averages are those of %s", averaged)
             average = _read(averaged, s)
             state = state._replace(ema={name: average for name in state.ema})
+        weights = {"raw": params, **dict.fromkeys(state.ema, average)}
     runs.claim(workdir, config.to_dict())
     checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
     checkpoints.save(0, state, _Start(), config.to_dict())
     checkpoints.close()
+    check_written(workdir, s, weights)
+
+
+def check_written(
+    workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]
+) -> None:
+    """ValueError unless a workdir holds these weights, by the names of averages, to the last bit.
+
+    The network must compute the same from what is read as from them, and finite numbers.
+    """
+    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
+    abstract = nemo.abstract_params(s.unet, s.text.width)
+    unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
+    inputs = example_inputs(unet, s.text.width)
+    keys = iter(jax.random.split(jax.random.key(0), len(inputs)))
+    inputs |= {
+        name: jax.random.normal(next(keys), x.shape)
+        for name, x in inputs.items()
+        if x.dtype == jnp.float32
+    }
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        compute = jax.jit(lambda params: unet.apply(params, **inputs))
+        for name, expected in weights.items():
+            read = restore.load_params(folder, abstract, name)
+            same = jax.tree.map(lambda a, b: _bits(a) == _bits(b), expected, read)
+            if not all(jax.tree.leaves(same)):
+                raise ValueError(f"{workdir} does not hold the weights {name!r} that were read")
+            one, other = compute(expected), compute(read)
+            if _bits(one) != _bits(other) or not jnp.isfinite(one).all():
+                raise ValueError(f"{workdir}: the weights {name!r} do not compute finite numbers")
+    count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
+    logging.info(
+        "%s: %s parameters (%s) written and read again, the same to the last bit and in a forward "
+        "pass", workdir, f"{count:,}", ", ".join(weights),
+    )  # fmt: skip
 
 
 def from_workdir(
@@ -102,6 +143,10 @@ class _Start:
 
     def set_state(self, state: bytes) -> None:
         del state
+
+
+def _bits(array: Any) -> bytes:
+    return np.asarray(array).tobytes()
 
 
 def _read(path: pathlib.Path, s: Settings) -> Any:

@@ -19,12 +19,13 @@ _T5 = {
 _CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
 
 
-def open_encoder(text: Text) -> tuple[TextEncoder, tuple[str, ...]]:
+def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple[str, ...]]:
     """The encoder of a config and notes; by its known shape where its weights cannot be opened.
 
-    Of stored embeddings there are shapes alone. ValueError for an unknown shape.
+    Of embeddings in a store, or `embedded` beside the images, there are shapes alone. ValueError
+    for an unknown shape.
     """
-    if text.store or text.embedded:
+    if text.store or embedded:
         return _stored(text), ()
     try:
         return registry.make_encoder(text), ()

@@ -47,7 +47,7 @@ def read(config: Mapping[str, Any]) -> Model:
             "imagen_jax.train or sd_jax.train takes"
         )
     s = systems.read(config, name)
-    encoder, notes = encoders.open_encoder(s.text)
+    encoder, notes = encoders.open_encoder(s.text, s.data.embedded)
     module, _, function = system.example.partition(":")
     task, example = getattr(importlib.import_module(module), function)(s, encoder)
     tx = make_optimizer(s.optimizer, s.run.steps)

@@ -33,7 +33,7 @@ def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
     assert loaded["sampler"]["guidance_high"] == float("inf")
     assert (loaded["unet"]["channel_mult"], loaded["unet"]["dropout"]) == ([1], 0.0)
     assert systems.read(loaded, "imagen_jax") == systems.read(config(), "imagen_jax")
-    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (1, "imagen_jax")
+    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (2, "imagen_jax")
 
 
 def test_the_config_may_claim_its_own_workdir_again(tmp_path):
@@ -71,7 +71,7 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
     runs.claim(tmp_path, config())
     runs.claim(tmp_path, config(**{field: value}))
     complete = systems.complete(config(**{field: value}))
-    assert stored(tmp_path) == json.loads(json.dumps({"version": 1, **complete}))
+    assert stored(tmp_path) == json.loads(json.dumps({"version": runs.VERSION, **complete}))
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
@@ -121,8 +121,8 @@ def test_a_config_without_a_version_says_its_system_by_its_groups(tmp_path, modu
 
 
 def test_a_later_version_is_an_error(tmp_path):
-    write(tmp_path, config(), version=2)
-    with pytest.raises(ValueError, match="the config is of version 2, and this code reads 1"):
+    write(tmp_path, config(), version=3)
+    with pytest.raises(ValueError, match="the config is of version 3, and this code reads 2"):
         runs.load(tmp_path)
 
 
@@ -168,6 +168,23 @@ def test_a_removed_field_that_decided_what_the_weights_mean_is_an_error(tmp_path
     write(tmp_path, old_config(gain=2.0))
     with pytest.raises(ValueError, match=r"unet\.gain is 2\.0, which this code no longer does"):
         runs.load(tmp_path)
+
+
+def test_precomputed_embeddings_were_t5s(tmp_path):
+    """A run of version 1 goes on, and may name where its encoder is, which only new texts need."""
+    now = config(text__encoder="t5", data__source="folder", data__path="a", data__text="npy")
+    old = {**now, "text": {**now["text"], "encoder": "precomputed"}, "version": 1}
+    write(tmp_path, old)
+    assert runs.load(tmp_path)["text"]["encoder"] == "t5"
+    runs.claim(tmp_path, now)
+    runs.claim(tmp_path, {**now, "text": {**now["text"], "weights": "t5-11b"}})
+    assert stored(tmp_path)["version"] == runs.VERSION
+    assert stored(tmp_path)["text"]["weights"] == "t5-11b"
+    captions = {**now, "data": {**now["data"], "text": "txt"}}
+    (tmp_path / "config.json").unlink()
+    runs.claim(tmp_path, captions)
+    with pytest.raises(ValueError, match=r"text\.weights: '' there, 't5-11b' wanted"):
+        runs.claim(tmp_path, {**captions, "text": {**now["text"], "weights": "t5-11b"}})
 
 
 def test_the_table_is_for_earlier_versions_alone(tmp_path, changes):

@@ -25,7 +25,7 @@ MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # Of a device: four passes eac
 def system():
     c = quickstart.get_config()
     c.unet.update(embed_dim=32, head_dim=32, cond_dim=32)
-    c.text.update(encoder="precomputed", width=32)
+    c.text.update(encoder="t5", width=32)
     c.sampler.update(name="ddim", eta=0.0, steps=2)
     # With Adam's own epsilon a step would not depend on the size of a gradient, but on the sign of
     # what float32 leaves of it.
@@ -33,7 +33,7 @@ def system():
     settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
     texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
-    encoder = lookup.open_encoder(settings.text)
+    encoder = lookup.open_encoder(settings.text, embedded=True)
     batch = {"image": rng.integers(0, 256, (8, 16, 16, 3), np.uint8), **encoder.tokenize(texts)}
     return settings, task.make_task(settings, encoder), batch
 

@@ -72,8 +72,9 @@ def test_the_progress_has_rate_and_time_left(six):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "the text encoder 'hashed' needs --prompt=TEXT or --prompts=FILE"),
-        (("--prompt=a", "--embeddings=a.npy"), "the text encoder 'hashed' needs --prompt=TEXT"),
+        ((), "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or in"),
+        (("--prompt=a", "--embeddings=a.npy"), "or in their place --embeddings=FILE"),
+        (("--embeddings=a.npy",), "the text encoder 'hashed' needs --prompt=TEXT"),
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax.data import pipeline
+from diffusion_jax.data import digits, pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.settings import Data, Text
+from diffusion_jax.text import embed
 from imagen_jax import cascade
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
@@ -48,8 +49,8 @@ def path(tmp_path_factory, weights):
 
 def first_batch(s):
     encoder = lookup.open_encoder(s.text)
-    digits = open_pictures(Data("digits"), 16)
-    with pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0) as batches:
+    pictures = open_pictures(Data("digits"), 16)
+    with pipeline.make_batches(pictures, encoder.tokenize, batch_size=8, seed=0) as batches:
         return encoder, next(batches)
 
 
@@ -82,6 +83,39 @@ def test_the_rows_are_ordinary_inputs_of_the_loss(path):
     jax.tree.map(close, alone, together)
 
 
+def test_embeddings_beside_the_images_need_no_encoder_but_new_prompts_do(weights):
+    """What training reads of prompts is what the encoder makes of them, to the last digit or so."""
+    beside = lookup.open_encoder(settings().text, embedded=True)
+    assert (beside.name, beside.frozen, beside.width, beside.max_tokens) == ("t5", (), 64, 16)
+    with pytest.raises(ValueError, match=r"of training were made by 't5'.*--text_weights=FOLDER"):
+        lookup.open_prompts(settings().text, beside, True, PROMPTS)
+    text = settings(weights=weights).text
+    tokenize = lookup.open_prompts(text, beside, True, [*PROMPTS, *PROMPTS])
+    found, mask = embed(beside._replace(tokenize=tokenize), PROMPTS[::-1])
+    expected, expected_mask = embed(lookup.open_online(text), PROMPTS[::-1])
+    np.testing.assert_array_equal(mask, expected_mask)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def test_a_store_must_hold_the_prompts_of_training(path):
+    text = settings(store=path).text
+    stored = lookup.open_encoder(text)
+    assert lookup.open_prompts(text, stored, False, PROMPTS) is stored.tokenize
+    with pytest.raises(ValueError, match=r"1 of 1 captions are not in .*'what else': encode them"):
+        lookup.open_prompts(text, stored, False, ["what else"])
+
+
+def test_the_prompts_that_are_scored_on_the_way_are_stored_too(weights, tmp_path):
+    (tmp_path / "prompts.txt").write_text("one\ntwo\nthree\n")
+    c = config(weights=weights, store=str(tmp_path / "store"))
+    assert set(fill.open_job(c.to_dict()).captions.prompts) == set(PROMPTS)
+    c.evaluation.update(every=8, prompts=str(tmp_path / "prompts.txt"), num_prompts=2)
+    prompts = fill.open_job(c.to_dict()).captions.prompts
+    assert len(prompts) == 4 and len({"one", "two", "three"} & set(prompts)) == 2
+    c.evaluation.prompts = ""
+    assert set(digits.heldout_prompts()) < set(fill.open_job(c.to_dict()).captions.prompts)
+
+
 def test_a_prompt_that_is_not_stored_names_the_command(path):
     encoder = lookup.open_encoder(settings(store=path).text)
     with pytest.raises(ValueError, match=r"1 of 2 captions are not in .*'what else': encode them"):
@@ -98,7 +132,6 @@ def test_a_prompt_that_is_not_stored_names_the_command(path):
         ({"max_tokens": 8}, r"\(max_tokens: 16 there, 8 wanted\)"),
         ({"read_tokens": 16}, r"\(read_tokens: 32 there, 16 wanted\)"),
         ({"encoder": "clip"}, r"\(encoder: 't5' there, 'clip' wanted\)"),
-        ({"encoder": "precomputed"}, "which reads no captions: leave text.store empty, or choose"),
     ],
 )
 def test_a_store_of_something_else_is_refused(path, text, message):

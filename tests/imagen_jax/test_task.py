@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
+from diffusion_jax.diffusion import grids, samplers
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond as preconds
-from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -248,10 +248,10 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 def test_levels_come_from_the_sampler_or_from_the_schedule():
     def levels(s):
         noise = NOISES[s.diffusion.noise](s.diffusion)
-        return np.asarray(samplers.sampling_sigmas(noise, s.sampler))
+        return np.asarray(samplers.sampling_grid(noise, s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
-    np.testing.assert_array_equal(karras, noises.karras_sigmas(5, 0.02, 40.0, 3.0))
+    np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
     np.testing.assert_allclose(
         ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5
@@ -321,8 +321,9 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
     [
         ("hashed", "npy", "data.text is 'npy' and text.encoder is 'hashed', which cannot read it: "
                           "set data.text to txt,"),
-        ("precomputed", "txt", "data.text is 'txt' and text.encoder is 'precomputed', which cannot "
-                               "read it: set data.text to the suffix of embeddings, such as npy,"),
+        ("precomputed", "npy", "text.encoder is 'precomputed', which is no encoder: name the one "
+                               "that made the embeddings, such as t5; that they lie beside the "
+                               "images is said by data.text, such as npy"),
     ],
 )  # fmt: skip
 def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, message):
@@ -334,8 +335,29 @@ def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, messa
 @pytest.mark.parametrize("text", ["json:caption", "jsonl:text", "parquet:caption", "raw.txt"])
 def test_an_encoder_reads_captions_wherever_they_stand(text):
     assert settings(data__source="folder", data__text=text).data.text == text
-    with pytest.raises(ValueError, match=r"text\.encoder is 'precomputed', which cannot read it"):
-        settings(text__encoder="precomputed", data__source="folder", data__text=text)
+    assert not settings(data__source="folder", data__text=text).data.embedded
+
+
+@pytest.mark.parametrize(
+    ("data", "embedded"),
+    [
+        ({"source": "folder", "text": "t5.npz"}, True),
+        ({"source": "arrayrecord", "text": "safetensors"}, True),
+        ({"source": "synthetic", "text": "npy"}, True),
+        ({"source": "digits", "text": "npy"}, False),
+        ({"source": "tfds", "text": "npy"}, False),
+        ({"source": "mixture", "mixture": ((1, "folder", "a", "npy"),)}, True),
+        ({"source": "mixture", "mixture": ((1, "folder", "a", "txt"),), "text": "npy"}, False),
+    ],
+)
+def test_the_data_say_whether_embeddings_lie_beside_the_images(data, embedded):
+    changes = {f"data__{name}": value for name, value in data.items()}
+    assert settings(text__encoder="t5", **changes).data.embedded == embedded
+
+
+def test_embeddings_come_from_one_place():
+    with pytest.raises(ValueError, match=r"text\.store is 'a' and data.text is 'npy', embed"):
+        settings(text__encoder="t5", text__store="a", data__source="folder", data__text="npy")
 
 
 EXACT = {

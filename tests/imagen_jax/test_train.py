@@ -175,7 +175,7 @@ def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
         "webdataset": lambda: a_tar(tmp_path / "data"),
         "stripes": lambda: a_source_of_ones_own(tmp_path / "data", monkeypatch),
     }[kind]()
-    s = tiny(data, encoder="precomputed" if kind == "embeddings" else "hashed")
+    s = tiny(data, encoder="t5" if kind == "embeddings" else "hashed")
     encoder = precomputed.encoder(32, 6) if kind == "embeddings" else toy.ENCODER
     mesh = sharding.make_mesh(1, 1, 1)
     (tmp_path / "run").mkdir()
@@ -264,9 +264,9 @@ def test_images_without_captions_are_named(refused, tmp_path):
     assert "data.uncaptioned=drop" in message
 
 
-def test_captions_for_precomputed_embeddings_are_refused(refused):
+def test_a_source_of_embeddings_is_no_encoder(refused):
     message = refused("--config.text.encoder=precomputed")
-    assert "the text encoder 'precomputed' got the caption 'a " in message
+    assert "text.encoder is 'precomputed', which is no encoder: name the one that made" in message
 
 
 def test_a_workdir_of_another_config_is_refused(refused, trained):

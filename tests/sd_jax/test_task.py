@@ -203,7 +203,7 @@ def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     # At the last time abar is 0.99915: what is left of the noise is LDM's own.
     mean = np.asarray(images).mean((1, 2, 3)) * s.latents.scale / 3
     # One step at leading times starts, as LDM's does, at time 1, where almost no noise can be.
-    tolerance = 3 if steps == 1 and SAMPLERS[name].leading else 0.02
+    tolerance = 3 if steps == 1 and SAMPLERS[name].grid == "ldm" else 0.02
     np.testing.assert_allclose(mean, ABAR[0] ** 0.5 * x0, atol=tolerance)
 
 
@@ -249,7 +249,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"diffusion__predicts": "x0"}, "diffusion.predicts is 'x0': choose from eps, v"),
         ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5 and texts have 6 tokens"),
         ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
-        ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which cannot encode"),
+        ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which is no encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: say where the VAE is"),
         ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): they must be the same"),

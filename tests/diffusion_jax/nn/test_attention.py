@@ -36,7 +36,7 @@ def implementation(request, monkeypatch):
     def stand_in(q, k, v, *, implementation, mask=None, key_value_seq_lengths=None):
         if implementation == "xla":
             return plain(q, k, v, mask=mask, implementation="xla")
-        assert key_value_seq_lengths.dtype == jnp.int32
+        assert key_value_seq_lengths is not None and key_value_seq_lengths.dtype == jnp.int32
         assert key_value_seq_lengths.min() >= 1  # As a softmax needs.
         assert q.shape[1] % 2 == k.shape[1] % 2 == 0  # As jax asks of gradients.
         return plain(q, k, v, key_value_seq_lengths=key_value_seq_lengths)
@@ -89,8 +89,8 @@ def test_gradients_are_those_of_all_scores_at_once(implementation, dtype, monkey
 
 def test_the_gradient_of_attention_to_no_token_is_0(implementation):
     q, k, v = normal(3, 6, 2, 8), normal(3, 5, 2, 8, seed=1), normal(3, 5, 2, 8, seed=2)
-    attend = lambda *qkv: attention.attend(
-        *qkv, jnp.asarray(MASK), implementation=implementation
+    attend = lambda q, k, v: attention.attend(
+        q, k, v, jnp.asarray(MASK), implementation=implementation
     ).sum()
     for gradient in jax.grad(attend, argnums=(0, 1, 2))(q, k, v):
         np.testing.assert_array_equal(gradient[2], 0)

@@ -72,6 +72,31 @@ def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, wh
     jax.tree.map(np.testing.assert_array_equal, model.params, expected)
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x + 1, r"does not hold the weights 'raw' that were read"),
+        (lambda x: x * np.nan, r"does not hold the weights 'raw'"),
+    ],
+)
+def test_what_was_written_is_compared_to_the_last_bit(nemos, converted, change, message):
+    s = settings(tiny())
+    weights = nemo.from_nemo(nemos[0], s.unet, s.text.width)
+    convert.check_written(converted, s, {"raw": weights})
+    path = ("params", "out_conv", "bias")
+    weights[path[0]][path[1]][path[2]] = change(weights[path[0]][path[1]][path[2]])
+    with pytest.raises(ValueError, match=message):
+        convert.check_written(converted, s, {"raw": weights})
+
+
+def test_weights_that_compute_nothing_finite_are_refused(nemos, tmp_path):
+    state = dict(nemos[0])
+    state[f"{nemo.PREFIX}init_conv.0.bias"] = state[f"{nemo.PREFIX}init_conv.0.bias"] * np.nan
+    np.savez(tmp_path / "nan.npz", **state)
+    with pytest.raises(ValueError, match="the weights 'raw' do not compute finite numbers"):
+        convert.to_workdir(tmp_path / "nan.npz", tiny(), tmp_path / "workdir")
+
+
 def test_training_can_start_there(converted):
     s, c = settings(tiny()), tiny()
     create = lambda key: init_state(

@@ -1,0 +1,246 @@
+"""The paths of NeMo's users, whole and by the real commands: from T5's pickles to a curve.
+
+The published configs, made small by flags, with a tiny T5 whose embeddings, in NeMo's pickles, lie
+in tars of their own.
+"""
+
+import csv
+import pickle
+import re
+import tarfile
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from PIL import Image
+
+from configs import base64_500m
+from diffusion_jax import runs
+from diffusion_jax.data import digits
+from diffusion_jax.data import tars as tar_files
+from diffusion_jax.evaluate import scorers
+from diffusion_jax.machine import log, sharding
+from diffusion_jax.text import embed, t5
+from imagen_jax import cascade, evaluate, train
+from imagen_jax.settings import read_settings
+from imagen_jax.weights import nemo
+from tests.diffusion_jax.metrics import standin
+from tests.diffusion_jax.text import tiny_weights
+from tests.imagen_jax import commands
+from tests.imagen_jax.cases import random_weights
+
+PROMPT = "a red seven on gray paper"
+TEXT = {"width": 64, "max_tokens": 16, "read_tokens": 32, "dtype": "float32"}
+BOTH = (
+    *(f"--config.text.{name}={value}" for name, value in TEXT.items()),
+    "--config.batch_size=8", "--config.steps=3", "--config.log_every=1", "--config.sample_every=3",
+    "--config.optimizer.warmup=0", "--config.optimizer.lr=0.01",
+    "--config.optimizer.ema_decays=(0.1,)", "--config.sampler.steps=2", "--config.data.min_size=0",
+    "--config.unet.dtype=float32", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
+)  # fmt: skip
+BASE = (
+    "--config=configs/base64_500m.py", *BOTH, "--config.unet.image_size=16",
+    "--config.unet.channel_mult=(1,)", "--config.unet.num_res_blocks=1",
+    "--config.unet.attention_resolutions=(16,)", "--config.unet.cond_dim=32",
+)  # fmt: skip
+SR = (
+    "--config=configs/sr256_600m.py", *BOTH, "--config.unet.image_size=64",
+    "--config.unet.channel_mult=(1,1)", "--config.unet.num_res_blocks=(1,1)",
+    "--config.unet.attention_levels=(1,)",
+)  # fmt: skip
+
+
+def run(name, *arguments):
+    ended = commands.run(name, *map(str, arguments), devices=1)
+    assert ended.code == 0, ended.err
+    return ended.err
+
+
+def refused(name, *arguments):
+    ended = commands.run(name, *map(str, arguments), devices=1)
+    assert (ended.code, "Traceback" in ended.err) == (2, False), ended.err
+    return ended.err[ended.err.index("error: ") :]
+
+
+def pixels(folder):
+    return [np.asarray(Image.open(path), int) for path in sorted(folder.glob("seed_*.png"))]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """t5/, a T5; images/, tars with captions; merged/, the same with NeMo's embeddings by it."""
+    root = tmp_path_factory.mktemp("journey")
+    weights = tiny_weights.t5_folder(root / "t5", width=64)
+    (root / "images").mkdir()
+    tar = digits.write_examples(root / "images" / "00000.tar", 32, size=64, format="webdataset")
+    with tarfile.open(tar) as opened:
+        texts = {
+            member.name[:-4]: opened.extractfile(member).read().decode()
+            for member in opened.getmembers()
+            if member.name.endswith(".txt")
+        }
+    rows, mask = embed(t5.encoder(weights, **TEXT), list(texts.values()))
+    arrays = [np.asarray(row)[np.asarray(own)] for row, own in zip(rows, mask, strict=True)]
+    pickled = lambda array: pickle.dumps({"embeddings_t5_xxl": {"encodings": array}})
+    records = [
+        {tar_files.KEY: f"00000.tar/{key}".encode(), "pickle": pickled(array)}
+        for key, array in zip(texts, arrays, strict=True)
+    ]
+    (root / "precached").mkdir()
+    tar_files.write(root / "precached" / "t0_r0_0.tar", records)
+    (root / "prompts.txt").write_text("\n".join(sorted(set(texts.values()))[:4]) + "\n")
+    run(
+        "diffusion_jax.data.prepare", "merge", f"--images={root / 'images'}",
+        f"--embeddings={root / 'precached'}", f"--out={root / 'merged'}",
+    )  # fmt: skip
+    return root
+
+
+@pytest.fixture(scope="module")
+def base(root):
+    """base64_500m's run on the arrays, which opened no encoder."""
+    run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'base'}")
+    return root / "base"
+
+
+@pytest.fixture(scope="module")
+def enlarger(root):
+    run("train", *SR, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'sr'}")
+    return root / "sr"
+
+
+def losses(workdir):
+    return np.array([line["loss"] for line in log.read_metrics(workdir / log.METRICS)])
+
+
+def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_path):
+    """A workdir as the config leaves it: nothing is read of checkpoints before."""
+    runs.claim(tmp_path, base64_500m.get_config().to_dict())
+    message = r"of training were made by 't5', which new texts need too.*--text_weights=FOLDER"
+    with pytest.raises(ValueError, match=message):
+        cascade.load([tmp_path])
+    with pytest.raises(ValueError, match=message):
+        evaluate.open_subject([str(tmp_path)])
+
+
+def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch):
+    digits.write_examples(tmp_path, 2, size=16)
+    for path in tmp_path.glob("*.txt"):
+        np.save(path.with_suffix(".npy"), np.ones((3, 64), np.float32))
+    c = base64_500m.get_config()
+    c.text.update(TEXT)
+    c.data.update(source="folder", path=str(tmp_path))
+    c.evaluation.every, c.batch_size = 8, 8
+    scorer = scorers.Scorer(["a prompt"], {})  # Without judges, which take seconds to open.
+    monkeypatch.setattr(scorers, "open_scorer", lambda *_: scorer)
+    with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER to train"):
+        train.prepare(read_settings(c.to_dict()), sharding.make_mesh())
+
+
+@pytest.mark.slow
+def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
+    """Losses of equal weights, images and noise, and the pictures that the trained models draw."""
+    captions = f"--config.data.path={root / 'images'}", "--config.data.text=txt"
+    weights, store = f"--config.text.weights={root / 't5'}", f"--config.text.store={root / 'store'}"
+    prompts = f"--config.prompts=('{PROMPT}',)"
+    run("diffusion_jax.precache", *BASE, *captions, weights, store, prompts)
+    run("train", *BASE, *captions, store, prompts, f"--workdir={root / 'stored'}")
+    run("train", *BASE, *captions, weights, prompts, f"--workdir={root / 'online'}")
+    online = losses(root / "online")
+    np.testing.assert_allclose(losses(base), online, rtol=1e-3)
+    np.testing.assert_allclose(losses(root / "stored"), online, rtol=1e-2)
+
+    def draw(name, prompt, *more):
+        out = root / f"{name}_{prompt[:5]}"
+        arguments = (f"--workdir={root / name}", "--seed=3", f"--prompt={prompt}", "--guidance=4")
+        run("sample", *arguments, *more, f"--out={out}")
+        return pixels(out)[0]
+
+    online, other = draw("online", PROMPT), draw("online", "two cats")
+    texts_differ = abs(online - other).mean()
+    for name in ("base", "stored"):
+        differ = abs(online - draw(name, PROMPT, f"--text_weights={root / 't5'}")).mean()
+        assert differ < texts_differ / 5, (name, differ, texts_differ)
+
+
+@pytest.mark.slow
+def test_a_cascade_is_prompted_scored_and_drawn_as_a_curve(root, base, enlarger):
+    both = f"--workdir={base}", f"--workdir={enlarger}", f"--text_weights={root / 't5'}"
+    run("sample", *both, f"--prompt={PROMPT}", "--num_images=2", f"--out={root / 'prompted'}")
+    encoder = t5.encoder(root / "t5", **TEXT)
+    rows, mask = embed(encoder, [PROMPT])
+    np.save(root / "seven.npy", np.asarray(rows)[0][np.asarray(mask)[0]])
+    run(
+        "sample", *both[:2], f"--embeddings={root / 'seven.npy'}", "--num_images=2",
+        f"--out={root / 'embedded'}",
+    )  # fmt: skip
+    for one, other in zip(pixels(root / "prompted"), pixels(root / "embedded"), strict=True):
+        assert one.shape == (64, 64, 3) and abs(one - other).max() <= 1
+    clip = tiny_weights.clip_folder(root / "clip", "open_clip")
+    reference, inception = judges(root)
+    run(
+        "evaluate", *both, "--guidance=1,3", f"--prompts={root / 'prompts.txt'}", "--num_prompts=4",
+        f"--clip={clip}", f"--reference={reference}", f"--inception={inception}",
+    )  # fmt: skip
+    (folder,) = (base / runs.EVALUATION).iterdir()
+    with (folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [float(row["guidance"]) for row in rows] == [1, 3]
+    for row in rows:
+        assert float(row["fd_inception"]) > 0 and -1 < float(row["clip_score"]) < 1
+    curve = np.asarray(Image.open(folder / "curve.png").convert("L"))
+    assert min(curve.shape) > 300 and curve.std() > 5
+
+
+@pytest.mark.slow
+def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
+    clip = tiny_weights.clip_folder(root / "clip2", "open_clip")
+    run(
+        "train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={root / 'scored'}",
+        f"--config.text.weights={root / 't5'}", f"--config.prompts=('{PROMPT}',)",
+        "--config.evaluation.every=8", f"--config.evaluation.prompts={root / 'prompts.txt'}",
+        "--config.evaluation.num_prompts=4", f"--config.evaluation.clip={clip}",
+        "--config.evaluation.guidance=(1.0,3.0)",
+    )  # fmt: skip
+    last = log.read_metrics(root / "scored" / log.METRICS)[-1]
+    scores = [last[f"evaluation/guidance_{scale}/clip_score"] for scale in (1, 3)]
+    assert np.isfinite(scores).all() and scores[0] != scores[1]
+    assert (root / "scored" / "samples" / "step_00000003.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
+    c = base64_500m.get_config()
+    c.unet.update(
+        image_size=16, embed_dim=32, channel_mult=(1,), num_res_blocks=1,
+        attention_resolutions=(16,), head_dim=32, cond_dim=32, dtype="float32",
+    )  # fmt: skip
+    c.text.update(TEXT)
+    s = read_settings(c.to_dict())
+    state = {nemo.PREFIX + n: a for n, a in random_weights(s.unet, s.text.width).items()}
+    np.savez(root / "nemo.npz", **state)
+    workdir = root / "converted"
+    err = run(
+        "imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *BASE,
+        f"--config.data.path={root / 'merged'}", f"--to={workdir}",
+    )  # fmt: skip
+    assert re.search(r"parameters \(raw, 0\.1\) written and read again, the same to the", err)
+    out = f"--out={root / 'none'}"
+    for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
+        assert "--text_weights=FOLDER" in refused(name, f"--workdir={workdir}", *more)
+    given = f"--text_weights={root / 't5'}"
+    run("sample", f"--workdir={workdir}", given, f"--prompt={PROMPT}", f"--out={root / 'p_nemo'}")
+    assert np.std(pixels(root / "p_nemo")) > 1
+    run("train", *BASE, f"--config.data.path={root / 'merged'}", f"--workdir={workdir}")
+    assert np.isfinite(losses(workdir)).all()
+
+
+def judges(root):
+    """Statistics of real pictures, and a stand-in for Inception's weights, in files."""
+    safetensors.numpy.save_file(standin.state(), root / "inception.safetensors")
+    digits.write_examples(root / "real", 8, size=64)
+    run(
+        "diffusion_jax.metrics", "stats", f"--images={root / 'real'}", f"--out={root / 'real.npz'}",
+        f"--weights={root / 'inception.safetensors'}",
+    )  # fmt: skip
+    return root / "real.npz", root / "inception.safetensors"
