@@ -5,6 +5,7 @@ B batch, T queries, S keys, N heads, K their width, L text tokens.
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,7 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
         block_q_dkv=rows, block_kv_dkv=keys, block_kv_dkv_compute=scores,
         use_fused_bwd_kernel=True,  # Which sums the gradient of q over blocks of keys outside.
     )  # fmt: skip
-    kernel = splash.make_splash_mha(
+    kernel: Any = splash.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((t, s))] * n),
         block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_platform() != "tpu",
     )  # fmt: skip
