@@ -23,7 +23,7 @@ from diffusion_jax.draw.model import Choice, Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, log, sharding, sheets
+from diffusion_jax.machine import files, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
@@ -141,7 +141,7 @@ def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
     The table is there after each point, of those so far. Exits with code 2 and a message where a
     checkpoint or average is missing, features there are of another sweep, or images not finite.
     """
-    out, rows, pictures = pathlib.Path(), [], {}
+    out, rows, pictures = pathlib.Path(), [], []
     for ema, step in itertools.product(plan.ema, plan.checkpoints):
         with cli.bad_input():
             point = subject.at(ema, step)
@@ -155,7 +155,7 @@ def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
             cards, features = _features(subject, point, scorer, plan, out, name, card)
             if jax.process_index():
                 continue
-            pictures[scale] = _sheet(scorer, features.pop("images"))
+            pictures.append(_sheet(scorer, features.pop("images")))
             row = {"guidance": scale, "checkpoint": point.checkpoint, "ema": point.ema}
             seconds = features.pop("seconds").sum(0)
             scores = scorer.score(features)
@@ -164,12 +164,12 @@ def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
             sweep.write_table(out / sweep.TABLE, rows)
-            sheets.write_png(out / sweep.sheet_name(scale), pictures[scale])
+            sheets.write_png(out / sweep.sheet_name(scale), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
         _write_curve(subject.workdir, out)
-        _write_metrics(out, rows, pictures)
+        sweep.write_metrics(out, rows, pictures)
     return out
 
 
@@ -223,16 +223,6 @@ def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:
     curve = report.main_figure(report.read_run(workdir), out.name)
     for format in ("png", "pdf"):
         files.write_whole(out / f"curve.{format}", figures.save(curve, format))
-
-
-def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np.ndarray]) -> None:
-    writer = log.MetricWriter(out)
-    for row in rows:
-        numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
-        writer.write_scalars(row["checkpoint"], {"guidance": row["guidance"], **numbers})
-    images = {f"guidance_{scale:g}": picture[None] for scale, picture in pictures.items()}
-    writer.write_images(rows[-1]["checkpoint"], images)
-    writer.close()
 
 
 def _scorer(subject: Subject, f: dict[str, flags.FlagHolder]) -> Scorer:

@@ -105,7 +105,7 @@ def train(
         )
         state = _first_state(checkpoints, create, key, layout, batches, start)
         first = int(state.step)
-        writer = closing(MetricWriter(workdir, first))
+        writer = closing(MetricWriter(workdir, config, first))
         write_manifest(workdir, config, run.seed, first)
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
