@@ -9,18 +9,20 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from diffusion_jax.data import sources
+from diffusion_jax.data.records import Records
+
+_CHUNK = 256  # Records whose texts are read together.
+
 
 def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
     """The prompts of a file; `number` of them, drawn with `seed` without putting back.
 
     .txt: one a line. .tsv with a header that names `caption`, such as `image_id id caption`. .json:
-    COCO's captions. ValueError if there is no prompt, or are fewer than `number`.
+    COCO's captions. Or the captions of a data source, "SOURCE:PATH::TEXT" (sources.open_named).
+    ValueError if there is no prompt, or are fewer than `number`.
     """
-    path = pathlib.Path(path)
-    readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
-    if path.suffix not in readers:
-        raise ValueError(f"{path} is no file of prompts: write .txt (one a line), .tsv or .json")
-    prompts = [text for text in readers[path.suffix](path) if text.strip()]
+    prompts = [text for text in _read(path) if text.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     if number is None:
@@ -34,6 +36,25 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
 def fingerprint(prompts: Sequence[str]) -> str:
     """Names a list of prompts: the first 16 hex digits of its SHA-256."""
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
+
+
+def _read(path: str | os.PathLike[str]) -> Sequence[str]:
+    if (named := sources.open_named(os.fspath(path))) is not None:
+        return _captions(named)
+    path = pathlib.Path(path)
+    readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
+    if path.suffix not in readers:
+        raise ValueError(
+            f"{path} is no file of prompts: write .txt (one a line), .tsv or .json, or name a data "
+            "source, such as tfds:coco_captions@val::captions/text"
+        )
+    return readers[path.suffix](path)
+
+
+def _captions(named: Records) -> list[str]:
+    """One of each record, without those that are damaged or no text."""
+    chunks = (range(i, min(i + _CHUNK, len(named))) for i in range(0, len(named), _CHUNK))
+    return [text for chunk in chunks for text in named.texts(chunk) if isinstance(text, str)]
 
 
 def _lines(path: pathlib.Path) -> list[str]:

@@ -53,6 +53,12 @@ def path_of(data: Data) -> str:
     return data.path
 
 
+def split_of(path: str) -> tuple[str, str]:
+    """Place and split of "PLACE@SPLIT"; a place alone has the split ""."""
+    place, at, split = path.rpartition("@")
+    return (place, split) if at and "/" not in split else (path, "")
+
+
 def read_text(contents: bytes, text: str) -> Any:
     """The text in a file: a caption of "txt" or "json:FIELD", else embeddings; or Unusable."""
     suffix, _, field = text.partition(":")

@@ -256,7 +256,9 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         whole("batch_size", None, "Images drawn at once."),
         flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
         flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
-        flags.DEFINE_string("prompts", None, "Prompts: .txt (one a line), .tsv, COCO's .json."),
+        flags.DEFINE_string(
+            "prompts", None, "Prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
+        ),
         whole("num_prompts", None, "How many of them, drawn at random."),
         flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),

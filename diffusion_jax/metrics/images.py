@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
+from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.webdataset import WebDataset
 
@@ -30,7 +31,12 @@ class Files(NamedTuple):
 
 
 def open_files(path: str) -> Files:
-    """A folder of images, or a webdataset where `path` names tars (of which braces name many)."""
+    """A folder of images, a webdataset where `path` names tars (of which braces name many).
+
+    Or the images of any data source, as sources.open_named reads "SOURCE:PATH::TEXT".
+    """
+    if (named := sources.open_named(path)) is not None:
+        return record_files(named)
     if path.endswith(".tar"):
         return record_files(WebDataset(path, uncaptioned="drop"))
     return folder_files(path)

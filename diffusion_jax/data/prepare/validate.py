@@ -37,10 +37,8 @@ def validate(records: Records, num: int = 0, threads: int = 4, seed: int = 0) ->
 
     "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes are pixels.
     """
-    chosen = np.arange(len(records))
-    if 0 < num < len(records):
-        chosen = np.sort(np.random.default_rng(seed).choice(len(records), num, replace=False))
-    chunks = [chosen[i : i + _CHUNK].tolist() for i in range(0, len(chosen), _CHUNK)]
+    chosen = _draw(len(records), num, seed) if 0 < num < len(records) else range(len(records))
+    chunks = [chosen[i : i + _CHUNK] for i in range(0, len(chosen), _CHUNK)]
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
     with ThreadPoolExecutor(threads) as pool:
         looked = pool.map(look, chunks)
@@ -66,9 +64,8 @@ def validate(records: Records, num: int = 0, threads: int = 4, seed: int = 0) ->
 
 def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
     """Usable ones of `num` records drawn at random, cut to 128 x 128, over their captions."""
-    draw = np.random.default_rng(seed).permutation(len(records))[:num]
     images, captions = [], []
-    for record in records.read(np.sort(draw).tolist()):
+    for record in records.read(_draw(len(records), min(num, len(records)), seed)):
         if isinstance(record.text, transforms.Unusable):
             continue
         try:
@@ -80,6 +77,11 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
     if not images:
         raise ValueError(f"none of {num} records drawn at random is an image that can be decoded")
     return sheets.contact_sheet(np.stack(images), captions)
+
+
+def _draw(length: int, num: int, seed: int) -> Sequence[int]:
+    """Different numbers below `length` in their order, at random; no table of all."""
+    return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 
 def _look(record: Record) -> _Facts:

@@ -20,6 +20,7 @@ SOURCES = {
     "webdataset": "diffusion_jax.data.sources.webdataset:open_source",
     "arrayrecord": "diffusion_jax.data.sources.arrayrecord:open_source",
     "arrow": "diffusion_jax.data.sources.arrow:open_source",
+    "huggingface": "diffusion_jax.data.sources.arrow:open_any",
     "tfds": "diffusion_jax.data.sources.tfds:open_source",
     "synthetic": "diffusion_jax.data.sources.synthetic:open_source",
     "moments": "diffusion_jax.data.sources.moments:open_source",
@@ -47,6 +48,19 @@ def open_records(data: Data) -> Records:
     if not isinstance(source, Records):
         raise ValueError(f"the data source {data.source!r} has no files of images")
     return source
+
+
+def open_named(name: str) -> Records | None:
+    """The records of "SOURCE:PATH" or "SOURCE:PATH::TEXT", such as prompts; None for other names.
+
+    For example "tfds:coco_captions@val::captions/text".
+    """
+    source, _, rest = name.partition(":")
+    if source not in SOURCES or not rest:
+        return None
+    path, _, text = rest.partition("::")
+    data = Data(source, path, uncaptioned="drop", max_broken=1.0)
+    return open_records(data._replace(text=text) if text else data)
 
 
 def _open_pictures(data: Data, shapes: Shapes) -> Pictures:

@@ -1,13 +1,25 @@
-"""TFDS data sets, read through tfds.data_source: without TensorFlow if prepared as ArrayRecord."""
+"""TFDS data sets, read at random and without TensorFlow: ArrayRecord files, or TFRecord files.
 
+TFRecord is what TFDS prepares by default. TensorFlow reads it from the beginning to the end; here
+the frames of its files are found once (a length, its checksum, the contents, theirs), and what lies
+in them is decoded by TFDS.
+"""
+
+import mmap
 import os
+import pathlib
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.settings import Data
+
+_LENGTH = struct.Struct("<Q")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
@@ -25,8 +37,8 @@ class Tfds(Records):
 
     def __init__(self, path: str, text: str = "caption"):
         """Opens it; ValueError if it is absent, lies in another format, or has other features."""
-        name, at, split = path.partition("@")
-        if not at or not split:
+        name, split = records.split_of(path)
+        if not split:
             raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
         import tensorflow_datasets as tfds  # Slow to import, and few data sets need it.
 
@@ -39,13 +51,16 @@ class Tfds(Records):
                 if isinstance(kind, tfds.features.Image)
             )
             decoders = {self._image: tfds.decode.SkipDecoding()}  # Files, to be decoded small.
-            self._rows: Any = builder.as_data_source(split, decoders=decoders)
+            try:
+                self._rows: Any = builder.as_data_source(split, decoders=decoders)
+            except NotImplementedError:  # Of formats that TFDS cannot read at random.
+                self._rows = _TfRecords(builder.info, split, decoders)
         except StopIteration:
             raise ValueError(f"{name} has no feature of images") from None
         except Exception as error:  # TFDS raises many kinds.
             raise ValueError(
-                f"TFDS cannot read {path}: {error}\nPrepare it once as ArrayRecord (this step may "
-                "need TensorFlow): tfds build NAME --file_format=array_record"
+                f"TFDS cannot read {path}: {error}\nPrepare it once with tfds build NAME (best for "
+                "large sets: --file_format=array_record)"
             ) from error
         if not len(self._rows):
             raise ValueError(f"no examples in {path}")
@@ -73,10 +88,56 @@ class Tfds(Records):
             )
 
 
+class _TfRecords:
+    """The examples of a split in TFRecord files, at random; ValueError for other formats."""
+
+    def __init__(self, info: Any, split: str, decoders: Any):
+        self._decode = lambda contents: info.features.deserialize_example_np(
+            contents, decoders=decoders
+        )
+        if info.file_format.name != "TFRECORD":
+            raise ValueError(f"its format is {info.file_format.name}, which is not read at random")
+        self._files, spans = [], [np.zeros((0, 3), np.int64)]
+        for part in info.splits[split].file_instructions:
+            with pathlib.Path(part.filename).open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            frames = _frames(mapped, part.filename)[part.skip :][: part.take]
+            spans.append(np.insert(frames, 0, len(self._files), axis=1))
+            self._files.append(mapped)
+        self._spans = np.concatenate(spans)  # [N, (file, first, last)]
+
+    def __len__(self) -> int:
+        return len(self._spans)
+
+    def __getitem__(self, index: int) -> Any:
+        file, first, last = self._spans[index].tolist()
+        return self._decode(self._files[file][first:last])
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        return [self[index] for index in indices]
+
+
+def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
+    """First and last byte of each record, [N, 2]; ValueError if the file ends in the middle."""
+    spans, at = [], 0
+    while at < len(mapped):
+        (length,) = _LENGTH.unpack_from(mapped, at) if at + 12 <= len(mapped) else (len(mapped),)
+        spans.append((at + 12, at + 12 + length))
+        at += 12 + length + 4
+    if at != len(mapped):
+        raise ValueError(f"{name} is no whole TFRecord file")
+    return np.array(spans, np.int64).reshape(-1, 2)
+
+
 def _builder(tfds: Any, name: str) -> Any:
     if os.path.isdir(name):
         return tfds.builder_from_directory(name)
-    return tfds.builder(name)
+    from tensorflow_datasets.core import read_only_builder
+
+    try:  # Most of TFDS's own sets need TensorFlow to be described, and their files none.
+        return read_only_builder.builder_from_files(name)
+    except tfds.core.DatasetNotFoundError:
+        return tfds.builder(name)
 
 
 def _inside(row: Any, path: Sequence[str]) -> Any:

@@ -1,6 +1,9 @@
 """Data sets of Hugging Face and TFDS, as their own packages write them."""
 
 import json
+import shutil
+import struct
+import sys
 
 import pyarrow
 import pytest
@@ -88,3 +91,46 @@ def test_mistakes_about_tfds_are_named(prepared):
         Tfds(f"{prepared}@train", "text")
     with pytest.raises(ValueError, match=r"(?s)TFDS cannot read .*--file_format=array_record"):
         Tfds(f"{prepared}@validation")
+
+
+@pytest.fixture(scope="module")
+def tf_records(prepared, tmp_path_factory):
+    """The same examples as TFDS writes them by default, in two files of TFRecord frames."""
+    folder = tmp_path_factory.mktemp("records") / "1.0.0"
+    shutil.copytree(prepared, folder)
+    (folder / "tiny-train.array_record-00000-of-00001").unlink()
+    info = json.loads((folder / "dataset_info.json").read_text())
+    info["fileFormat"], info["splits"][0]["shardLengths"] = "tfrecord", ["2", "3"]
+    (folder / "dataset_info.json").write_text(json.dumps(info))
+    for shard, numbers in enumerate((range(2), range(2, 5))):
+        rows = [{"image": b"image %d" % i * (i + 1), "caption": b" number %d" % i,
+                 "captions/text": b"c%d" % i} for i in numbers]  # fmt: skip
+        frames = [arrayrecord.encode(row) for row in rows]
+        contents = [struct.pack("<Q4x", len(f)) + f + bytes(4) for f in frames]
+        (folder / f"tiny-train.tfrecord-0000{shard}-of-00002").write_bytes(b"".join(contents))
+    return folder
+
+
+def test_tf_records_are_read_at_random_without_tensorflow(tf_records):
+    loaded = "tensorflow" in sys.modules  # By other tests, maybe.
+    records = Tfds(f"{tf_records}@train")
+    assert [(r.image, r.text) for r in records.read([4, 0, 2])] == [
+        (b"image 4" * 5, "number 4"), (b"image 0", "number 0"), (b"image 2" * 3, "number 2")
+    ]  # fmt: skip
+    part = Tfds(f"{tf_records}@train[1:4]", "captions/text")
+    assert [record.text for record in part.read(range(len(part)))] == ["c1", "c2", "c3"]
+    assert ("tensorflow" in sys.modules) == loaded
+
+
+def test_tf_records_that_end_too_early_are_refused(tf_records, tmp_path):
+    shutil.copytree(tf_records, tmp_path / "1.0.0")
+    file = tmp_path / "1.0.0/tiny-train.tfrecord-00001-of-00002"
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=r"tfrecord-00001-of-00002 is no whole TFRecord file"):
+        Tfds(f"{tmp_path}/1.0.0@train")
+    info = json.loads((tmp_path / "1.0.0/dataset_info.json").read_text()) | {
+        "fileFormat": "riegeli"
+    }
+    (tmp_path / "1.0.0/dataset_info.json").write_text(json.dumps(info))
+    with pytest.raises(ValueError, match="its format is RIEGELI, which is not read at random"):
+        Tfds(f"{tmp_path}/1.0.0@train")

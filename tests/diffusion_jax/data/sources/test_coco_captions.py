@@ -1,0 +1,69 @@
+"""TFDS's own coco_captions, prepared by its own code in its default form: TFRecord.
+
+TensorFlow writes it, in a process of its own; nothing here that reads it loads TensorFlow.
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow_datasets as tfds
+from PIL import Image
+from tensorflow_datasets.core.utils import file_utils
+
+from diffusion_jax.data import prompts
+from diffusion_jax.data.sources.tfds import Tfds
+from diffusion_jax.metrics import images
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+pytestmark = pytest.mark.slow
+NAME = "tfds:coco_captions@val::captions/text"
+
+
+@pytest.fixture(scope="module")
+def coco(tmp_path_factory):
+    """The folder of the version, among the data that TFDS finds by name."""
+    root = tmp_path_factory.mktemp("coco")
+    program = "tests.diffusion_jax.data.sources.write_coco_captions"
+    call = [sys.executable, "-m", program, str(root / "downloads"), str(root / "tfds")]
+    subprocess.run(call, check=True, capture_output=True, cwd=commands.ROOT)
+    tfds.core.add_data_dir(root / "tfds")
+    yield next((root / "tfds/coco_captions/2014").iterdir())
+    file_utils.clear_registered_data_dirs()
+
+
+def test_it_is_read_at_random_by_its_name(coco):
+    assert len(list(coco.glob("*.tfrecord-*"))) == 4
+    records = Tfds("coco_captions@val", "captions/text")
+    texts = records.texts(range(len(records)))
+    assert sorted(texts) == [f"number {i}, caption 0" for i in range(52, 60)]
+    assert [record.text for record in records.read([5, 2])] == [texts[5], texts[2]]
+
+
+def test_its_captions_are_prompts_of_an_evaluation(coco):
+    wanted = [f"number {i}, caption 0" for i in range(52, 60)]
+    assert sorted(prompts.read(NAME)) == wanted
+    assert prompts.read(NAME, 3) == prompts.read(NAME, 3) and set(prompts.read(NAME, 3)) < {*wanted}
+
+
+def test_its_pictures_are_the_reference_of_one(coco):
+    source = images.Decoded(images.open_files(NAME))
+    pixels, status = source.read(np.arange(len(source)))
+    assert status.tolist() == [0] * 8
+    for image, text in zip(pixels, prompts.read(NAME), strict=True):
+        number = int(text.removeprefix("number ").partition(",")[0])
+        name = f"downloads/val2014/val2014/COCO_val2014_{number:012}.jpg"
+        with Image.open(coco.parents[3] / name) as original:
+            np.testing.assert_array_equal(image, np.asarray(original))
+
+
+def test_the_training_command_takes_it(coco, tmp_path):
+    ended = commands.run(
+        "train", *TINY, f"--workdir={tmp_path}/run", "--config.steps=4", "--config.save_every=4",
+        "--config.data.source=tfds", f"--config.data.path={coco}@train",
+        "--config.data.text=captions/text", devices=1,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "run/checkpoints/4").is_dir()

@@ -1,0 +1,121 @@
+"""Data sets that the package `datasets` itself writes: save_to_disk, and the Hub's parquet."""
+
+import io
+
+import datasets
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import prompts, sources
+from diffusion_jax.settings import Data
+
+NUM = 7
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory):
+    """What `datasets` makes of parquet, in a folder of these tests."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+
+
+def pixels(number):
+    """A picture of one colour, which no codec without losses changes."""
+    return np.full((6, 8, 3), (number, 2 * number, 90), np.uint8)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A DatasetDict as save_to_disk writes it, and a clone of it as it lies on the Hub."""
+    folder = tmp_path_factory.mktemp("written")
+    features = {"text": datasets.Value("string"), "image": datasets.Image()}
+    split = lambda first, num: datasets.Dataset.from_dict(
+        {
+            "text": [f"number {i} " for i in range(first, first + num)],
+            "image": [Image.fromarray(pixels(i)) for i in range(first, first + num)],
+        },
+        features=datasets.Features(features),
+    )
+    both = datasets.DatasetDict({"train": split(0, NUM), "test": split(50, 2)})
+    both.save_to_disk(folder / "saved")
+    data = folder / "clone/data"
+    data.mkdir(parents=True)
+    for shard in range(2):
+        part = both["train"].shard(2, shard, contiguous=True)
+        part.to_parquet(data / f"train-0000{shard}-of-00002.parquet")
+    both["test"].to_parquet(data / "test-00000-of-00001.parquet")
+    return folder
+
+
+def read(source, path, text="text"):
+    """(number of the picture, caption) of every record, in their order."""
+    records = sources.open_records(Data(source, str(path), text))
+    rows = []
+    for record in records.read(range(len(records))):
+        image = np.asarray(Image.open(io.BytesIO(record.image)))
+        np.testing.assert_array_equal(image, pixels(image[0, 0, 0]))
+        rows.append((int(image[0, 0, 0]), record.text))
+    assert records.texts(range(len(records))) == [text for _, text in rows]
+    return rows
+
+
+TRAIN = [(i, f"number {i}") for i in range(NUM)]
+TEST = [(i, f"number {i}") for i in (50, 51)]
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "rows"),
+    [
+        ("arrow", "saved@train", TRAIN),
+        ("arrow", "saved/test", TEST),
+        ("huggingface", "saved@test", TEST),
+        ("huggingface", "clone@train", TRAIN),
+        ("huggingface", "clone@test", TEST),
+        ("huggingface", "clone@train[2:4]", TRAIN[2:4]),
+        ("huggingface", "clone/data/train-0000{0,1}-of-00002.parquet", TRAIN),
+    ],
+)
+def test_every_form_gives_its_pictures_with_their_captions(written, source, path, rows):
+    assert read(source, written / path) == rows
+
+
+def test_captions_of_a_data_set_are_prompts(written):
+    assert prompts.read(f"huggingface:{written}/clone@test::text") == ["number 50", "number 51"]
+    drawn = prompts.read(f"arrow:{written}/saved@train::text", 3)
+    assert len(drawn) == 3 and set(drawn) < {text for _, text in TRAIN}
+    with pytest.raises(ValueError, match="or name a data source, such as tfds:coco"):
+        prompts.read(f"arrows:{written}/saved@train::text")
+
+
+@pytest.mark.parametrize(
+    ("source", "path", "text", "message"),
+    [
+        ("huggingface", "clone", "text", r"has the splits .*train.*: choose .*clone@SPLIT"),
+        ("huggingface", "clone@valid", "text", r"datasets cannot open .*clone: Unknown split"),
+        ("huggingface", "clone@train", "caption", r"7 rows of text, image, .*data\.text"),
+        ("huggingface", "saved", "text", r"its splits are test, train, choose one as .*@SPLIT"),
+        ("arrow", "clone", "text", r"no \.arrow in .*parquet is read by the source 'huggingface'"),
+    ],
+)
+def test_mistakes_are_named(written, source, path, text, message):
+    with pytest.raises(ValueError, match=message):
+        sources.open_records(Data(source, str(written / path), text))
+
+
+def test_parquet_that_lacks_its_images_is_refused_before_the_run(tmp_path):
+    Image.fromarray(pixels(1)).save(tmp_path / "a.png")
+    features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
+    columns = {"text": ["a"], "image": [f"{tmp_path}/a.png"]}
+    rows = datasets.Dataset.from_dict(columns, features=features)
+    rows.to_parquet(tmp_path / "paths.parquet")  # Which puts no image into the file.
+    assert read("huggingface", tmp_path / "paths.parquet") == [(1, "a")]
+    (tmp_path / "a.png").unlink()
+    with pytest.raises(FileNotFoundError, match=r"not the images, and .*a\.png is not there"):
+        sources.open_records(Data("huggingface", f"{tmp_path}/paths.parquet", "text"))
+
+
+def test_a_folder_that_is_not_there_is_not_looked_for_on_the_hub(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no data at .*nowhere: check the path"):
+        sources.open_records(Data("huggingface", f"{tmp_path}/nowhere@train", "text"))
