@@ -70,7 +70,7 @@ def _drop_after(path: pathlib.Path, step: int) -> None:
     """Rewrites an event file without what came after `step`; a torn end is left out."""
     import tensorflow as tf
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
     kept = []
     for record in RawEventFileLoader(str(path)).Load() if step else ():

@@ -62,8 +62,8 @@ class Lookout:
 class Seen(NamedTuple):
     """What a micro batch of B samples gave when it ran again, on the host."""
 
-    index: int
-    """Of the micro batch, the first with anything that is not finite or the last."""
+    part: int
+    """Which micro batch it is: the first with anything that is not finite or the last."""
     modules: Sequence[str]
     """In the order in which they ended, each as often as it was entered."""
     bad: np.ndarray
@@ -87,7 +87,7 @@ def explain(
     inside = [module for module in modules if module != _OUTSIDE]
     rows = _bad_rows(seen)
     some = (rows if rows.size else np.arange(seen.rows.shape[1]))[:_LISTED]
-    samples = [int(row) * accumulate + seen.index for row in some]
+    samples = [int(row) * accumulate + seen.part for row in some]
     numbers = {k: [_finite(x) for x in v[some].tolist()] for k, v in seen.labels.items()}
     columns = {"row": samples, "name": names(samples), **numbers}
     report = {
@@ -137,14 +137,20 @@ def watch(
         return jnp.stack(walk.bad), jnp.stack(walk.rows), bad, walk.labels
 
     again = jax.jit(run, out_shardings=everywhere)
-    for index, key in enumerate(keys):
-        out = again(params, frozen, part(index), key)
+
+    def see(index):
+        out = again(params, frozen, part(index), keys[index])
         bad, rows, inputs, labels = jax.device_get(out)
-        if bad.any():
+        leaves, _ = jax.tree.flatten_with_path(inputs)
+        named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+        return Seen(index, walk.modules, bad, rows, named, labels)
+
+    seen = see(0)
+    for index in range(1, len(keys)):
+        if seen.bad.any():
             break
-    leaves, _ = jax.tree.flatten_with_path(inputs)
-    named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-    return Seen(index, walk.modules, bad, rows, named, labels)
+        seen = see(index)
+    return seen
 
 
 class _Walk:
