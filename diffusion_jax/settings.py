@@ -199,10 +199,15 @@ def check_prompts(run: Run, data: Data) -> None:
         )
 
 
-def check_sampler(sampler: Any, samplers: Iterable[str]) -> None:
+def check_sampler(
+    sampler: Any, samplers: Iterable[str], grids: Iterable[str], ends: Iterable[str]
+) -> None:
     """ValueError for values that no model can draw with, of the fields that all systems have."""
     one_of("sampler.name", sampler.name, samplers)
-    positive(sampler__steps=sampler.steps)
+    one_of("sampler.grid", sampler.grid, ("", *grids))
+    one_of("sampler.end", sampler.end, ("", *ends))
+    positive(sampler__steps=sampler.steps, sampler__rho=sampler.rho)
+    within(0, 1000, sampler__offset=sampler.offset)
     within(0, 1, sampler__eta=sampler.eta)
     within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
 

@@ -161,6 +161,8 @@ def describe(stage: Model) -> dict[str, Any]:
     """What a stage's pictures depend on; a bound that is infinite is left out: JSON has none."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
+    if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
+        sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
     if s.super_resolution.factor > 1:

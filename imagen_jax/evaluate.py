@@ -14,14 +14,18 @@ other pictures are scored by FID and CLIP score, as a curve over the scales:
 --text_weights is where the text encoder is if the config does not say, as after training on stored
 embeddings.
 
---checkpoint and --ema take lists, of the first model, and become further points. The same seeds
-draw at every point. Features are kept batch by batch: started again, a sweep goes on where it was.
+--checkpoint and --ema take lists, which become further points: of the first model, and repeated,
+--ema=0.999,0.9999 --ema=0.9999,raw, of the ones after it in all combinations. --sampler, --steps
+and --grid have one value for all models, or one for each. The same seeds draw at every point.
+Features are kept batch by batch: started again, a sweep goes on where it was.
 
 WORKDIR/evaluation/NAME gets sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
 sheet of pictures for each scale, and scores/, a card with each score; the scores also go to the
 metrics, and all of it into one page, WORKDIR/report.html.
 """
 
+import dataclasses
+import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,26 +33,38 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax.draw import choice_flags
-from diffusion_jax.draw.model import Choice, Model
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
+from diffusion_jax.evaluate.command import Subject, Weights
 from imagen_jax import cascade
+from imagen_jax.cascade import Choice
 
 SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 
 def open_subject(
-    workdirs: Sequence[str], choice: Choice, text_weights: Sequence[str] = ()
-) -> evaluation.Subject:
+    workdirs: Sequence[str],
+    choices: Sequence[Choice] = (),
+    weights: Sequence[Sequence[Weights]] = (),
+) -> Subject:
     """A cascade of runs; ValueError or FileNotFoundError if it is none."""
-    texts = choice_flags.each("text_weights", text_weights, str, len(workdirs))
-    later = [cascade.Choice(steps=choice.steps, text_weights=text) for text in texts[1:]]
-    first = cascade.Choice(**vars(choice) | {"text_weights": texts[0]})
-    stages = cascade.load(workdirs, [first, *later])
+    if len(weights) > len(workdirs):
+        raise ValueError(
+            f"--ema or --checkpoint is given {len(weights)} times for {len(workdirs)} stages: give "
+            "it once a stage, with commas between several"
+        )
+    weights = [*weights, *([("ema", None)] for _ in workdirs[len(weights) :])]
+    each = zip(choices or [Choice()] * len(workdirs), weights, strict=True)
+    chosen = [
+        dataclasses.replace(choice, ema=some[0][0], checkpoint=some[0][1]) for choice, some in each
+    ]
+    stages = cascade.load(workdirs, chosen)
     cascade.check_low_res(stages[0], None)
     last = stages[-1].settings
     sizes = stages[0].settings.output_size, last.output_size
-    return evaluation.of_models(stages, _draw, _describe, last.data.source, sizes)
+    name = pathlib.Path(stages[-1].workdir).name
+    return evaluation.of_models(stages, _draw, _describe, last.data.source, sizes, weights, name)
 
 
 def _draw(
@@ -70,9 +86,11 @@ if __name__ == "__main__":
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The folder of a training run; repeated for a cascade.", required=True
     )
-    text_weights = flags.DEFINE_list(
-        "text_weights", [], "The text encoder's weights, of all stages or of each; else the runs'."
-    )
-    evaluation.command(
-        lambda choice: open_subject(workdir.value, choice, text_weights.value), SCALES
-    )
+    holders = choice_flags.define_lists(Choice, without=("ema", "checkpoint", "guidance"))
+
+    def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
+        """The one that the flags name."""
+        choices = choice_flags.choices(Choice, holders, len(workdir.value))
+        return [open_subject(workdir.value, choices, weights)]
+
+    evaluation.command(open_subjects, SCALES)

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
@@ -53,6 +54,12 @@ class Sampler(NamedTuple):
     """Guidance acts on noise levels from low to high."""
     guidance_high: float = float("inf")
     threshold: str = "dynamic"
+    grid: str = ""
+    """The noise levels of the steps, a key of grids.GRIDS; "" takes that of noise and sampler."""
+    end: str = ""
+    """Where they end: at "zero" or at "sigma_min", the least level that there is."""
+    offset: int = 1
+    """The first of a table's leading times."""
 
 
 class Settings(NamedTuple):
@@ -90,7 +97,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_sampler(s.sampler, SAMPLERS)
+    settings.check_sampler(s.sampler, SAMPLERS, GRIDS, ENDS)
     settings.one_of("diffusion.precond", s.diffusion.precond, PRECONDS)
     settings.one_of("diffusion.noise", s.diffusion.noise, NOISES)
     settings.one_of("diffusion.distance", s.diffusion.distance, DISTANCES)
@@ -98,7 +105,7 @@ def check(s: Settings) -> None:
     settings.positive(
         super_resolution__aug_sigma=s.super_resolution.aug_sigma,
         diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
-        sampler__sigma_min=s.sampler.sigma_min, sampler__rho=s.sampler.rho,
+        sampler__sigma_min=s.sampler.sigma_min,
     )  # fmt: skip
     if not s.sampler.sigma_max > s.sampler.sigma_min:
         raise ValueError(

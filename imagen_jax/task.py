@@ -32,6 +32,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     """
     unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
     scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
+    samplers.check_grid(noise, s.sampler)
     distance, factor = precond.DISTANCES[s.diffusion.distance], s.super_resolution.factor
 
     def init(key):
@@ -92,12 +93,13 @@ def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text, mask, *low_res)
 
+        sigmas, time = samplers.sampling_grid(noise, s.sampler)  # [steps + 1]
+        on_grid = precond.PRECONDS[s.diffusion.precond](s.diffusion, time)
         denoise = guidance.guided(
-            precond.denoiser(network, scalings), scale, low=s.sampler.guidance_low,
+            precond.denoiser(network, on_grid), scale, low=s.sampler.guidance_low,
             high=s.sampler.guidance_high, threshold=s.sampler.threshold,
         )  # fmt: skip
         sampler = samplers.SAMPLERS[s.sampler.name].make(s.sampler)
-        sigmas = samplers.sampling_sigmas(noise, s.sampler)  # [steps + 1]
         x = samplers.initial_noise(keys, shape, sigmas[0])
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])

@@ -12,12 +12,16 @@ The cluster needs JobSet and the Cloud Storage FUSE driver: the bucket of the wo
 /gcs/BUCKET, and must have a hierarchical namespace, in which a folder is renamed as one.
 
 A run that SIGTERM ended (a preemption; exit code 143) is started again however often that happens,
-one that fails otherwise job.gke.restarts times, and one that refused its config, flags or data
+one that fails otherwise job.restarts times, and one that refused its config, flags or data
 (exit code 2) not at all. job.secrets are environment variables: "HF_TOKEN" is key HF_TOKEN of the
-Kubernetes secret job.gke.secret, whose contents this command never sees.
+Kubernetes secret job.gke.secret, whose contents this command never sees; job.env are variables with
+their values. Paths of config and flags that begin with /gcs/BUCKET mount that bucket too, and
+job.gke.patch is YAML merged into the manifest.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import yaml
 
 from diffusion_jax import settings
 from launch import job as jobs
@@ -36,9 +40,12 @@ class Gke(NamedTuple):
     """A queue of Kueue's, or ""."""
     secret: str
     spot: bool
-    restarts: int
     grace: int
     """Seconds to save in after SIGTERM."""
+    patch: str = ""
+    """YAML that is merged into the manifest: reservations, annotations, ports, limits."""
+    restarts: int = -1
+    """job.restarts, which is that of all launchers, where this is -1."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
@@ -76,8 +83,42 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
     """The JobSet of a run, YAML."""
     bucket = run.workdir.removeprefix("gs://").split("/")[0]
     arguments = jobs.command(run, mounted(run.workdir))
-    values = {"job": job, "gke": gke, "target": target, "run": run}
-    return templates.fill("gke.yaml", bucket=bucket, arguments=arguments, **values)
+    mounts = [folder for folder in jobs.folders(job, run) if folder.startswith("/gcs/")]
+    buckets = list(dict.fromkeys([bucket, *(folder.split("/")[2] for folder in mounts)]))
+    restarts = job.restarts if gke.restarts < 0 else gke.restarts
+    text = templates.fill(
+        "gke.yaml", buckets=buckets, arguments=arguments, restarts=restarts, job=job, gke=gke,
+        target=target, run=run, variables=jobs.environment(job, mounted(run.workdir)),
+    )  # fmt: skip
+    if not gke.patch:
+        return text
+    return "---\n" + yaml.safe_dump(merged(yaml.safe_load(text), _patch(gke)), sort_keys=False)
+
+
+def merged(manifest: Any, patch: Any) -> Any:
+    """A manifest with a patch laid over it: mappings by key, lists of named things by name.
+
+    Anything else in the patch stands in the place of what was there.
+    """
+    if isinstance(manifest, dict) and isinstance(patch, dict):
+        return manifest | {k: merged(manifest.get(k), value) for k, value in patch.items()}
+    named = lambda rows: (
+        isinstance(rows, list) and all(isinstance(row, dict) and "name" in row for row in rows)
+    )
+    if named(manifest) and named(patch):
+        by_name = {row["name"]: row for row in manifest}
+        return [*merged(by_name, {row["name"]: row for row in patch}).values()]
+    return patch
+
+
+def _patch(gke: Gke) -> dict[str, Any]:
+    try:
+        patch = yaml.safe_load(gke.patch)
+    except yaml.YAMLError as error:
+        raise ValueError(f"job.gke.patch is no YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(patch, dict):
+        raise ValueError(f"job.gke.patch is {gke.patch!r}: write a mapping, {{spec: {{...}}}}")
+    return patch
 
 
 if __name__ == "__main__":

@@ -9,10 +9,11 @@ field of a config costs seconds here and not a booking there.
 """
 
 import os
+import pathlib
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from absl import app, flags
@@ -49,6 +50,13 @@ class Job(NamedTuple):
     workdir: str
     secrets: tuple[str, ...]
     """Environment variables whose values are not written down here; see each launcher."""
+    env: tuple[str, ...] = ()
+    """Environment variables of the run, such as "NCCL_DEBUG=INFO"."""
+    mounts: tuple[str, ...] = ()
+    """Folders that a container sees, beside those that the config and the flags name."""
+    restarts: int = 10
+    """How often a run that crashed or hung is started again. One that was preempted, requeued or
+    out of time always is; one that refused its config, flags or data (exit code 2) never."""
 
 
 class Run(NamedTuple):
@@ -88,8 +96,8 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
             job, target, groups = read()
             launcher = open_launcher(job, target, groups)
             all_runs = runs(job)
-            rendered = [launcher.render(run) for run in all_runs]
             check_commands([command(run, launcher.folder(run.workdir)) for run in all_runs])
+            rendered = [launcher.render(run) for run in all_runs]
             for run in all_runs:
                 check_mesh(run, target)
         print(table(all_runs), file=sys.stderr)
@@ -162,6 +170,46 @@ def table(rows: Sequence[Run]) -> str:
     )
 
 
+def environment(job: Job, folder: str) -> dict[str, str]:
+    """The variables of a run in this folder, beside which it keeps its compiled programs."""
+    variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
+    for pair in job.env:
+        name, separator, value = pair.partition("=")
+        if not separator or not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise ValueError(f"job.env holds {pair!r}: write NAME=VALUE")
+        variables[name] = value
+    return variables
+
+
+def folders(job: Job, run: Run) -> list[str]:
+    """The folders from / on that a run needs: of its config, its flags and job.mounts, each once.
+
+    A pattern or a file stands for the folder that it is in.
+    """
+    config = config_of(run) or {}
+    values = [*_strings(config), *(argument.partition("=")[2] for argument in run.argv)]
+    needed = {_folder(path) for path in (*values, *job.mounts) if path.startswith("/")}
+    inside = lambda path: any(str(parent) in needed for parent in pathlib.PurePath(path).parents)
+    return sorted(path for path in needed if not inside(path))
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """The texts in a config group, at any depth."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | Sequence):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(part)
+
+
+def _folder(path: str) -> str:
+    fixed = re.split(r"[*?\[{]", path, maxsplit=1)[0]
+    whole = pathlib.Path(path)
+    is_file = fixed != path or whole.is_file() or (whole.suffix and not whole.is_dir())
+    folder = os.path.dirname(fixed) if is_file else os.path.normpath(path)
+    return path if folder == "/" else folder
+
+
 def check_commands(commands: Sequence[Sequence[str]]) -> None:
     """Lets the command of a job parse the flags of its runs; ValueError with what it says of them.
 
@@ -179,13 +227,18 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 
 def check_mesh(run: Run, target: Target) -> None:
     """ValueError, with the arithmetic, unless a run's mesh and batch suit what is to be booked."""
+    c = config_of(run)
+    if c is None:
+        return
+    mesh = accelerators.mesh_over(settings.read(MeshShape, c["mesh"], "mesh"), target.devices)
+    passes = settings.read(Optimizer, c["optimizer"], "optimizer")
+    optimizer.for_mesh(passes, c["batch_size"], mesh)
+
+
+def config_of(run: Run) -> dict[str, Any] | None:
+    """The config of a run as its command reads it; None without one."""
     values = flags.FlagValues()
     argv = ["", *(argument for argument in run.argv if argument.startswith("--config"))]
     config = cli.define_config(flag_values=values, argv=argv)
     values(argv)
-    if config.value is None:
-        return
-    c = config.value.to_dict()
-    mesh = accelerators.mesh_over(settings.read(MeshShape, c["mesh"], "mesh"), target.devices)
-    passes = settings.read(Optimizer, c["optimizer"], "optimizer")
-    optimizer.for_mesh(passes, c["batch_size"], mesh)
+    return None if config.value is None else config.value.to_dict()

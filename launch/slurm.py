@@ -5,9 +5,12 @@
 
 prints the scripts; without --dry_run they go to sbatch. The workdir is a folder that all nodes see.
 A node runs one process with all its GPUs. Before the time limit, and when it is preempted, a run
-saves; it is put into the queue again then, and goes on. With job.image the commands run in that
-container (Pyxis), else in what job.slurm.setup prepares. job.secrets are environment variables of
-the shell that submits.
+saves; it is put into the queue again then, and goes on. One that crashes or hangs is put there
+job.restarts times (of which WORKDIR/crashes-JOBID keeps the count), one that refused its config,
+flags or data (exit code 2) never. With job.image the commands run in that container (Pyxis), which
+sees the workdir and every folder that config, flags or job.mounts name, else in what
+job.slurm.setup prepares. job.env are environment variables, job.secrets those of the shell that
+submits. job.slurm.options are further options of sbatch, such as "--reservation=NAME".
 """
 
 import shlex
@@ -31,12 +34,14 @@ class Slurm(NamedTuple):
     """Seconds to save in, before the time is up."""
     setup: str
     """A line of shell that makes `python` the right one."""
+    options: tuple[str, ...] = ()
+    """Further options of sbatch."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     """An sbatch script for each run."""
     slurm = settings.read(Slurm, groups["slurm"], "slurm")
-    check(job, target)
+    check(job, slurm, target)
 
     def submit(scripts: list[str]) -> None:
         for script in scripts:
@@ -45,8 +50,11 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     return Launcher(lambda run: render(job, slurm, target, run), submit)
 
 
-def check(job: Job, target: Target) -> None:
+def check(job: Job, slurm: Slurm, target: Target) -> None:
     """ValueError for what the cluster could not start."""
+    for option in slurm.options:
+        if not option.startswith("-") or "\n" in option:
+            raise ValueError(f"job.slurm.options holds {option!r}: write --NAME=VALUE")
     if target.is_tpu:
         raise ValueError(f"job.accelerator is {job.accelerator}: Slurm has GPUs, such as h100:64")
     if not job.workdir.startswith("/"):
@@ -58,12 +66,19 @@ def check(job: Job, target: Target) -> None:
 
 def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     """The sbatch script of a run."""
-    mount = f"{run.workdir}:{run.workdir}"
-    image = ["--container-image", job.image, "--container-mounts", mount] if job.image else []
-    srun = ["srun", "--kill-on-bad-exit=1", *image, "python", "-m"]
+    image = []
+    if job.image:
+        seen = dict.fromkeys([run.workdir, *jobs.folders(job, run)])
+        mounts = ",".join(f"{folder}:{folder}" for folder in seen)
+        image = ["--container-image", job.image, "--container-mounts", mounts]
+    # Were the others killed at the first failure, their code would hide that of bad input.
+    srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
+    variables = jobs.environment(job, run.workdir)
+    exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
+    crashes = shlex.quote(f"{run.workdir}/crashes-") + '"$SLURM_JOB_ID"'
     values = {"job": job, "slurm": slurm, "target": target, "run": run}
-    return templates.fill("slurm.sh", srun=line, **values)
+    return templates.fill("slurm.sh", srun=line, exports=exports, crashes=crashes, **values)
 
 
 if __name__ == "__main__":

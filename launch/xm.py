@@ -9,7 +9,7 @@
 Each run of a sweep is a work unit. XManager 0.8.5 finds machines for no other of our accelerators
 than A100s with 40 GB, at most 8 of one machine, and its Kubernetes executor mounts no bucket for
 the workdir: `python -m launch.gke` is for TPUs, other GPUs and several hosts. Vertex mounts buckets
-under /gcs by itself.
+under /gcs by itself. job.env are environment variables of each run; nothing starts a run again.
 """
 
 import shlex
@@ -75,7 +75,10 @@ def _submit(job: Job, target: Target, lines: list[str]) -> None:
         (executable,) = experiment.package([package])
         for run, line in zip(jobs.runs(job), lines, strict=True):
             arguments = shlex.split(line)[first:]
-            experiment.add(xm.Job(executable, executor, name=run.name, args=arguments))
+            variables = jobs.environment(job, arguments[-1].removeprefix("--workdir="))
+            experiment.add(
+                xm.Job(executable, executor, name=run.name, args=arguments, env_vars=variables)
+            )
 
 
 if __name__ == "__main__":

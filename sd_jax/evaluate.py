@@ -1,4 +1,4 @@
-"""Scores a trained Stable Diffusion model over guidance scales.
+"""Scores Stable Diffusion models over guidance scales.
 
     python -m sd_jax.evaluate --workdir=runs/sd2_512 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=val2014_512.npz \\
@@ -10,36 +10,69 @@ a model of the coloured digits is scored by their judge, without any of these fi
 and --ema take lists, and become further points. The same seeds draw at every point. Features are
 kept batch by batch: started again, a sweep goes on where it was.
 
-WORKDIR/evaluation/NAME gets sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
-sheet of pictures for each scale, and scores/, a card with each score; the scores also go to the
-metrics, and all of it into one page, WORKDIR/report.html (beside MLPerf's reference runs:
+Models that were trained elsewhere, and several of either, share one figure, a curve each:
+
+    python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
+        --model=weights/sd-v2-0-base --size=256 --out=runs/beside ...
+
+Each draws at its own size, by its config's sampler or its directory's scheduler unless --sampler,
+--steps and --grid say otherwise; --size brings the pictures to one side before they are scored.
+
+WORKDIR/evaluation/NAME, of the first run or of --out, gets sweep.csv, fid_scores.csv and
+clip_scores.csv, curve.png and .pdf, a sheet of pictures for each scale, and scores/, a card with
+each score; the scores also go to the metrics, and all of it into one page, WORKDIR/report.html
+(beside MLPerf's reference runs:
 python -m diffusion_jax.report WORKDIR --rcp).
 """
 
+import dataclasses
+import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from absl import flags
 
-from diffusion_jax.draw.model import Choice, Model
+from diffusion_jax.draw import choice_flags
+from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
-from sd_jax import drawing
+from diffusion_jax.evaluate.command import Subject, Weights
+from sd_jax import drawing, file_flags
+from sd_jax.drawing import Choice, File
 from sd_jax.weights.trained import read_run
 
 SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
+LAST: tuple[Weights, ...] = (("ema", None),)
 
 
-def open_subject(
-    workdir: str, choice: Choice, vae_weights: str | None = None
-) -> evaluation.Subject:
+def open_run(workdir: str, choice: Choice, weights: Sequence[Weights] = LAST) -> Subject:
     """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
-    chosen = drawing.Choice(**vars(choice), vae_weights=vae_weights)
-    s, model = read_run(workdir, chosen), drawing.load(workdir, chosen)
-    described = {"workdir": model.workdir, "training_seed": s.run.seed, "eta": s.sampler.eta}
-    described |= {"negative_prompt": s.sampler.negative_prompt, "vae": s.vae_weights}
-    sizes = s.output_size, s.output_size
-    return evaluation.of_models([model], _draw, lambda _: described, s.data.source, sizes)
+    ema, step = weights[0]
+    choice = dataclasses.replace(choice, ema=ema, checkpoint=step)
+    s, model = read_run(workdir, choice), drawing.load(workdir, choice)
+    described = {"training_seed": s.run.seed, "vae": s.vae_weights}
+    return _subject(model, described, s.data.source, [weights])
+
+
+def open_model(path: str, choice: Choice, file: File, ema: str = "ema") -> Subject:
+    """A model that was trained elsewhere; errors as of drawing.load."""
+    choice = dataclasses.replace(choice, ema=ema)
+    return _subject(drawing.load(path, choice, file), {}, "", [])
+
+
+def _subject(
+    model: Model, described: dict[str, Any], source: str, weights: Sequence[Sequence[Weights]]
+) -> Subject:
+    p = model.settings
+    s, (height, width) = p.sampler, p.output_shape
+    if height != width:
+        raise ValueError(f"{model.workdir} draws {width}x{height}: only squares are scored")
+    described |= {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
+    described |= {"grid": s.grid, "end": s.end} if s.grid or s.end else {}
+    name = pathlib.Path(model.workdir).name
+    sizes = height, height
+    return evaluation.of_models([model], _draw, lambda _: described, source, sizes, weights, name)
 
 
 def _draw(
@@ -51,10 +84,28 @@ def _draw(
 
 
 if __name__ == "__main__":
-    workdir = flags.DEFINE_string("workdir", None, "The folder of a training run.", required=True)
-    vae_weights = flags.DEFINE_string(
-        "vae_weights", None, "The VAE: a file, a diffusers directory or a workdir; else the run's."
+    _WORKDIR = flags.DEFINE_multi_string("workdir", [], "The folder of a training run; several.")
+    _MODEL = flags.DEFINE_multi_string(
+        "model", [], "A diffusers directory or a checkpoint's file; several."
     )
-    evaluation.command(
-        lambda choice: open_subject(workdir.value, choice, vae_weights.value), SCALES
+    _CHOICE = choice_flags.define(
+        Choice, without=("ema", "checkpoint", "guidance", "height", "width")
     )
+    _FILE = file_flags.define()
+
+    def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
+        """Those that the flags name."""
+        if not (_WORKDIR.value or _MODEL.value):
+            raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH, or several")
+        if not _WORKDIR.value and not flags.FLAGS.out:
+            raise ValueError("--model alone has no workdir: say where the files go with --out=PATH")
+        if len(weights) > 1:
+            raise ValueError("--ema and --checkpoint are given once, with commas between several")
+        choice = Choice(**choice_flags.values(_CHOICE))
+        ema = "raw" if all(ema == "raw" for ema, _ in weights[0]) else "ema"
+        return [
+            *(open_run(workdir, choice, weights[0]) for workdir in _WORKDIR.value),
+            *(open_model(path, choice, _FILE(), ema) for path in _MODEL.value),
+        ]
+
+    evaluation.command(open_subjects, SCALES)

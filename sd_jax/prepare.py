@@ -1,5 +1,6 @@
-"""Makes the data of the MLPerf benchmark from what one can download; docs/mlperf.md has each step.
+"""The data of the MLPerf benchmark: as published, or made from its sources (docs/mlperf.md).
 
+    python -m sd_jax.prepare mlperf --out=mlperf
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
     python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
@@ -17,7 +18,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.machine import files, progress
-from sd_jax.mlperf import coco, laion
+from sd_jax.mlperf import coco, download, laion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -26,6 +27,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with cli.bad_input():
         options.run(options)
+
+
+def _mlperf(options: argparse.Namespace) -> None:
+    out = pathlib.Path(options.out)
+    for name in options.sets:
+        if options.dry_run:
+            base, hashes = download.read_list(options.source, name)
+            absent = len(download.missing(out / name, hashes))
+            print(f"would fetch {absent:,} of {len(hashes):,} files from {base} to {out / name}")
+            continue
+        how = {"threads": options.threads, "verify": options.verify}
+        count = download.download(name, out, options.source, **how)
+        print(f"{out / name}: {count:,} files, every one with its hash")
+    if download.CLIP in options.sets and not options.dry_run:
+        download.fetch_tokenizer(out)
+    print(*download.config_flags(out), sep="\n")
 
 
 def _laion(options: argparse.Namespace) -> None:
@@ -82,6 +99,18 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         command.add_argument("--dry_run", action="store_true", help="say what would be done")
         return command.add_argument
+
+    arg = add("mlperf", _mlperf, "The files that MLCommons publishes, each with its hash.")
+    arg("--out", required=True, help="folder for a folder of each set")
+    arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
+        help=f"of {', '.join(download.SETS)}; default: all")  # fmt: skip
+    arg(
+        "--source",
+        default=download.SOURCE,
+        help="URL of the lists; a mirror's, also gs:// or s3://",
+    )
+    arg("--threads", type=int, default=4, help="files fetched at once")
+    arg("--verify", action="store_true", help="hash every file that is there again")
 
     arg = add("laion", _laion, "Tables of LAION-400M to those rows that have a licence.")
     arg("--metadata", required=True, help="folder of the parquet files")

@@ -34,13 +34,14 @@ from diffusion_jax.draw.command import Session, command
 from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets
 from diffusion_jax.text import TextEncoder
-from sd_jax import drawing
-from sd_jax.drawing import Choice, File
+from sd_jax import drawing, file_flags
+from sd_jax.drawing import Choice
 from sd_jax.sampling import Preview
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
 _CHOICE = choice_flags.define(Choice)
+_FILE = file_flags.define()
 _IMAGE = flags.DEFINE_multi_string("image", [], "A picture to start from: one, or one a text.")
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
 _BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
@@ -48,18 +49,13 @@ _PREVIEW = flags.DEFINE_integer(
     "preview_every", 0, "Steps after which preview.png shows what is being drawn; 0: never.",
     lower_bound=0,
 )  # fmt: skip
-_PREDICTION = flags.DEFINE_enum("prediction", None, ["eps", "v"], "Of --model, if it says none.")
-_TOKENIZER = flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE.")
-_GROUPS = flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's.")
-_CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of --model=FILE: its heads, if unknown.")
-_DTYPE = flags.DEFINE_enum("dtype", None, ["bfloat16", "float32"], "Of --model; float32 on CPUs.")
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     """The model that the flags name, and what it draws from."""
     if bool(_WORKDIR.value) == bool(_MODEL.value):
         raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
-    file = File(_PREDICTION.value, _TOKENIZER.value, _GROUPS.value, _DTYPE.value, _CONFIG.value)
+    file = _FILE()
     if _WORKDIR.value and any(value is not None for value in file):
         raise ValueError(
             "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model"

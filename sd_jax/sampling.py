@@ -31,16 +31,17 @@ def make_sample(
     the denoiser with sketches of what it sees, as large as latents, and the noise level.
     """
     unet, vae, levels = p.unet, p.vae, noise_of(p.diffusion)
-    scalings = precond.PRECONDS[p.diffusion.predicts](p.diffusion, levels.time)
-    sigmas = samplers.sampling_sigmas(levels, p.sampler)[p.sampler.steps - p.steps_taken :]
+    sigmas, time = samplers.sampling_grid(levels, p.sampler)
+    sigmas = sigmas[p.sampler.steps - p.steps_taken :]
+    scalings = precond.PRECONDS[p.diffusion.predicts](p.diffusion, time)
     sampler = samplers.SAMPLERS[p.sampler.name].make(p.sampler)
 
     def start(frozen, batch, keys):
         if IMAGE not in batch:
             height, width = (side // vae_module.factor(vae) for side in p.output_shape)
             shape = (height, width, unet.in_channels)
-            # At its first time a latent of LDM is N(0, 1), whatever is left of an image there.
-            return samplers.initial_noise(keys, shape, jnp.sqrt(1 + sigmas[0] ** 2))
+            first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
+            return samplers.initial_noise(keys, shape, first)
         pixels = to_range(batch[IMAGE], p.latents.pixels)
         moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
         z = p.latents.scale * vae_module.mean_and_std(moments)[0]
@@ -71,8 +72,8 @@ def make_sample(
 
 
 def noise_of(diffusion: Diffusion) -> noise.Noise:
-    """LDM's thousand steps: the noise of every model of this family."""
-    return noise.NOISES["scaled_linear"](diffusion)
+    """The table of a thousand steps: the noise of a model of this family."""
+    return noise.NOISES[diffusion.noise](diffusion)
 
 
 def _size(images: Images) -> tuple[int, int, int]:

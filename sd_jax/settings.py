@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
@@ -39,8 +40,9 @@ class Conditioning(NamedTuple):
 
 
 class Diffusion(NamedTuple):
-    """The objective: the UNet predicts "eps" or "v" over LDM's thousand steps.
+    """The objective: the UNet predicts "eps" or "v" over a table of a thousand steps.
 
+    `noise` is LDM's table, "scaled_linear", or "zero_terminal_snr", of which only v is learned.
     `offset_noise` times a draw for each image and channel joins the noise (0: none); `min_snr`
     bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
     """
@@ -48,6 +50,7 @@ class Diffusion(NamedTuple):
     predicts: str = "eps"
     offset_noise: float = 0.0
     min_snr: float = 0.0
+    noise: str = "scaled_linear"
 
 
 class Sampler(NamedTuple):
@@ -64,6 +67,18 @@ class Sampler(NamedTuple):
     height: int = 0
     width: int = 0
     churn: float = 0.0
+    grid: str = ""
+    """The noise levels of the steps, a key of grids.GRIDS; "" takes that of the sampler."""
+    end: str = ""
+    """Where they end: at "zero" or at "sigma_min", the level of time 0."""
+    offset: int = 1
+    """The first of the leading times."""
+    sigma_min: float = 0.0
+    """Ends of the grids by levels, 0 for those of the table; none of another is above sigma_max."""
+    sigma_max: float = 0.0
+    rho: float = 7.0
+    unit_start: bool = True
+    """A latent starts as N(0, 1), whatever is left of an image there, not as sigma * eps."""
 
 
 class Pipeline(NamedTuple):
@@ -157,6 +172,7 @@ class AutoencoderSettings(NamedTuple):
     data: Data
 
 
+NOISES = ("scaled_linear", "zero_terminal_snr")  # Those of noise.NOISES that are tables.
 PREDICTS = ("eps", "v")  # Those of precond.PRECONDS that models of this family predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
@@ -194,6 +210,12 @@ def check(s: Settings) -> None:
 def check_pipeline(p: Pipeline) -> None:
     """ValueError for values that nothing can be drawn with."""
     settings.one_of("diffusion.predicts", p.diffusion.predicts, PREDICTS)
+    settings.one_of("diffusion.noise", p.diffusion.noise, NOISES)
+    if p.diffusion.noise == "zero_terminal_snr" and p.diffusion.predicts == "eps":
+        raise ValueError(
+            "diffusion.noise is 'zero_terminal_snr' and diffusion.predicts 'eps': no image can be "
+            "told from its noise where there is nothing else, so set diffusion.predicts='v'"
+        )
     settings.one_of("latents.pixels", p.latents.pixels, PIXELS)
     settings.positive(latents__scale=p.latents.scale)
     check_sampler(p.sampler)
@@ -215,7 +237,10 @@ def check_pipeline(p: Pipeline) -> None:
 def check_sampler(sampler: Sampler) -> None:
     """ValueError for values that no model can draw with."""
     settings.within(1, _STEPS, sampler__steps=sampler.steps)
-    settings.check_sampler(sampler, SAMPLERS)
+    settings.check_sampler(sampler, SAMPLERS, GRIDS, ENDS)
+    settings.within(
+        0, 2**21, sampler__sigma_min=sampler.sigma_min, sampler__sigma_max=sampler.sigma_max
+    )
 
 
 def check_size(p: Pipeline, field: str, size: int) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax.diffusion import noise, precond, samplers
+from diffusion_jax.diffusion import grids, noise, precond, samplers
 from diffusion_jax.text import hashed
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
@@ -83,20 +83,23 @@ def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
     assert calls == [4]
 
 
-LEVELS = jnp.array([9.0, 3.0, 1.0, 0.0])
+LEVELS = jnp.array([9.0, 3.0, 1.0])
 
 
 def three_levels(d):
-    """Noise of three levels, in training and sampling."""
-    pick = lambda key, batch: jax.random.choice(key, LEVELS[:-1], (batch,))
-    return noise.Noise(pick, precond.log_snr, lambda s, leading, to_zero: LEVELS)
+    """Noise of three levels in training; nothing is said of sampling."""
+    pick = lambda key, batch: jax.random.choice(key, LEVELS, (batch,))
+    return noise.Noise(pick, precond.log_snr)
 
 
-def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(monkeypatch):
+@pytest.mark.parametrize("grid", ["", "exponential", "three_levels"])
+def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(monkeypatch, grid):
+    """It samples on the grid of the config, which may be another throw-away one."""
+    monkeypatch.setitem(grids.GRIDS, "three_levels", lambda noise, s, *_: (LEVELS, None))
     monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
     model = imagen_model(
         diffusion__noise="three_levels", diffusion__precond="v", sampler__name="heun",
-        sampler__steps=3,
+        sampler__steps=3, sampler__grid=grid,
     )  # fmt: skip
     loss, norm, images, counts = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()
@@ -106,6 +109,7 @@ def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(mon
 
 def test_stable_diffusion_too_reads_its_noise_from_the_table(monkeypatch):
     monkeypatch.setitem(noise.NOISES, "scaled_linear", three_levels)
-    task, batch = sd_model(sampler__name="ddim", sampler__steps=3)
+    sizes = {"sampler__sigma_min": 1.0, "sampler__sigma_max": 9.0}
+    task, batch = sd_model(sampler__name="ddim", sampler__steps=3, **sizes)
     loss, norm, images, _ = train_and_sample(task, batch)
     assert np.isfinite([loss, norm]).all() and np.isfinite(images).all()

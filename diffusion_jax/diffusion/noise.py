@@ -1,4 +1,4 @@
-"""Noise levels: how training draws them, and the grids of levels that samplers step down.
+"""Noise levels: how training draws them, and which times they have.
 
 A schedule maps t in [0, 1] to log-SNR; sigma = exp(-log_snr / 2) is the noise level in
 x = x0 + sigma * eps. A table has one log alpha a step of discrete diffusion, whose times t in
@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from diffusion_jax.diffusion import precond
@@ -26,58 +25,58 @@ DrawSigma = Callable[[PRNGKeyArray, int], Sigma]
 
 
 class Noise(NamedTuple):
-    """The noise levels of a model: in training, as the network is told of them, in sampling."""
+    """The noise levels of a model: in training, and as the network is told of them.
+
+    Those of sampling are the sampler's grid (see grids); a noise says where that lies by default.
+    """
 
     draw: DrawSigma
     """(key, batch size) to the levels that a training step puts on its images."""
     time: Callable[[Sigma], Sigma]
     """c_noise of a network that predicts eps, x0 or v; that of EDM's is ln sigma / 4."""
-    grid: Callable[[Any, bool, bool], Sigmas]
-    """(a config's `sampler`, leading, to_zero) to the levels of its steps + 1, falling.
+    level: Callable[[Time], Sigma] | None = None
+    """The level at a time, from 0 to 1 or over a table's steps; None of a noise without times."""
+    steps: int = 0
+    """The steps of a table, whose times go from 0 to steps - 1; 0: times go from 0 to 1."""
+    grid: str = "karras"
+    """The grid of sampling, a key of GRIDS, by default; "" leaves it to the sampler."""
+    end: str = "zero"
+    """The end of that grid, one of ENDS; "" leaves it to the sampler."""
 
-    The two last are `samplers.Method`'s: leading times of a table, the level 0 after a schedule.
-    """
+    def bounds(self, sigma_min: Scalar, sigma_max: Scalar) -> tuple[Scalar, Scalar]:
+        """The least and the largest level within these and, of a table, within its own; 0: its."""
+        if not self.steps or self.level is None:
+            return sigma_min, sigma_max
+        low, high = self.level(jnp.array([0.0, self.steps - 1.0])).tolist()
+        return max(low, sigma_min), min(high, sigma_max or high)
 
 
 def edm_noise(mean: float, std: float) -> Noise:
-    """Lognormal in training, Karras' levels from sampler.sigma_max to sigma_min in sampling."""
-
-    def grid(s, leading, to_zero):
-        del leading, to_zero  # No times, and always to 0.
-        return karras_sigmas(s.steps, s.sigma_min, s.sigma_max, s.rho)
-
-    return Noise(lognormal(mean, std), precond.log_snr, grid)
+    """Lognormal in training; in sampling Karras' levels from sampler.sigma_max to sigma_min."""
+    return Noise(lognormal(mean, std), precond.log_snr)
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:
     """DDPM in continuous time: uniform times in training, even ones in sampling."""
-
-    def grid(s, leading, to_zero):
-        del leading  # Tables alone have times to lead with.
-        sigmas = log_snr_sigmas(log_snr, s.steps)
-        return ending_at_zero(sigmas) if to_zero else sigmas
-
-    return Noise(uniform_time(log_snr), precond.log_snr, grid)
+    level = lambda t: sigma_of(log_snr(t))
+    return Noise(uniform_time(log_snr), precond.log_snr, level, grid="even", end="")
 
 
 def discrete_noise(log_alphas: LogAlphas) -> Noise:
     """DDPM over a table's steps, as LDM has it: samples end at the level of time 0, not at 0."""
-
-    def grid(s, leading, to_zero):
-        del to_zero
-        times = (leading_times if leading else even_times)(s.steps, len(log_alphas))
-        return sigma_at(log_alphas, jnp.asarray(times))
-
-    return Noise(uniform_steps(log_alphas), time_of(log_alphas), grid)
+    level, steps = lambda t: sigma_at(log_alphas, t), len(log_alphas)
+    time = time_of(log_alphas)
+    return Noise(uniform_steps(log_alphas), time, level, steps, grid="", end="sigma_min")
 
 
-# By diffusion.noise of a config, whose `diffusion` group they are made of. A model of Stable
-# Diffusion has no such field: it is of LDM's thousand steps, "scaled_linear".
+# By diffusion.noise of a config, whose `diffusion` group they are made of. Models of Stable
+# Diffusion are of tables: LDM's thousand steps, or these without any signal in the last.
 NOISES: Mapping[str, Callable[[Any], Noise]] = {
     "lognormal": lambda d: edm_noise(d.p_mean, d.p_std),
     "cosine": lambda d: continuous_noise(cosine_log_snr),
     "linear": lambda d: continuous_noise(linear_log_snr),
     "scaled_linear": lambda d: discrete_noise(scaled_linear()),
+    "zero_terminal_snr": lambda d: discrete_noise(zero_terminal_snr(scaled_linear())),
 }
 
 
@@ -144,6 +143,16 @@ def scaled_linear(
     return jnp.asarray(log_alphas, jnp.float32)
 
 
+def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
+    """The table with sqrt(alpha bar) shifted to 0 at its last step (Lin et al. 2024, Algorithm 1).
+
+    There it is 2^-20 in place of 0: x0 + sigma * eps then loses x0 to float32's last digits.
+    """
+    alphas = jnp.exp(log_alphas)
+    shifted = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])
+    return jnp.log(jnp.maximum(shifted, 2.0**-20))
+
+
 def sigma_at(log_alphas: LogAlphas, t: Time) -> Float[Array, "N"]:
     """The noise level at time t, with ln alpha linear between steps, as DPM-Solver has it."""
     log_alpha = jnp.interp(t, jnp.arange(len(log_alphas), dtype=jnp.float32), log_alphas)
@@ -160,45 +169,3 @@ def time_of(log_alphas: LogAlphas) -> Callable[[Sigma], Sigma]:
         return jnp.interp(minus_log_alpha, -log_alphas, steps)
 
     return time
-
-
-def karras_sigmas(
-    n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0
-) -> Float[Array, "{n}+1"]:
-    """Noise levels of EDM, equation 5, for n steps: n levels and the final 0."""
-    top, bottom = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
-    return jnp.append((top + jnp.linspace(0, 1, n) * (bottom - top)) ** rho, 0.0)
-
-
-def log_snr_sigmas(log_snr: LogSNR, n: int) -> Float[Array, "{n}+1"]:
-    """Levels of a log-SNR schedule at n + 1 even times from t = 1 to t = 0.
-
-    They end where the schedule does, at sigma(0) of about 0.01, which is what `samplers.ddpm`
-    expects; for the other samplers see `ending_at_zero`.
-    """
-    return sigma_of(log_snr(jnp.linspace(1, 0, n + 1)))
-
-
-def ending_at_zero(sigmas: Sigmas) -> Sigmas:
-    """The same levels with 0 in place of the last."""
-    return sigmas.at[-1].set(0.0)
-
-
-def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Times of a table for DDIM and PLMS in exactly n steps, 1 <= n <= steps, and then 0.
-
-    Where n divides `steps` up to half of it, LDM's own: 1, 1 + steps / n, ... from below, so that
-    few steps start below the last time. Otherwise the same evenly spaced, between whole times;
-    above steps / 2 they run from 1 to steps - 1. ValueError for another n.
-
-    In numpy, like `even_times`: in JAX each length would compile a program.
-    """
-    if not 1 <= n <= steps:
-        raise ValueError(f"{n} sampling steps: a table of {steps} times has 1 to {steps} of them")
-    gap = steps / n if 2 * n <= steps else (steps - 2) / (n - 1)
-    return np.append(1 + gap * np.arange(n - 1, -1, -1), 0.0).astype(np.float32)
-
-
-def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Even times of a table from its last to 0, mostly between whole ones: DPM-Solver's."""
-    return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)

@@ -7,6 +7,7 @@ schedule has. Guidance, thresholding and the text conditioning live inside `deno
 sampler traces once: loops are scans, and a comment shows the paper's form where it looks different.
 """
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Mapping
@@ -16,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from diffusion_jax.diffusion import grids
 from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion.grids import Grid, Places, make_grid
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 
@@ -25,32 +28,49 @@ Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
 
 
 class Method(NamedTuple):
-    """A sampler as configs name it, and how its steps lie on the levels of a model's noise."""
+    """A sampler as configs name it, and how its steps lie where a config names no grid."""
 
     make: Callable[[Any], Sampler]
     """Makes the sampler of a config's `sampler`: it may read the fields steps, churn and eta."""
-    leading: bool = False
-    """Whether it steps down a table of times by LDM's own grid, not by even times from the last."""
-    to_zero: bool = True
-    """Whether it goes on from the end of a continuous schedule to the level 0."""
+    grid: str = "even"
+    """The grid, a key of GRIDS, over a table of times."""
+    end: str = "zero"
+    """Its end, one of ENDS, on a continuous schedule."""
+    places: Places = Places()
+    """Whether leading and linspace have n + 1 times, of which the end takes the last one's place,
+    as diffusers' multistep solvers have it; whether times between whole ones are rounded."""
 
 
+_MULTISTEP = Places(closed=True)
 # By sampler.name of a config: all for both systems.
 SAMPLERS: Mapping[str, Method] = {
-    "heun": Method(lambda s: functools.partial(heun, churn=s.churn)),
-    "euler": Method(lambda s: euler),
-    "ddim": Method(lambda s: functools.partial(ddim, eta=s.eta), leading=True),
-    "ddpm": Method(lambda s: ddpm, leading=True, to_zero=False),
-    "plms": Method(lambda s: plms, leading=True),
+    "heun": Method(lambda s: functools.partial(heun, churn=s.churn), places=Places(whole=False)),
+    "euler": Method(lambda s: euler, places=Places(whole=False)),
+    "euler_ancestral": Method(lambda s: euler_ancestral, places=Places(whole=False)),
+    "ddim": Method(lambda s: functools.partial(ddim, eta=s.eta), grid="ldm"),
+    "ddpm": Method(lambda s: ddpm, grid="ldm", end="sigma_min"),
+    "plms": Method(lambda s: plms, grid="ldm"),
+    "plms_v": Method(lambda s: plms_v, grid="ldm"),
     # Its authors end fewer than 15 steps of a table, whose last level is above 0, at first order.
-    "dpmpp_2m": Method(lambda s: functools.partial(dpmpp_2m, first_order_end=s.steps < 15)),
+    "dpmpp_2m": Method(
+        lambda s: functools.partial(dpmpp_2m, first_order_end=s.steps < 15), places=_MULTISTEP
+    ),
+    "unipc": Method(lambda s: unipc, places=_MULTISTEP),
 }
 
 
-def sampling_sigmas(noise: noises.Noise, s: Any) -> Sigmas:
-    """The levels that a config's `sampler` steps down for a model of this noise."""
+def sampling_grid(noise: noises.Noise, s: Any) -> Grid:
+    """What a config's `sampler` steps down for a model of this noise."""
     method = SAMPLERS[s.name]
-    return noise.grid(s, method.leading, method.to_zero)
+    name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
+    # A grid that is named may be computed by numpy, also where a program that draws is traced.
+    with jax.ensure_compile_time_eval() if s.grid else contextlib.nullcontext():
+        return make_grid(noise, s, name, end, method.places)
+
+
+def check_grid(noise: noises.Noise, s: Any) -> None:
+    """ValueError if a config's `sampler` names a grid that a model of this noise has not."""
+    grids.check(noise, s.grid or noise.grid or SAMPLERS[s.name].grid)
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Scalar) -> Images:
@@ -139,6 +159,11 @@ def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     return ddim(denoise, x, sigmas, noise)
 
 
+def euler_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """k-diffusion's ancestral Euler: `ddim` with eta = 1, whose step down is of the same size."""
+    return ddim(denoise, x, sigmas, noise, eta=1.0)
+
+
 def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2) on any sigmas.
 
@@ -155,7 +180,18 @@ def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
     return x / jnp.sqrt(1 + sigma**2)
 
 
-def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+Turn = Callable[[Images, Images, Float[Array, ""]], Images]
+"""(slope or what stands for it, x, its level) to the other of the two."""
+
+
+def plms(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    turns: tuple[Turn, Turn] = (lambda d, x, sigma: d, lambda d, x, sigma: d),
+) -> Images:
     """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
 
     The first step is taken twice, as CompVis does: along its slope, then along the mean of the
@@ -172,7 +208,8 @@ def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
             x = x + (t[i + 1] - t[i]) * mean
             before = (d, *before)
 
-    The scan is over the evaluations of D, of which k = 1 is the second of the first step.
+    The scan is over the evaluations of D, of which k = 1 is the second of the first step. `turns`
+    makes of a slope what is averaged in its place, and a slope of the average (see `plms_v`).
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
@@ -192,8 +229,10 @@ def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
         k, level, start, end, w = inputs
         # A product: how XLA divides by a scalar depends on the size of the batch.
         slope = (x - denoise(x, _batch(level, x))) * (1 / level)
+        slope = turns[0](slope, x, level)
         mean = w[0] * slope + w[1] * before + w[2] * before_2 + w[3] * before_3
-        x_next = jnp.where(k == 1, x_before, x) + (end - start) * mean
+        begin = jnp.where(k == 1, x_before, x)
+        x_next = begin + (end - start) * turns[1](mean, begin, start)
         keep = lambda old, new: jnp.where(k == 1, old, new)
         slopes = keep(before, slope), keep(before_2, before), keep(before_3, before_2)
         return (x_next, x, *slopes), None
@@ -202,6 +241,24 @@ def plms(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     carry = (x, x, zero, zero, zero)
     inputs = (jnp.arange(n + 1), levels, starts, ends, weights)
     return jax.lax.scan(evaluate, carry, inputs)[0][0]
+
+
+def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """PLMS on v in place of eps, as diffusers' PNDM takes what a model of v predicts.
+
+    v = alpha eps - sigma' x0 in variance-preserving coordinates, of which x gives the direction:
+    the average of several times' v is turned with that of the step's beginning alone.
+    """
+
+    def to_v(d, x, sigma):
+        c = jax.lax.rsqrt(1 + sigma**2)
+        return d / c - sigma * c * x
+
+    def to_slope(v, x, sigma):
+        c = jax.lax.rsqrt(1 + sigma**2)
+        return c * v + sigma * c**2 * x
+
+    return plms(denoise, x, sigmas, noise, turns=(to_v, to_slope))
 
 
 def dpmpp_2m(
@@ -234,6 +291,52 @@ def dpmpp_2m(
 
     carry = (x, jnp.zeros_like(x), jnp.zeros(()))
     return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
+
+
+def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """UniPC (Zhao et al. 2023) of order 2 with B(h) = e^h - 1, in -ln sigma: N evaluations of D.
+
+    A step is that of `dpmpp_2m`, the last of first order. Before the next one D at its end, which
+    that needs anyway, corrects it: with h the step's length, g the one before,
+
+        x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),  r = e^-h,
+
+    m0 and m1 being D at the step's beginning and at that of the one before; the weights solve
+    equation 9 of the paper for exactness on parabolas (on lines, of the first step: 0 and 1 / 2).
+    """
+    del noise  # Deterministic.
+    last = len(sigmas) - 2
+
+    def step(carry, inputs):
+        x, begin, m0, m1, h, g = carry
+        i, sigma, sigma_next = inputs
+        d = denoise(x, _batch(sigma, x))
+        rho_0, rho_1 = _unipc_weights(h, g)
+        r = jnp.exp(-h)
+        corrected = r * begin + (1 - r) * (m0 + rho_0 * (m0 - m1) + rho_1 * (d - m0))
+        x = jnp.where(i > 0, corrected, x)
+        ahead = jnp.log(sigma / jnp.where(sigma_next > 0, sigma_next, sigma))
+        weight = jnp.where((i > 0) & (i < last), ahead / (2 * h), 0)
+        guess = d + weight * (d - m0)
+        return (guess + sigma_next / sigma * (x - guess), x, d, m0, ahead, jnp.where(i, h, 0)), None
+
+    zero = jnp.zeros_like(x)
+    carry = (x, zero, zero, zero, jnp.ones(()), jnp.zeros(()))
+    return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
+
+
+def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
+    """rho_0 * h / g and rho_1 of `unipc`; g = 0 stands for no step before."""
+    # (e^-h - 1) / -h = 1 + phi_2, and phi_2 / -h = 1 / 2 + phi_3: as series where these cancel.
+    series = lambda k: sum((-h) ** n / math.factorial(n + k) for n in range(1, 9))
+    phi_1 = jnp.expm1(-h)
+    phi_2 = jnp.where(h < 0.5, series(1), phi_1 / -h - 1)
+    phi_3 = jnp.where(h < 0.5, series(2), (phi_1 / -h - 1) / -h - 1 / 2)
+    b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
+    rho_0 = (b_1 - b_2) / (1 + g / h)
+    second = g > 0
+    times_ratio = jnp.where(second, rho_0 * h / jnp.where(second, g, 1), 0)
+    return times_ratio, jnp.where(second, b_1 - rho_0, 0.5)
 
 
 # Weights of the slope here and of those before, once there are one, two and three of these.

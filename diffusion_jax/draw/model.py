@@ -9,6 +9,7 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
@@ -44,6 +45,8 @@ class Choice:
     guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
     sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
     steps: int | None = replaces("sampler.steps", "Sampling steps.")
+    grid: str | None = replaces("sampler.grid", f"Their noise levels: one of {', '.join(GRIDS)}.")
+    end: str | None = replaces("sampler.end", f"Where these end: {' or '.join(ENDS)}.")
     text_weights: str | None = replaces(
         "text.weights", "Folder or Hugging Face name of the text encoder's weights."
     )

@@ -1,7 +1,8 @@
 """The evaluation command, whole, for every system: flags -> points -> scores, pictures, a page.
 
-A point is a guidance scale, a checkpoint and an average of its weights. The same prompts are drawn
-from the same noise at each; the features of the pictures are kept batch by batch (see loop).
+A point is a guidance scale, a model, a checkpoint and an average of its weights. The same prompts
+are drawn from the same noise at each; the features of the pictures are kept batch by batch (see
+loop).
 """
 
 import functools
@@ -19,7 +20,7 @@ from absl import app, flags, logging
 from diffusion_jax import cli, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice, Model, with_weights
+from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
@@ -40,34 +41,43 @@ class Point(NamedTuple):
     draw: loop.Draw
     card: Card
     """Sampler, steps, precision, and what else the pictures depend on."""
+    later: str = ""
+    """Of models in a row the checkpoints and averages of those after the first, if they vary."""
+
+
+Weights = tuple[str, int | None]
+"""The name of an average, and a checkpoint, None for the last."""
 
 
 class Subject(NamedTuple):
     """The models under evaluation, as a sweep sees them, whatever their system."""
 
     workdir: pathlib.Path
+    """Where a sweep's files go, under evaluation/."""
     source: str
     """The training data's; "digits" have prompts and a judge of their own."""
     size: int
-    """The pictures' side."""
+    """The side of the pictures as they are drawn."""
     batch_size: int
     """How many images are drawn at once, at most, unless said otherwise."""
-    at: Callable[[str, int | None], Point]
-    """The point of an average's name and a checkpoint, None for the last."""
+    points: Sequence[Callable[[], Point]]
+    """Opens one after the other: each loads its weights."""
+    name: str = ""
+    """The model's name beside others on a curve."""
 
 
 class Sweep(NamedTuple):
-    """The points of a sweep, and how their pictures are drawn."""
+    """The scales of a sweep, and how its pictures are drawn."""
 
     guidance: Sequence[float]
-    ema: Sequence[str] = ("ema",)
-    checkpoints: Sequence[int | None] = (None,)
     seed: int = 0
     """The seed of the first image."""
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder under evaluation; default: step_N."""
+    """The folder under evaluation; default: step_N, or the names of several models."""
+    size: int | None = None
+    """The side that pictures are brought to before they are scored."""
 
 
 def of_models(
@@ -76,16 +86,23 @@ def of_models(
     describe: Callable[[Model], dict[str, Any]],
     source: str,
     sizes: tuple[int, int],
+    weights: Sequence[Sequence[Weights]] = (),
+    name: str = "",
 ) -> Subject:
-    """The models of runs in a row, of which the first one's weights make the points.
+    """The models of runs in a row; what each draws with makes the points, in all combinations.
 
-    `draw` takes models, prompts, seeds and the guidance scale; `describe` says what else a model's
-    pictures depend on; `sizes` are the sides of what the first draws and of the pictures.
+    `weights` are those of each model, one or several, of which it holds the first already; without
+    them there is one point. `draw` takes models, prompts, seeds and the guidance scale; `describe`
+    says what else a model's pictures depend on; `sizes` are the sides of what the first draws and
+    of the pictures.
     """
     joined = lambda values: ", ".join(map(str, values))
 
-    def at(ema, step):
-        row = (with_weights(models[0], ema, step), *models[1:])
+    def at(*chosen: tuple[int, Weights]) -> Point:
+        row = [
+            with_weights(model, *which) if n else model
+            for model, (n, which) in zip(models, chosen, strict=True)
+        ]
         each = [model.settings for model in row]
         card = {
             "sampler": joined(s.sampler.name for s in each),
@@ -94,21 +111,27 @@ def of_models(
             "models": [describe(model) for model in row],
         }
         params = [model.params for model in row]
-        return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card)
+        vary = any(len(choices) > 1 for choices in weights[1:])
+        later = ", ".join(f"{model.step} {model.ema}" for model in row[1:] if vary)
+        return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card, later)
 
+    first = [[(models[i].ema, None)] for i in range(len(weights), len(models))]
+    every = itertools.product(*(enumerate(choices) for choices in [*weights, *first]))
+    points = [functools.partial(at, *chosen) for chosen in every]
     batch_size = program.default_batch_size(sizes[0], sizes[0])
-    return Subject(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, at)
+    return Subject(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, points, name)
 
 
 def command(
-    open_subject: Callable[[Choice], Subject],
+    open_subjects: Callable[[Sequence[Sequence[Weights]]], Sequence[Subject]],
     guidance: Sequence[float],
     digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
 ) -> None:
     """Runs `python -m SYSTEM.evaluate --workdir=FOLDER`; the caller's is its --help.
 
-    The scales are those taken by default. What `open_subject` raises of ValueError and OSError is
-    one message and exit code 2.
+    `open_subjects` gets what each model in a row shall draw with, the first model's first. The
+    scales are those taken by default. What it raises of ValueError and OSError is one message and
+    exit code 2.
     """
     f = _define_flags(guidance)
 
@@ -117,46 +140,53 @@ def command(
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         with cli.bad_input():
-            steps = [_number(text, "checkpoint", int) for text in f["checkpoint"].value] or [None]
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
-            subject = open_subject(Choice(f["ema"].value[0], steps[0], steps=f["steps"].value))
-            scorer = _scorer(subject, f)
+            subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
+            if f["out"].value:
+                subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
+            scorer = _scorer(subjects, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
-            scales or default, f["ema"].value, steps, f["seed"].value, f["batch_size"].value,
-            f["save_images"].value, f["name"].value,
+            scales or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
+            f["name"].value, f["size"].value,
         )  # fmt: skip
-        out = evaluate(subject, scorer, plan)
-        page = subject.workdir / "report.html"
+        out, workdir = evaluate(subjects, scorer, plan), subjects[0].workdir
+        page = workdir / "report.html"
         if jax.process_index() == 0:
-            files.write_whole(page, report.page([report.read_run(subject.workdir)]))
+            files.write_whole(page, report.page([report.read_run(workdir)]))
         logging.info("wrote %s, and all of it as a page to %s", out, page)
 
     cli.run(main)
 
 
-def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
+def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
     """Draws every prompt at every point, scores, writes; returns the folder of what it wrote.
+
+    The first subject's workdir gets it, as one curve for each subject, checkpoint and average.
 
     The table is there after each point, of those so far. Exits with code 2 and a message where a
     checkpoint or average is missing, features there are of another sweep, or images not finite.
     """
     out, rows, pictures = pathlib.Path(), [], []
-    for ema, step in itertools.product(plan.ema, plan.checkpoints):
+    for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
         with cli.bad_input():
-            point = subject.at(ema, step)
+            point = open_point()
         if not rows:
-            out = subject.workdir / runs.EVALUATION / (plan.name or f"step_{point.checkpoint:08}")
+            out = subjects[0].workdir / runs.EVALUATION / (plan.name or _name(subjects, point))
+        of_point: dict[str, Any] = {"model": subject.name} if len(subjects) > 1 else {}
+        of_point |= {"checkpoint": point.checkpoint, "ema": point.ema}
+        of_point |= {"later": point.later} if point.later else {}
         model = _fingerprint(point.params)
         for scale in plan.guidance:
-            name = f"step_{point.checkpoint:08}_{point.ema}_guidance_{scale:g}"
-            card = point.card | {"guidance": scale, "seed": plan.seed, "model": model}
-            card |= {"checkpoint": point.checkpoint, "ema": point.ema}
-            cards, features = _features(subject, point, scorer, plan, out, name, card)
+            name = f"{sweep.point_name(of_point)}_guidance_{scale:g}"
+            card = point.card | of_point | {"guidance": scale, "seed": plan.seed, "model": model}
+            if plan.size not in (None, subject.size):
+                card["resized"] = f"{loop.KERNEL} from {subject.size}x{subject.size}"
+            row = {"guidance": scale, **of_point}
+            cards, features = _features(subject, point, scorer, plan, out, name, card, row)
             if jax.process_index():
                 continue
             pictures.append(_sheet(scorer, features.pop("images")))
-            row = {"guidance": scale, "checkpoint": point.checkpoint, "ema": point.ema}
             seconds = features.pop("seconds").sum(0)
             scores = scorer.score(features)
             rows.append(row | scorers.columns(scores) | _share(*seconds))
@@ -164,18 +194,18 @@ def evaluate(subject: Subject, scorer: Scorer, plan: Sweep) -> pathlib.Path:
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
             sweep.write_table(out / sweep.TABLE, rows)
-            sheets.write_png(out / sweep.sheet_name(scale), pictures[-1])
+            sheets.write_png(out / sweep.sheet_name(row), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
-        _write_curve(subject.workdir, out)
+        _write_curve(subjects[0].workdir, out)
         sweep.write_metrics(out, rows, pictures)
     return out
 
 
 def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
-    card: Card,
+    card: Card, row: sweep.Row,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
     """The cards and features of all prompts at one point, of which those there are not redone."""
     folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
@@ -183,9 +213,19 @@ def _features(
     with cli.bad_input():
         cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
-    save = functools.partial(_save, out / f"images_guidance_{scale:g}") if keep else None
-    compute = loop.drawing(scorer, point.draw, scale, batch_size, first_seed=plan.seed, save=save)
+    images = out / f"images_{pathlib.Path(sweep.sheet_name(row)).stem}"
+    save = functools.partial(_save, images) if keep else None
+    compute = loop.drawing(
+        scorer, point.draw, scale, batch_size, first_seed=plan.seed, size=plan.size, save=save
+    )
     return cards, loop.collect(total, batch_size, compute, name, folder, finite=True)
+
+
+def _name(subjects: Sequence[Subject], first: Point) -> str:
+    """The folder of a sweep that was given no name."""
+    if len(subjects) > 1:
+        return "_".join(subject.name for subject in subjects)
+    return f"step_{first.checkpoint:08}"
 
 
 def _save(folder: pathlib.Path, rows: np.ndarray, images: np.ndarray) -> None:
@@ -225,16 +265,35 @@ def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:
         files.write_whole(out / f"curve.{format}", figures.save(curve, format))
 
 
-def _scorer(subject: Subject, f: dict[str, flags.FlagHolder]) -> Scorer:
+def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:
     value = lambda name: f[name].value
-    if subject.source == "digits" and not value("prompts"):
-        return scorers.of_digits(
-            subject.size, value("num_seen"), value("num_heldout"), value("metrics")
-        )
+    size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
+    source = sources.pop() if len(sources) == 1 else ""
+    if source == "digits" and not value("prompts"):
+        return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
-    return scorers.open_scorer(subject.source, subject.size, prompts, group)
+    return scorers.open_scorer(source, size, prompts, group)
+
+
+def common_size(subjects: Sequence[Subject]) -> int:
+    """The side of all subjects' pictures; ValueError if they differ."""
+    sides = sorted({subject.size for subject in subjects})
+    if len(sides) > 1:
+        raise ValueError(
+            f"the models draw pictures of {', '.join(map(str, sides))} pixels: say to which size "
+            f"they are brought before they are scored, such as --size={sides[0]}"
+        )
+    return sides[0]
+
+
+def _weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
+    """The flags' axes, of the first model and of those after it for which a flag is repeated."""
+    names = [text.split(",") for text in emas] or [["ema"]]
+    steps = [[_number(n, "checkpoint", int) for n in text.split(",")] for text in checkpoints]
+    pairs = itertools.zip_longest(names, steps)
+    return [list(itertools.product(ema or ["ema"], at or [None])) for ema, at in pairs]
 
 
 def _number(text: str, flag: str, kind: type) -> Any:
@@ -247,11 +306,20 @@ def _number(text: str, flag: str, kind: type) -> Any:
 def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
     scales = ",".join(f"{scale:g}" for scale in guidance)
     whole = functools.partial(flags.DEFINE_integer, lower_bound=1)
+    several = flags.DEFINE_multi_string
     holders = [
         flags.DEFINE_list("guidance", [], f"Scales to score; default {scales}."),
-        flags.DEFINE_list("checkpoint", [], "Steps that were saved; default: the last."),
-        flags.DEFINE_list("ema", ["ema"], 'Decays such as 0.9999, "ema" (the largest) or "raw".'),
-        whole("steps", None, "Sampling steps; default: the config's."),
+        several(
+            "checkpoint",
+            [],
+            "Steps that were saved, with commas; default: the last. Repeated "
+            "for the next stage of a cascade.",
+        ),
+        several(
+            "ema", [], 'Decays such as 0.9999, "ema" (the largest, the default) or "raw", likewise.'
+        ),
+        whole("size", None, "Brings pictures to this side before they are scored; default: none."),
+        flags.DEFINE_string("out", None, "Takes the files in place of the first model's workdir."),
         flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
         whole("batch_size", None, "Images drawn at once."),
         flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),

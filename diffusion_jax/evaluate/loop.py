@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, Int, Shaped, UInt8
+from PIL import Image
 
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
@@ -21,6 +22,7 @@ from diffusion_jax.machine import claims, files, progress, sheets
 from diffusion_jax.metrics.cards import Card
 
 CARD = "card.json"
+KERNEL = "Pillow's bicubic"
 Features = dict[str, Shaped[np.ndarray, "N *D"]]
 Draw = Callable[[Sequence[str], Sequence[int], float], Images]
 """(prompts [B], seeds [B], guidance scale) to images [B, H, W, 3], all at once."""
@@ -72,10 +74,12 @@ def drawing(
     batch_size: int,
     *,
     first_seed: int = 0,
+    size: int | None = None,
     save: Callable[[Int[np.ndarray, "B"], UInt8[np.ndarray, "B H W 3"]], None] | None = None,
 ) -> Compute:
     """Draws the scorer's prompts at a guidance scale and takes the pictures through its judges.
 
+    Pictures of another side than `size` are brought to it first, by KERNEL.
     Beside their features are "images", those that people see, "seconds" of drawing and scoring.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
@@ -84,7 +88,7 @@ def drawing(
         numbers, count = filled(rows, batch_size), len(rows)
         prompts, start = [scorer.prompts[i] for i in numbers], time.time()
         drawn = draw(prompts, (numbers + first_seed).tolist(), guidance)
-        images = sheets.to_uint8(np.nan_to_num(drawn))
+        images = _resized(sheets.to_uint8(np.nan_to_num(drawn)), size)
         half = time.time()
         features = {k: v[:count] for k, v in scorer.features(images, prompts).items()}
         seconds = np.array([[half - start, time.time() - half]])
@@ -95,6 +99,15 @@ def drawing(
         return {**features, "images": visible, "seconds": seconds, "fine": fine}
 
     return compute
+
+
+def _resized(
+    images: UInt8[np.ndarray, "B H W 3"], size: int | None
+) -> UInt8[np.ndarray, "B h w 3"]:
+    if size is None or images.shape[1:3] == (size, size):
+        return images
+    kernel = Image.Resampling.BICUBIC
+    return np.stack([np.asarray(Image.fromarray(i).resize((size, size), kernel)) for i in images])
 
 
 def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{batch_size}"]:

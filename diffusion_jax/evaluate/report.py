@@ -97,9 +97,12 @@ def trade_off(runs: Sequence[RunResult], x: str, y: str) -> list[Line]:
     """The score y over the score x, a line a sweep, its points in the order of guidance."""
     lines = []
     for run, evaluation in _sweeps(runs, (x, y)):
-        for weights, rows in _by_weights(evaluation).items():
+        groups = _by_weights(evaluation)
+        models = len(_sweeps(runs, (x, y))) == 1 and "model" in evaluation.rows[0]
+        sweep_name = [] if models else [_name(runs, run, evaluation)]
+        for weights, rows in groups.items():
             rows = sorted(rows, key=lambda row: float(row["guidance"]))
-            lines.append(_line(_name(runs, run, evaluation) + weights, rows, x, y))
+            lines.append(_line(", ".join([*sweep_name, *weights]), rows, x, y))
     return lines
 
 
@@ -136,12 +139,16 @@ def _lines(runs: Sequence[RunResult], xs: Sequence[str], ys: Sequence[str]) -> l
     return lines
 
 
-def _by_weights(evaluation: SweepResult) -> dict[str, list[dict[str, str]]]:
-    """The rows of each checkpoint and average; the key names it where there are several."""
-    groups: dict[str, list[dict[str, str]]] = {}
+def _by_weights(evaluation: SweepResult) -> dict[tuple[str, ...], list[dict[str, str]]]:
+    """The rows of each model, checkpoint and average, by their name; none if it is the only one."""
+    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in evaluation.rows:
-        groups.setdefault(f", step {row['checkpoint']}, {row['ema']}", []).append(row)
-    return groups if len(groups) > 1 else {"": evaluation.rows}
+        groups.setdefault((row.get("model", ""), sweep.label(row)), []).append(row)
+    if len(groups) == 1:
+        return {(): evaluation.rows}
+    models = [model for model, _ in groups]
+    alone = lambda model: model and models.count(model) == 1
+    return {(model if alone(model) else label,): rows for (model, label), rows in groups.items()}
 
 
 def _line(name: str, rows: Sequence[Row], x: str, y: str) -> Line:
@@ -279,8 +286,10 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
-    scales = sorted({row["guidance"] for row in rows}, key=float)
-    sheets = {f"{float(g):g}": folder / sheet_name(float(g)) for g in scales}
+    sheets = {}
+    for row in sorted(rows, key=lambda row: float(row["guidance"])):
+        of_model = f", {row['model']}" if row.get("model") else ""
+        sheets[f"{float(row['guidance']):g}{of_model}"] = folder / sheet_name(row)
     return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
 
 

@@ -9,6 +9,7 @@ import io
 import itertools
 import json
 import pathlib
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,18 @@ from diffusion_jax.metrics.cards import Scored
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
+
+
+def point_name(row: Row) -> str:
+    """A point's weights, as a file's name: the model of several, its checkpoint and average."""
+    parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
+    return "_".join(_file_name(part) for part in parts if part)
+
+
+def label(row: Row) -> str:
+    """The same in words."""
+    parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
+    return ", ".join([*filter(None, parts), *(f"then {row[k]}" for k in ["later"] if row.get(k))])
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -49,7 +62,7 @@ def write_metrics(
 ) -> None:
     """metrics.jsonl, and event files in which a sweep is a curve over guidance.
 
-    In TensorBoard each checkpoint and average is a run, whose scores and pictures (a sheet a row)
+    In TensorBoard each model, checkpoint and average is a run, whose scores and pictures (a sheet a row)
     stand at step 100 x guidance; beside them is the figure of curve.png.
     """
     lines = []
@@ -61,7 +74,7 @@ def write_metrics(
     shutil.rmtree(top, ignore_errors=True)  # Of a sweep of the same name.
     with events.writing(top) as writer, Image.open(folder / CURVE) as curve:
         writer.write_images(rows[-1]["checkpoint"], {"curve": np.asarray(curve.convert("RGB"))})
-    run = lambda point: f"step_{point[0]['checkpoint']:08}_{point[0]['ema']}"
+    run = lambda point: point_name(point[0])
     for name, points in itertools.groupby(zip(rows, pictures, strict=True), run):
         with events.writing(top / name) as writer:
             for row, sheet in points:
@@ -103,6 +116,11 @@ def describe(row: Row) -> str:
     return "\n".join(parts)
 
 
-def sheet_name(guidance: float) -> str:
-    """The file of pictures drawn at this scale."""
-    return f"guidance_{guidance:g}.png"
+def sheet_name(row: Row) -> str:
+    """The file of pictures drawn at a row's scale, by its model if there are several."""
+    model = f"{_file_name(row['model'])}_" if row.get("model") else ""
+    return f"{model}guidance_{float(row['guidance']):g}.png"
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", text)

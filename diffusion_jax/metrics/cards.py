@@ -14,7 +14,8 @@ import numpy as np
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
 """Fields in which scores of one table must agree."""
-FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model")
+FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model",
+        "resized")  # fmt: skip
 """Fields of what was scored, which a table may compare; `model` is a hash of its weights."""
 
 

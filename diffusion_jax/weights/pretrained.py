@@ -101,7 +101,9 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     folder = pathlib.Path(folder)
     _check_unquantised(folder)
+    # An index may outlive its shards where a model was saved again in one file.
     layouts = _layouts(folder)
+    layouts = [row for row in layouts if not _is_stale(row[-1])] or layouts
     variants = sorted({variant for variant, *_ in layouts})
     if variants and variants[0]:
         if len(variants) > 1:
@@ -166,6 +168,12 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
         for path, m in matches
         if m
     )
+
+
+def _is_stale(path: pathlib.Path) -> bool:
+    """Whether it is an index, and none of its shards are there."""
+    shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
+    return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
 
 def _map(path: pathlib.Path) -> dict[str, np.ndarray]:

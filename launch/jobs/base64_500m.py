@@ -16,6 +16,9 @@ def get_config() -> ConfigDict:
     c.image = ""
     c.workdir = ""
     c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".
+    c.env = ()  # Such as "NCCL_DEBUG=INFO".
+    c.mounts = ()  # Folders for a container, beside those that config and flags name.
+    c.restarts = 10  # After a crash or a hang; after a preemption always, after bad input never.
 
     c.gke = dict(
         namespace="default",
@@ -23,8 +26,9 @@ def get_config() -> ConfigDict:
         queue="",
         secret="imagen-sd-jax",
         spot=False,
-        restarts=10,
         grace=300,
+        restarts=-1,  # As below for all launchers.
+        patch="",  # YAML for the manifest, such as "{metadata: {labels: {team: images}}}".
     )
-    c.slurm = dict(partition="", account="", time="24:00:00", grace=300, setup="")
+    c.slurm = dict(partition="", account="", time="24:00:00", grace=300, setup="", options=())
     return c

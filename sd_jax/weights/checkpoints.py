@@ -19,13 +19,12 @@ from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import StateDict
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE, VAE
-from sd_jax.weights import file_parts, formats, ldm_config, names, text
+from sd_jax.weights import file_parts, formats, ldm_config, names, schedulers, text
 from sd_jax.weights.ldm_config import Facts
 from sd_jax.weights.text import TextPart
 
 PARTS = ("unet", "vae", "text")
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-PREDICTS = {"eps": "epsilon", "v": "v_prediction"}
 _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_checker",
              "feature_extractor", "image_encoder")  # fmt: skip
 
@@ -59,6 +58,8 @@ class Checkpoint(NamedTuple):
     """The side of the latents that it was made for, where the checkpoint says it."""
     scale: float = SCALE
     """The factor from a sample of the VAE's posterior to the latents that the UNet sees."""
+    scheduler: Mapping[str, Any] | None = None
+    """A diffusers directory's scheduler_config.json."""
 
 
 def load(
@@ -187,10 +188,13 @@ def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
         text_part = text.from_folder(folder / "text_encoder")
         state = jax.tree.leaves(text_part.params)
         report.append(_line("text", state, "transformers", text_part.params))
-    predicts = _read_predicts(folder / "scheduler" / "scheduler_config.json")
+    scheduler = _read_scheduler(folder / "scheduler" / "scheduler_config.json")
+    predicts = schedulers.read_diffusion(scheduler)[0] if scheduler else None
     latent_size = formats.latent_size(configs.get("unet", {}))
     scale = configs.get("vae", {}).get("scaling_factor") or SCALE
-    return Checkpoint(unet_part, vae_part, report, text_part, predicts, latent_size, scale)
+    return Checkpoint(
+        unet_part, vae_part, report, text_part, predicts, latent_size, scale, scheduler
+    )
 
 
 def _from_file(
@@ -290,8 +294,9 @@ def _config(checkpoint: Checkpoint) -> str:
 
 
 def _scheduler(predicts: str) -> dict[str, Any]:
-    if predicts not in PREDICTS:
-        raise ValueError(f"predicts is {predicts!r}: choose from {', '.join(PREDICTS)}")
+    if predicts not in schedulers.PREDICTS:
+        known = ", ".join(schedulers.PREDICTS)
+        raise ValueError(f"predicts is {predicts!r}: choose from {known}")
     return {
         "_class_name": "DDIMScheduler",
         "beta_end": 0.012,
@@ -299,30 +304,20 @@ def _scheduler(predicts: str) -> dict[str, Any]:
         "beta_start": 0.00085,
         "clip_sample": False,
         "num_train_timesteps": 1000,
-        "prediction_type": PREDICTS[predicts],
+        "prediction_type": schedulers.PREDICTS[predicts],
         "set_alpha_to_one": False,
         "steps_offset": 1,
     }
 
 
-def _read_predicts(path: pathlib.Path) -> str | None:
-    """The kind of output that a scheduler states; ValueError if its betas are not ours."""
-    if not path.is_file():
-        return None
-    config, ours = pretrained.read_json(path), _scheduler("eps")
-    names = ("beta_start", "beta_end", "beta_schedule", "num_train_timesteps")
-    strange = [name for name in names if config.get(name, ours[name]) != ours[name]]
-    strange += [name for name in ("trained_betas", "rescale_betas_zero_snr") if config.get(name)]
-    if strange:
-        raise ValueError(
-            f"{path} says {strange[0]} {config[strange[0]]!r}: only Stable Diffusion's own "
-            "schedule is built here, scaled_linear from 0.00085 to 0.012 in 1000 steps"
-        )
-    kind = config.get("prediction_type", "epsilon")
-    known = {theirs: predicts for predicts, theirs in PREDICTS.items()}
-    if kind not in known:
-        raise ValueError(f"{path} says prediction_type {kind!r}: known are {', '.join(known)}")
-    return known[kind]
+def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
+    """A scheduler's config, None without a file; ValueError if its noise is not built here."""
+    config = pretrained.read_json(path) if path.is_file() else None
+    try:
+        schedulers.read_diffusion(config or {})
+    except ValueError as error:
+        raise ValueError(f"{path} {error}") from error
+    return config
 
 
 def _text_line(arrays: StateDict, part: TextPart) -> str:

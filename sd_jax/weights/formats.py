@@ -275,7 +275,7 @@ def unet_from_weights(
     blocks = [len(level) for level in levels]
     linear = state["middle_block.1.proj_in.weight"].ndim == 2
     num_heads, head_dim = heads or (0 if linear else 8, 64)
-    unet = UNet(
+    return UNet(
         width=first.shape[0],
         channel_mult=tuple(len(outs[level[0]]) // first.shape[0] for level in levels),
         num_res_blocks=blocks[0] if len(set(blocks)) == 1 else tuple(blocks),
@@ -288,8 +288,6 @@ def unet_from_weights(
         in_channels=first.shape[1],
         out_channels=state["out.2.weight" if "out.2.weight" in state else "out.1.weight"].shape[0],
     )
-    unet_module.check(unet)
-    return unet
 
 
 def is_published(unet: UNet) -> bool:

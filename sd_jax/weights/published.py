@@ -18,7 +18,7 @@ from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints
+from sd_jax.weights import checkpoints, schedulers
 from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import read_vae
@@ -26,7 +26,8 @@ from sd_jax.weights.text import TextPart
 from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
-"""The sampler of NeMo; height and width 0 stand for the size that the model was trained at."""
+"""The sampler of NeMo, where no scheduler says another; height and width 0 stand for the size that
+the model was trained at."""
 
 
 class File(NamedTuple):
@@ -49,17 +50,17 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
 
     ValueError or FileNotFoundError that says what is missing or wrong.
     """
-    sampler = DEFAULTS._replace(**choice.fields_of("sampler"))
-    settings.check_sampler(sampler)  # Before anything is read.
+    settings.check_sampler(DEFAULTS._replace(**choice.fields_of("sampler")))  # Before reading.
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice)
     p = _pipeline(path, opened, file, unet.network, vae.network)
-    p = p._replace(sampler=sampler, strength=choice.strength)
+    p = p._replace(sampler=_sampler(path, opened, choice), strength=choice.strength)
     settings.check_pipeline(p)
     encoder = _encoder(path, text, choice, file, unet.text_width, p.unet.dtype)
     logging.info(
-        "%s: predicts %s, computes in %s, attention by %s",
+        "%s: predicts %s, computes in %s, attention by %s; draws by %s%s",
         path, p.diffusion.predicts, jnp.dtype(p.unet.dtype).name, p.unet.attention_impl,
+        p.sampler.name, f" on {p.sampler.grid} levels" if p.sampler.grid else "",
     )  # fmt: skip
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
@@ -106,9 +107,21 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
         vae.clone(dtype=dtype),
         Conditioning(drop_to="empty", pad_to=0),
         Latents(image_size=size, scale=opened.scale, pixels="symmetric"),
-        Diffusion(predicts, offset_noise=0.0, min_snr=0.0),
+        Diffusion(predicts, noise=schedulers.read_diffusion(opened.scheduler or {})[1]),
         DEFAULTS,
     )
+
+
+def _sampler(path: pathlib.Path, opened: Checkpoint, choice: Choice) -> Sampler:
+    """A directory's own scheduler, unless another sampler is chosen or its is not built here."""
+    sampler = DEFAULTS._replace(steps=choice.steps or DEFAULTS.steps)
+    if opened.scheduler:
+        try:
+            own = schedulers.read_sampler(opened.scheduler, sampler)
+            sampler = own if choice.sampler in (None, own.name) else sampler
+        except ValueError as error:
+            logging.warning("%s: %s; it draws by %s", path, error, choice.sampler or sampler.name)
+    return sampler._replace(**choice.fields_of("sampler"))
 
 
 def _encoder(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -207,7 +207,7 @@ def test_threshold_of_a_derivative():
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas(n):
     np.testing.assert_allclose(
-        jax.jit(noise.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
+        jax.jit(grids.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
     )
 
 
@@ -263,7 +263,7 @@ EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_chu
 def edm_case(name):
     steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
     draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    return noise.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+    return grids.karras_sigmas(int(steps)), draws, scale, churn, s_noise
 
 
 @pytest.mark.parametrize("name", EDM)
@@ -303,7 +303,7 @@ def test_super_resolution_trajectory(name, unrolled):
         return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    sigmas = noise.karras_sigmas(6)
+    sigmas = grids.karras_sigmas(6)
     out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
     close(out, images(SAMPLERS[f"edm/{name}/out"]))
     compare_calls(calls, f"edm/{name}")
@@ -328,7 +328,7 @@ def ddpm_denoise(x, sigma, scale, threshold):
 )
 def test_ddpm_trajectory(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
-    sigmas = noise.log_snr_sigmas(SCHEDULES[schedule], 8)
+    sigmas = noise.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
     # The reference starts from x of variance 1 in its coordinates; ours are 1 / alpha larger.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
@@ -74,13 +74,13 @@ def test_plms(name):
 def test_dpmpp_2m_at_times_between_steps(name):
     predicts, scale, _, times = INFO[name]
     sampler = functools.partial(samplers.dpmpp_2m, first_order_end=len(times) < 15)
-    ours = noise.even_times(len(times))
+    ours = grids.even_times(len(times))
     np.testing.assert_allclose(ours[:-1], times, rtol=1e-6)
     close(run(predicts, scale, ours, sampler), name)
 
 
 def test_diffusers_pndm_is_plms_and_its_ddim_ours():
-    times = noise.leading_times(50)
+    times = grids.leading_times(50)
     close(run("eps", 2.5, times, samplers.plms), "diffusers_pndm_eps_50_cfg")
     close(run("eps", 2.5, times, samplers.ddim), "diffusers_ddim_eps_50_cfg")
     close(run("v", 2.5, times, samplers.ddim), "diffusers_ddim_v_50_cfg")

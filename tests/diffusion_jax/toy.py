@@ -9,7 +9,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Task, loss_by_noise_level
 from diffusion_jax.text import hashed
@@ -53,7 +53,7 @@ def task(encoder=ENCODER):
         denoise = precond.denoiser(network(params, text), EDM)
         if scale is not None:
             denoise = guidance.classifier_free(denoise, scale)
-        sigmas = noise.karras_sigmas(4, 0.1, 3.0)
+        sigmas = grids.karras_sigmas(4, 0.1, 3.0)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
 

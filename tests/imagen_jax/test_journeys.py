@@ -18,7 +18,6 @@ from configs import base64_500m
 from diffusion_jax import runs
 from diffusion_jax.data import digits
 from diffusion_jax.data import tars as tar_files
-from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.text import embed, t5
@@ -121,7 +120,7 @@ def test_without_its_encoder_a_run_says_at_the_start_which_command_helps(tmp_pat
     with pytest.raises(ValueError, match=message):
         cascade.load([tmp_path])
     with pytest.raises(ValueError, match=message):
-        evaluate.open_subject([str(tmp_path)], Choice())
+        evaluate.open_subject([str(tmp_path)])
 
 
 def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch):

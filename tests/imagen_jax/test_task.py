@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
+from diffusion_jax.diffusion import grids, samplers
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond as preconds
-from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -248,10 +248,10 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 def test_levels_come_from_the_sampler_or_from_the_schedule():
     def levels(s):
         noise = NOISES[s.diffusion.noise](s.diffusion)
-        return np.asarray(samplers.sampling_sigmas(noise, s.sampler))
+        return np.asarray(samplers.sampling_grid(noise, s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
-    np.testing.assert_array_equal(karras, noises.karras_sigmas(5, 0.02, 40.0, 3.0))
+    np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
     np.testing.assert_allclose(
         ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5

@@ -117,8 +117,9 @@ def test_it_runs_the_command_on_the_mounted_bucket(tpu):
 def test_a_secret_is_named_and_not_written(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
+        {"name": "JAX_COMPILATION_CACHE_DIR", "value": "/gcs/bucket/runs/base64/compiled"},
         {"name": "HF_TOKEN", "valueFrom": {
-            "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}}
+            "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
     ]  # fmt: skip
 
 
@@ -159,7 +160,7 @@ def test_processes_on_gpus_find_one_another(sweep):
     assert (worker["replicas"], job["completions"]) == (1, 8)
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    first, number, which = container["env"]
+    _, first, number, which = container["env"]
     assert first["name"] == "JAX_COORDINATOR_ADDRESS"
     assert first["value"] == "quickstart-1-worker-0-0.quickstart-1:55527"
     assert number == {"name": "JAX_NUM_PROCESSES", "value": "8"}
@@ -177,6 +178,42 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
     assert table == "".join(
         f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3)
     )
+
+
+def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
+    patch = """
+      metadata: {labels: {team: images}}
+      spec:
+        replicatedJobs:
+        - name: worker
+          template: {spec: {template: {
+            metadata: {annotations: {gke-gcsfuse/memory-limit: 4Gi}},
+            spec: {
+              nodeSelector: {cloud.google.com/reservation-name: ours},
+              containers: [{name: main, ports: [{containerPort: 55527}],
+                            env: [{name: TPU_LOG, value: "1"}]}]}}}}
+    """
+    ((manifest,), _) = rendered(
+        BASE, *THERE, "--job.env=('LIBTPU_INIT_ARGS=--a=true --b=2',)", "--job.restarts=3",
+        "--job.overrides=('data.path=/gcs/pictures/laion/*.tar',)", f"--job.gke.patch={patch}",
+    )  # fmt: skip
+    _, job, pod, container = parts(manifest)
+    env = {row["name"]: row["value"] for row in container["env"]}
+    assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == ("--a=true --b=2", "1")
+    assert container["ports"] == [{"containerPort": 55527}]
+    assert container["args"][0] == "imagen_jax.train"  # What the patch leaves out stays.
+    assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
+    assert len(pod["nodeSelector"]) == 3
+    assert job["template"]["metadata"]["annotations"] == {
+        "gke-gcsfuse/volumes": "true", "gke-gcsfuse/memory-limit": "4Gi",
+    }  # fmt: skip
+    assert manifest["metadata"]["labels"] == {"app": "base64-500m", "team": "images"}
+    mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
+    buckets = {v["name"]: v["csi"]["volumeAttributes"]["bucketName"]
+               for v in pod["volumes"] if "csi" in v}  # fmt: skip
+    assert buckets[mounted["/gcs/bucket"]] == "bucket"
+    assert buckets[mounted["/gcs/pictures"]] == "pictures"
+    assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
 def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
@@ -207,6 +244,8 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
          "mesh replica=1, fsdp=4, tensor=1 uses 4 of the target's 8 devices"),
         ((*THERE, "--job.accelerator=h100:24"),
          "batch_size 4096 does not divide over accumulate 1 x replica 1 x fsdp 24 = 24"),
+        ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
+        ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is no YAML"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2', and there is no such"),
     ],
 )  # fmt: skip

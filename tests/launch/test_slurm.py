@@ -69,9 +69,10 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
 def test_srun_gets_the_command_whole(script, tmp_path):
     code, said = run(script, tmp_path, HF_TOKEN="x")
     assert (code, said) == (0, [
-        "srun --kill-on-bad-exit=1 --container-image registry#name:tag --container-mounts "
-        "/shared/runs/1:/shared/runs/1 python -m imagen_jax.train --config=configs/quickstart.py "
-        "--config.prompts=('a b',) --config.seed=1 --workdir=/shared/runs/1"
+        "srun --kill-on-bad-exit=0 --wait=60 --container-image registry#name:tag "
+        "--container-mounts /shared/runs/1:/shared/runs/1 "
+        "python -m imagen_jax.train --config=configs/quickstart.py --config.prompts=('a b',) "
+        "--config.seed=1 --workdir=/shared/runs/1"
     ])  # fmt: skip
 
 
@@ -81,10 +82,54 @@ def test_out_of_time_it_is_told_to_save_and_queued_again(script, tmp_path):
     assert said[1:] == ["scancel --signal=TERM 7.0", "scontrol requeue 7"]
 
 
-@pytest.mark.parametrize("ended", [1, 2, 143])
-def test_a_failure_and_a_cancelled_run_are_not_queued_again(script, tmp_path, ended):
-    code, said = run(script, tmp_path, code=ended, HF_TOKEN="x")
-    assert (code, len(said)) == (ended, 1)
+def test_told_to_stop_by_slurm_itself_it_is_queued_again(script, tmp_path):
+    code, said = run(script, tmp_path, code=143, HF_TOKEN="x")
+    assert (code, said[1:]) == (143, ["scontrol requeue 7"])
+
+
+def test_bad_input_is_not_queued_again(script, tmp_path):
+    code, said = run(script, tmp_path, code=2, HF_TOKEN="x")
+    assert (code, len(said)) == (2, 1)
+
+
+def test_a_crash_is_queued_again_as_often_as_the_job_says(tmp_path):
+    text, _ = printed(
+        "slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8",
+        "--job.restarts=2",
+    )  # fmt: skip
+    for times, ended in enumerate([1, 134, 1], start=1):
+        code, said = run(text, tmp_path, code=ended)
+        assert code == ended
+        assert said.count("scontrol requeue 7") == min(times, 2)
+    assert (tmp_path / "a run" / "crashes-7").read_text() == "1\n134\n1\n"
+
+
+def test_a_container_sees_every_path_of_config_and_flags(tmp_path):
+    weights = tmp_path / "inception.safetensors"
+    weights.touch()
+    text, _ = printed(
+        "slurm", BASE, "--job.workdir=/shared/runs/x", "--job.accelerator=h100:8",
+        "--job.image=registry#name:tag", "--job.mounts=('/home/me/cache',)",
+        "--job.overrides=('data.path=/data/laion/{000..100}.tar', "
+        f"'evaluation.inception={weights}', 'evaluation.reference=/data/coco.npz')",
+    )  # fmt: skip
+    mounts = text.split("--container-mounts ")[1].split()[0].split(",")
+    assert mounts == [
+        f"{folder}:{folder}"
+        for folder in ("/shared/runs/x", *sorted(["/data", "/home/me/cache", str(tmp_path)]))
+    ]
+
+
+def test_environment_and_options_are_in_the_script():
+    text, _ = printed(
+        "slurm", BASE, "--job.workdir=/x", "--job.accelerator=h100:8",
+        "--job.env=('XLA_FLAGS=--a=1 --b=2', 'NCCL_DEBUG=INFO')",
+        "--job.slurm.options=('--reservation=ours',)",
+    )  # fmt: skip
+    header, body = text.split("\n\n", 1)
+    assert "#SBATCH --reservation=ours" in header
+    assert "export XLA_FLAGS='--a=1 --b=2'\nexport NCCL_DEBUG=INFO\n" in body
+    assert "export JAX_COMPILATION_CACHE_DIR=/x/compiled\n" in body
 
 
 def test_a_secret_that_is_not_set_ends_it_before_it_starts(script, tmp_path):
@@ -118,9 +163,13 @@ def test_a_config_may_take_an_argument():
     ("arguments", "message"),
     [
         (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "Slurm has GPUs, such as h100:64"),
+        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.options=('exclusive',)"),
+         "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
+        (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
+         "job.env holds 'A B=1': write NAME=VALUE"),
         (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "give a folder that all nodes see"),
         (("--job.workdir=gs://b/x", "--job.accelerator=h100:8"), "give a folder that all nodes"),
     ],
-)
+)  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
     assert message in refused("slurm", BASE, *arguments)

@@ -3,6 +3,9 @@
 pip install torch diffusers transformers
 """
 
+import shutil
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +109,62 @@ def test_their_own_directory_comes_back_to_the_last_bit(folder, pipeline, tmp_pa
     configs = [dict(p.scheduler.config) for p in (pipeline, again)]
     assert all(config.pop("_use_default_values", True) for config in configs)
     assert configs[0] == configs[1]
+
+
+OFFSET = {"timestep_spacing": "leading", "steps_offset": 1}
+KARRAS = {"use_karras_sigmas": True}
+SCHEDULERS = {
+    "DDIM": ("ddim", OFFSET),
+    "PNDM": ("plms", {"skip_prk_steps": True}),
+    "EulerDiscrete": ("euler", {"timestep_spacing": "linspace"}),
+    "EulerDiscrete Karras": ("euler", OFFSET | KARRAS),
+    "EulerAncestralDiscrete": ("euler_ancestral", {"timestep_spacing": "trailing"}),
+    "HeunDiscrete": ("heun", OFFSET),
+    "DPMSolverMultistep": ("dpmpp_2m", {"timestep_spacing": "linspace"}),
+    "DPMSolverMultistep Karras": ("dpmpp_2m", KARRAS),
+    "UniPCMultistep": ("unipc", {"timestep_spacing": "linspace"}),
+    "UniPCMultistep Karras": ("unipc", KARRAS),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_directory_draws_as_its_own_scheduler_says(
+    name, folder, version, pipeline, tmp_path, monkeypatch
+):
+    """Prompt to pixels from the same noise, the sampler and its grid left to the directory."""
+    sampler, changes = SCHEDULERS[name]
+    kind = getattr(diffusers, f"{name.partition(' ')[0]}Scheduler")
+    config = {"clip_sample": False, "prediction_type": pipeline.scheduler.config.prediction_type}
+    scheduler = kind.from_config({**pipeline.scheduler.config, **config, **changes})
+    shutil.copytree(folder, tmp_path / "d")
+    scheduler.save_pretrained(tmp_path / "d" / "scheduler")
+    rng = np.random.default_rng(1)
+    noise, draws = rng.standard_normal((2, 8, 1, 8, 12, 4), np.float32)
+    monkeypatch.setattr(
+        "diffusion_jax.diffusion.samplers.initial_noise",
+        lambda keys, shape, sigma: sigma * noise[0].repeat(len(keys), 0),
+    )
+    rows = lambda keys, shape: lambda i: jnp.asarray(draws)[i].repeat(len(keys), 0)
+    monkeypatch.setattr("diffusion_jax.diffusion.samplers.gaussian_noise", rows)
+    model = drawing.load(
+        tmp_path / "d", Choice(steps=5, guidance=3.0, negative_prompt="b", height=32, width=48)
+    )
+    assert model.settings.sampler.name == sampler + "_v" * (sampler == "plms" and version == "2.x")
+    (ours,) = drawing.draw_batches(model, ["a c d"], [0], batch_size=1)
+    left = iter(draws.transpose(0, 1, 4, 2, 3).copy())
+    monkeypatch.setattr(
+        sys.modules[kind.__module__], "randn_tensor",
+        lambda *_, **__: torch.from_numpy(next(left)), raising=False,
+    )  # fmt: skip
+    monkeypatch.setattr(pipeline, "scheduler", kind.from_pretrained(tmp_path / "d" / "scheduler"))
+    theirs = pipeline(
+        "a c d", negative_prompt="b", height=32, width=48, num_inference_steps=5,
+        guidance_scale=3.0, latents=torch.from_numpy(noise[0].transpose(0, 3, 1, 2).copy()),
+        output_type="np",
+    ).images  # fmt: skip
+    error = np.abs(np.clip((ours + 1) / 2, 0, 1) - theirs).max()
+    print(f"{name}: {error:.2e}")
+    assert error < 1e-4  # Of pixels from 0 to 1.
 
 
 SAVED = {

@@ -1,16 +1,18 @@
 """The evaluation of a Stable Diffusion run: its points, its pictures, its card."""
 
 import csv
+import json
+import shutil
 import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.machine import sheets
@@ -18,7 +20,8 @@ from diffusion_jax.metrics import digits as judges
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
-from sd_jax import evaluate, sampling, task
+from sd_jax import drawing, evaluate, sampling, task
+from sd_jax.drawing import Choice, File
 from sd_jax.weights import trained
 from tests.sd_jax import tiny
 
@@ -48,9 +51,9 @@ def workdir(tmp_path_factory):
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
     choice = Choice(steps=3)
-    subject = evaluate.open_subject(str(workdir), choice)
-    asked = evaluation.Sweep((2.0, 4.0), checkpoints=STEPS, batch_size=64, name="both")
-    out = evaluation.evaluate(subject, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    subject = evaluate.open_run(str(workdir), choice, [("ema", step) for step in STEPS])
+    asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
+    out = evaluation.evaluate([subject], scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
@@ -85,6 +88,37 @@ def test_each_score_has_its_card(evaluated, workdir):
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
 
 
+@pytest.mark.slow
+def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
+    """Its directory's own sampler draws it, at its own size; --size makes the pictures alike."""
+    folder = tmp_path / "theirs"
+    shutil.copytree(published / "d", folder)
+    config = json.loads((folder / "unet" / "config.json").read_text()) | {"sample_size": 8}
+    (folder / "unet" / "config.json").write_text(json.dumps(config))
+    choice = Choice(steps=2)
+    theirs = evaluate.open_model(str(folder), choice, File())
+    assert (theirs.size, theirs.name) == (16, "theirs")
+    both = [evaluate.open_run(str(workdir), choice), theirs]
+    asked = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
+    out = evaluation.evaluate(both, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    with (out / sweep.TABLE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["model"], row["checkpoint"]) for row in rows] == [
+        (workdir.name, "4"),
+        ("theirs", "0"),
+    ]
+    _, card = sweep.read_scored(out / sweep.SCORED)["theirs_step_00000000_ema_guidance_2_digits"]
+    assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
+    assert card["models"][0]["grid"] == "leading"
+    model = drawing.load(folder, choice)
+    scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
+    drawn = drawing.draw(model, scorer.prompts, range(len(scorer.prompts)), guidance=2.0)
+    bicubic = Image.Resampling.BICUBIC
+    small = np.stack([Image.fromarray(i).resize((8, 8), bicubic) for i in drawn])
+    expected = scorer.score(scorer.features(small, scorer.prompts))["digits"]["fd_digits"]
+    assert float(rows[1]["fd_digits"]) == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_subject(str(tmp_path), Choice())
+        evaluate.open_run(str(tmp_path), Choice())

@@ -8,13 +8,13 @@ import pathlib
 import re
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from urllib.error import HTTPError
 
 from absl import logging
 
-from diffusion_jax.data import tars
+from diffusion_jax.data import storage, tars
 from diffusion_jax.machine import progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
@@ -26,7 +26,7 @@ def expand(urls: Sequence[str]) -> list[str]:
     """URLs with braces as in a shell, "part-{00000..00031}.parquet"; ValueError for another."""
     every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
-        if not re.match(r"(https?|ftp|file)://.*[^/]$", url):
+        if not re.match(r"\w+://.*[^/]$", url):
             raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")
     names = [name(url) for url in every]
     if doubled := {one for one in names if names.count(one) > 1}:
@@ -48,30 +48,35 @@ def read_sums(text: str) -> dict[str, str]:
 def fetch(
     urls: Sequence[str],
     out: pathlib.Path,
-    sums: Mapping[str, str],
+    sums: Mapping[str, str] | None = None,
     *,
     threads: int = 4,
     verify: bool = False,
     timeout: float = 60.0,
+    finished: Callable[[pathlib.Path], None] = lambda path: None,
 ) -> list[pathlib.Path]:
     """Downloads what is not in `out`; the paths of all.
 
-    `sums` are hashes by file name; a file without one is taken as it comes, and the log says so.
-    `verify` also hashes the files that are there. OSError or ValueError names what failed.
+    `sums` are hashes by file name; a file without one is taken as it comes, and the log says so,
+    unless none at all are given. `verify` also hashes the files that are there, and `finished` is
+    told each that was fetched. OSError or ValueError names what failed.
     """
+    known, sums = sums is not None, sums or {}
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / name(url) for url in urls]
     there = [path for path in paths if path.exists()]
     for path in there if verify else ():
-        _check(path, sums.get(path.name))
+        check(path, sums.get(path.name))
     missing = [(u, p) for u, p in zip(urls, paths, strict=True) if not p.exists()]
     logging.info("%d of %d files are there", len(there), len(paths))
-    if unknown := [path.name for _, path in missing if path.name not in sums]:
+    if known and (unknown := [path.name for _, path in missing if path.name not in sums]):
         logging.warning("no hash of %s: it is taken as it comes", ", ".join(unknown[:3]))
     with ThreadPoolExecutor(threads) as pool:
         get = lambda url, path: _fetch(url, path, sums.get(path.name), timeout)
         fetched = pool.map(lambda one: get(*one), missing)
-        list(progress.reported(fetched, len(missing), "files"))
+        arrived = progress.reported(fetched, len(missing), "files")
+        for (_, path), _ in zip(missing, arrived, strict=True):
+            finished(path)
     return paths
 
 
@@ -99,7 +104,7 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
                 raise OSError(f"{url} after {_ATTEMPTS} attempts: {error}") from error
             time.sleep(2.0**attempt)
     try:
-        _check(part, digest, url)
+        check(part, digest, url)
     except ValueError:
         part.unlink()
         raise
@@ -109,6 +114,10 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
     """Appends what is missing; from the beginning where the server cannot give a range."""
     done = part.stat().st_size if part.exists() else 0
+    if not re.match("(https?|ftp|file):", url):  # gs://, s3:// and others, which fsspec reads.
+        with storage.open_file(url) as stored, part.open("ab") as file:
+            stored.seek(done)
+            return _copy(stored, file, url, stored.size)
     request = urllib.request.Request(url, headers={"Range": f"bytes={done}-"} if done else {})
     try:
         response = urllib.request.urlopen(request, timeout=timeout)
@@ -134,7 +143,8 @@ def _copy(response, file, url: str, total: int) -> None:
         raise OSError(f"it ended after {file.tell()} of {total} bytes")
 
 
-def _check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
+def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
+    """ValueError for a file of another hash, of md5's, sha1's, sha256's or sha512's length."""
     if digest is None:
         return
     algorithm = _ALGORITHMS[len(digest)]

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.diffusion import guidance, noise, samplers
+from diffusion_jax.diffusion import grids, guidance, samplers
 
 X = jax.random.normal(jax.random.key(0), (4, 4, 4, 3))
 SIGMA = jnp.array([0.1, 0.5, 2.0, 30.0])
@@ -89,7 +89,7 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
         sigma = sigma[:, None, None, None]
         return (0.25 * x + sigma**2 * mean) / (0.25 + sigma**2)
 
-    sigmas = noise.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
     keys = jax.random.split(jax.random.key(0), 4)
     draws = samplers.gaussian_noise(keys, (4, 4, 3))
     out = samplers.heun(guidance.classifier_free(both, 3.0), 10 * X, sigmas, draws)

@@ -2,16 +2,18 @@
 and the probability-flow ODE has an exact solution, so no network is needed."""
 
 import functools
+import types
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import noise, samplers
+from diffusion_jax.diffusion import grids, noise, samplers
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
+SETTINGS = types.SimpleNamespace(steps=4, sigma_min=0.0, sigma_max=0.0, rho=7.0, offset=1)
 KEYS = jax.random.split(jax.random.key(0), 3)
 X = jax.random.normal(jax.random.key(1), (3, *SHAPE))
 TABLE = jax.random.normal(jax.random.key(2), (16, 3, *SHAPE))
@@ -22,6 +24,7 @@ DETERMINISTIC = {
     "ddim": samplers.ddim,
     "plms": samplers.plms,
     "dpmpp_2m": samplers.dpmpp_2m,
+    "unipc": samplers.unipc,
 }
 STOCHASTIC = {
     "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
@@ -47,7 +50,7 @@ def sample(sampler, x, sigmas, keys):
 
 
 def error(sampler, n):
-    sigmas = noise.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
+    sigmas = grids.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
     exact = MU + (5 * X - MU) * STD / np.sqrt(STD**2 + 5.0**2)
     return float(jnp.abs(deterministic(sampler, 5 * X, sigmas) - exact).max())
 
@@ -61,10 +64,17 @@ def test_converges_to_the_exact_solution_at_its_order(name, order, bound):
     assert fine < bound  # Twice what was measured: 0.036, 1.5e-3, 1.5e-3.
 
 
+def test_the_corrector_of_unipc_raises_its_order():
+    """Above 2, Zhao et al.'s theorem 3.1; and from the same evaluations nearer than dpmpp_2m."""
+    coarse, fine = error(samplers.unipc, 32), error(samplers.unipc, 64)
+    assert np.log2(coarse / fine) > 2.75
+    assert fine < 0.2 * error(samplers.dpmpp_2m, 64)
+
+
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
 def test_data_that_is_one_point_is_found_in_any_number_of_steps(sampler):
     for n in (1, 4):
-        sigmas = noise.karras_sigmas(n)
+        sigmas = grids.karras_sigmas(n)
         out = sampler(lambda x, sigma: jnp.full_like(x, 0.7), 80 * X, sigmas, DRAWS)
         np.testing.assert_allclose(out, 0.7, atol=1e-4)  # float32 steps away from x = 240.
 
@@ -77,13 +87,13 @@ def test_the_denoiser_is_traced_once(sampler):
         calls.append(sigma.shape)
         return denoise(x, sigma)
 
-    jax.make_jaxpr(lambda x: sampler(counted, x, noise.karras_sigmas(8), DRAWS))(X)
+    jax.make_jaxpr(lambda x: sampler(counted, x, grids.karras_sigmas(8), DRAWS))(X)
     assert calls == [(3,)]
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
 def test_image_i_does_not_depend_on_its_batch(sampler):
-    sigmas = noise.karras_sigmas(6)
+    sigmas = grids.karras_sigmas(6)
     start = samplers.initial_noise(KEYS, SHAPE, sigmas[0])
     together = sample(sampler, start, sigmas, KEYS)
     alone = sample(sampler, start[1:2], sigmas, KEYS[1:2])
@@ -111,7 +121,7 @@ def heun_of_the_paper(x, sigmas, churn, s_min, s_max, s_noise):
 @pytest.mark.parametrize("churn", [0.0, 2.0, 40.0])  # 40 reaches the bound sqrt(2) - 1.
 def test_heun_is_algorithm_2_of_edm(churn, window):
     options = {"churn": churn, "s_min": window[0], "s_max": window[1], "s_noise": 1.1}
-    sigmas = noise.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
     expected = heun_of_the_paper(np.float64(10 * X), np.float64(sigmas), **options)
     actual = jax.jit(functools.partial(samplers.heun, denoise, noise=DRAWS, **options))(
         10 * X, sigmas
@@ -125,7 +135,7 @@ def test_new_noise_keeps_the_variance_of_the_data(name):
     sampler = functools.partial(samplers.heun, churn=40.0) if "heun" in name else ALL[name]
     keys = jax.random.split(jax.random.key(3), 10)
     start = np.sqrt(STD**2 + 10**2) * jax.random.normal(keys[0], (10, 40, 40, 1)) + MU
-    sigmas = noise.karras_sigmas(256, sigma_min=0.02, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(256, sigma_min=0.02, sigma_max=10.0)
     out = sample(sampler, start, sigmas, keys)
     np.testing.assert_allclose(out.mean(), MU, atol=4 * STD / np.sqrt(16_000))
     # 4 standard errors of the spread are 2.2 %, the first-order samplers' own error 1 %.
@@ -180,7 +190,7 @@ def test_ddim_eta_1_has_ddpm_posterior_moments():
 
 
 def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
-    sigmas = noise.karras_sigmas(10)
+    sigmas = grids.karras_sigmas(10)
     expected = samplers.ddim(denoise, 80 * X, sigmas, DRAWS, eta=1.0)
     np.testing.assert_allclose(samplers.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
 
@@ -198,7 +208,7 @@ def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
         if i < 7:  # The last step returns the posterior mean.
             z += np.sqrt((1 - alpha[i + 1] ** 2) * c) * np.asarray(DRAWS(jnp.array(i)))
 
-    sigmas = noise.log_snr_sigmas(log_snr, 8)
+    sigmas = noise.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
     x = samplers.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
     actual = samplers.in_own_coordinates(x, sigmas[-1])
     np.testing.assert_allclose(actual, z, atol=2e-6)
@@ -237,7 +247,7 @@ def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
 
 
 def test_euler_is_ddim_without_noise():
-    sigmas = noise.karras_sigmas(4)
+    sigmas = grids.karras_sigmas(4)
     expected = samplers.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
     np.testing.assert_array_equal(samplers.euler(denoise, X, sigmas, DRAWS), expected)
 
@@ -255,23 +265,23 @@ def test_plms_on_even_levels_has_the_order_of_its_start():
 
 def test_leading_times_are_ldms_where_they_divide_its_thousand():
     for n in (2, 5, 50, 200, 500):
-        times = noise.leading_times(n)
+        times = grids.leading_times(n)
         np.testing.assert_array_equal(times, [*range(1000 - 1000 // n + 1, 0, -1000 // n), 0])
 
 
 def test_every_number_of_steps_has_as_many_falling_times():
     for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
-        times = np.asarray(noise.leading_times(n))
+        times = np.asarray(grids.leading_times(n))
         assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
         assert np.all(np.diff(times) < 0), n
     for n in (0, 1001):
         with pytest.raises(ValueError, match=f"{n} sampling steps: a table of 1000 times has 1 to"):
-            noise.leading_times(n)
+            grids.leading_times(n)
 
 
 def test_even_times_are_dpm_solvers():
-    np.testing.assert_allclose(noise.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
-    assert noise.even_times(25)[-1] == 0
+    np.testing.assert_allclose(grids.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
+    assert grids.even_times(25)[-1] == 0
 
 
 def test_a_models_own_coordinates_are_alpha_times_x():
@@ -284,18 +294,18 @@ def test_a_models_own_coordinates_are_alpha_times_x():
 def test_karras_sigmas_are_equation_5_and_then_0():
     i = np.arange(7)
     expected = (80 ** (1 / 3) + i / 6 * (0.002 ** (1 / 3) - 80 ** (1 / 3))) ** 3
-    actual = noise.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
+    actual = grids.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
     # The cube of a difference of two roots near 4: rounding of 2e-7 beside 0.126.
     np.testing.assert_allclose(actual, [*expected, 0], rtol=1e-5)
-    np.testing.assert_allclose(noise.karras_sigmas(1), [80, 0], rtol=1e-6)
+    np.testing.assert_allclose(grids.karras_sigmas(1), [80, 0], rtol=1e-6)
 
 
-def test_log_snr_sigmas_run_through_even_times_to_the_end_of_the_schedule():
-    sigmas = noise.log_snr_sigmas(noise.linear_log_snr, 4)
+def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
+    model = noise.continuous_noise(noise.linear_log_snr)
+    levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Places()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
-    np.testing.assert_allclose(sigmas, np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
-    at_zero = noise.ending_at_zero(sigmas)
-    np.testing.assert_array_equal(at_zero, [*sigmas[:-1], 0])
+    np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
+    np.testing.assert_array_equal(levels("zero"), [*levels("sigma_min")[:-1], 0])
 
 
 def test_draws_are_standard_normal_and_independent():

@@ -4,16 +4,21 @@ The two processes have four of eight CPU devices each.
 """
 
 import csv
+import functools
+import itertools
 import pathlib
 import re
+import types
 import warnings
 from unittest import mock
 
 import jax
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax.draw import program
+from diffusion_jax.draw.model import Model
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
@@ -28,6 +33,7 @@ from tests.diffusion_jax.text import tiny_weights
 ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
+LAST = (("ema", None),)
 # Images that differ in the last bits of float32 may round to other 8-bit pixels: one of 12,864 that
 # does moves these scores by 1e-5.
 CLOSE = 5e-5
@@ -66,7 +72,7 @@ def make_scorer(inputs, prompts=PROMPTS, **fields):
         return scorers.of_prompts(toy.SIZE, prompts, wanted)
 
 
-def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
+def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,), weights=LAST, name=""):
     """The toy in place of a run; `calls` notes the seeds of each batch, `spoil` changes images."""
     mesh, task = sharding.make_mesh(), toy.task()
     frozen = sharding.place_all(task.frozen, mesh, [(".*", sharding.P())])
@@ -93,7 +99,8 @@ def make_subject(workdir, calls=None, seed=0, spoil=None, steps=(3,)):
         card = {"sampler": "ddim", "steps": "4", "precision": "float32", "models": [{"seed": seed}]}
         return Point(step, ema, [params], draw(params), card)
 
-    return Subject(workdir, "folder", toy.SIZE, 64, at)
+    points = [functools.partial(at, *which) for which in weights]
+    return Subject(workdir, "folder", toy.SIZE, 64, points, name)
 
 
 def rows_of(out):
@@ -108,7 +115,7 @@ def rows_of(out):
 def one(tmp_path_factory, inputs):
     """The folder of a sweep by one process with eight devices, and its rows."""
     workdir = tmp_path_factory.mktemp("one")
-    out = evaluation.evaluate(make_subject(workdir), make_scorer(inputs), Sweep(SCALES))
+    out = evaluation.evaluate([make_subject(workdir)], make_scorer(inputs), Sweep(SCALES))
     return out, rows_of(out)
 
 
@@ -131,7 +138,7 @@ def test_a_sweep_has_both_scores_with_intervals_and_nemos_tables(one):
 
 def test_the_scores_are_those_of_the_pictures(one, inputs, tmp_path):
     """Drawn again in one batch, and taken through the extractors' own command's way."""
-    point = make_subject(tmp_path).at("ema", None)
+    point = make_subject(tmp_path).points[0]()
     images = sheets.to_uint8(point.draw(PROMPTS, list(range(67)), 4.0))
     taken = extractors.extract(
         toy_metrics.extractor(), toy_metrics.InMemory(images), sharding.make_mesh()
@@ -146,7 +153,7 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
     mesh = sharding.make_mesh(devices=jax.devices()[:devices])
     with mock.patch.object(sharding, "make_mesh", lambda: mesh):
         subject, scorer = make_subject(tmp_path), make_scorer(inputs)
-        out = evaluation.evaluate(subject, scorer, Sweep(SCALES, batch_size=batch))
+        out = evaluation.evaluate([subject], scorer, Sweep(SCALES, batch_size=batch))
     check_same(rows_of(out), one[1])
     models = {one.card["model"] for folder in (out, one[0])
               for one in sweep.read_scored(folder / sweep.SCORED).values()}  # fmt: skip
@@ -173,10 +180,10 @@ def test_a_killed_sweep_redoes_one_batch_and_gives_the_same_numbers(one, inputs,
 
     asked, scorer = Sweep(SCALES, batch_size=64), make_scorer(inputs)
     with pytest.raises(Killed):
-        evaluation.evaluate(make_subject(tmp_path, calls, spoil=dying), scorer, asked)
+        evaluation.evaluate([make_subject(tmp_path, calls, spoil=dying)], scorer, asked)
     out = tmp_path / "evaluation" / "step_00000003"
     check_same([*rows_of(out), one[1][1]], one[1])  # The first scale's row is there.
-    evaluation.evaluate(make_subject(tmp_path, calls), scorer, asked)
+    evaluation.evaluate([make_subject(tmp_path, calls)], scorer, asked)
     first, second = [*range(34)], [*range(34, 67), 34]  # Filled up, and the last cut off.
     assert calls == [first, second, first, second, second]
     check_same(rows_of(out), one[1])
@@ -199,9 +206,10 @@ def test_each_score_has_a_card_that_tells_all(one):
 
 
 def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
-    subject = make_subject(tmp_path, steps=(3, 5))
-    asked = Sweep((2.0,), ("ema", "raw"), (3, 5), batch_size=67, name="all")
-    out = evaluation.evaluate(subject, make_scorer(inputs), asked)
+    weights = itertools.product(("ema", "raw"), (3, 5))
+    subject = make_subject(tmp_path, steps=(3, 5), weights=weights)
+    asked = Sweep((2.0,), batch_size=67, name="all")
+    out = evaluation.evaluate([subject], make_scorer(inputs), asked)
     with (out / sweep.TABLE).open() as file:
         rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
     assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
@@ -214,6 +222,74 @@ def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
     assert curves == [[(200, score)] for score in scores]
 
 
+def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
+    """The larger one's pictures are brought to one side by Pillow, which their card says."""
+    twice = lambda images, seeds: images.repeat(2, axis=1).repeat(2, axis=2)
+    large = make_subject(tmp_path / "no", seed=1, spoil=twice, name="large")._replace(size=16)
+    both = [make_subject(tmp_path, name="small"), large]
+    scorer = make_scorer(inputs)
+    out = evaluation.evaluate(both, scorer, Sweep((1.0, 4.0), size=8, batch_size=67))
+    assert out == tmp_path / "evaluation" / "small_large"
+    with (out / sweep.TABLE).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["model"] for row in rows] == ["small", "small", "large", "large"]
+    scored = sweep.read_scored(out / sweep.SCORED)
+    name = "large_step_00000003_ema_guidance_4_inception"
+    assert scored[name].card["resized"] == "Pillow's bicubic from 16x16"
+    assert scored[name.replace("large", "small")].card["resized"] is None
+    images = sheets.to_uint8(large.points[0]().draw(PROMPTS, list(range(67)), 4.0))
+    small = [Image.fromarray(i).resize((8, 8), Image.Resampling.BICUBIC) for i in images]
+    taken = extractors.extract(
+        toy_metrics.extractor(), toy_metrics.InMemory(np.stack(small)), sharding.make_mesh()
+    )
+    reference = frechet.reference(features.gaussian(real_features()))
+    expected = frechet.distance(taken.stream.features(), reference)
+    assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
+    lines = report.trade_off([report.read_run(tmp_path)], "clip_score", "fd_toy")
+    assert [line.name for line in lines] == ["small", "large"]
+    assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
+
+
+def test_the_weights_of_every_stage_are_axes(monkeypatch):
+    """All combinations, of which the first is loaded already; a stage without them stays."""
+    loaded = []
+
+    def with_weights(model, ema, step):
+        loaded.append((model.workdir, ema, step))
+        return model._replace(ema=ema, step=step or 9)
+
+    monkeypatch.setattr(evaluation, "with_weights", with_weights)
+    settings = types.SimpleNamespace(
+        sampler=types.SimpleNamespace(name="heun", steps=3), unet=types.SimpleNamespace(dtype="x")
+    )
+    row = [
+        Model(name, settings, toy.ENCODER, lambda *_: np.zeros((0, 8, 8, 3)), {}, "ema", 9)
+        for name in ("base", "sr", "last")
+    ]
+    weights = [[("ema", None), ("raw", 5)], [("ema", None), ("0.9", 7)]]
+    draw = lambda models, prompts, seeds, guidance: [model.ema for model in models]
+    subject = evaluation.of_models(
+        row, draw, lambda model: {"ema": model.ema}, "folder", (8, 16), weights
+    )
+    points = [open_point() for open_point in subject.points]
+    assert [point.draw([], [], 1.0) for point in points] == [
+        ["ema", "ema", "ema"], ["ema", "0.9", "ema"], ["raw", "ema", "ema"], ["raw", "0.9", "ema"]
+    ]  # fmt: skip
+    assert loaded == [("sr", "0.9", 7), ("base", "raw", 5), ("base", "raw", 5), ("sr", "0.9", 7)]
+    assert [(p.checkpoint, p.ema, p.later) for p in points[1:3]] == [
+        (9, "ema", "7 0.9, 9 ema"), (5, "raw", "9 ema, 9 ema")
+    ]  # fmt: skip
+    names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later})
+             for p in points}  # fmt: skip
+    assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
+
+
+def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):
+    subjects = [make_subject(tmp_path), make_subject(tmp_path)._replace(size=16)]
+    with pytest.raises(ValueError, match=r"draw pictures of 8, 16 pixels: say to which.*--size=8"):
+        evaluation.common_size(subjects)
+
+
 def not_finite(images, seeds):
     images = images.copy()
     images[[i for i, seed in enumerate(seeds) if seed == 40], 3, 3, 1] = np.nan
@@ -223,7 +299,7 @@ def not_finite(images, seeds):
 def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     subject = make_subject(tmp_path, spoil=not_finite)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(subject, make_scorer(inputs), Sweep(SCALES))
+        evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES))
     message = (
         "1 of 33 images of step_00000003_ema_guidance_1 are not finite, first of prompt 40: the "
         "model or its sampler diverges, and no score is written"
@@ -236,7 +312,7 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
     scorer = make_scorer(inputs)
     scorer.features = lambda images, prompts: {"clip": np.full((len(images), 1), np.nan)}
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_subject(tmp_path), scorer, Sweep(SCALES))
+        evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep(SCALES))
     assert capsys.readouterr().err == (
         "error: features of clip are not finite: its weights are damaged\n"
     )
@@ -244,22 +320,21 @@ def test_an_extractor_with_damaged_weights_scores_nothing(inputs, tmp_path, caps
 
 def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_path, capsys):
     asked, scorer = Sweep((2.0,)), make_scorer(inputs)
-    out = evaluation.evaluate(make_subject(tmp_path), scorer, asked)
+    out = evaluation.evaluate([make_subject(tmp_path)], scorer, asked)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_subject(tmp_path, seed=1), scorer, asked)
+        evaluation.evaluate([make_subject(tmp_path, seed=1)], scorer, asked)
     err = capsys.readouterr().err
     assert re.search(r"guidance_2 was begun with something else \(clip.model: '\w+' there", err)
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(make_subject(tmp_path), make_scorer(inputs, PROMPTS[:66]), asked)
+        evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), asked)
     assert "clip.n: 67 there, 66 wanted" in capsys.readouterr().err
     assert len(rows_of(out)) == 1
 
 
 def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
-        evaluation.evaluate(
-            make_subject(tmp_path), make_scorer(inputs), Sweep(SCALES, checkpoints=(4,))
-        )
+        missing = make_subject(tmp_path, weights=[("ema", 4)])
+        evaluation.evaluate([missing], make_scorer(inputs), Sweep(SCALES))
     assert capsys.readouterr().err == "error: no checkpoint of step 4\n"
 
 
@@ -275,4 +350,4 @@ def process(address, index, workdir, reference, clip):
     warnings.simplefilter("error")
     jax.distributed.initialize(address, 2, index)
     scorer = make_scorer((reference, clip))
-    evaluation.evaluate(make_subject(workdir), scorer, Sweep(SCALES, batch_size=16))
+    evaluation.evaluate([make_subject(workdir)], scorer, Sweep(SCALES, batch_size=16))

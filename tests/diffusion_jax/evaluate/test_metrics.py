@@ -27,6 +27,7 @@ from tests.diffusion_jax.text import tiny_weights
 
 __all__ = ["run"]  # A fixture.
 SCALES = (1.0, 4.0)
+LAST = (("ema", None),)
 PROMPTS = [f"a {letter}" for letter in "bcdefghijklmnopqrstuvw"]
 
 
@@ -61,7 +62,7 @@ def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
     """To the sweep's table, the page, the scores on the way and the metrics command."""
     monkeypatch.setitem(METRICS, "lightness", Metric("mean <feature>", "inception", lightness))
     subject, scorer = make_subject(tmp_path), make_scorer(inputs, PROMPTS)
-    out = evaluation.evaluate(subject, scorer, Sweep(SCALES))
+    out = evaluation.evaluate([subject], scorer, Sweep(SCALES))
     row = table_of(out)[1]
     shards = sorted((out / "features" / "step_00000003_ema_guidance_4").glob("*.npz"))
     rows = np.concatenate([np.load(path)["inception"] for path in shards])
@@ -69,7 +70,7 @@ def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
     assert float(row["lightness_low"]) < float(row["lightness"]) < float(row["lightness_high"])
     page = report.page([report.read_run(tmp_path)])
     assert "<th>mean &lt;feature&gt;</th>" in page and f">{float(row['lightness']):.4g} <" in page
-    now = on_the_way.score_now(scorer, subject.at("ema", None).draw, SCALES, 22)
+    now = on_the_way.score_now(scorer, subject.points[0]().draw, SCALES, 22)
     assert now["evaluation/guidance_4/lightness"] == pytest.approx(rows.mean(), rel=1e-5)
     (tmp_path / "drawn").mkdir()
     for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)):
@@ -80,7 +81,7 @@ def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
 
 def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, tmp_path):
     scorer = make_scorer(inputs[:2], PROMPTS, clip_reference=inputs[2])
-    out = evaluation.evaluate(make_subject(tmp_path), scorer, Sweep((2.0,)))
+    out = evaluation.evaluate([make_subject(tmp_path)], scorer, Sweep((2.0,)))
     (row,) = table_of(out)
     (shard,) = (out / "features" / "step_00000003_ema_guidance_2").glob("*.npz")
     kept, real, real_clip = np.load(shard), real_features(), stats_files.read(inputs[2]).features

@@ -35,7 +35,7 @@ def workdir(tmp_path_factory):
         point = f"guidance_{row['guidance']:g}"
         sweep.write_scored(folder / sweep.SCORED, point, {"fid": Scored({"fid": row["fid"]}, card)})
     green = np.zeros((64, 64, 3), np.uint8) + np.array([0, 200, 0], np.uint8)
-    sheets.write_png(folder / sweep.sheet_name(2.0), green)
+    sheets.write_png(folder / sweep.sheet_name({"guidance": 2.0}), green)
     return path
 
 

@@ -8,6 +8,7 @@ import pytest
 from diffusion_jax.text import clip, clip_weights, embed
 from diffusion_jax.weights import pretrained, torch_weights
 from tests.diffusion_jax.text import tiny_weights
+from tests.diffusion_jax.weights import torch_writer
 from tests.parity import compare
 from tests.parity import text as text_parity
 
@@ -138,6 +139,20 @@ def test_an_array_too_many_is_named():
         torch_weights.to_params(
             clip_weights.tower_state(opened, table), table, clip.abstract_params(tower)
         )
+
+
+@pytest.mark.parametrize(
+    ("name", "pickled"),
+    [("clip", "pytorch_model.bin"), ("open_clip", "open_clip_pytorch_model.bin")],
+)
+def test_pickles_of_both_origins_are_the_same_clip(tmp_path, name, pickled):
+    folder = tiny_weights.clip_folder(tmp_path / name, name)
+    expected = clip_weights.open_clip(folder)
+    (folder / "model.safetensors").unlink()
+    torch_writer.save(folder / pickled, tiny_weights.state(tiny_weights.case(name)))
+    opened = clip_weights.open_clip(folder)
+    assert opened.towers == expected.towers and opened.state.keys() == expected.state.keys()
+    jax.tree.map(np.testing.assert_array_equal, opened.state, expected.state)
 
 
 def test_open_clip_without_its_own_config_needs_one(tmp_path):

@@ -185,7 +185,7 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
     ("config", "message"),
     [
         ({"beta_schedule": "linear"}, "says beta_schedule 'linear': only Stable Diffusion's own"),
-        ({"rescale_betas_zero_snr": True}, "says rescale_betas_zero_snr True: only Stable"),
+        ({"trained_betas": [0.1]}, r"says trained_betas \[0.1\]: only Stable"),
         ({"prediction_type": "sample"}, "prediction_type 'sample': known are epsilon, v_predic"),
     ],
 )

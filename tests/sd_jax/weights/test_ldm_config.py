@@ -43,6 +43,10 @@ def test_heads_that_nothing_says_are_refused(file):
     message = "its UNet is 32 wide in 2 levels, and arrays do not show how many heads attend there"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
         checkpoints.load(file)
+    linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in STATE.items()}
+    np.savez(file.with_name("linear.npz"), **linear)  # 64 would not even divide its width.
+    with pytest.raises(ValueError, match=message):
+        checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
     why = "a CLIP 24 wide, of which nothing says how many heads it has, left out"

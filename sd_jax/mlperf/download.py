@@ -1,0 +1,150 @@
+"""The files that MLCommons publishes for the benchmark, fetched and verified.
+
+A set is published as NAME.uri, which holds the address of its folder, and NAME.md5, the hashes and
+names of the files there; MLCommons' own downloader reads the same two. Hashes that the benchmark's
+rules and authors state take the place of those of the list.
+"""
+
+import json
+import pathlib
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from diffusion_jax.data.prepare import fetch
+from diffusion_jax.machine import files
+
+SOURCE = "https://training.mlcommons-storage.org/metadata"
+MOMENTS, PROMPTS, STATS, VAE, INCEPTION, CLIP = (
+    "laion-400m-filtered-moments-dataset",
+    "coco2014-validation-prompts-dataset",
+    "coco2014-validation-stats-dataset",
+    "sd-checkpoint",
+    "inception-checkpoint",
+    "clip-checkpoint",
+)
+SETS: Mapping[str, Mapping[str, str]] = {
+    MOMENTS: {},
+    PROMPTS: {},
+    STATS: {},
+    VAE: {"512-base-ema.ckpt": "d635794c1fedfdfa261e065370bea59c651fc9bfa65dc6d67ad29e11869a1824"},
+    INCEPTION: {"pt_inception-2015-12-05-6726825d.pth": "bd836944fd6db519dfd8d924aa457f5b3c8357ff"},
+    CLIP: {
+        "open_clip_pytorch_model.bin": (
+            "9a78ef8e8c73fd0df621682e7a8e8eb36c6916cb3c16b291a082ecd52ab79cc4"
+        )
+    },
+}
+"""The sets, and the hashes of the files that they must hold at least."""
+VERIFIED = ".verified.json"
+"""In a set's folder: {name: [hash, bytes]} of the files whose hashes were compared."""
+_FLAGS = (
+    ("data.path", MOMENTS, "*.tar"), ("vae.weights", VAE, "*.ckpt"),
+    ("text.weights", CLIP, "*.bin"), ("evaluation.prompts", PROMPTS, "*.tsv"),
+    ("evaluation.reference", STATS, "*.npz"), ("evaluation.inception", INCEPTION, "*.pth"),
+    ("evaluation.clip", CLIP, "*.bin"),
+)  # fmt: skip
+_FOLDERS = (MOMENTS, CLIP)
+CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
+_TOKENIZER = ("config.json", "open_clip_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+
+
+def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
+    """The address of a set's folder, and the hash of each file in it by its path there.
+
+    OSError where they cannot be had; ValueError if they are no such lists, or lack a known file.
+    """
+    stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
+    with tempfile.TemporaryDirectory() as folder:
+        urls = fetch.expand([f"{stem}.uri", f"{stem}.md5"])
+        uri, md5 = (p.read_text(errors="replace") for p in fetch.fetch(urls, pathlib.Path(folder)))
+    hashes = {}
+    for line in filter(str.strip, md5.splitlines()):
+        digest, _, path = line.strip().partition(" ")
+        path = pathlib.PurePosixPath(path.lstrip(" *"))
+        if len(digest) != 32 or path.is_absolute() or ".." in path.parts or not path.name:
+            raise ValueError(f"{stem}.md5: {line!r} is no line of md5sum, or leads out of the set")
+        hashes[str(path)] = digest
+    names = {path.rpartition("/")[2] for path in hashes}
+    if missing := [known for known in SETS[name] if known not in names]:
+        raise ValueError(f"{stem}.md5 lists {len(hashes)} files, and no {missing[0]} among them")
+    if "://" not in uri:
+        raise ValueError(f"{stem}.uri holds no address of a folder, but {uri.strip()[:80]!r}")
+    known = SETS[name]
+    hashes = {path: known.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
+    return uri.strip().rstrip("/"), hashes
+
+
+def download(
+    name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
+) -> int:
+    """Fetches what of a set is not in OUT/NAME; the number of its files.
+
+    A file that was not fetched here is hashed once, all are with `verify`, and one that is not
+    whole is a ValueError. OSError for what cannot be fetched; what has arrived is kept.
+    """
+    base, hashes = read_list(source, name)
+    folder = out / name
+    record = folder / VERIFIED
+    seen = {} if verify or not record.is_file() else json.loads(record.read_text())
+
+    def verified(path: pathlib.Path) -> None:
+        key = path.relative_to(folder).as_posix()
+        seen[key] = [hashes[key], path.stat().st_size]
+        files.write_whole(record, json.dumps(seen, indent=1))
+
+    for path in missing(folder, hashes, there=True):
+        key = path.relative_to(folder).as_posix()
+        if seen.get(key) == [hashes[key], path.stat().st_size]:
+            continue
+        try:
+            fetch.check(path, hashes[key])
+        except ValueError as error:
+            raise ValueError(f"{error}: half a file, or another; remove it, and go on") from error
+        verified(path)
+    for parent, paths in _by_folder(missing(folder, hashes)):
+        sums = {path.name: hashes[path.relative_to(folder).as_posix()] for path in paths}
+        urls = [f"{base}/{path.relative_to(folder).as_posix()}" for path in paths]
+        fetch.fetch(urls, parent, sums, threads=threads, finished=verified)
+    return len(hashes)
+
+
+def missing(
+    folder: pathlib.Path, hashes: Mapping[str, str], there: bool = False
+) -> list[pathlib.Path]:
+    """The files of a set that are not in its folder, or those that are `there`."""
+    return [folder / path for path in hashes if (folder / path).is_file() is there]
+
+
+def fetch_tokenizer(out: pathlib.Path) -> None:
+    """Adds the configs and the tokenizer of the CLIP, which its set lacks, from the Hub.
+
+    OSError that names the command where that fails.
+    """
+    folder = out / CLIP
+    if all((folder / name).is_file() for name in ("open_clip_config.json", "tokenizer.json")):
+        return
+    import huggingface_hub  # Imports a hundred modules, and only a download needs it.
+
+    try:
+        huggingface_hub.snapshot_download(
+            CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=folder
+        )
+    except Exception as error:  # Networks fail in many ways.
+        raise OSError(
+            f"the tokenizer of {CLIP_ON_HUB} could not be had ({type(error).__name__}): put "
+            f"{', '.join(_TOKENIZER)} of it into {folder}"
+        ) from error
+
+
+def config_flags(out: pathlib.Path) -> list[str]:
+    """The flags of sd_jax.mlperf that name what is in OUT."""
+    flags = []
+    for flag, name, pattern in _FLAGS:
+        for path in sorted((out / name).rglob(pattern))[:1]:
+            flags.append(f"--config.{flag}={path.parent if name in _FOLDERS else path}")
+    return flags
+
+
+def _by_folder(paths: Sequence[pathlib.Path]) -> Iterator[tuple[pathlib.Path, list[pathlib.Path]]]:
+    for parent in sorted({path.parent for path in paths}):
+        yield parent, [path for path in paths if path.parent == parent]

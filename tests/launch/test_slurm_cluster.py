@@ -1,0 +1,168 @@
+"""One restart policy, held by a real Slurm: what is queued again, how often, and what is not."""
+
+import functools
+import json
+import pathlib
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax import runs
+from diffusion_jax.machine import log
+from diffusion_jax.precache import lookup
+from diffusion_jax.weights import restore
+from imagen_jax import task
+from imagen_jax.settings import read_settings
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+from tests.launch import slurm_cluster
+from tests.launch.launching import BASE, printed
+
+ROOT = pathlib.Path(__file__).parents[2]
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("slurm")]
+URGENT = "#!/bin/bash\n#SBATCH --partition=urgent --nodes=2 --gpus-per-node=8\nsleep 5\n"
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("slurm")
+    with slurm_cluster.started(folder) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def submit(cluster, tmp_path):
+    """Submits a run as launch.slurm renders it, under this Python; its number and its folder."""
+
+    def run(*arguments, command="tests.launch.slurm_worker", config="", name="run"):
+        folder = tmp_path / name
+        setup = f"export PATH={pathlib.Path(sys.executable).parent}:$PATH; cd {ROOT}"
+        text, _ = printed(
+            "slurm", BASE, f"--job.command={command}", f"--job.config={config}",
+            f"--job.workdir={folder}", f"--job.slurm.setup={setup}", "--job.slurm.time=",
+            *arguments,
+        )  # fmt: skip
+        return cluster.submit(text), folder
+
+    return run
+
+
+def wait_for(path, lines=1, seconds=120):
+    """Waits until a file has so many lines."""
+    deadline = time.monotonic() + seconds
+    while not path.exists() or len(path.read_text().splitlines()) < lines:
+        assert time.monotonic() < deadline, f"{path} has not {lines} lines"
+        time.sleep(0.2)
+
+
+@pytest.mark.parametrize("partition", ["graceful", "abrupt"])
+def test_a_preempted_run_is_queued_again_and_goes_on(cluster, submit, partition):
+    number, folder = submit(
+        "--job.accelerator=h100:16", f"--job.slurm.partition={partition}",
+        "--job.env=('TOLD=a \"word\" $HOME',)", "--job.restarts=0",
+    )  # fmt: skip
+    wait_for(folder / "starts", 2)
+    cluster.submit(URGENT)
+    cluster.wait(number, "RUNNING", restarts=1)
+    wait_for(folder / "starts", 4)
+    (folder / "done").touch()
+    ended = cluster.wait(number, "COMPLETED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("0:0", "1")
+    starts = (folder / "starts").read_text().splitlines()
+    assert sorted(starts) == ['0 a "word" $HOME'] * 2 + ['1 a "word" $HOME'] * 2
+    assert not list(folder.glob("crashes-*"))
+
+
+def test_a_preempted_training_ends_where_an_undisturbed_one_does_bit_for_bit(cluster, submit):
+    overrides = tuple(o.removeprefix("--config.") for o in (
+        *TINY[1:], "--config.steps=400", "--config.save_every=1000"))  # fmt: skip
+    env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}",
+           f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
+    run = functools.partial(
+        submit, "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}",
+        command="imagen_jax.train", config="configs/quickstart.py",
+    )  # fmt: skip
+    number, folder = run(name="disturbed")
+    metrics = folder / log.METRICS
+    wait_for(metrics, 20)
+    cluster.submit(URGENT)
+    assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
+    number, undisturbed = run(name="undisturbed")
+    cluster.wait(number, "COMPLETED")
+    runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
+    assert 20 <= runs_of[1]["first_step"] < 400
+    last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
+    for name in ("step", "loss", "grad_norm", "param_norm"):
+        assert last[name] == expected[name]
+    jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
+
+
+def parameters(workdir):
+    """The parameters and the average of a run's last checkpoint."""
+    s = read_settings(runs.load(workdir))
+    init = task.make_task(s, lookup.open_encoder(s.text)).init
+    shapes = jax.eval_shape(init, jax.random.key(0))
+    read = functools.partial(restore.load_params, workdir / runs.CHECKPOINTS, shapes)
+    return read("raw", 400), read(str(s.optimizer.ema_decays[0]), 400)
+
+
+def test_out_of_time_it_is_queued_again(cluster, submit):
+    number, folder = submit(
+        "--job.accelerator=h100:1", "--job.slurm.time=1", "--job.slurm.grace=30",
+        "--job.restarts=0",
+    )  # fmt: skip
+    wait_for(folder / "starts", 2)
+    (folder / "done").touch()
+    # Slurm tells it up to a minute too early, which of a time limit of one can be at once.
+    assert int(cluster.wait(number, "COMPLETED")["Restarts"]) >= 1
+    assert not list(folder.glob("crashes-*"))
+
+
+def test_a_crash_is_queued_again_as_often_as_the_job_says(cluster, submit):
+    number, folder = submit(
+        "--job.accelerator=h100:1", "--job.restarts=2", "--job.flags=('--ends=1',)"
+    )
+    ended = cluster.wait(number, "FAILED", restarts=2)
+    assert ended["ExitCode"] == "1:0"
+    assert (folder / f"crashes-{number}").read_text() == "1\n1\n1\n"
+    assert len((folder / "starts").read_text().splitlines()) == 3
+
+
+def test_bad_input_is_not_queued_again(cluster, submit):
+    number, folder = submit("--job.accelerator=h100:16", "--job.flags=('--ends=2',)")
+    ended = cluster.wait(number, "FAILED")
+    assert (ended["ExitCode"], ended["Restarts"]) == ("2:0", "0")
+    assert not list(folder.glob("crashes-*"))
+
+
+def test_a_cancelled_run_is_over(cluster, submit):
+    number, folder = submit("--job.accelerator=h100:1")
+    wait_for(folder / "starts")
+    cluster.run("scancel", number)
+    assert cluster.wait(number, "CANCELLED", "PENDING")["JobState"] == "CANCELLED"
+    time.sleep(10)  # Longer than what is queued again takes to start.
+    assert cluster.job(number)["JobState"] == "CANCELLED"
+    assert len((folder / "starts").read_text().splitlines()) == 1
+
+
+def test_one_that_is_queued_again_by_hand_goes_on(cluster, submit):
+    number, folder = submit("--job.accelerator=h100:1")
+    wait_for(folder / "starts")
+    cluster.run("scontrol", "requeue", number)
+    wait_for(folder / "starts", 2)
+    (folder / "done").touch()
+    assert cluster.wait(number, "COMPLETED")["Restarts"] == "1"
+
+
+def test_options_of_sbatch_reach_slurm(cluster, submit):
+    number, folder = submit(
+        "--job.accelerator=h100:1", "--job.slurm.options=('--comment=ours', '--exclude=n1')"
+    )
+    wait_for(folder / "starts")
+    job = cluster.job(number)
+    assert (job["Comment"], job["NodeList"]) == ("ours", "n2")
+    (folder / "done").touch()
+    cluster.wait(number, "COMPLETED")

@@ -1,0 +1,65 @@
+"""diffusers' schedulers: what each draws, and what it tells the network, reproduced.
+
+`diffusers_schedulers.npz` was written by diffusers 0.42 with a closed-form network in place of a
+UNet: configs as in scheduler_config.json, steps, the times told, and the latents at the end.
+"""
+
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import precond, samplers
+from diffusion_jax.diffusion.noise import NOISES
+from sd_jax import settings
+from sd_jax.settings import Diffusion, Sampler
+from sd_jax.weights import schedulers
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
+SAVED = dict(np.load(FIXTURES / "diffusers_schedulers.npz"))
+CASES = json.loads(SAVED["info"].item())
+SD = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
+
+
+def images(z):
+    """[..., C, H, W] to [..., H, W, C]."""
+    return jnp.moveaxis(jnp.asarray(z), -3, -1)
+
+
+def toy(x, t):
+    return 0.8 * jnp.sin(x) + 0.3 * x * jnp.cos(3 * t / 1000)[:, None, None, None]
+
+
+def name(case):
+    steps, config = CASES[case]
+    extra = [f"{k}={v}" for k, v in config.items() if k not in (*SD, "num_train_timesteps")]
+    return f"{steps} {', '.join(extra)}"
+
+
+@pytest.mark.parametrize("case", range(len(CASES)), ids=name)
+def test_draws_as_diffusers_does(case):
+    steps, config = CASES[case]
+    s = schedulers.read_sampler(config, Sampler(steps=steps))
+    settings.check_sampler(s)
+    predicts, noise = schedulers.read_diffusion(config)
+    table = NOISES[noise](Diffusion())
+    grid = samplers.sampling_grid(table, s)
+    told = np.asarray(grid.time(grid.sigmas[:-1]))
+    seen = np.array(list(dict.fromkeys(SAVED[f"{case}_times"])))  # Heun's, PNDM's come twice.
+    np.testing.assert_allclose(told[: len(seen)], seen, atol=2e-2)
+
+    scalings = precond.PRECONDS[predicts](Diffusion(), grid.time)
+    start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
+    draws = images(SAVED["draws"])
+    sampler = samplers.SAMPLERS[s.name].make(s)
+    run = jax.jit(
+        lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__)
+    )
+    actual = samplers.in_own_coordinates(run(images(SAVED["xT"]) * start), grid.sigmas[-1])
+    expected = images(SAVED[str(case)])
+    error = float(jnp.abs(actual - expected).max() / jnp.abs(expected).max())
+    print(f"{error:.1e}")
+    assert error < 1e-4
