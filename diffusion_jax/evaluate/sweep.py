@@ -62,8 +62,8 @@ def write_metrics(
 ) -> None:
     """metrics.jsonl, and event files in which a sweep is a curve over guidance.
 
-    In TensorBoard each model, checkpoint and average is a run, whose scores and pictures (a sheet a row)
-    stand at step 100 x guidance; beside them is the figure of curve.png.
+    In TensorBoard each model, checkpoint and average is a run, whose scores and pictures (a sheet a
+    row) stand at step 100 x guidance; beside them is the figure of curve.png.
     """
     lines = []
     for row in rows:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from PIL import Image
 
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import sharding
@@ -16,6 +17,8 @@ from diffusion_jax.task import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
 
 STEP, ROW = 3, 5  # Where the damaged picture is drawn.
 
@@ -160,3 +163,25 @@ def test_the_first_failure_is_found_once_and_only_if_it_is_new():
     late = not_finite.Lookout(skipped=0, lag=2)
     assert late.failed(7, {}, {"skipped": jnp.array(1)}, last=False) is None
     assert late.failed(8, {}, {"skipped": jnp.array(1)}, last=True) == (7, {})
+
+
+@pytest.mark.slow
+def test_the_training_command_names_the_file_of_a_damaged_text(tmp_path):
+    """Pictures with T5's output beside them, of which one holds an infinity, on two devices."""
+    draw = np.random.default_rng(0)
+    for i in range(24):
+        image = Image.fromarray(draw.integers(0, 255, (16, 16, 3), np.uint8))
+        image.save(tmp_path / f"photo_{i:02}.png")
+        text = draw.standard_normal((5, 32)).astype(np.float32)
+        text[2, 7] = np.inf if i == 13 else 1.0
+        np.save(tmp_path / f"photo_{i:02}.npy", text)
+    ended = commands.run(
+        "train", *TINY, "--config.steps=3", "--config.text.encoder=t5", "--config.data.text=npy",
+        "--config.data.source=folder", f"--config.data.path={tmp_path}", "--config.prompts=()",
+        f"--workdir={tmp_path / 'run'}", devices=2,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    report = json.loads((tmp_path / "run" / not_finite.REPORT).read_text())
+    assert [sample["name"] for sample in report["samples"]] == ["photo_13.png"]
+    assert report["inputs"] == ["batch/text"] and report["module"].startswith("UNet/text_")
+    assert "such as photo_13.png at sigma " in ended.err
