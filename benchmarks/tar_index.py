@@ -11,7 +11,6 @@ headers of tars are read, once, where no index is beside them. `published` extra
 to the 676 million records that Imagen's authors at NVIDIA trained on.
 """
 
-import json
 import multiprocessing
 import pathlib
 import shutil
@@ -22,6 +21,7 @@ from typing import Any
 
 from absl import app, flags
 
+from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.data import pipeline, tars
 from diffusion_jax.data.pictures import Pictures
@@ -40,12 +40,12 @@ def main(argv: list[str]) -> None:
     """Writes the tars, measures, prints."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
+    sizes = _RECORDS.value, _TAR.value, _PROCESSES.value
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(measure(pathlib.Path(folder), _RECORDS.value, _TAR.value,
-                                 _PROCESSES.value)))  # fmt: skip
+        measure.say(weigh(pathlib.Path(folder), *sizes))
 
 
-def measure(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
+def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
     """The line of JSON for `records` in tars of `size` under `folder`."""
     num_tars = -(-records // size)
     records = num_tars * size

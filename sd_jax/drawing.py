@@ -11,6 +11,7 @@
 import os
 import pathlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from jaxtyping import UInt8
@@ -88,6 +89,13 @@ def draw_batches(
         batch[sampling.IMAGE] = images
     size = min(batch_size or default_batch_size(model), len(seeds))
     yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
+
+
+def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
+    """The fields of a sampler's grid for cards, where it is not the sampler's own."""
+    names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
+    given = sampler.grid or sampler.end
+    return {name: getattr(sampler, name) for name in names} if given else {}
 
 
 def default_batch_size(model: Model) -> int:

@@ -9,7 +9,8 @@
 --workdir is a run of sd_jax.train. --model is a diffusers directory, or a file of CompVis,
 Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz), which needs CLIP's vocabulary beside
 it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is left out is the
-run's, or else 50 steps of PLMS at guidance 7.5 and the size that the model was trained at.
+run's, or else 50 steps at guidance 7.5 and the size that the model was trained at, by a directory's
+own scheduler or PLMS.
 
 Image-to-image: --image=photo.png --strength=0.6, one picture for all prompts or one for each; the
 last 0.6 of the steps draw over it. Pictures are resized to --height and --width where these are
@@ -130,6 +131,7 @@ def _card(model: Model) -> dict[str, Any]:
     height, width = p.output_shape
     card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
     card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
+    card |= drawing.describe_grid(p.sampler)
     card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
     return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
 

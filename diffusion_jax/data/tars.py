@@ -83,7 +83,7 @@ def scan(path: str) -> Index:
     try:
         with storage.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                key, suffix = _split(member.name)
+                key, suffix = split(member.name)
                 if member.isfile() and member.offset_data + member.size <= size and key:
                     row = records.setdefault(key, len(records))
                     rows.append((row, suffix, member.offset_data, member.size))
@@ -99,6 +99,13 @@ def scan(path: str) -> Index:
     record, suffixes, offsets, sizes = zip(*rows, strict=True) if rows else ((), (), (), ())
     spans = np.stack([offsets, sizes], axis=1).astype(np.int64)
     return Index(np.array(record, np.int64), np.array(suffixes, str), spans, np.array(truncated))
+
+
+def split(name: str) -> tuple[str, str]:
+    """Key and suffix of a member; no key for hidden files (macOS writes ._a.jpg)."""
+    folder, slash, file = name.removeprefix("./").rpartition("/")
+    stem = file.partition(".")[0]
+    return (folder + slash + stem if stem else ""), suffix_of(file)
 
 
 def expand(pattern: str) -> list[str]:
@@ -166,13 +173,6 @@ class _PlainUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"it names {module}.{name}, which a list of tars does not need")
-
-
-def _split(name: str) -> tuple[str, str]:
-    """Key and suffix of a member; no key for hidden files (macOS writes ._a.jpg)."""
-    folder, _, file = name.rpartition("/")
-    stem = file.partition(".")[0]
-    return (f"{folder}/{stem}" if stem else ""), suffix_of(file)
 
 
 def _load(place: str, stamp: np.ndarray) -> Index | None:

@@ -43,8 +43,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid
     check(noise, name)
     sigmas, times = GRIDS[name](noise, s, places, end)
     if len(sigmas) == s.steps:
-        least = s.sigma_min if noise.level is None else noise.level(jnp.zeros(1))[0]
-        sigmas = jnp.append(sigmas, least)
+        sigmas = jnp.append(sigmas, 0.0 if noise.level is None else noise.level(jnp.zeros(1))[0])
     sigmas = sigmas.at[-1].set(0.0) if end == "zero" else sigmas
     return Grid(sigmas, noise.time if times is None else told(sigmas[:-1], times))
 
@@ -64,8 +63,10 @@ def told(sigmas: Sigmas, times: Times) -> Callable[[Sigma], Sigma]:
     return lambda sigma: jnp.interp(jnp.log(sigma), levels, at)
 
 
-def ldm(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
-    """A table's leading times as LDM has them, in exactly n steps."""
+def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
+    """A table's leading times as LDM has them, in exactly n steps; without one `leading`."""
+    if not noise.steps:
+        return leading(noise, s, *rest)
     return _level(noise)(jnp.asarray(leading_times(s.steps, noise.steps))), None
 
 
@@ -100,15 +101,15 @@ def linspace(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Tim
 def karras(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
     """EDM's levels from sigma_max to sigma_min (see `karras_sigmas`)."""
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
-    sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[: s.steps]
-    return sigmas, _times(noise, sigmas, np.round if places.whole else None)
+    sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
+    return sigmas, _times(noise, sigmas[: s.steps], np.round if places.whole else None)
 
 
 def exponential(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
     """Levels whose logarithms are even from sigma_max to sigma_min."""
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
-    sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))[: s.steps]
-    return sigmas, _times(noise, sigmas, np.floor if places.whole else None)
+    sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
+    return sigmas, _times(noise, sigmas[: s.steps], np.floor if places.whole else None)
 
 
 # By sampler.grid of a config: all for every sampler of both systems. Functions of (noise, a

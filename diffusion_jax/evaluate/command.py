@@ -142,6 +142,7 @@ def command(
         with cli.bad_input():
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
             subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
+            check_names(subjects)
             if f["out"].value:
                 subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
@@ -275,6 +276,15 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
+
+
+def check_names(subjects: Sequence[Subject]) -> None:
+    """ValueError for two models of one name, whose files would be the same."""
+    names = [subject.name for subject in subjects]
+    if same := [name for name in names if names.count(name) > 1]:
+        raise ValueError(
+            f"two of the models are called {same[0]}: their folders' names must differ"
+        )
 
 
 def common_size(subjects: Sequence[Subject]) -> int:

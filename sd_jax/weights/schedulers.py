@@ -111,6 +111,10 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
         sigma_max=4096.0 if noise == "zero_terminal_snr" and not ldm else 0.0,
     )
     named = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
+    if named and s.end != "zero":
+        raise ValueError(
+            f"{name} has {named[0]} levels that end at sigma_min, which it meets twice"
+        )
     return _between(config, s, named[0], noise, scheduler.exploding) if named else s
 
 

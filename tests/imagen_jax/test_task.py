@@ -268,6 +268,8 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("unet__attention", "fuzed", "unet.attention is 'fuzed': did you mean 'fused'?"),
         ("unet__low_res", True, "factor is 1 and unet.low_res True: a model with a factor above 1"),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
+        ("sampler__grid", "karas", "sampler.grid is 'karas': did you mean 'karras'?"),
+        ("sampler__end", "one", "sampler.end is 'one': choose from , zero, sigma_min"),
         ("sampler__threshold", "x", "sampler.threshold is 'x': choose from dynamic, static, none"),
         ("sampler__steps", 0, "sampler.steps is 0: it must be above 0"),
         ("sampler__eta", 1.5, "sampler.eta is 1.5: it must be from 0 to 1"),

@@ -108,7 +108,7 @@ def _places(tars: Sequence[str]) -> dict[str, _Place]:
     for tar in progress.reported(tars, len(tars), "tars of embeddings listed"):
         with tarfile.open(tar, "r:") as opened:
             for member in filter(tarfile.TarInfo.isfile, opened):
-                stem, suffix = _split(member.name)
+                stem, suffix = tar_files.split(member.name)
                 if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
                     places[stem] = _Place(tar, member.offset_data, member.size, suffix)
     return places
@@ -121,14 +121,15 @@ def _joined(
     path = pathlib.Path(tar)
     with tarfile.open(path, "r:") as opened:
         members = filter(tarfile.TarInfo.isfile, opened)
-        for stem, files in itertools.groupby(members, lambda member: _split(member.name)[0]):
+        key_of = lambda member: tar_files.split(member.name)[0]
+        for stem, files in itertools.groupby(members, key_of):
             names = (f"{path.name}/{stem}", f"{path.stem}/{stem}", stem)
             place = next((places[name] for name in names if name in places), None)
             if place is None:
                 counts["no_embedding"] += 1
                 continue
             counts["merged"] += 1
-            read = {_split(m.name)[1]: _contents(opened, m) for m in files}
+            read = {tar_files.split(m.name)[1]: _contents(opened, m) for m in files}
             yield {tar_files.KEY: stem.encode(), **read, **_embedding(place, key)}
 
 
@@ -144,10 +145,3 @@ def _embedding(place: _Place, key: str) -> dict[str, bytes]:
 def _contents(opened: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
     file = opened.extractfile(member)
     return file.read() if file else b""
-
-
-def _split(name: str) -> tuple[str, str]:
-    """(folder/stem, suffix) of a member, as webdataset splits it."""
-    folder, slash, file = name.removeprefix("./").rpartition("/")
-    stem, _, suffix = file.partition(".")
-    return folder + slash + stem, suffix.lower()

@@ -308,6 +308,45 @@ def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
     np.testing.assert_array_equal(levels("zero"), [*levels("sigma_min")[:-1], 0])
 
 
+GRIDS_OF = [
+    *((name, grid) for name in ("scaled_linear", "cosine") for grid in grids.GRIDS),
+    *(("lognormal", grid) for grid in ("karras", "exponential")),
+]
+
+
+@pytest.mark.parametrize(("name", "grid"), GRIDS_OF)
+@pytest.mark.parametrize("end", grids.ENDS)
+def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end):
+    """n levels that fall, to 0 or to the least that there is; over a table within its own."""
+    objective = types.SimpleNamespace(p_mean=-1.2, p_std=1.2)
+    fields = vars(SETTINGS) | {"sigma_min": 0.05, "sigma_max": 10.0}
+    s = types.SimpleNamespace(**fields, name="unipc", grid=grid, end=end)
+    model = noise.NOISES[name](objective)  # As a task makes it, outside of its programs.
+    levels = lambda: samplers.sampling_grid(model, s).sigmas
+    outside = np.asarray(levels())
+    np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
+    assert outside.shape == (5,) and (np.diff(outside) < 0).all()
+    least = {"scaled_linear": 0.02917, "cosine": 0.01247}[name] if grid in grids.BY_TIMES else 0.05
+    assert outside[-1] == pytest.approx(0 if end == "zero" else least, rel=1e-3)
+
+
+def test_a_noise_without_times_has_no_grid_by_times():
+    model = noise.edm_noise(-1.2, 1.2)
+    with pytest.raises(
+        ValueError, match=r"sampler.grid is 'trailing', by times, and .*: choose fro"
+    ):
+        grids.check(model, "trailing")
+
+
+def test_exponential_levels_are_even_in_their_logarithms():
+    model, s = (
+        noise.edm_noise(-1.2, 1.2),
+        types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
+    )
+    sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Places()).sigmas
+    np.testing.assert_allclose(sigmas, [100, 10, 1, 0.1, 0], rtol=1e-5)
+
+
 def test_draws_are_standard_normal_and_independent():
     """Of each other, of the initial noise and between keys."""
     shape = (50, 50, 3)
