@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, PRNGKeyArray, UInt8
 
 from diffusion_jax.diffusion.precond import Images, Sigma
@@ -24,6 +25,7 @@ Texts = Mapping[str, np.ndarray]
 LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
+LABELS = ("sigma", "loss")  # Names of each sample's two numbers in the program of a loss.
 _LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
 
 
@@ -66,6 +68,7 @@ def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Arra
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
     """Sums and counts of a batch's losses within each of five ranges of sigma."""
+    sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(_LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(_LEVELS) + 1)[:, None]  # [levels, B]
     # Not inside * loss, in which a loss that is not finite would spoil every level.

@@ -72,6 +72,15 @@ from IPython.display import Image, display
 display(Image(f"{WORKDIR}/evaluation/notebook/curve.png", width=600))
 
 # %% [markdown]
+# TensorBoard shows all that was written: losses, also by noise level, pictures over time, the
+# config, the scores over guidance.
+
+# %%
+os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/tensorboard")
+# %load_ext tensorboard
+# %tensorboard --logdir {WORKDIR}
+
+# %% [markdown]
 # ## Draw
 # An image depends on its prompt and its seed alone. Change either and run the cell again. From here
 # on this notebook holds the device, so that commands as above would find no memory on a GPU.

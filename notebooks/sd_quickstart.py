@@ -67,6 +67,15 @@ plt.ylabel("loss")
 plt.show()
 
 # %% [markdown]
+# TensorBoard shows all that was written: losses, also by noise level, pictures over time, the
+# config.
+
+# %%
+os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/tensorboard")
+# %load_ext tensorboard
+# %tensorboard --logdir {WORKDIR}
+
+# %% [markdown]
 # ## Draw
 # An image depends on its prompt and its seed alone. Change either and run the cell again. From here
 # on this notebook holds the device, so that commands as above would find no memory on a GPU.

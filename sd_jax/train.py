@@ -11,9 +11,10 @@ checkpoint. Faster on --config.data.source=moments, made once by python -m sd_ja
 Change any value of the config on the command line: --config.optimizer.lr=2e-4. A sharded run is
 --config.mesh.fsdp=8 --config.mesh.replica=4.
 
-The workdir gets metrics.jsonl (and TensorBoard events where TensorFlow is installed), pictures of
-config.prompts under samples/, checkpoints/, config.json and manifest.json. The same command again
-continues after the last checkpoint, exactly; SIGTERM saves and exits with 143.
+The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
+config.prompts under samples/, checkpoints/, config.json and manifest.json; not_finite.json says
+where the first loss or gradient that is not finite came from. The same command again continues
+after the last checkpoint, exactly; SIGTERM saves and exits with 143.
 """
 
 from typing import Any

@@ -49,6 +49,10 @@ class Pictures(abc.ABC):
         """Indices, pictures and texts of those that can be used; `read` replaces the others."""
         return indices, *self.read(indices)
 
+    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """What people know the pictures of these indices by: the files that `read` takes."""
+        return [f"picture {index}" for index in indices.tolist()]
+
     def skipped(self) -> dict[str, int]:
         """The number of pictures that could not be used so far, by reason."""
         return {}
@@ -90,6 +94,15 @@ class Decoded(Pictures):
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
         """Decodes; ValueError if no substitute can be used, or too many records are damaged."""
+        images, texts, _ = zip(*self._read(indices, places), strict=True)
+        return np.stack(images), texts
+
+    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """The names of records, or of those that took their place."""
+        return [name for _, _, name in self._read(indices, None)]
+
+    def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple[Any, Any, str]]:
+        """(image, text, name) of usable records."""
         rows = [transforms.CENTRE] * len(indices) if places is None else places.tolist()
         usable = []
         for first in range(0, len(indices), _CHUNK):
@@ -98,8 +111,7 @@ class Decoded(Pictures):
             records = dict(zip(fresh, self._fetch(fresh), strict=True))
             for index, place in zip(chunk, rows[first : first + _CHUNK], strict=True):
                 usable.append(self._usable(index, tuple(place), records))
-        images, texts = zip(*usable, strict=True)
-        return np.stack(images), texts
+        return usable
 
     def usable(
         self, indices: Int[np.ndarray, "B"]
@@ -132,7 +144,7 @@ class Decoded(Pictures):
             if index not in self._unusable:
                 record = records[index] if index in records else self._fetch([index])[0]
                 try:
-                    return self._picture(record, place)
+                    return *self._picture(record, place), record.name
                 except transforms.Unusable as error:
                     self._count(index, record.name, error)
             if len(self._unusable) == len(self):
@@ -208,6 +220,14 @@ class Mixture(Pictures):
             for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
                 texts[row] = text
         return texts
+
+    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """The names that the parts give them."""
+        names = [""] * len(indices)
+        for part, rows, inside in self._split(indices):
+            for row, name in zip(rows.tolist(), part.names(inside), strict=True):
+                names[row] = name
+        return names
 
     def skipped(self) -> dict[str, int]:
         """Counts of unusable records by reason, summed over the parts."""

@@ -89,6 +89,15 @@ class Batches:
             )
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
+    def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
+        """The names of the pictures in some rows, of all processes, of a batch given out.
+
+        `back` counts batches: 0 is the last one.
+        """
+        first = (self._iterator.get_state()["next_index"] - 1 - back) * self._batch_size
+        order = _order(self.pictures, self._identity["seed"])
+        return self.pictures.names(np.array([order[first + row] for row in rows]))
+
     def skipped(self) -> dict[str, int]:
         """The number of unusable pictures that this process has met since it started, by reason."""
         return self.pictures.skipped()

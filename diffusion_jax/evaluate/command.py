@@ -24,7 +24,7 @@ from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, log, sharding, sheets
+from diffusion_jax.machine import files, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
@@ -168,7 +168,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
     The table is there after each point, of those so far. Exits with code 2 and a message where a
     checkpoint or average is missing, features there are of another sweep, or images not finite.
     """
-    out, rows, pictures = pathlib.Path(), [], {}
+    out, rows, pictures = pathlib.Path(), [], []
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
         with cli.bad_input():
             point = open_point()
@@ -187,7 +187,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
             cards, features = _features(subject, point, scorer, plan, out, name, card, row)
             if jax.process_index():
                 continue
-            pictures[scale] = _sheet(scorer, features.pop("images"))
+            pictures.append(_sheet(scorer, features.pop("images")))
             seconds = features.pop("seconds").sum(0)
             scores = scorer.score(features)
             rows.append(row | scorers.columns(scores) | _share(*seconds))
@@ -195,12 +195,12 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
             sweep.write_table(out / sweep.TABLE, rows)
-            sheets.write_png(out / sweep.sheet_name(row), pictures[scale])
+            sheets.write_png(out / sweep.sheet_name(row), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
         _write_curve(subjects[0].workdir, out)
-        _write_metrics(out, rows, pictures)
+        sweep.write_metrics(out, rows, pictures)
     return out
 
 
@@ -264,16 +264,6 @@ def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:
     curve = report.main_figure(report.read_run(workdir), out.name)
     for format in ("png", "pdf"):
         files.write_whole(out / f"curve.{format}", figures.save(curve, format))
-
-
-def _write_metrics(out: pathlib.Path, rows: list[dict], pictures: dict[float, np.ndarray]) -> None:
-    writer = log.MetricWriter(out)
-    for row in rows:
-        numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
-        writer.write_scalars(row["checkpoint"], {"guidance": row["guidance"], **numbers})
-    images = {f"guidance_{scale:g}": picture[None] for scale, picture in pictures.items()}
-    writer.write_images(rows[-1]["checkpoint"], images)
-    writer.close()
 
 
 def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:

@@ -131,8 +131,9 @@ def _lines(runs: Sequence[RunResult], xs: Sequence[str], ys: Sequence[str]) -> l
     several = len(xs) + len(ys) > 2
     lines = []
     for x, y in itertools.product(xs, ys):
-        for line in trade_off(runs, x, y):
-            names = [line.name] if not several or len(_sweeps(runs, (x, y))) > 1 else []
+        found = trade_off(runs, x, y)
+        for line in found:
+            names = [line.name] if not several or len(found) > 1 else []
             names += [_label(x if len(xs) > 1 else y)] if several else []
             lines.append(line._replace(name=", ".join(names)))
     return lines

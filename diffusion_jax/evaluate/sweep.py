@@ -6,18 +6,25 @@ an average of its weights.
 
 import csv
 import io
+import itertools
 import json
 import pathlib
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from diffusion_jax.machine import files
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from diffusion_jax.machine import events, files, log
 from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 
-TABLE, SCORED = "sweep.csv", "scores"
+TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 Row = Mapping[str, Any]
+_ENDS = ("_low", "_high")
 
 
 def point_name(row: Row) -> str:
@@ -48,6 +55,39 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
     for column, (name, head) in names.items():
         if column in rows[0]:
             write_table(folder / name, [{"cfg": r["guidance"], head: r[column]} for r in rows])
+
+
+def write_metrics(
+    folder: pathlib.Path, rows: Sequence[Row], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
+) -> None:
+    """metrics.jsonl, and event files in which a sweep is a curve over guidance.
+
+    In TensorBoard each model, checkpoint and average is a run, whose scores and pictures (a sheet a
+    row) stand at step 100 x guidance; beside them is the figure of curve.png.
+    """
+    lines = []
+    for row in rows:
+        numbers = {f"evaluation/{k}": v for k, v in row.items() if isinstance(v, float)}
+        lines.append(log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers}))
+    files.write_whole(folder / log.METRICS, "".join(lines))
+    top = folder / events.FOLDER
+    shutil.rmtree(top, ignore_errors=True)  # Of a sweep of the same name.
+    with events.writing(top) as writer, Image.open(folder / CURVE) as curve:
+        writer.write_images(rows[-1]["checkpoint"], {"curve": np.asarray(curve.convert("RGB"))})
+    run = lambda point: point_name(point[0])
+    for name, points in itertools.groupby(zip(rows, pictures, strict=True), run):
+        with events.writing(top / name) as writer:
+            for row, sheet in points:
+                step = round(100 * row["guidance"])
+                scores = {f"guidance_x100/{k}": v for k, v in row.items() if _is_score(k, v)}
+                writer.write_scalars(step, scores)
+                writer.write_images(step, {"guidance_x100/pictures": sheet})
+
+
+def _is_score(column: str, value: Any) -> bool:
+    """Whether a column of a sweep's table is a score, not an end of one's interval."""
+    others = ("guidance", "features_share_of_time")
+    return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
 
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:

@@ -1,7 +1,7 @@
 """The metrics and the manifest that a run writes."""
 
+import contextlib
 import datetime
-import importlib.util
 import json
 import math
 import os
@@ -15,10 +15,9 @@ from typing import Any
 
 import jax
 import numpy as np
-from absl import logging
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import files
+from diffusion_jax.machine import events, files
 
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
@@ -26,48 +25,54 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 class MetricWriter:
-    """metrics.jsonl always, and TensorBoard through CLU where TensorFlow is installed.
+    """The metrics of a run: metrics.jsonl, and TensorBoard's event files through CLU.
 
     The file holds one JSON object a line, with `step` first; NaN and infinities become null.
     Only the first process writes. A line is on its way to the disk when its call returns.
     """
 
-    def __init__(self, workdir: str | os.PathLike[str], resumed_from: int = 0) -> None:
-        """Opens the file and drops the lines after `resumed_from`, which will be written again."""
-        self._file = self._tensorboard = None
+    def __init__(
+        self, workdir: str | os.PathLike[str], config: Mapping[str, Any], resumed_from: int = 0
+    ) -> None:
+        """Opens the files and drops what is after `resumed_from`, which will be written again.
+
+        TensorBoard shows `config` as hparams.
+        """
+        self._opened = contextlib.ExitStack()
+        folder, self._file = pathlib.Path(workdir), None
         if jax.process_index() == 0:
-            path = pathlib.Path(workdir) / METRICS
-            if path.exists():
-                _drop_after(path, resumed_from)
-            self._file = path.open("a", encoding="utf-8")
-            self._tensorboard = _tensorboard(pathlib.Path(workdir) / "tensorboard")
+            if (folder / METRICS).exists():
+                _drop_after(folder / METRICS, resumed_from)
+            self._file = (folder / METRICS).open("a", encoding="utf-8")
+            self._opened.enter_context(self._file)
+        self._events = self._opened.enter_context(
+            events.writing(folder / events.FOLDER, resumed_from)
+        )
+        self._events.write_hparams(events.hparams(config))
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
         """Numbers or arrays without axes, by name."""
         values = {name: float(value) for name, value in scalars.items()}
         if self._file:
-            finite = {name: v if math.isfinite(v) else None for name, v in values.items()}
-            self._file.write(json.dumps({"step": step, **finite}) + "\n")
+            self._file.write(metrics_line(step, values))
             self._file.flush()
-        if self._tensorboard:
-            self._tensorboard.write_scalars(step, values)
+        self._events.write_scalars(step, values)
+        self._events.flush()
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
         """Writes images by name, to TensorBoard alone."""
-        if self._tensorboard:
-            self._tensorboard.write_images(step, images)
-
-    def flush(self) -> None:
-        """Hands everything written so far to the operating system."""
-        if self._tensorboard:
-            self._tensorboard.flush()
+        self._events.write_images(step, images)
+        self._events.flush()
 
     def close(self) -> None:
         """Closes the files; nothing can be written afterwards."""
-        if self._file:
-            self._file.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+        self._opened.close()
+
+
+def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
+    """A line of metrics.jsonl."""
+    finite = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
+    return json.dumps({"step": step, **finite}) + "\n"
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -129,20 +134,6 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
 def _drop_after(path: pathlib.Path, step: int) -> None:
     kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
     files.write_whole(path, "".join(kept))
-
-
-def _tensorboard(directory: pathlib.Path) -> Any:
-    """CLU's writer, or None without TensorFlow. CLU imports it, so it is imported only here."""
-    if importlib.util.find_spec("tensorflow") is None:
-        logging.warning(
-            "TensorFlow is not installed: metrics go to %s only. For TensorBoard: "
-            "pip install tensorflow",
-            METRICS,
-        )
-        return None
-    from clu import metric_writers
-
-    return metric_writers.SummaryWriter(str(directory))
 
 
 def _devices() -> dict[str, Any]:

@@ -5,6 +5,7 @@ ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
 """
 
 import contextlib
+import functools
 import pathlib
 import signal
 import time
@@ -35,6 +36,7 @@ from diffusion_jax.machine.sharding import (
 )
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
+from diffusion_jax.train import not_finite
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import (
@@ -42,6 +44,7 @@ from diffusion_jax.train.state import (
     constant_decay,
     init_state,
     make_train_step,
+    micro_key,
     warmup_decay,
 )
 from diffusion_jax.train.watchdog import Watchdog
@@ -80,13 +83,9 @@ class Inputs(NamedTuple):
 
 
 def train(
-    inputs: Inputs,
-    run: Run,
-    settings: Optimizer,
-    mesh: Mesh,
-    workdir: pathlib.Path,
+    inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     config: Mapping[str, Any],
-) -> TrainState:
+) -> TrainState:  # fmt: skip
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
     Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
@@ -101,12 +100,11 @@ def train(
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
-        checkpoints = closing(
-            Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
-        )
+        folder = workdir / runs.CHECKPOINTS
+        checkpoints = closing(Checkpointer(folder, run.keep_last, run.keep_every))
         state = _first_state(checkpoints, create, key, layout, batches, start)
         first = int(state.step)
-        writer = closing(MetricWriter(workdir, first))
+        writer = closing(MetricWriter(workdir, config, first))
         write_manifest(workdir, config, run.seed, first)
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
@@ -117,12 +115,17 @@ def train(
         batch = to_global(next(batches), where)
         step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
         progress = _Progress(run, writer, step_flops, mesh.size, batches)
+        skipped = int(state.skipped)
+        failed, explain = _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
             state, metrics = step_fn(state, frozen, batch, key)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
+            if found := failed(step, batch, metrics, last):
+                with progress.paused(), watchdog.paused():
+                    explain(*found, step, state.params)
             if step % run.log_every == 0 or last:
                 progress.report(step)
             if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
@@ -188,6 +191,22 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
     params = start()
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
+
+
+def _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped):
+    """failed(...) as of Lookout, and explain(step, batch, now, params), which writes its report."""
+    everywhere, accumulate = replicated(mesh), settings.accumulate
+
+    def explain(step, batch, now, params):
+        logging.warning("step %d is not finite: its batch runs again, to say where", step)
+        step_key = jax.random.fold_in(key, step - 1)
+        key_of = lambda index: micro_key(step_key, index, accumulate, settings.micro_batch > 0)
+        keys = [key_of(index) for index in range(accumulate)]
+        seen = not_finite.watch(task.loss, params, frozen, batch, keys, everywhere)
+        names = functools.partial(batches.names, back=now - step)
+        not_finite.explain(workdir / not_finite.REPORT, step, now, seen, accumulate, names)
+
+    return not_finite.Lookout(skipped, _IN_FLIGHT).failed, explain
 
 
 def _averaged(state: TrainState) -> Params:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer, parts
@@ -114,22 +114,19 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
     """value_and_grad of the mean loss over micro batches, each with its own key."""
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
-    def key_of(key, index):
-        if one_noise:
-            return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
-        return jax.random.fold_in(key, index)
-
     def mean_gradient(params, frozen, batch, key):
         if accumulate == 1:  # A scan over one is a loop too, which matters: see below.
-            return gradient(params, frozen, batch, jax.random.fold_in(key, 0))
+            return gradient(params, frozen, batch, micro_key(key, 0, 1, one_noise))
 
         def add(total, inputs):
             micro, index = inputs
-            values, grads = gradient(params, frozen, micro, key_of(key, index))
+            values, grads = gradient(
+                params, frozen, micro, micro_key(key, index, accumulate, one_noise)
+            )
             return jax.tree.map(jnp.add, total, grads), values
 
         zeros = jax.tree.map(jnp.zeros_like, params)
-        inputs = (jax.tree.map(lambda x: _split(x, accumulate), batch), jnp.arange(accumulate))
+        inputs = (split(batch, accumulate), jnp.arange(accumulate))
         # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
         unroll = accumulate if jax.default_backend() == "cpu" else 1
         total, values = jax.lax.scan(add, zeros, inputs, unroll=unroll)
@@ -139,15 +136,28 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
     return mean_gradient
 
 
-def _split(x: Array, accumulate: int) -> Array:
+def micro_key(
+    key: PRNGKeyArray, index: ArrayLike, accumulate: int, one_noise: bool
+) -> PRNGKeyArray:
+    """The key of a step's micro batch; with `one_noise` one that draws rows of the whole's."""
+    if one_noise and accumulate > 1:
+        return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
+    return jax.random.fold_in(key, index)
+
+
+def split(batch: Batch, accumulate: int) -> Batch:
     """[B, ...] -> [accumulate, B / accumulate, ...], where micro batch i holds rows i, i + a, ...
 
     Taking every a-th row gives each device a part of every micro batch without moving a row.
     """
-    if x.shape[0] % accumulate:
-        raise ValueError(f"a batch of {x.shape[0]} does not divide into {accumulate} micro batches")
-    x = x.reshape(x.shape[0] // accumulate, accumulate, *x.shape[1:])
-    return jnp.moveaxis(x, 1, 0)
+
+    def rows(x):
+        if len(x) % accumulate:
+            raise ValueError(f"a batch of {len(x)} does not divide into {accumulate} micro batches")
+        x = x.reshape(len(x) // accumulate, accumulate, *x.shape[1:])
+        return jnp.moveaxis(x, 1, 0)
+
+    return jax.tree.map(rows, batch)
 
 
 def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:

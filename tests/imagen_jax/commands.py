@@ -21,6 +21,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 SLOW_IMPORTS = [
     "imagen_jax.cascade", "sd_jax.drawing", "diffusion_jax.evaluate.sweep",
     "diffusion_jax.train.command", "matplotlib.figure", "matplotlib.backends.backend_agg",
+    "clu.metric_writers",
     "ml_collections.config_flags", "sklearn.datasets", "orbax.checkpoint",
 ]  # fmt: skip
 # Unoptimised programs compile in half the time, and the tests' shapes are tiny. XLA's older code

@@ -1,6 +1,7 @@
 """The evaluation command: its table, its pictures, and that they are the model's."""
 
 import csv
+import io
 import json
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.data import digits
-from diffusion_jax.machine import sheets
+from diffusion_jax.machine import events, sheets
 from diffusion_jax.metrics import digits as judges
 from imagen_jax.cascade import load_model
+from tests.diffusion_jax.event_files import points
 from tests.imagen_jax import commands
 
 
@@ -68,6 +70,17 @@ def test_the_scores_are_in_the_metrics_and_in_the_log(evaluated):
     assert [line["guidance"] for line in lines] == [1, 3]
     heldout = [float(row["heldout_prompt_accuracy"]) for row in rows]
     assert [line["evaluation/heldout_prompt_accuracy"] for line in lines] == heldout
+    (run,) = (folder / events.FOLDER).glob("step_*_ema")
+    curve = points(run, "guidance_x100/heldout_prompt_accuracy")
+    assert curve == [(100, np.float32(heldout[0])), (300, np.float32(heldout[1]))]
+    sheets_of = points(run, "guidance_x100/pictures")
+    assert [step for step, _ in sheets_of] == [100, 300]
+    drawn = [np.asarray(Image.open(io.BytesIO(png))) for _, (*_, png) in sheets_of]
+    for scale, picture in zip((1, 3), drawn, strict=True):
+        np.testing.assert_array_equal(picture, Image.open(folder / f"guidance_{scale}.png"))
+    ((_, (*_, png)),) = points(folder / events.FOLDER, "curve")
+    curve = Image.open(folder / "curve.png").convert("RGB")
+    np.testing.assert_array_equal(Image.open(io.BytesIO(png)), curve)
     assert f"all right, prompts seen {float(rows[1]['seen_prompt_accuracy']):.4g} (" in err
     assert "290/290 images | " in err
 

@@ -10,7 +10,7 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.data import digits
 from diffusion_jax.data.sources import SOURCES
-from diffusion_jax.machine import log, sharding
+from diffusion_jax.machine import events, log, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import precomputed
 from diffusion_jax.train import checkpoint, loop, optimizer
@@ -18,6 +18,7 @@ from diffusion_jax.train.state import init_state
 from imagen_jax import task, train
 from imagen_jax.settings import read_settings
 from tests.diffusion_jax import toy
+from tests.diffusion_jax.event_files import hparams, points
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import SAMPLES, STDERR, TINY
 
@@ -61,6 +62,21 @@ def test_sigkill_leaves_a_whole_checkpoint_of_a_step_before(interrupted):
         assert (
             interrupted.last_whole[i - 1] <= interrupted.last_whole[i] <= interrupted.last_line[i]
         )
+
+
+def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
+    """And the config, as hparams."""
+    lines = log.read_metrics(interrupted.workdir / log.METRICS)
+    folder = interrupted.workdir / events.FOLDER
+    shown = {"loss", *(name for name in lines[0] if name.startswith("loss/sigma_"))}
+    assert len(shown) > 1
+    for tag in shown:
+        expected = [(line["step"], np.float32(line[tag])) for line in lines if tag in line]
+        assert points(folder, tag) == expected
+    config = hparams(folder)
+    assert (config["batch_size"], config["unet.embed_dim"], config["data.source"]) == (
+        8, 32, "digits",
+    )  # fmt: skip
 
 
 def test_each_process_continued_from_the_last_whole_checkpoint(interrupted):

@@ -71,4 +71,5 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
     said = "".join(out.get("text", "") for out in outputs)
     assert not [out["evalue"] for out in outputs if out["output_type"] == "error"], said
     assert (workdir / "metrics.jsonl").read_text().count("\n") == 3, said
+    assert sum("tensorboard-frame" in str(out.get("data")) for out in outputs) == 1, said
     assert sum("image/png" in out.get("data", ()) for out in outputs) == PICTURES[name], said

@@ -22,10 +22,11 @@ from diffusion_jax.draw.model import Model
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
-from diffusion_jax.machine import sharding, sheets
+from diffusion_jax.machine import events, sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
 from tests import processes
 from tests.diffusion_jax import toy
+from tests.diffusion_jax.event_files import points
 from tests.diffusion_jax.metrics import toy as toy_metrics
 from tests.diffusion_jax.text import tiny_weights
 
@@ -215,6 +216,10 @@ def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
     assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
     run = report.read_run(tmp_path)
     assert len(report.trade_off([run], "clip_score", "fd_toy")) == 4
+    names = [f"step_{int(step):08}_{ema}" for ema, step, _ in rows]
+    curves = [points(out / events.FOLDER / name, "guidance_x100/fd_toy") for name in names]
+    scores = [np.float32(score) for *_, score in rows]
+    assert curves == [[(200, score)] for score in scores]
 
 
 def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):

@@ -1,12 +1,9 @@
 """What a run writes down: its metrics and its manifest."""
 
-import importlib.util
 import json
-import logging
 import pathlib
 import subprocess
 import sys
-import types
 
 import jax
 import jax.numpy as jnp
@@ -16,14 +13,14 @@ from diffusion_jax.machine import log
 
 
 def write(workdir, steps, resumed_from=0):
-    writer = log.MetricWriter(workdir, resumed_from)
+    writer = log.MetricWriter(workdir, {}, resumed_from)
     for step in steps:
         writer.write_scalars(step, {"loss": jnp.float32(step / 4), "lr": 0.5})
     writer.close()
 
 
 def test_metrics_are_one_json_object_a_line(tmp_path):
-    writer = log.MetricWriter(tmp_path)
+    writer = log.MetricWriter(tmp_path, {})
     writer.write_scalars(3, {"loss": np.float32(0.25), "grad_norm": jnp.array(2)})
     writer.write_scalars(4, {"loss": float("nan"), "grad_norm": float("inf")})
     # Before close: a run that is killed leaves them.
@@ -59,52 +56,6 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
     write(tmp_path, [10])
     log.write_manifest(tmp_path, {}, seed=0, step=0)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_without_tensorflow_the_writer_says_so_once(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with caplog.at_level(logging.WARNING):
-        writer = log.MetricWriter(tmp_path)
-        for step in range(3):
-            writer.write_scalars(step, {"loss": 1.0})
-            writer.write_images(step, {"grid": np.zeros((2, 4, 4, 3), np.uint8)})
-        writer.flush()
-        writer.close()
-    assert [r.getMessage() for r in caplog.records if "TensorFlow" in r.getMessage()] == [
-        "TensorFlow is not installed: metrics go to metrics.jsonl only. For TensorBoard: "
-        "pip install tensorflow"
-    ]
-
-
-def test_with_tensorflow_clu_writes_the_same_numbers_and_the_images(tmp_path, monkeypatch):
-    calls = []
-
-    class SummaryWriter:
-        def __init__(self, logdir):
-            calls.append(("open", logdir))
-
-        def __getattr__(self, name):
-            return lambda *args: calls.append((name, *args))
-
-    fake = types.ModuleType("clu.metric_writers")
-    fake.SummaryWriter = SummaryWriter
-    monkeypatch.setitem(sys.modules, "clu.metric_writers", fake)
-    monkeypatch.setattr("clu.metric_writers", fake, raising=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "tensorflow" or None)
-
-    images = np.zeros((2, 4, 4, 3), np.uint8)
-    writer = log.MetricWriter(tmp_path)
-    writer.write_scalars(7, {"loss": np.float32(0.5)})
-    writer.write_images(7, {"grid": images})
-    writer.flush()
-    writer.close()
-    assert calls == [
-        ("open", str(tmp_path / "tensorboard")),
-        ("write_scalars", 7, {"loss": 0.5}),
-        ("write_images", 7, {"grid": images}),
-        ("flush",),
-        ("close",),
-    ]
 
 
 def test_what_writers_and_figures_need_is_imported_only_for_them():

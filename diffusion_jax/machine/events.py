@@ -1,0 +1,86 @@
+"""TensorBoard's event files, written through CLU, whose TensorFlow is imported for them alone."""
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+
+from diffusion_jax.machine import files
+
+FOLDER = "tensorboard"
+"""The folder of event files beside the metrics; `tensorboard --logdir` looks into all below it."""
+_HPARAMS = "_hparams_/"  # Begins the tags of hparams, which each start writes again.
+
+
+class _Nothing:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+@contextlib.contextmanager
+def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
+    """A clu.metric_writers.MetricWriter of event files in `folder`, closed at the end.
+
+    What the files there hold of steps after `after` is dropped first, and all of it where that is
+    0. In processes but the first, and without TensorFlow, which is said, nothing is written.
+    """
+    writer = _Nothing() if jax.process_index() else _open(folder, after)
+    try:
+        yield writer
+    finally:
+        writer.close()
+
+
+def _open(folder: pathlib.Path, after: int) -> Any:
+    # Or TensorFlow would say at each import that oneDNN may change its arithmetic: it does none.
+    os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
+    try:
+        import tensorflow as tf
+        from clu import metric_writers
+    except ImportError as error:
+        hint = "pip install -r requirements.txt"
+        logging.warning("no event files for TensorBoard: %s. %s", error, hint)
+        return _Nothing()
+    tf.config.set_visible_devices([], "GPU")  # Or it would take all of their memory.
+    for path in folder.glob("events.out.tfevents.*"):
+        _drop_after(path, after)
+    return metric_writers.SummaryWriter(str(folder))
+
+
+def hparams(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config as hparams take it: numbers and texts, by their dotted names."""
+    leaves, _ = jax.tree.flatten_with_path(config, lambda v: not isinstance(v, Mapping))
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
+    return {name(path): _simple(value) for path, value in leaves}
+
+
+def _simple(value: Any) -> bool | int | float | str:
+    value = value.item() if isinstance(value, np.generic) else value
+    return value if isinstance(value, bool | int | float | str) else str(value)
+
+
+def _drop_after(path: pathlib.Path, step: int) -> None:
+    """Rewrites an event file without what came after `step`; a torn end is left out."""
+    import tensorflow as tf
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+    kept = []
+    for record in RawEventFileLoader(str(path)).Load() if step else ():
+        event = Event.FromString(record)
+        tags = [value.tag for value in event.summary.value]
+        if event.step <= step and not any(tag.startswith(_HPARAMS) for tag in tags):
+            kept.append(record)
+    if not kept:
+        path.unlink()
+        return
+    with files.whole(path) as temporary, tf.io.TFRecordWriter(str(temporary)) as out:
+        for record in kept:
+            out.write(record)

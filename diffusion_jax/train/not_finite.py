@@ -1,0 +1,232 @@
+"""Where a loss or gradient that is not finite came from: its batch again, each module watched.
+
+The loss and its gradient are a list of operations (a jaxpr), each of which knows the module that it
+stands in. They run again inside one jit, with a look at the last output of each stretch of
+operations of one module: so forwards and backwards, and whatever the network is.
+"""
+
+import json
+import math
+import pathlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import logging
+from jax.extend import core
+from jax.sharding import NamedSharding
+from jaxtyping import PRNGKeyArray
+
+from diffusion_jax.machine import files
+from diffusion_jax.task import LABELS, Batch, Frozen, LossFn, Metrics, Params
+from diffusion_jax.train.state import split
+
+REPORT = "not_finite.json"
+# Operations that only call a program. Of the others that hold one (scan, cond) the whole is one.
+_REMAT = ("checkpoint", "remat2")
+_CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
+_OUTSIDE = "the loss, outside of its modules"
+_LISTED = 16  # Samples and modules that a report lists, at most.
+Names = Callable[[Sequence[int]], list[str]]
+"""The names of the pictures in some rows of the batch."""
+
+
+class Lookout:
+    """Waits for the first step whose loss or gradient is not finite."""
+
+    def __init__(self, skipped: int, lag: int) -> None:
+        """`skipped` counts such steps before; a step is looked at when `lag` more are under way."""
+        self._skipped, self._lag = skipped, lag
+        self._under_way: list[tuple[int, Batch, Metrics]] = []
+        self._over = False
+
+    def failed(
+        self, step: int, batch: Batch, metrics: Metrics, last: bool
+    ) -> tuple[int, Batch] | None:
+        """(step, batch) of the first such step, once; `last` says that no step follows this one."""
+        if self._over:
+            return None
+        self._under_way.append((step, batch, metrics))
+        while len(self._under_way) > (0 if last else self._lag):
+            step, batch, metrics = self._under_way.pop(0)
+            if int(metrics["skipped"]) > self._skipped:
+                self._over = True
+                self._under_way.clear()
+                return step, batch
+        return None
+
+
+class Seen(NamedTuple):
+    """What a micro batch of B samples gave when it ran again, on the host."""
+
+    part: int
+    """Which micro batch it is: the first with anything that is not finite or the last."""
+    modules: Sequence[str]
+    """In the order in which they ended, each as often as it was entered."""
+    bad: np.ndarray
+    """[modules]: whether what came out was not finite somewhere."""
+    rows: np.ndarray
+    """[modules, B]: for which samples, where the output has a row a sample."""
+    inputs: Mapping[str, np.ndarray]
+    """By the path of a parameter: whether it is not finite; of a batch's array: which rows, [B]."""
+    labels: Mapping[str, np.ndarray]
+    """[B]: each sample's "sigma" and "loss", where the task's loss names them."""
+
+
+def explain(
+    path: pathlib.Path, step: int, now: int, seen: Seen, accumulate: int, names: Names
+) -> None:
+    """Writes the report of what was seen of `step` with the parameters of step `now`, and says it.
+
+    `names` says the names of some rows' pictures.
+    """
+    modules = list(dict.fromkeys(np.array(seen.modules)[seen.bad].tolist()))
+    inside = [module for module in modules if module != _OUTSIDE]
+    rows = _bad_rows(seen)
+    some = (rows if rows.size else np.arange(seen.rows.shape[1]))[:_LISTED]
+    samples = [int(row) * accumulate + seen.part for row in some]
+    numbers = {k: [_finite(x) for x in v[some].tolist()] for k, v in seen.labels.items()}
+    columns = {"row": samples, "name": names(samples), **numbers}
+    report = {
+        "step": step,
+        "parameters_of_step": now,
+        "again_not_finite": bool(modules),
+        "module": inside[0] if inside else modules[0] if modules else None,
+        "modules": modules[:_LISTED],
+        "inputs": [name for name, bad in seen.inputs.items() if bad.any()][:_LISTED],
+        "num_samples": len(rows),
+        "samples": [
+            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
+        ],
+    }
+    if jax.process_index() == 0:
+        files.write_whole(path, json.dumps(report, indent=1) + "\n")
+    first = report["samples"][0]
+    at = f" at sigma {first['sigma']:.4g}" if "sigma" in first else ""
+    logging.warning(
+        "step %d: %s; inputs not finite: %s; %d of %d samples, such as %s%s. See %s",
+        step, f"first in {report['module']}" if modules else "finite when it ran again",
+        ", ".join(report["inputs"]) or "none", len(rows), seen.rows.shape[1], first["name"], at,
+        path,
+    )  # fmt: skip
+
+
+def watch(
+    loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
+    keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
+) -> Seen:  # fmt: skip
+    """Runs a step's loss and gradient micro batch by micro batch; every process must call it alike.
+
+    `keys` are those of the micro batches. It takes about the memory of a step, and the time that
+    this takes to compile.
+    """
+    parts = jax.jit(split, static_argnums=1)(batch, len(keys))
+    part = lambda index: jax.tree.map(lambda x: x[index], parts)
+    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    closed = jax.make_jaxpr(gradient)(params, frozen, part(0), keys[0])
+    walk = _Walk(len(jax.tree.leaves(part(0))[0]))
+
+    def run(params, frozen, batch, key):
+        inputs = jax.tree.leaves((params, frozen, batch, key))
+        walk.run(closed.jaxpr, closed.consts, inputs, "")
+        walk.look()
+        bad = {"params": jax.tree.map(_bad, params), "batch": jax.tree.map(walk.rows_of, batch)}
+        return jnp.stack(walk.bad), jnp.stack(walk.rows), bad, walk.labels
+
+    again = jax.jit(run, out_shardings=everywhere)
+
+    def see(index):
+        out = again(params, frozen, part(index), keys[index])
+        bad, rows, inputs, labels = jax.device_get(out)
+        leaves, _ = jax.tree.flatten_with_path(inputs)
+        named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
+        return Seen(index, walk.modules, bad, rows, named, labels)
+
+    seen = see(0)
+    for index in range(1, len(keys)):
+        if seen.bad.any():
+            break
+        seen = see(index)
+    return seen
+
+
+class _Walk:
+    """Runs a jaxpr operation by operation, and looks at what comes out of each module."""
+
+    def __init__(self, batch_size: int) -> None:
+        self.modules: list[str] = []
+        self.bad: list[Any] = []
+        self.rows: list[Any] = []
+        self.labels: dict[str, Any] = {}
+        self._batch_size = batch_size
+        self._last: tuple[str, Sequence[Any]] | None = None
+
+    def run(self, program: Any, consts: Sequence[Any], inputs: Sequence[Any], outer: str) -> list:
+        """The outputs of a jaxpr that stands in the scope `outer`."""
+        values = dict(zip((*program.constvars, *program.invars), (*consts, *inputs), strict=True))
+        read = lambda v: v.val if isinstance(v, core.Literal) else values[v]
+        for equation in program.eqns:
+            scope = f"{outer}/{equation.source_info.name_stack}"
+            outputs = self._apply(equation, list(map(read, equation.invars)), scope)
+            values |= zip(equation.outvars, outputs, strict=True)
+        return list(map(read, program.outvars))
+
+    def look(self) -> None:
+        """Notes whether the last outputs are finite."""
+        if self._last is not None:
+            scope, outputs = self._last
+            self.modules.append(module_of(scope))
+            self.bad.append(jnp.stack([_bad(x) for x in outputs]).any())
+            self.rows.append(jnp.stack([self.rows_of(x) for x in outputs]).any(0))
+
+    def rows_of(self, x: Any) -> Any:
+        """[B]: in which rows x is not finite; none where its first axis is not the batch's."""
+        if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
+            return jnp.zeros(self._batch_size, bool)
+        return ~jnp.isfinite(x).reshape(self._batch_size, -1).all(1)
+
+    def _apply(self, equation: core.JaxprEqn, inputs: list[Any], scope: str) -> Sequence[Any]:
+        name, params = equation.primitive.name, equation.params
+        if name in _CALLS:
+            if name in _REMAT:  # What it computes again must not be kept in its place.
+                inputs = jax.lax.optimization_barrier(inputs)
+            inner = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
+            program = getattr(inner, "jaxpr", inner)
+            return self.run(program, getattr(inner, "consts", ()), inputs, scope)
+        outputs = equation.primitive.bind(*inputs, **equation.primitive.get_bind_params(params))
+        outputs = outputs if equation.primitive.multiple_results else [outputs]
+        if name == "name" and params["name"] in LABELS:
+            self.labels.setdefault(params["name"], outputs[0])
+        if self._last is not None and self._last[0] != scope:
+            self.look()
+        self._last = scope, outputs
+        return outputs
+
+
+def module_of(scope: str) -> str:
+    """An operation's scope in words: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
+    own = scope.rpartition("/jvp(")  # A program that is computed again stands in its own scope.
+    plain = re.sub(r"\w+\(|\)", "", "".join(own[1:]))
+    parts = [p for p in plain.split("/") if p not in ("", "checkpoint", "rematted_computation")]
+    name = "/".join(parts)
+    return (f"gradient of {name}" if "transpose(" in scope else name) if name else _OUTSIDE
+
+
+def _bad_rows(seen: Seen) -> np.ndarray:
+    """The samples to blame: whose loss is not finite, else whose inputs, else whose outputs."""
+    losses = ~np.isfinite(seen.labels.get("loss", np.zeros(seen.rows.shape[1])))
+    inputs = [bad for bad in seen.inputs.values() if bad.ndim]
+    rows = [losses, np.any(inputs, axis=0), *seen.rows]
+    return np.flatnonzero(next((bad for bad in rows if bad.any()), losses))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _bad(x: Any) -> Any:
+    inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return ~jnp.isfinite(x).all() if inexact else jnp.zeros((), bool)

@@ -1,0 +1,187 @@
+"""Where a NaN came from: what a run says of the first step that was not finite."""
+
+import json
+import logging
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from PIL import Image
+
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.machine import sharding
+from diffusion_jax.task import loss_by_noise_level
+from diffusion_jax.train import loop, not_finite
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+STEP, ROW = 3, 5  # Where the damaged picture is drawn.
+
+
+class Damaged(digits.Digits):
+    """Digits as numbers, one of which is infinite at a pixel."""
+
+    damaged = -1
+
+    def read(self, indices, places=None):
+        images, texts = super().read(indices, places)
+        images = images.astype(np.float32)
+        images[indices == self.damaged, 2, 3, 1] = np.inf
+        return images, texts
+
+    def names(self, indices):
+        return [f"photos/{index}.png" for index in indices]
+
+
+@pytest.fixture
+def pictures():
+    made = Damaged(toy.SIZE)
+    batches = pipeline.make_batches(
+        made, toy.ENCODER.tokenize, batch_size=RUN.batch_size, seed=RUN.seed, num_threads=0
+    )
+    with batches:
+        for _ in range(STEP):
+            next(batches)
+        (name,) = batches.names([ROW])
+    made.damaged = int(re.findall(r"\d+", name)[0])
+    return made
+
+
+def train(workdir, pictures, sizes=(1, 1, 1), accumulate=1, micro_batch=0, start=None, **changes):
+    run = RUN._replace(**changes)
+    workdir.mkdir(exist_ok=True)
+    batches = pipeline.make_batches(
+        pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
+    )
+    with batches:
+        inputs = loop.Inputs(toy.task(), batches, start=start)
+        optimizer = OPTIMIZER._replace(accumulate=accumulate, micro_batch=micro_batch)
+        state = loop.train(inputs, run, optimizer, sharding.make_mesh(*sizes), workdir, {})
+    path = workdir / not_finite.REPORT
+    return state, json.loads(path.read_text()) if path.exists() else None
+
+
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch"), [((1, 1, 1), 0), ((2, 2, 1), 1)], ids=["own noise", "one noise"]
+)
+def test_a_damaged_record_is_named_with_its_noise_level(
+    tmp_path, pictures, sizes, micro_batch, caplog
+):
+    """In two micro batches, each with noise of its own or its rows of the whole batch's."""
+    with caplog.at_level(logging.WARNING):
+        state, report = train(tmp_path, pictures, sizes, 2, micro_batch, steps=STEP + 1)
+    assert int(state.skipped) == 1
+    index, row, size = (0, ROW, 8) if micro_batch else (ROW % 2, ROW // 2, 4)
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(RUN.seed), STEP - 1), index)
+    key_sigma, _ = jax.random.split(key)
+    sigma = np.exp(1.2 * jax.random.normal(key_sigma, (size,)) - 1.2)[row]
+    (sample,) = report["samples"]
+    assert sample == {
+        "row": ROW, "name": f"photos/{pictures.damaged}.png", "loss": None,
+        "sigma": pytest.approx(float(sigma), rel=1e-5),
+    }  # fmt: skip
+    assert report["inputs"] == ["batch/image"] and report["again_not_finite"]
+    assert (report["step"], report["parameters_of_step"], report["num_samples"]) == (
+        STEP,
+        STEP + 1,
+        1,
+    )
+    assert f"photos/{pictures.damaged}.png at sigma {sigma:.4g}" in caplog.text
+
+
+def test_a_run_of_finite_numbers_says_nothing(tmp_path):
+    state, report = train(tmp_path, digits.Digits(toy.SIZE), steps=3)
+    assert int(state.skipped) == 0 and report is None
+
+
+def test_an_infinite_parameter_is_named(tmp_path):
+    params = jax.device_get(toy.init(jax.random.key(1)))
+    params["text"]["kernel"] = np.full_like(params["text"]["kernel"], np.inf)
+    _, report = train(tmp_path, digits.Digits(toy.SIZE), start=lambda: params, steps=2)
+    assert report["inputs"] == ["params/text/kernel"]
+    assert (report["step"], report["num_samples"]) == (1, RUN.batch_size)
+
+
+class Net(nn.Module):
+    """Three layers, the second of which divides by its input's mean where `bad` says so."""
+
+    bad: str
+
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Dense(4, name="first")(x)
+        x = nn.remat(Divide)(self.bad, name="second")(x)
+        return nn.Dense(4, name="third")(x)
+
+
+class Divide(nn.Module):
+    bad: str
+
+    @nn.compact
+    def __call__(self, x):
+        if (
+            self.bad == "forwards"
+        ):  # Infinite for the sample whose row is zero, and in nothing else.
+            return x / jnp.abs(x).max(-1, keepdims=True)
+        return jnp.sqrt(jnp.abs(x))  # Finite at 0, where its gradient is not.
+
+
+@pytest.mark.parametrize(
+    ("bad", "module"), [("forwards", "Net/second"), ("backwards", "gradient of Net/second")]
+)
+def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, module):
+    net = Net(bad)
+    x = jnp.array([[1.0, 2.0], [0.0, 0.0], [3.0, 1.0]])
+    params = net.init(jax.random.key(0), x)
+
+    def loss(params, frozen, batch, key):
+        each = (net.apply(params, batch["x"]) ** 2).mean(-1)
+        return each.mean(), loss_by_noise_level(each, jnp.arange(3.0))
+
+    everywhere = sharding.replicated(sharding.make_mesh(1, 1, 1))
+    seen = not_finite.watch(loss, params, {}, {"x": x}, [jax.random.key(0)], everywhere)
+    first = int(np.argmax(seen.bad))
+    assert seen.modules[first] == module
+    np.testing.assert_array_equal(seen.labels["sigma"], [0, 1, 2])
+    np.testing.assert_array_equal(np.isfinite(seen.labels["loss"]), [True, bad != "forwards", True])
+    np.testing.assert_array_equal(not_finite._bad_rows(seen), [1])
+
+
+def test_the_first_failure_is_found_once_and_only_if_it_is_new():
+    lookout = not_finite.Lookout(skipped=2, lag=1)
+    counts = [2, 2, 3, 4, 4]
+    found = [
+        lookout.failed(step, {"x": jnp.array(step)}, {"skipped": jnp.array(count)}, step == 4)
+        for step, count in enumerate(counts)
+    ]
+    assert found == [None, None, None, (2, {"x": jnp.array(2)}), None]
+    late = not_finite.Lookout(skipped=0, lag=2)
+    assert late.failed(7, {}, {"skipped": jnp.array(1)}, last=False) is None
+    assert late.failed(8, {}, {"skipped": jnp.array(1)}, last=True) == (7, {})
+
+
+@pytest.mark.slow
+def test_the_training_command_names_the_file_of_a_damaged_text(tmp_path):
+    """Pictures with T5's output beside them, of which one holds an infinity, on two devices."""
+    draw = np.random.default_rng(0)
+    for i in range(24):
+        image = Image.fromarray(draw.integers(0, 255, (16, 16, 3), np.uint8))
+        image.save(tmp_path / f"photo_{i:02}.png")
+        text = draw.standard_normal((5, 32)).astype(np.float32)
+        text[2, 7] = np.inf if i == 13 else 1.0
+        np.save(tmp_path / f"photo_{i:02}.npy", text)
+    ended = commands.run(
+        "train", *TINY, "--config.steps=3", "--config.text.encoder=t5", "--config.data.text=npy",
+        "--config.data.source=folder", f"--config.data.path={tmp_path}", "--config.prompts=()",
+        f"--workdir={tmp_path / 'run'}", devices=2,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    report = json.loads((tmp_path / "run" / not_finite.REPORT).read_text())
+    assert [sample["name"] for sample in report["samples"]] == ["photo_13.png"]
+    assert report["inputs"] == ["batch/text"] and report["module"].startswith("UNet/text_")
+    assert "such as photo_13.png at sigma " in ended.err
