@@ -16,6 +16,7 @@ from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
 from sd_jax.settings import Settings, check_pipeline
+from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
@@ -79,7 +80,7 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = jax.device_get(restore.load_params(folder, abstract, ema))
-    plain = {"dtype": jnp.float32, "attention_impl": "xla"}
+    plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None
     if s.vae_weights:

@@ -415,7 +415,7 @@ def test_what_the_super_resolution_configs_draw():
 
 def test_every_part_of_the_2b_state_has_a_place_on_eight_devices():
     s = read_settings(base64_2b.get_config().to_dict())
-    imagen = task.make_task(s, lookup.open_encoder(s.text))
+    imagen = task.make_task(s, lookup.open_encoder(s.text, embedded=True))
     tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
     create = lambda key: init_state(imagen.init(key), tx, s.optimizer.ema_decays)
     state = jax.eval_shape(create, jax.random.key(0))

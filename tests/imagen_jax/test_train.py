@@ -288,7 +288,7 @@ def test_a_source_of_embeddings_is_no_encoder(refused):
 def test_a_workdir_of_another_config_is_refused(refused, trained):
     message = refused("--config.optimizer.lr=0.5", workdir=trained)
     assert message.startswith(f"error: {trained} was made with another config (optimizer.lr: ")
-    assert "0.5 now): choose another --workdir" in message
+    assert "0.5 wanted): choose another --workdir" in message
 
 
 def test_the_help_teaches():

@@ -57,11 +57,11 @@ def test_nemos_configs_are_its_launchers(name):
     assert (s.run.seed, s.run.batch_size, s.unet_weights) == (666, 8192, start)
     assert round(s.run.batch_size * s.run.steps / 1e6, 1) == samples
     assert s.optimizer._replace(warmup=0) == (
-        8.192e-5, "constant", 0, 0.9, 0.999, 1e-8, 0.0, 1.0, 1, (0.9999,), False
+        8.192e-5, "constant", 0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 1, (0.9999,), False
     )  # fmt: skip
     assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
     assert (s.latents.scale, s.latents.pixels) == (0.18215, "symmetric")
-    assert s.diffusion == ("eps", 0.0, 0.0)
+    assert s.diffusion == ("eps", 0.0, 0.0, "scaled_linear")
     assert (s.sampler.name, s.sampler.steps, s.sampler.guidance) == ("plms", 50, 7.5)
     two = name.startswith("sd2")
     assert s.text.encoder == ("clip_penultimate" if two else "clip")
@@ -85,7 +85,7 @@ def test_mlperfs_config_is_its_files(batch, lr, every):
     assert f"{V2:,}" in sd2_mlperf.__doc__
     assert s.run.batch_size == batch and math.isclose(s.optimizer.lr, lr)
     assert s.optimizer._replace(lr=0.0) == (
-        0.0, "ldm", 1000, 0.9, 0.999, 1e-8, 0.01, float("inf"), 1, (), False
+        0.0, "ldm", 1000, 0.9, 0.999, 1e-8, 0.01, float("inf"), 0, 1, (), False
     )  # fmt: skip
     # Every 512,000 images, rounded up to a step.
     assert s.evaluation.every == every * batch

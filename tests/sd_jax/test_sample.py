@@ -40,7 +40,9 @@ def test_each_image_has_a_line_with_what_draws_it_again(four, published):
     assert lines[3] == {
         "file_name": "seed_000003.png", "text": "b", "seed": 3, "model": str(published / "d"),
         "checkpoint": 0, "ema": "ema", "height": 6, "width": 4, "predicts": "v", "sampler": "ddim",
-        "steps": 4, "eta": 0.0, "guidance": 3.0, "negative_prompt": "c",
+        "steps": 4, "eta": 0.0, "guidance": 3.0, "negative_prompt": "c", "grid": "leading",
+        "end": "sigma_min", "offset": 1, "rho": 7.0, "sigma_min": 0.0, "sigma_max": 0.0,
+        "unit_start": True,
     }  # fmt: skip
 
 
