@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-_COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480")
+_COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480", "#b3476f", "#2b8c8c")
 _GREY = "#e3e8ec"
+_SHORT = 34  # Letters of a name of which two fit beside each other.
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
@@ -60,7 +61,10 @@ def save(plot: Plot, format: str) -> bytes:
     buffer = io.BytesIO()
     dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(5.2, 3.6), layout="constrained")
+        names = [item.name for item in (*plot.bands, *plot.lines)]
+        columns = 2 if max(map(len, names)) <= _SHORT else 1
+        legend = 0.17 * max(0, -(-len(names) // columns) - 2)  # Two rows fit the height below.
+        figure = Figure(figsize=(5.2, 3.6 + legend), layout="constrained")
         axes = figure.add_subplot()
         for band in plot.bands:
             axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
@@ -72,9 +76,9 @@ def save(plot: Plot, format: str) -> bytes:
             _label(axes, line, _COLOURS[i % len(_COLOURS)])
         axes.set_xlabel(plot.x)
         axes.set_ylabel(plot.y)
-        if len(plot.lines) + len(plot.bands) > 1:
+        if len(names) > 1:
             # Beside the axes, so that it hides no point.
-            figure.legend(loc="outside upper center", ncols=2, frameon=False)
+            figure.legend(loc="outside upper center", ncols=columns, frameon=False)
         figure.savefig(buffer, format=format, dpi=160, metadata=dates.get(format))
     return buffer.getvalue()
 

@@ -131,12 +131,22 @@ def _lines(runs: Sequence[RunResult], xs: Sequence[str], ys: Sequence[str]) -> l
     several = len(xs) + len(ys) > 2
     lines = []
     for x, y in itertools.product(xs, ys):
-        found = trade_off(runs, x, y)
+        found = _without_what_all_share(trade_off(runs, x, y))
         for line in found:
             names = [line.name] if not several or len(found) > 1 else []
             names += [_label(x if len(xs) > 1 else y)] if several else []
             lines.append(line._replace(name=", ".join(names)))
     return lines
+
+
+def _without_what_all_share(lines: Sequence[Line]) -> list[Line]:
+    """The lines, in whose names stands what tells them apart."""
+    names = [line.name.split(", ") for line in lines]
+    shared = set.intersection(*map(set, names)) if len(names) > 1 else set()
+    short = [", ".join(part for part in name if part not in shared) for name in names]
+    if len(set(short)) < len(lines) or not all(short):
+        return list(lines)
+    return [line._replace(name=name) for line, name in zip(lines, short, strict=True)]
 
 
 def _by_weights(evaluation: SweepResult) -> dict[tuple[str, ...], list[dict[str, str]]]:

@@ -111,6 +111,7 @@ def test_every_step_was_that_of_one_process(four, workdir, tmp_path):
         np.testing.assert_allclose(*columns, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_process_that_waits_in_vain_says_for_whom_and_ends(tmp_path):
     run = (f"--workdir={tmp_path}", "--steps=1", "--join_timeout=3")
     group = Group(tmp_path, 2, "tests.diffusion_jax.toy_train", *run, only=1)

@@ -19,6 +19,7 @@ PICTURES = ("--prompt=a red seven on gray paper", "--num_images=64", "--guidance
 SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 
+@pytest.mark.slow
 def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(interrupted.workdir, workdir)

@@ -173,6 +173,7 @@ def test_fused_attention_matches_numpy():
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_fresh_unet_is_zero_and_only_by_the_last_layer_of_each_block():
     fields = SMALL | dict(image_size=8, channel_mult=(1, 2), resblock_updown=True)
     unet = UNet(**fields, attention="stacked", learned_time_dim=8, null_token=True)

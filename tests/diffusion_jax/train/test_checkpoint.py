@@ -269,6 +269,7 @@ def wait_for_unfinished(directory, step, process):
     raise AssertionError(f"no save of step {step} was seen")
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_saves_goes_on_from_the_last_whole_checkpoint(tmp_path):
     target = {f"w{i}": jax.ShapeDtypeStruct((256, 1024), jnp.float32) for i in range(8)}
     latest = 0

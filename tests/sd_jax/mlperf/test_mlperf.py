@@ -124,6 +124,7 @@ def test_the_scores_are_of_each_caption_once(whole, folder):
         assert scores["CLIP"] == rows["clip"].mean()
 
 
+@pytest.mark.slow
 def test_stopped_anywhere_it_ends_alike(whole, folder):
     for kill, code in (("training", -9), ("stop", 143), ("saving", -9), ("evaluation", -9)):
         workdir, _ = run(folder, "killed", "--toy", f"--kill={kill}", code=code)
@@ -136,6 +137,7 @@ def test_stopped_anywhere_it_ends_alike(whole, folder):
     assert said(workdir / "result.txt") == said(whole / "result.txt")
 
 
+@pytest.mark.slow
 def test_two_processes_say_the_same(whole, folder):
     workdir, _ = run(folder, "two", "--toy", count=2, devices=1)
     assert complies(workdir / "result.txt")
