@@ -202,7 +202,11 @@ def _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped):
         step_key = jax.random.fold_in(key, step - 1)
         key_of = lambda index: micro_key(step_key, index, accumulate, settings.micro_batch > 0)
         keys = [key_of(index) for index in range(accumulate)]
-        seen = not_finite.watch(task.loss, params, frozen, batch, keys, everywhere)
+        try:
+            seen = not_finite.watch(task.loss, params, frozen, batch, keys, everywhere)
+        except jax.errors.JaxRuntimeError as error:  # Out of memory, mostly: the run goes on.
+            logging.warning("step %d is not finite, and could not run again: %s", step, error)
+            return
         names = functools.partial(batches.names, back=now - step)
         not_finite.explain(workdir / not_finite.REPORT, step, now, seen, accumulate, names)
 

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import PRNGKeyArray
 
 from diffusion_jax.machine import files
+from diffusion_jax.machine.sharding import ambient
 from diffusion_jax.task import LABELS, Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train.state import split
 
@@ -125,7 +126,7 @@ def watch(
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
-    gradient = jax.value_and_grad(loss_fn, has_aux=True)
+    gradient = ambient(everywhere.mesh, jax.value_and_grad(loss_fn, has_aux=True))
     closed = jax.make_jaxpr(gradient)(params, frozen, part(0), keys[0])
     walk = _Walk(len(jax.tree.leaves(part(0))[0]))
 

@@ -49,6 +49,20 @@ def test_the_images_differ_and_use_the_range(images):
     assert apart[~np.eye(5, dtype=bool)].min() > 0.04
 
 
+def test_what_draws_is_traced_with_its_mesh_in_use(params):
+    """By which attention's kernels split themselves, and know their devices."""
+    seen = []
+
+    def sample(*arguments):
+        seen.append(jax.sharding.get_abstract_mesh())
+        return TASK.sample(*arguments)
+
+    mesh = sharding.make_mesh(1, 2, 1)
+    program.make_draw(sample, TASK.frozen, mesh)(params, *pick([0, 1]))
+    assert seen and set(seen) == {mesh.abstract_mesh}
+    assert seen[0].abstract_device.platform == "cpu"
+
+
 @pytest.mark.parametrize("rows", [[2], [4, 2, 0], [3, 1, 2]])
 def test_an_image_does_not_depend_on_its_batch(draw, params, images, rows):
     assert_same(draw(params, *pick(rows)), images[rows])

@@ -1,5 +1,6 @@
 """The page: its figures' numbers, and how a real browser shows it."""
 
+import io
 import json
 import re
 import shutil
@@ -63,6 +64,28 @@ def digit_sweep(name, **card):
     scored = Scored({}, {"extractor": "digits", "n": 40, **card})
     sweeps = [report.SweepResult("step_2", rows, {"guidance_1_digits": scored}, {})]
     return report.RunResult(name, [], sweeps)
+
+
+def test_names_in_a_figure_say_what_tells_its_lines_apart(workdir):
+    run = report.read_run(workdir)
+    (evaluation,) = run.evaluations
+    more = [row | {"checkpoint": "7"} for row in evaluation.rows]
+    run = run._replace(evaluations=[evaluation._replace(rows=evaluation.rows + more)])
+    plot = report.main_figure(run, evaluation.name)
+    assert [line.name for line in plot.lines] == ["step 2", "step 7"]
+    alone = report.main_figure(report.read_run(workdir), evaluation.name)
+    assert [line.name for line in alone.lines] == ["step_00000002"]
+
+
+def test_long_names_stand_below_each_other_and_add_to_the_height(workdir):
+    (line,) = report.trade_off([report.read_run(workdir)], "clip_score", "fid")
+
+    def height(name, count):
+        plot = figures.Plot([line._replace(name=name)] * count, "x", "y")
+        with Image.open(io.BytesIO(figures.save(plot, "png"))) as image:
+            return image.size[1]
+
+    assert height("short", 4) == height("short", 1) < height("a name of 40 letters" * 2, 4)
 
 
 def test_prompts_seen_and_never_shown_share_figures():

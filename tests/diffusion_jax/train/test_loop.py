@@ -75,6 +75,30 @@ def assert_equal(actual, expected):
     jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
+def test_the_step_and_its_explanation_are_traced_with_the_mesh_in_use(tmp_path):
+    seen = []
+
+    def loss(params, frozen, batch, key):
+        seen.append(jax.sharding.get_abstract_mesh())
+        value, metrics = TASK.loss(params, frozen, batch, key)
+        return value * jnp.nan, metrics
+
+    train(tmp_path / "run", TASK._replace(loss=loss), (1, 2, 1), steps=1)
+    assert (tmp_path / "run" / "not_finite.json").exists()
+    assert set(seen) == {sharding.make_mesh(1, 2, 1).abstract_mesh} and len(seen) >= 2
+
+
+def test_without_the_memory_to_run_a_step_again_training_goes_on(tmp_path, monkeypatch, caplog):
+    def watch(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    monkeypatch.setattr(loop.not_finite, "watch", watch)
+    loss = lambda *arguments: (TASK.loss(*arguments)[0] * jnp.nan, {})
+    state = train(tmp_path / "run", TASK._replace(loss=loss), steps=2)
+    assert int(state.step) == 2 and not (tmp_path / "run" / "not_finite.json").exists()
+    assert "could not run again: RESOURCE_EXHAUSTED" in caplog.text
+
+
 def test_7_steps_are_3_and_then_4_bit_for_bit(tmp_path, order):
     task = sometimes_nan(TASK)
     whole = train(tmp_path / "whole", task)
