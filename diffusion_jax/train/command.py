@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.state import TrainState
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -42,7 +43,7 @@ def command(
             passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
             inputs = prepare(s, mesh)
             runs.claim(folder, config.value.to_dict())
-        with inputs.batches:
+        with inputs.batches, cli.bad_input(NothingLearned, usual=()):
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
