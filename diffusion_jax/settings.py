@@ -7,6 +7,7 @@ stands in its annotation (see `check`), as an interval of numbers or as a table 
 
 import dataclasses
 import difflib
+import inspect
 import math
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -201,6 +202,8 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 
     The annotation of a field holds its type and its range: an interval, "[0, 1)", in which the
     number or each of a tuple's must lie, and other values that there are, such as a table's names.
+    A function in their place makes of (field, value) a functools.partial whose arguments, too, must
+    lie in the ranges of its parameters, or raises ValueError (see diffusion.named).
     The default is one of them, and a tuple with a range is not empty unless () is.
     """
     dot, known = f"{name}." if name else "", defaults(kind)
@@ -212,6 +215,12 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 def _check_value(field: str, value: Any, hint: Any) -> None:
     kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
     kind = kind if ranges else hint
+    if ranges and callable(ranges[0]):
+        call = ranges[0](field, value)
+        parameters = inspect.signature(call.func).parameters
+        for name, bound in call.keywords.items():
+            _check_value(f"{field}: {name}", bound, parameters[name].annotation)
+        return
     others = [known for known in ranges if not isinstance(known, str)]
     if any(value in known for known in others):
         return
@@ -240,7 +249,7 @@ def _misfit(value: Any, kind: Any) -> str:
         fits = isinstance(value, tuple) and not any(_misfit(part, inner) for part in value)
         return "" if fits else f"a tuple, each {_misfit(None, inner) or 'a tuple'}"
     if origin is not None:
-        each = [_misfit(value, part) for part in parts]
+        each = [_misfit(value, part) for part in parts if _misfit(None, part)]
         return " or ".join(each) if all(each) else ""
     if kind not in _WORDS:
         return ""

@@ -71,8 +71,6 @@ def read(config: Mapping[str, Any], name: str) -> Any:
 
     ValueError that says what to change.
     """
-    from diffusion_jax.train import optimizer  # A model is known without how it is trained.
-
     config = complete(config)
     if config["system"] != name:
         raise ValueError(
@@ -90,7 +88,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             values[f"{group}_weights"] = fields.pop("weights")
         values[group] = settings.read(kind, fields, group)
     s = system.settings(**values)
-    optimizer.check(s.optimizer, s.run.steps)
+    importlib.import_module("diffusion_jax.train.optimizer").check(s.optimizer, s.run.steps)
     if "text" in values:
         registry.check(s.text)
         settings.check_prompts(s.run, s.data)

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
@@ -42,7 +42,7 @@ class SuperResolution(NamedTuple):
 class Sampler(NamedTuple):
     """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
 
-    name: Annotated[str, SAMPLERS] = "heun"
+    name: Annotated[str, samplers.bound] = "heun"
     steps: settings.Count = 30
     sigma_min: settings.Positive = 0.002
     sigma_max: settings.Positive = 80.0

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.precond import DISTANCES
-from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from sd_jax import unet as unet_module
@@ -65,7 +65,7 @@ class Sampler(NamedTuple):
     `eta` is DDIM's share of new noise, `churn` Heun's, from 0.
     """
 
-    name: Annotated[str, SAMPLERS] = "plms"
+    name: Annotated[str, samplers.bound] = "plms"
     steps: Annotated[int, "[1, 1000]"] = 50
     eta: settings.Share = 0.0
     guidance: settings.Scale = 7.5

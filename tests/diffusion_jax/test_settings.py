@@ -156,6 +156,24 @@ def test_a_value_out_of_its_range_is_named(field, value, message):
     assert str(error.value) == f"optimizer.{field} {message}"
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("heun(churn=-1)", "sampler.name: churn is -1: it must be from 0 to 1000"),
+        ("heun(churn='much')", "sampler.name: churn is 'much': it must be a whole number or a"),
+        ("heun(chrun=1)", "sampler.name gives heun the parameter chrun: it takes churn, s_min"),
+        ("huen", "sampler.name is 'huen': did you mean 'heun'?"),
+        ("heun(", "sampler.name is 'heun(': write a name"),
+    ],
+)
+def test_the_parameters_of_a_function_that_is_named_have_ranges_too(name, message):
+    for kind in (imagen_settings.Sampler, sd_settings.Sampler):
+        assert settings.read(kind, {"name": "heun(churn=40)"}, "sampler").steps
+        with pytest.raises(ValueError) as error:
+            settings.read(kind, {"name": name}, "sampler")
+        assert str(error.value).startswith(message)
+
+
 def test_the_passes_of_a_step_are_no_negative_number():
     with pytest.raises(ValueError, match=r"^optimizer\.micro_batch is -8: it must be from 0 to"):
         settings.read(settings.Optimizer, {"lr": 1e-4, "micro_batch": -8}, "optimizer")
