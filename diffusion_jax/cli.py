@@ -81,13 +81,18 @@ def start(*, alone: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def bad_input(*more: type[Exception]) -> Iterator[None]:
-    """Ends with one line and code 2 at errors a user can mend: for checks, not for the work."""
+def one_line(*kinds: type[Exception]) -> Iterator[None]:
+    """Ends with one line and code 2 at errors of these kinds."""
     try:
         yield
-    except (ValueError, OSError, *more) as error:
+    except kinds as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+
+
+def bad_input(*more: type[Exception]) -> contextlib.AbstractContextManager[None]:
+    """`one_line` for what a user can mend, and `more`: for checks, not for the work."""
+    return one_line(ValueError, OSError, *more)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:

@@ -12,6 +12,7 @@ from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.state import TrainState
+from diffusion_jax.weights import restore
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -42,7 +43,7 @@ def command(
             passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
             inputs = prepare(s, mesh)
             runs.claim(folder, config.value.to_dict())
-        with inputs.batches:
+        with inputs.batches, cli.one_line(restore.Damaged):
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)

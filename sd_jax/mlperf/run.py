@@ -244,5 +244,6 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 
 def _trained(workdir: pathlib.Path) -> int:
-    """The step of the last checkpoint; 0 without one."""
-    return max(restore.steps(workdir / runs.CHECKPOINTS), default=0)
+    """The step of the newest sound checkpoint; 0 without one."""
+    folder = workdir / runs.CHECKPOINTS
+    return restore.newest_sound(folder) if restore.steps(folder) else 0
