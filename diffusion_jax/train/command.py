@@ -1,5 +1,6 @@
 """The training command, whole, for every system: flags -> checks -> loop."""
 
+import contextlib
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -37,13 +38,16 @@ def command(
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         folder = pathlib.Path(workdir.value)
-        with cli.bad_input():
-            s = read(config.value.to_dict())
-            mesh = sharding.make_mesh(*s.mesh)
-            passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
-            inputs = prepare(s, mesh)
-            runs.claim(folder, config.value.to_dict())
-        with inputs.batches, cli.one_line(restore.Damaged):
+        with contextlib.ExitStack() as held:
+            with cli.bad_input():
+                s = read(config.value.to_dict())
+                mesh = sharding.make_mesh(*s.mesh)
+                passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+                inputs = prepare(s, mesh)
+                held.enter_context(runs.writing(folder))
+                runs.claim(folder, config.value.to_dict())
+            held.enter_context(inputs.batches)
+            held.enter_context(cli.one_line(restore.Damaged))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
