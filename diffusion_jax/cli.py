@@ -81,18 +81,16 @@ def start(*, alone: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def one_line(*kinds: type[Exception]) -> Iterator[None]:
-    """Ends with one line and code 2 at errors of these kinds."""
+def bad_input(
+    *more: type[Exception], usual: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Ends with one line and code 2 at errors a user can mend: the usual ones around checks alone,
+    since in the work itself they would be bugs."""
     try:
         yield
-    except kinds as error:
+    except (*usual, *more) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
-
-
-def bad_input(*more: type[Exception]) -> contextlib.AbstractContextManager[None]:
-    """`one_line` for what a user can mend, and `more`: for checks, not for the work."""
-    return one_line(ValueError, OSError, *more)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:

@@ -77,6 +77,8 @@ class Optimizer(NamedTuple):
     """Passes of a step, each with noise of its own."""
     ema_decays: tuple[float, ...] = (0.9999,)
     ema_warmup: bool = False
+    max_skipped: int = 100
+    """Steps in a row without a finite loss and gradient that end the run; 10 from the start on."""
 
 
 class MeshShape(NamedTuple):

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import restore
 
@@ -47,7 +48,7 @@ def command(
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
             held.enter_context(inputs.batches)
-            held.enter_context(cli.one_line(restore.Damaged))
+            held.enter_context(cli.bad_input(NothingLearned, restore.Damaged, usual=()))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
