@@ -54,7 +54,7 @@ def test_draws_as_diffusers_does(case):
     scalings = precond.PRECONDS[predicts](Diffusion(), grid.time)
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
     draws = images(SAVED["draws"])
-    sampler = samplers.SAMPLERS[s.name].make(s)
+    sampler = samplers.make(s)
     run = jax.jit(
         lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__)
     )
