@@ -59,7 +59,9 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+def claim(
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
+) -> None:
     """Writes the config into a new workdir; ValueError if another config made the workdir.
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
@@ -76,7 +78,7 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
             f"{workdir} was made with another config ({different}): "
             "choose another --workdir, or give the config that it was made with"
         )
-    if jax.process_index() == 0:
+    if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
 

@@ -12,6 +12,7 @@ from jax.sharding import AbstractMesh
 
 from diffusion_jax import cli
 from diffusion_jax.machine import sharding
+from diffusion_jax.train import memory
 from launch import templates
 from launch.accelerators import KINDS, Target
 from launch.planner import compiling, estimate, systems
@@ -88,7 +89,7 @@ def best(traced: Traced, target: Target, mfu: float) -> Point:
 
 def _point(traced: Traced, target: Target, replica: int, fsdp: int, mfu: float) -> Point | None:
     mesh = AbstractMesh((replica, fsdp, 1), sharding.AXES)
-    micro = estimate.largest_micro_batch(traced, mesh, estimate.USABLE * target.kind.memory)
+    micro = estimate.largest_micro_batch(traced, mesh, memory.USABLE * target.kind.memory)
     if not micro:
         return None
     changed = estimate.with_micro_batch(traced, micro)

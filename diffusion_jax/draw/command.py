@@ -6,6 +6,7 @@ are the same for all.
 
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jaxtyping import UInt8
 
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, progress, sheets
+from diffusion_jax.machine import files, programs, progress, sheets
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -50,6 +51,9 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         out = pathlib.Path(f["out"].value)
         with cli.bad_input():
             session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), out)
+            if f["rehearse"].value:
+                print(_rehearse(session, out, f["num_images"].value))
+                return
             out.mkdir(parents=True, exist_ok=True)
         _draw(session, out, f["num_images"].value, f["seed"].value)
 
@@ -63,6 +67,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
         flags.DEFINE_string("prompts", None, "A file with one text a line."),
         whole("num_images", 1, "Images for each text.", lower_bound=1),
+        flags.DEFINE_bool("rehearse", False, "Say what would be drawn, and end."),
         whole("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
     ]
     return {holder.name: holder for holder in holders}
@@ -72,6 +77,26 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     """The prompts of flags, and the lines of a UTF-8 file that are not blank."""
     lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines() if path else []
     return [*prompts, *(line for line in lines if line.strip())]
+
+
+def _rehearse(session: Session, out: pathlib.Path, num_images: int) -> str:
+    """Draws the first text in the abstract: lines that say what would be drawn."""
+    start = time.time()
+    with programs.rehearsal():
+        ((images, *larger),) = session.draw([0], [0])
+    sizes = " to ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (images, *larger))
+    total, device = len(session.captions) * num_images, jax.devices()[0]
+    rows = [
+        ("device", f"{jax.device_count()} x {device.device_kind}"),
+        ("draws", f"{total:,} images of {sizes}, of {len(session.captions):,} texts, into {out}"),
+        *((name, str(value)) for name, value in session.card.items() if name != "stages"),
+        *(
+            ("stage", ", ".join(f"{k} {v}" for k, v in s.items()))
+            for s in session.card.get("stages", ())
+        ),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, sharding, sheets
+from diffusion_jax.machine import files, programs, progress, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
@@ -151,6 +152,11 @@ def command(
             scales or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
             f["name"].value, f["size"].value,
         )  # fmt: skip
+        with cli.bad_input():
+            told = [rehearse(subject, scorer, plan) for subject in subjects]
+        if f["rehearse"].value:
+            print("\n\n".join(told))
+            return
         out, workdir = evaluate(subjects, scorer, plan), subjects[0].workdir
         page = workdir / "report.html"
         if jax.process_index() == 0:
@@ -158,6 +164,26 @@ def command(
         logging.info("wrote %s, and all of it as a page to %s", out, page)
 
     cli.run(main)
+
+
+def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
+    """Draws and scores a batch in the abstract; ValueError or a note for what would fail."""
+    start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
+    most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
+    compute = loop.drawing(scorer, point.draw, plan.guidance[0], most, size=plan.size)
+    with programs.rehearsal():
+        features = compute(np.arange(most))
+    judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
+    images = len(subject.points) * len(plan.guidance) * total
+    rows = [
+        ("model", f"{subject.name or subject.workdir}, by {point.card['sampler']}"),
+        ("draws", f"{images:,} images of {subject.size}x{subject.size}, {most} at once"),
+        ("prompts", f"{total:,}, at guidance {', '.join(f'{g:g}' for g in plan.guidance)}"),
+        ("features", ", ".join(judged)),
+        ("into", subject.workdir / runs.EVALUATION),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
 
 
 def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
@@ -333,6 +359,7 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
         whole("batch_size", None, "Images drawn at once."),
         flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
+        flags.DEFINE_bool("rehearse", False, "Say what would be scored, and end."),
         flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
         flags.DEFINE_string(
             "prompts", None, "Prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."

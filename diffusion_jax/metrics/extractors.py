@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess
 from diffusion_jax.metrics.features import Rows, Stream
@@ -148,7 +149,8 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
 def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
     """run(images or ids [B, ...]) -> features [B, D], of arrays that every process has."""
     mesh = sharding.make_mesh()
-    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
+    run = announced(program(extractor, mesh), f"the extractor {extractor.name}")
+    params = _everywhere(extractor, mesh)
 
     def run_rows(rows: np.ndarray) -> Rows:
         filled = rows[np.arange(_filled(len(rows), mesh)) % len(rows)]

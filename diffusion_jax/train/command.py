@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
 
@@ -13,9 +14,12 @@ from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.not_finite import NothingLearned
+from diffusion_jax.train.rehearse import rehearse
 from diffusion_jax.train.state import TrainState
+from diffusion_jax.unread import watched
 from diffusion_jax.weights import restore
 
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data")  # Their readers are chosen by name.
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
 
@@ -32,6 +36,7 @@ def command(
     workdir = flags.DEFINE_string(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
+    alone = flags.DEFINE_bool("rehearse", False, "Say what the run would be, and end.")
     flags.mark_flag_as_required("config")
 
     def main(argv: list[str]) -> None:
@@ -41,19 +46,32 @@ def command(
         folder = pathlib.Path(workdir.value)
         with contextlib.ExitStack() as held:
             with cli.bad_input():
-                s = read(config.value.to_dict())
+                s, unread = watched(read(config.value.to_dict()), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
                 passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
                 inputs = prepare(s, mesh)
-                held.enter_context(runs.writing(folder))
-                runs.claim(folder, config.value.to_dict())
-            held.enter_context(inputs.batches)
+                held.enter_context(inputs.batches)
+                if not alone.value:
+                    held.enter_context(runs.writing(folder))
+                runs.claim(folder, config.value.to_dict(), write=not alone.value)
+                told = rehearse(inputs, s.run, passes, mesh, folder)
+                _say(told, unread())
+            if alone.value:
+                return
             held.enter_context(cli.bad_input(NothingLearned, restore.Damaged, usual=()))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
 
     cli.run(main)
+
+
+def _say(told: str, unread: Mapping[str, Any]) -> None:
+    """The block of a rehearsal, and a warning of each field that it did not need."""
+    if jax.process_index() == 0:
+        print(told, flush=True)
+        for field, value in unread.items():
+            logging.warning("%s is %r, which nothing here reads", field, value)
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
