@@ -82,11 +82,14 @@ def start(*, alone: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def bad_input(*more: type[Exception]) -> Iterator[None]:
-    """Ends with one line and code 2 at errors a user can mend: for checks, not for the work."""
+def bad_input(
+    *more: type[Exception], usual: tuple[type[Exception], ...] = (ValueError, OSError)
+) -> Iterator[None]:
+    """Ends with one line and code 2 at errors a user can mend: the usual ones around checks alone,
+    since in the work itself they would be bugs."""
     try:
         yield
-    except (ValueError, OSError, *more) as error:
+    except (*usual, *more) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
 

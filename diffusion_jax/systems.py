@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from diffusion_jax import settings
 from diffusion_jax.settings import Run
 from diffusion_jax.text import registry
-from diffusion_jax.train import optimizer
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
 """The systems of this repository, for messages; those of other packages are found as well."""
@@ -89,8 +88,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             values[f"{group}_weights"] = fields.pop("weights")
         values[group] = settings.read(kind, fields, group)
     s = system.settings(**values)
-    settings.check_run(s.run, s.data)
-    optimizer.check(s.optimizer, s.run.steps)
+    importlib.import_module("diffusion_jax.train.optimizer").check(s.optimizer, s.run.steps)
     if "text" in values:
         registry.check(s.text)
         settings.check_prompts(s.run, s.data)

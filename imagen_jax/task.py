@@ -99,7 +99,7 @@ def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
             precond.denoiser(network, on_grid), scale, low=s.sampler.guidance_low,
             high=s.sampler.guidance_high, threshold=s.sampler.threshold,
         )  # fmt: skip
-        sampler = samplers.SAMPLERS[s.sampler.name].make(s.sampler)
+        sampler = samplers.make(s.sampler)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])

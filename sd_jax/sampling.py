@@ -34,7 +34,7 @@ def make_sample(
     sigmas, time = samplers.sampling_grid(levels, p.sampler)
     sigmas = sigmas[p.sampler.steps - p.steps_taken :]
     scalings = precond.PRECONDS[p.diffusion.predicts](p.diffusion, time)
-    sampler = samplers.SAMPLERS[p.sampler.name].make(p.sampler)
+    sampler = samplers.make(p.sampler)
 
     def start(frozen, batch, keys):
         if IMAGE not in batch:

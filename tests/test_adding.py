@@ -74,7 +74,7 @@ def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
         calls.append(len(sigmas))
         return denoise(x, jnp.full(len(x), sigmas[0])) + sigmas[-1] * draws(0)
 
-    method = samplers.Method(lambda s: last_guess)
+    method = samplers.Method(last_guess)
     monkeypatch.setitem(samplers.SAMPLERS, "last_guess", method)
     model = MODELS[system](sampler__name="last_guess", sampler__steps=3)
     loss, norm, images, _ = train_and_sample(*model)

@@ -117,7 +117,8 @@ def test_every_folder_has_its_arrows():
 
 @pytest.mark.parametrize("name", ["diffusion", "nn"])
 def test_the_maths_imports_jax_and_numpy_only(name):
-    libraries = {"collections", "contextlib", "typing", "functools", "math"}
+    libraries = {"ast", "collections", "contextlib", "difflib", "functools", "importlib", "inspect"}
+    libraries |= {"math", "typing"}
     libraries |= {"numpy", "jax", "jaxtyping"}
     allowed = libraries | ({"flax"} if name == "nn" else set())
     for file in FILES:

@@ -8,16 +8,15 @@ sampler traces once: loops are scans, and a comment shows the paper's form where
 """
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from diffusion_jax.diffusion import grids
+from diffusion_jax.diffusion import grids, named
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion.grids import Grid, Places, make_grid
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
@@ -30,8 +29,8 @@ Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
 class Method(NamedTuple):
     """A sampler as configs name it, and how its steps lie where a config names no grid."""
 
-    make: Callable[[Any], Sampler]
-    """Makes the sampler of a config's `sampler`: it may read the fields steps, churn and eta."""
+    sampler: Sampler | str
+    """The function, or "MODULE:FUNCTION"; its own parameters follow `*` (see named)."""
     grid: str = "even"
     """The grid, a key of GRIDS, over a table of times."""
     end: str = "zero"
@@ -41,27 +40,26 @@ class Method(NamedTuple):
     as diffusers' multistep solvers have it; whether times between whole ones are rounded."""
 
 
-_MULTISTEP = Places(closed=True)
-# By sampler.name of a config: all for both systems.
-SAMPLERS: Mapping[str, Method] = {
-    "heun": Method(lambda s: functools.partial(heun, churn=s.churn), places=Places(whole=False)),
-    "euler": Method(lambda s: euler, places=Places(whole=False)),
-    "euler_ancestral": Method(lambda s: euler_ancestral, places=Places(whole=False)),
-    "ddim": Method(lambda s: functools.partial(ddim, eta=s.eta), grid="ldm"),
-    "ddpm": Method(lambda s: ddpm, grid="ldm", end="sigma_min"),
-    "plms": Method(lambda s: plms, grid="ldm"),
-    "plms_v": Method(lambda s: plms_v, grid="ldm"),
-    # Its authors end fewer than 15 steps of a table, whose last level is above 0, at first order.
-    "dpmpp_2m": Method(
-        lambda s: functools.partial(dpmpp_2m, first_order_end=s.steps < 15), places=_MULTISTEP
-    ),
-    "unipc": Method(lambda s: unipc, places=_MULTISTEP),
-}
+def make(s: Any) -> Sampler:
+    """The sampler of a config's `sampler`; ValueError for one that there is not."""
+    return bound("sampler.name", s.name, s)
+
+
+def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
+    """The sampler that a config's field names, its own parameters bound: see named.bound."""
+    functions = {name: method.sampler for name, method in SAMPLERS.items()}
+    return named.bound(field, text, functions, group)
+
+
+def method_of(s: Any) -> Method:
+    """The entry of a config's `sampler`."""
+    (call,) = named.calls("sampler.name", s.name)
+    return SAMPLERS[call.name]
 
 
 def sampling_grid(noise: noises.Noise, s: Any) -> Grid:
     """What a config's `sampler` steps down for a model of this noise."""
-    method = SAMPLERS[s.name]
+    method = method_of(s)
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
     # A grid that is named may be computed by numpy, also where a program that draws is traced.
     with jax.ensure_compile_time_eval() if s.grid else contextlib.nullcontext():
@@ -70,7 +68,7 @@ def sampling_grid(noise: noises.Noise, s: Any) -> Grid:
 
 def check_grid(noise: noises.Noise, s: Any) -> None:
     """ValueError if a config's `sampler` names a grid that a model of this noise has not."""
-    grids.check(noise, s.grid or noise.grid or SAMPLERS[s.name].grid)
+    grids.check(noise, s.grid or noise.grid or method_of(s).grid)
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Scalar) -> Images:
@@ -89,10 +87,10 @@ def heun(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    churn: Scalar = 0.0,
-    s_min: Scalar = 0.0,
-    s_max: Scalar = float("inf"),
-    s_noise: Scalar = 1.0,
+    churn: Annotated[Scalar, "[0, 1000]"] = 0.0,
+    s_min: Annotated[Scalar, "[0, inf)"] = 0.0,
+    s_max: Annotated[Scalar, "(0, inf]"] = float("inf"),
+    s_noise: Annotated[Scalar, "(0, inf)"] = 1.0,
 ) -> Images:
     """Heun's method with optional noise churn in [s_min, s_max] (EDM, Algorithm 2).
 
@@ -126,7 +124,7 @@ def heun(
         x = x + jnp.where(first, added, 0) * noise(i)
         level = jnp.where(first, sigma_hat, sigma_next)
 
-        d_here = (x - denoise(x, _batch(level, x))) / level
+        d_here = (x - denoise(x, same_level(level, x))) / level
         x_hat = jnp.where(first, x, x_hat)
         slope = jnp.where(first, d_here, (d + d_here) / 2)
         return (x_hat + (sigma_next - sigma_hat) * slope, x_hat, d_here), None
@@ -135,7 +133,12 @@ def heun(
 
 
 def ddim(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, eta: Scalar = 0.0
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    eta: Annotated[Scalar, "[0, 1]"] = 0.0,
 ) -> Images:
     """DDIM (Song et al. 2021), equation 12: Euler's method in sigma where eta = 0.
 
@@ -144,7 +147,7 @@ def ddim(
 
     def step(x, inputs):
         i, sigma, sigma_next = inputs
-        x0 = denoise(x, _batch(sigma, x))
+        x0 = denoise(x, same_level(sigma, x))
         r = sigma_next / sigma
         up = eta * sigma_next * jnp.sqrt(1 - r**2)
         # sqrt(sigma_next^2 - up^2) / sigma, without the cancellation that eta = 1 brings.
@@ -180,174 +183,8 @@ def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
     return x / jnp.sqrt(1 + sigma**2)
 
 
-Turn = Callable[[Images, Images, Float[Array, ""]], Images]
-"""(slope or what stands for it, x, its level) to the other of the two."""
-
-
-def plms(
-    denoise: Denoiser,
-    x: Images,
-    sigmas: Sigmas,
-    noise: Draws,
-    *,
-    turns: tuple[Turn, Turn] = (lambda d, x, sigma: d, lambda d, x, sigma: d),
-) -> Images:
-    """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
-
-    The first step is taken twice, as CompVis does: along its slope, then along the mean of the
-    slopes at both ends; later ones see as many slopes as there are. What F predicts does not
-    matter, since eps is (x - D) / sigma. As a loop, with t for sigma:
-
-        for i in range(n):
-            d = (x - D(x, t[i])) / t[i]
-            if i == 0:
-                ahead = x + (t[1] - t[0]) * d
-                mean = (d + (ahead - D(ahead, t[1])) / t[1]) / 2
-            else:                             # 3/2, -1/2; 23/12, ...; 55/24, ... of up to four.
-                mean = sum(w * slope for w, slope in zip(adams_bashforth[i], (d, *before)))
-            x = x + (t[i + 1] - t[i]) * mean
-            before = (d, *before)
-
-    The scan is over the evaluations of D, of which k = 1 is the second of the first step. `turns`
-    makes of a slope what is averaged in its place, and a slope of the average (see `plms_v`).
-    """
-    del noise  # Deterministic.
-    n = len(sigmas) - 1
-    # A single step to 0, where there is no slope, is not corrected.
-    corrected = sigmas[1] > 0
-    second = jnp.where(corrected, sigmas[1], sigmas[0])
-    levels = jnp.concatenate([sigmas[:1], second[None], sigmas[1:-1]])
-    starts = jnp.concatenate([sigmas[:1], sigmas[:1], sigmas[1:-1]])
-    ends = jnp.concatenate([sigmas[1:2], sigmas[1:2], sigmas[2:]])
-    half = jnp.where(corrected, 0.5, 0.0)
-    weights = jnp.zeros((n + 1, 4)).at[0, 0].set(1).at[1, :2].set(jnp.array([half, 1 - half]))
-    for i, row in enumerate(_ADAMS_BASHFORTH):
-        weights = weights.at[2 + i :].set(jnp.array(row))
-
-    def evaluate(carry, inputs):
-        x, x_before, before, before_2, before_3 = carry  # Slopes of the three steps before.
-        k, level, start, end, w = inputs
-        # A product: how XLA divides by a scalar depends on the size of the batch.
-        slope = (x - denoise(x, _batch(level, x))) * (1 / level)
-        slope = turns[0](slope, x, level)
-        mean = w[0] * slope + w[1] * before + w[2] * before_2 + w[3] * before_3
-        begin = jnp.where(k == 1, x_before, x)
-        x_next = begin + (end - start) * turns[1](mean, begin, start)
-        keep = lambda old, new: jnp.where(k == 1, old, new)
-        slopes = keep(before, slope), keep(before_2, before), keep(before_3, before_2)
-        return (x_next, x, *slopes), None
-
-    zero = jnp.zeros_like(x)
-    carry = (x, x, zero, zero, zero)
-    inputs = (jnp.arange(n + 1), levels, starts, ends, weights)
-    return jax.lax.scan(evaluate, carry, inputs)[0][0]
-
-
-def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """PLMS on v in place of eps, as diffusers' PNDM takes what a model of v predicts.
-
-    v = alpha eps - sigma' x0 in variance-preserving coordinates, of which x gives the direction:
-    the average of several times' v is turned with that of the step's beginning alone.
-    """
-
-    def to_v(d, x, sigma):
-        c = jax.lax.rsqrt(1 + sigma**2)
-        return d / c - sigma * c * x
-
-    def to_slope(v, x, sigma):
-        c = jax.lax.rsqrt(1 + sigma**2)
-        return c * v + sigma * c**2 * x
-
-    return plms(denoise, x, sigmas, noise, turns=(to_v, to_slope))
-
-
-def dpmpp_2m(
-    denoise: Denoiser,
-    x: Images,
-    sigmas: Sigmas,
-    noise: Draws,
-    *,
-    first_order_end: bool = False,
-) -> Images:
-    """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
-
-    The first step and the last, to 0, are of first order. With `first_order_end` the last is so
-    also where it ends above 0, which its authors' code does of fewer than 15 steps.
-    """
-    del noise  # Deterministic.
-    last = len(sigmas) - 2
-
-    def step(carry, inputs):
-        x, x0_before, h_before = carry
-        i, sigma, sigma_next = inputs
-        x0 = denoise(x, _batch(sigma, x))
-        second_order = (h_before > 0) & (sigma_next > 0)
-        if first_order_end:
-            second_order &= i < last
-        h = jnp.log(sigma / jnp.where(sigma_next > 0, sigma_next, sigma))
-        weight = jnp.where(second_order, h / jnp.where(second_order, 2 * h_before, 1), 0)
-        d = x0 + weight * (x0 - x0_before)
-        return (d + sigma_next / sigma * (x - d), x0, h), None
-
-    carry = (x, jnp.zeros_like(x), jnp.zeros(()))
-    return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
-
-
-def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """UniPC (Zhao et al. 2023) of order 2 with B(h) = e^h - 1, in -ln sigma: N evaluations of D.
-
-    A step is that of `dpmpp_2m`, the last of first order. Before the next one D at its end, which
-    that needs anyway, corrects it: with h the step's length, g the one before,
-
-        x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),  r = e^-h,
-
-    m0 and m1 being D at the step's beginning and at that of the one before; the weights solve
-    equation 9 of the paper for exactness on parabolas (on lines, of the first step: 0 and 1 / 2).
-    """
-    del noise  # Deterministic.
-    last = len(sigmas) - 2
-
-    def step(carry, inputs):
-        x, begin, m0, m1, h, g = carry
-        i, sigma, sigma_next = inputs
-        d = denoise(x, _batch(sigma, x))
-        rho_0, rho_1 = _unipc_weights(h, g)
-        r = jnp.exp(-h)
-        corrected = r * begin + (1 - r) * (m0 + rho_0 * (m0 - m1) + rho_1 * (d - m0))
-        x = jnp.where(i > 0, corrected, x)
-        ahead = jnp.log(sigma / jnp.where(sigma_next > 0, sigma_next, sigma))
-        weight = jnp.where((i > 0) & (i < last), ahead / (2 * h), 0)
-        guess = d + weight * (d - m0)
-        return (guess + sigma_next / sigma * (x - guess), x, d, m0, ahead, jnp.where(i, h, 0)), None
-
-    zero = jnp.zeros_like(x)
-    carry = (x, zero, zero, zero, jnp.ones(()), jnp.zeros(()))
-    return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
-
-
-def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
-    """rho_0 * h / g and rho_1 of `unipc`; g = 0 stands for no step before."""
-    # (e^-h - 1) / -h = 1 + phi_2, and phi_2 / -h = 1 / 2 + phi_3: as series where these cancel.
-    series = lambda k: sum((-h) ** n / math.factorial(n + k) for n in range(1, 9))
-    phi_1 = jnp.expm1(-h)
-    phi_2 = jnp.where(h < 0.5, series(1), phi_1 / -h - 1)
-    phi_3 = jnp.where(h < 0.5, series(2), (phi_1 / -h - 1) / -h - 1 / 2)
-    b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
-    rho_0 = (b_1 - b_2) / (1 + g / h)
-    second = g > 0
-    times_ratio = jnp.where(second, rho_0 * h / jnp.where(second, g, 1), 0)
-    return times_ratio, jnp.where(second, b_1 - rho_0, 0.5)
-
-
-# Weights of the slope here and of those before, once there are one, two and three of these.
-_ADAMS_BASHFORTH = (
-    (3 / 2, -1 / 2, 0.0, 0.0),
-    (23 / 12, -16 / 12, 5 / 12, 0.0),
-    (55 / 24, -59 / 24, 37 / 24, -9 / 24),
-)
-
-
-def _batch(sigma: Float[Array, ""], x: Images) -> Sigma:
+def same_level(sigma: Float[Array, ""], x: Images) -> Sigma:
+    """A level for each image of a batch."""
     return jnp.full(x.shape[:1], sigma, x.dtype)
 
 
@@ -355,3 +192,19 @@ def _normal(keys: Key[Array, "B"], draw: int | Int[Array, ""], shape: tuple[int,
     # Drawn flat: XLA's CPU backend compiles a 4-D draw of the same numbers several times slower.
     flat = lambda key: jax.random.normal(jax.random.fold_in(key, draw), (math.prod(shape),))
     return jax.vmap(flat)(keys).reshape(-1, *shape)
+
+
+_WHOLE, _CLOSED = Places(whole=False), Places(closed=True)
+_MULTISTEP = "diffusion_jax.diffusion.multistep"
+# By sampler.name of a config: all for both systems.
+SAMPLERS: Mapping[str, Method] = {
+    "heun": Method(heun, places=_WHOLE),
+    "euler": Method(euler, places=_WHOLE),
+    "euler_ancestral": Method(euler_ancestral, places=_WHOLE),
+    "ddim": Method(ddim, grid="ldm"),
+    "ddpm": Method(ddpm, grid="ldm", end="sigma_min"),
+    "plms": Method(f"{_MULTISTEP}:plms", grid="ldm"),
+    "plms_v": Method(f"{_MULTISTEP}:plms_v", grid="ldm"),
+    "dpmpp_2m": Method(f"{_MULTISTEP}:dpmpp_2m", places=_CLOSED),
+    "unipc": Method(f"{_MULTISTEP}:unipc", places=_CLOSED),
+}

@@ -89,6 +89,7 @@ def train(
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
     Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
+    NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row.
     """
     task, batches, examples, evaluation, start = inputs
     tx = make_optimizer(settings, run.steps)
@@ -115,15 +116,15 @@ def train(
         batch = to_global(next(batches), where)
         step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
         progress = _Progress(run, writer, step_flops, mesh.size, batches)
-        skipped = int(state.skipped)
-        failed, explain = _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped)
+        lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
+        explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
             state, metrics = step_fn(state, frozen, batch, key)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
-            if found := failed(step, batch, metrics, last):
+            if found := lookout.failed(step, batch, metrics, last):
                 with progress.paused(), watchdog.paused():
                     explain(*found, step, state.params)
             if step % run.log_every == 0 or last:
@@ -193,8 +194,8 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
 
 
-def _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped):
-    """failed(...) as of Lookout, and explain(step, batch, now, params), which writes its report."""
+def _explainer(task, frozen, key, settings, batches, workdir, mesh):
+    """explain(step, batch, now, params), which writes the report of a step that is not finite."""
     everywhere, accumulate = replicated(mesh), settings.accumulate
 
     def explain(step, batch, now, params):
@@ -210,7 +211,7 @@ def _lookout(task, frozen, key, settings, batches, workdir, mesh, skipped):
         names = functools.partial(batches.names, back=now - step)
         not_finite.explain(workdir / not_finite.REPORT, step, now, seen, accumulate, names)
 
-    return not_finite.Lookout(skipped, _IN_FLIGHT).failed, explain
+    return explain
 
 
 def _averaged(state: TrainState) -> Params:

@@ -30,34 +30,60 @@ REPORT = "not_finite.json"
 _REMAT = ("checkpoint", "remat2")
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
 _OUTSIDE = "the loss, outside of its modules"
+_AT_START = 10  # Steps that may be skipped in a row before any was finite.
 _LISTED = 16  # Samples and modules that a report lists, at most.
 Names = Callable[[Sequence[int]], list[str]]
 """The names of the pictures in some rows of the batch."""
 
 
 class Lookout:
-    """Waits for the first step whose loss or gradient is not finite."""
+    """Waits for the first step whose loss or gradient is not finite, and for a run of only such."""
 
-    def __init__(self, skipped: int, lag: int) -> None:
-        """`skipped` counts such steps before; a step is looked at when `lag` more are under way."""
-        self._skipped, self._lag = skipped, lag
+    def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
+        """`skipped` of `step` steps were such before; one is looked at `lag` steps later.
+
+        `most` in a row end the run, or at most 10 where no step before them was finite.
+        """
+        self._skipped, self._lag, self._most = skipped, lag, most
+        self._learned = skipped < step
+        self._in_a_row = 0
         self._under_way: list[tuple[int, Batch, Metrics]] = []
         self._over = False
 
     def failed(
         self, step: int, batch: Batch, metrics: Metrics, last: bool
     ) -> tuple[int, Batch] | None:
-        """(step, batch) of the first such step, once; `last` says that no step follows this one."""
-        if self._over:
-            return None
-        self._under_way.append((step, batch, metrics))
+        """(step, batch) of the first such step, once; `last` says that no step follows this one.
+
+        NothingLearned after the last of too many in a row.
+        """
+        first = None
+        self._under_way.append((step, {} if self._over else batch, metrics))
         while len(self._under_way) > (0 if last else self._lag):
             step, batch, metrics = self._under_way.pop(0)
-            if int(metrics["skipped"]) > self._skipped:
-                self._over = True
-                self._under_way.clear()
-                return step, batch
-        return None
+            skipped = int(metrics["skipped"])
+            self._in_a_row = self._in_a_row + 1 if skipped > self._skipped else 0
+            self._learned |= not self._in_a_row
+            self._skipped = skipped
+            if self._in_a_row and not self._over:
+                self._over, first = True, (step, batch)
+                self._under_way = [(step, {}, metrics) for step, _, metrics in self._under_way]
+            if self._in_a_row == (self._most if self._learned else min(self._most, _AT_START)):
+                raise NothingLearned(step, self._in_a_row)
+        return first
+
+
+class NothingLearned(RuntimeError):
+    """Every one of the last steps was skipped."""
+
+    def __init__(self, step: int, steps: int) -> None:
+        """`steps` in a row, of which `step` is the last."""
+        super().__init__(
+            f"the last {steps} steps, to step {step}, were skipped: their loss or gradient was not "
+            f"finite ({REPORT} in the workdir says where the first came from). Nothing is saved; "
+            "mend the cause, such as a learning rate too high or broken data, and start again from "
+            "the last checkpoint, or raise optimizer.max_skipped"
+        )
 
 
 class Seen(NamedTuple):

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, multistep, noise, precond, samplers
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
@@ -67,13 +67,13 @@ def test_plms(name):
     """Of v models a reference that takes eps from v; LDM's own code takes v for eps."""
     predicts, scale, _, times = INFO[name]
     assert times[1] == times[2]  # The first step is taken twice.
-    close(run(predicts, scale, [times[0], *times[2:], 0], samplers.plms), name)
+    close(run(predicts, scale, [times[0], *times[2:], 0], multistep.plms), name)
 
 
 @pytest.mark.parametrize("name", [name for name in INFO if "_dpm_" in name])
 def test_dpmpp_2m_at_times_between_steps(name):
     predicts, scale, _, times = INFO[name]
-    sampler = functools.partial(samplers.dpmpp_2m, first_order_end=len(times) < 15)
+    sampler = functools.partial(multistep.dpmpp_2m, steps=len(times))
     ours = grids.even_times(len(times))
     np.testing.assert_allclose(ours[:-1], times, rtol=1e-6)
     close(run(predicts, scale, ours, sampler), name)
@@ -81,7 +81,7 @@ def test_dpmpp_2m_at_times_between_steps(name):
 
 def test_diffusers_pndm_is_plms_and_its_ddim_ours():
     times = grids.leading_times(50)
-    close(run("eps", 2.5, times, samplers.plms), "diffusers_pndm_eps_50_cfg")
+    close(run("eps", 2.5, times, multistep.plms), "diffusers_pndm_eps_50_cfg")
     close(run("eps", 2.5, times, samplers.ddim), "diffusers_ddim_eps_50_cfg")
     close(run("v", 2.5, times, samplers.ddim), "diffusers_ddim_v_50_cfg")
 

@@ -269,7 +269,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("unet__low_res", True, "factor is 1 and unet.low_res True: a model with a factor above 1"),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
         ("sampler__grid", "karas", "sampler.grid is 'karas': did you mean 'karras'?"),
-        ("sampler__end", "one", "sampler.end is 'one': choose from , zero, sigma_min"),
+        ("sampler__end", "one", "sampler.end is 'one': choose from zero, sigma_min"),
         ("sampler__threshold", "x", "sampler.threshold is 'x': choose from dynamic, static, none"),
         ("sampler__steps", 0, "sampler.steps is 0: it must be above 0"),
         ("sampler__eta", 1.5, "sampler.eta is 1.5: it must be from 0 to 1"),
@@ -285,7 +285,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("optimizer__clip", 0.0, "optimizer.clip is 0.0: it must be above 0"),
         ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
         ("optimizer__accumulate", 0, "optimizer.accumulate is 0: it must be above 0"),
-        ("optimizer__ema_decays", (9999.0,), "EMA decay 9999.0 is not in [0, 1)"),
+        ("optimizer__ema_decays", (9999.0,), "it must be from 0 to below 1"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
         (
             "prompts",

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, noise, samplers
+from diffusion_jax.diffusion import grids, multistep, noise, samplers
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -22,9 +22,9 @@ DRAWS = lambda i: TABLE[i]  # Quicker to compile than draws from keys.
 DETERMINISTIC = {
     "heun": samplers.heun,
     "ddim": samplers.ddim,
-    "plms": samplers.plms,
-    "dpmpp_2m": samplers.dpmpp_2m,
-    "unipc": samplers.unipc,
+    "plms": multistep.plms,
+    "dpmpp_2m": multistep.dpmpp_2m,
+    "unipc": multistep.unipc,
 }
 STOCHASTIC = {
     "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
@@ -66,9 +66,9 @@ def test_converges_to_the_exact_solution_at_its_order(name, order, bound):
 
 def test_the_corrector_of_unipc_raises_its_order():
     """Above 2, Zhao et al.'s theorem 3.1; and from the same evaluations nearer than dpmpp_2m."""
-    coarse, fine = error(samplers.unipc, 32), error(samplers.unipc, 64)
+    coarse, fine = error(multistep.unipc, 32), error(multistep.unipc, 64)
     assert np.log2(coarse / fine) > 2.75
-    assert fine < 0.2 * error(samplers.dpmpp_2m, 64)
+    assert fine < 0.2 * error(multistep.dpmpp_2m, 64)
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
@@ -229,20 +229,20 @@ def test_dpmpp_2m_is_algorithm_2_of_its_paper():
         x0.append(x0_of(z, i))
 
     sigmas = jnp.float32(sigma / alpha)
-    actual = samplers.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), sigmas, DRAWS)
+    actual = multistep.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), sigmas, DRAWS)
     np.testing.assert_allclose(actual * alpha[-1], z, atol=2e-6)
-    to_zero = samplers.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), jnp.append(sigmas, 0), DRAWS)
+    to_zero = multistep.dpmpp_2m(denoise, X / jnp.float32(alpha[0]), jnp.append(sigmas, 0), DRAWS)
     np.testing.assert_allclose(to_zero, x0[-1], atol=2e-6)
 
 
 def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
     """Then a last step above 0 is Euler's in exp(-lambda), as of the first of two steps."""
     sigmas = jnp.array([5.0, 1.0, 0.2])
-    x1 = samplers.dpmpp_2m(denoise, 5 * X, sigmas[:2], DRAWS)
+    x1 = multistep.dpmpp_2m(denoise, 5 * X, sigmas[:2], DRAWS)
     x0 = denoise(x1, jnp.ones(3))
-    actual = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS, first_order_end=True)
+    actual = multistep.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS, steps=2)
     np.testing.assert_allclose(actual, x0 + 0.2 * (x1 - x0), atol=1e-6)
-    second = samplers.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
+    second = multistep.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
     assert np.abs(second - actual).max() > 1e-3
 
 
@@ -257,7 +257,7 @@ def test_plms_on_even_levels_has_the_order_of_its_start():
     levels = lambda n: jnp.linspace(5.0, 1.0, n + 1)
     exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 1) / (STD**2 + 5.0**2))
     coarse, fine = (
-        float(jnp.abs(deterministic(samplers.plms, 5 * X, levels(n)) - exact).max())
+        float(jnp.abs(deterministic(multistep.plms, 5 * X, levels(n)) - exact).max())
         for n in (16, 32)
     )
     assert 2.8 < np.log2(coarse / fine) < 4.5

@@ -15,6 +15,7 @@ from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite
+from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.train.test_loop import OPTIMIZER, RUN
 from tests.imagen_jax import commands
@@ -52,7 +53,10 @@ def pictures():
     return made
 
 
-def train(workdir, pictures, sizes=(1, 1, 1), accumulate=1, micro_batch=0, start=None, **changes):
+def train(
+    workdir, pictures, sizes=(1, 1, 1), accumulate=1, micro_batch=0, start=None, max_skipped=100,
+    **changes,
+):  # fmt: skip
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -60,7 +64,9 @@ def train(workdir, pictures, sizes=(1, 1, 1), accumulate=1, micro_batch=0, start
     )
     with batches:
         inputs = loop.Inputs(toy.task(), batches, start=start)
-        optimizer = OPTIMIZER._replace(accumulate=accumulate, micro_batch=micro_batch)
+        optimizer = OPTIMIZER._replace(
+            accumulate=accumulate, micro_batch=micro_batch, max_skipped=max_skipped
+        )
         state = loop.train(inputs, run, optimizer, sharding.make_mesh(*sizes), workdir, {})
     path = workdir / not_finite.REPORT
     return state, json.loads(path.read_text()) if path.exists() else None
@@ -153,16 +159,57 @@ def test_the_first_module_is_named_also_inside_remat_and_in_the_gradient(bad, mo
 
 
 def test_the_first_failure_is_found_once_and_only_if_it_is_new():
-    lookout = not_finite.Lookout(skipped=2, lag=1)
+    lookout = not_finite.Lookout(step=9, skipped=2, lag=1, most=100)
     counts = [2, 2, 3, 4, 4]
     found = [
         lookout.failed(step, {"x": jnp.array(step)}, {"skipped": jnp.array(count)}, step == 4)
         for step, count in enumerate(counts)
     ]
     assert found == [None, None, None, (2, {"x": jnp.array(2)}), None]
-    late = not_finite.Lookout(skipped=0, lag=2)
+    late = not_finite.Lookout(step=0, skipped=0, lag=2, most=100)
     assert late.failed(7, {}, {"skipped": jnp.array(1)}, last=False) is None
     assert late.failed(8, {}, {"skipped": jnp.array(1)}, last=True) == (7, {})
+
+
+@pytest.mark.parametrize(
+    ("first", "most", "skipped", "ends"),
+    [
+        (0, 100, [1] * 20, 10),  # From the start on.
+        (0, 4, [1] * 20, 4),
+        (0, 12, [0] + [1] * 20, 13),  # After a step that was finite.
+        (1, 12, [1] * 20, 13),  # So was one before the last checkpoint.
+        (0, 3, [0, 1, 1, 0, 1, 1, 0, 1, 1, 1], 10),  # In a row.
+        (0, 3, [1, 1, 0] * 6, None),
+    ],
+)
+def test_a_run_ends_after_so_many_skipped_steps_in_a_row(first, most, skipped, ends):
+    lookout, counts = not_finite.Lookout(first, 0, 0, most), np.cumsum(skipped).tolist()
+    run = lambda: [
+        lookout.failed(step, {}, {"skipped": jnp.array(count)}, last=False)
+        for step, count in enumerate(counts, first + 1)
+    ]
+    if ends is None:
+        assert len(run()) == len(skipped)
+        return
+    with pytest.raises(not_finite.NothingLearned, match=f"to step {ends}, were skipped"):
+        run()
+
+
+def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
+    """The loss is finite in three steps alone; two more steps than told are under way."""
+    task = toy.task()
+
+    def loss(params, frozen, batch, key):
+        value, metrics = task.loss(params, frozen, batch, key)
+        few = params["steps"] < 1.1e-3  # Three of Adam's steps, with the warm-up.
+        return jnp.where(few, value - params["steps"], jnp.nan), metrics
+
+    init = lambda key: task.init(key) | {"steps": jnp.zeros(())}
+    counting = task._replace(init=init, loss=loss, rules=[(r"steps", sharding.P()), *task.rules])
+    monkeypatch.setattr(toy, "task", lambda: counting)
+    with pytest.raises(not_finite.NothingLearned, match="last 5 steps, to step 8"):
+        train(tmp_path, digits.Digits(toy.SIZE), steps=20, max_skipped=5, save_every=3)
+    assert restore.steps(tmp_path / "checkpoints") == [6, 9]
 
 
 @pytest.mark.slow

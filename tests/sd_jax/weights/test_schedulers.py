@@ -14,7 +14,7 @@ import pytest
 
 from diffusion_jax.diffusion import precond, samplers
 from diffusion_jax.diffusion.noise import NOISES
-from sd_jax import settings
+from diffusion_jax.settings import check
 from sd_jax.settings import Diffusion, Sampler
 from sd_jax.weights import schedulers
 
@@ -43,7 +43,7 @@ def name(case):
 def test_draws_as_diffusers_does(case):
     steps, config = CASES[case]
     s = schedulers.read_sampler(config, Sampler(steps=steps))
-    settings.check_sampler(s)
+    check(Sampler, s._asdict(), "sampler")
     predicts, noise = schedulers.read_diffusion(config)
     table = NOISES[noise](Diffusion())
     grid = samplers.sampling_grid(table, s)
@@ -54,7 +54,7 @@ def test_draws_as_diffusers_does(case):
     scalings = precond.PRECONDS[predicts](Diffusion(), grid.time)
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
     draws = images(SAVED["draws"])
-    sampler = samplers.SAMPLERS[s.name].make(s)
+    sampler = samplers.make(s)
     run = jax.jit(
         lambda x: sampler(precond.denoiser(toy, scalings), x, grid.sigmas, draws.__getitem__)
     )

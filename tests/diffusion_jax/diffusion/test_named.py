@@ -1,0 +1,63 @@
+"""Names with parameters of their own: what a config writes, what its fields and defaults say."""
+
+import types
+
+import pytest
+
+from diffusion_jax.diffusion import named
+
+
+def scaled(x, *, factor=2.0, shift=0.0):
+    return factor * x + shift
+
+
+TABLE = {"scaled": scaled, "plain": lambda x: x, "elsewhere": "statistics:fmean"}
+
+
+def value(text, group=None, x=10.0):
+    return named.bound("group.field", text, TABLE, group)(x)
+
+
+def test_a_name_alone_has_the_functions_defaults():
+    assert value("scaled") == 20 and value("plain") == 10
+
+
+def test_brackets_give_parameters_by_place_and_by_name():
+    assert value("scaled(3)") == 30
+    assert value("scaled(3, shift=-1)") == 29
+    assert value(" scaled( shift = 0.5 ) ") == 20.5
+
+
+def test_a_field_of_the_group_comes_before_the_default_and_after_the_brackets():
+    group = types.SimpleNamespace(factor=5.0, other=7)
+    assert value("scaled", group) == 50
+    assert value("scaled(4)", group) == 40
+
+
+def test_a_function_may_lie_in_a_module_that_is_imported_when_it_is_used():
+    assert named.bound("f", "elsewhere", TABLE)([3.0, 4.0]) == 3.5
+
+
+def test_several_are_joined_by_plus_in_their_order():
+    parts = named.calls("f", "plain + scaled(factor=3) + plain")
+    assert [part.name for part in parts] == ["plain", "scaled", "plain"]
+    assert parts[1].by_name == {"factor": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("scald", r"group.field is 'scald': did you mean 'scaled'\?"),
+        ("zzz", "group.field is 'zzz': choose from scaled, plain, elsewhere"),
+        ("scaled(std=1)", "group.field gives scaled the parameter std: it takes factor, shift"),
+        ("scaled(1, 2, 3)", "group.field gives scaled the parameter 3 values: it takes factor"),
+        ("plain(1)", "group.field gives plain the parameter 1 values: it takes none"),
+        ("scaled(factor=open('x'))", r"group.field is .* write a name, with its own parameters"),
+        ("scaled(", "group.field is 'scaled.': write a name"),
+        ("a.b(1)", "group.field is 'a.b.1.': write a name"),
+        ("plain + scaled", r"name one, not 2 with \+ between them"),
+    ],
+)
+def test_what_cannot_be_is_one_line(text, message):
+    with pytest.raises(ValueError, match=message):
+        value(text)
