@@ -95,11 +95,10 @@ def conv(
     )(x).astype(dtype)
 
 
-def _promoted(
-    x: Array, kernel: Array, bias: Array | None, *, dtype: DTypeLike, inexact: bool = True
-) -> list[Any]:
+def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:
     """flax's promote_dtype, but for the bias: in float32, for the reason of ops.add_broadcast."""
-    return [*promote_dtype(x, kernel, dtype=dtype, inexact=inexact), bias]
+    *rest, bias = arrays
+    return [*promote_dtype(*rest, dtype=dtype, inexact=inexact), bias]
 
 
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:

@@ -77,7 +77,8 @@ def test_each_device_is_asked_for_its_own_kernels():
 def test_the_operations_are_those_of_the_program(make, sizes, flops):
     run, said = make(*sizes, jnp.float32)
     assert said == flops
-    assert jax.jit(run).lower().cost_analysis()["flops"] == pytest.approx(flops, rel=1e-6)
+    cost = jax.jit(run).lower().cost_analysis()
+    assert cost and cost["flops"] == pytest.approx(flops, rel=1e-6)
 
 
 def test_seconds_are_of_one_call():
