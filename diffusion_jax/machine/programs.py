@@ -25,8 +25,8 @@ def rehearsal() -> Iterator[None]:
         _rehearsals.pop()
 
 
-def announced(program: Any, what: str) -> Callable[..., Any]:
-    """A jitted function, called as it is; `what` is the program's name for people."""
+def announced(program: Any, what: str = "") -> Callable[..., Any]:
+    """A jitted function, called as it is; `what` is its name for people, "" for a short one's."""
     compiled = {}
 
     def call(*arguments: Any) -> Any:
@@ -36,10 +36,10 @@ def announced(program: Any, what: str) -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(arguments)
         key = tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
         if key not in compiled:
-            start = time.time()
-            logging.info("compiling %s ...", what)
+            start, say = time.time(), logging.info if what else logging.debug
+            say("compiling %s ...", what)
             compiled[key] = program.lower(*arguments).compile()
-            logging.info("compiled %s in %.1f s", what, time.time() - start)
+            say("compiled %s in %.1f s", what, time.time() - start)
         return compiled[key](*arguments)
 
     return call

@@ -134,10 +134,11 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
         # Marked here, since maxima in a network might hide a NaN.
         return extractor.prepare(images), jnp.isfinite(images.reshape(len(images), -1)).all(1)
 
-    prepare = jax.jit(prepare, out_shardings=(where, where))
-    apply = jax.jit(extractor.apply, out_shardings=where)
+    prepare = announced(jax.jit(prepare, out_shardings=(where, where)))
+    what = f"the extractor {extractor.name}"
+    apply = announced(jax.jit(extractor.apply, out_shardings=where), what)
     mark = lambda rows, fine: jnp.where(fine[:, None], rows, jnp.nan)
-    gather = jax.jit(mark, out_shardings=replicated(mesh))
+    gather = announced(jax.jit(mark, out_shardings=replicated(mesh)))
 
     def run(params: Any, images: jax.Array) -> jax.Array:
         prepared, fine = prepare(images)
@@ -149,8 +150,7 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
 def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
     """run(images or ids [B, ...]) -> features [B, D], of arrays that every process has."""
     mesh = sharding.make_mesh()
-    run = announced(program(extractor, mesh), f"the extractor {extractor.name}")
-    params = _everywhere(extractor, mesh)
+    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
 
     def run_rows(rows: np.ndarray) -> Rows:
         filled = rows[np.arange(_filled(len(rows), mesh)) % len(rows)]
