@@ -171,7 +171,7 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
+def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any, float]:
     """The compiled step, and the floating-point operations of one as the program counts them."""
     times = [time.time()]
     traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
