@@ -88,15 +88,19 @@ def apply() -> None:
 
 
 def here() -> list[str]:
-    """The kinds that JAX's plugins are installed for; of TPUs also which, where the machine says.
+    """The kinds that JAX's plugins are installed for, of those that JAX_PLATFORMS leaves.
+
+    Of TPUs also which, where the machine says.
 
     A setting is read by its own compiler alone, so that one for an absent device does nothing.
     """
+    asked = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
     has = lambda *names: any(importlib.util.find_spec(name) for name in names)
-    kinds = ["tpu"] if has("libtpu") else []
+    kinds = ["tpu"] if "tpu" in asked and has("libtpu") else []
     if kinds and os.environ.get("TPU_ACCELERATOR_TYPE", "").startswith("v5litepod"):
         kinds.append("v5e")
-    return kinds + ["gpu"] * has("jax_cuda12_plugin", "jax_cuda13_plugin")
+    gpus = "cuda" in asked or "gpu" in asked
+    return kinds + ["gpu"] * (gpus and has("jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
 def variables() -> dict[str, str]:

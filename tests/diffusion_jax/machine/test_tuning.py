@@ -29,19 +29,21 @@ def test_what_the_user_set_stays():
 
 
 @pytest.mark.parametrize(
-    ("plugins", "kind", "expected"),
+    ("plugins", "kind", "platforms", "expected"),
     [
-        ((), "", []),
-        (("jax_cuda13_plugin",), "v5litepod-8", ["gpu"]),
-        (("libtpu",), "v5litepod-8", ["tpu", "v5e"]),
-        (("libtpu",), "v5p-8", ["tpu"]),
+        ((), "", "", []),
+        (("jax_cuda13_plugin",), "v5litepod-8", "", ["gpu"]),
+        (("libtpu",), "v5litepod-8", "", ["tpu", "v5e"]),
+        (("libtpu",), "v5p-8", "tpu,cpu", ["tpu"]),
+        (("libtpu", "jax_cuda12_plugin"), "v5p-8", "cpu", []),
     ],
 )
-def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, expected):
+def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, expected):
     monkeypatch.setattr(
         tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None
     )
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
     assert tuning.here() == expected
 
 
@@ -49,7 +51,7 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
     """With a module of the plugin's name, since no accelerator is needed to set a variable."""
     (tmp_path / "jax_cuda13_plugin.py").touch()
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "NCCL_DEBUG": "WARN"}
+    environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
     environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
     lines = (
         "import os",
