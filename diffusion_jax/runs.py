@@ -103,7 +103,9 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """ValueError for a URL."""
+    """ValueError for a URL, and for a file."""
+    if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
+        raise ValueError(f"workdir {workdir} is a file, or in one: name a folder")
     scheme, separator, rest = str(workdir).partition(":/")
     if separator:
         raise ValueError(
@@ -125,7 +127,10 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:
-        old = _upgraded(json.loads(path.read_text()))
+        written = json.loads(path.read_text())
+        if not isinstance(written, dict):
+            raise ValueError(f"it holds a {type(written).__name__}, and no config")
+        old = _upgraded(written)
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

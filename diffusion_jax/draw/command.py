@@ -18,8 +18,12 @@ from jaxtyping import UInt8
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, programs, progress, sheets
+from diffusion_jax.text import TextEncoder
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+
+
+_SHOWN = 5  # Texts whose losses are told one by one.
 
 
 class Session(NamedTuple):
@@ -50,6 +54,8 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         cli.start()
         out = pathlib.Path(f["out"].value)
         with cli.bad_input():
+            if not f["out"].value:
+                raise ValueError("--out is empty: name the folder to write to")
             session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), out)
             if f["rehearse"].value:
                 print(_rehearse(session, out, f["num_images"].value))
@@ -58,6 +64,18 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         _draw(session, out, f["num_images"].value, f["seed"].value)
 
     cli.run(main)
+
+
+def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
+    """Logs how many texts the encoder does not read whole, and of the first ones what is lost."""
+    lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
+    for text, part in lost[:_SHOWN]:
+        logging.warning(
+            "%r has signs that its encoder does not know, or is longer than %d tokens, and its end "
+            "is not read: %r", text, encoder.max_tokens, part,
+        )  # fmt: skip
+    if lost:
+        logging.warning("%d of %d texts are not read whole", len(lost), len(texts))
 
 
 def _define_flags() -> dict[str, flags.FlagHolder]:
@@ -75,7 +93,16 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
 
 def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     """The prompts of flags, and the lines of a UTF-8 file that are not blank."""
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    if path is None:
+        return list(prompts)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts={path} is no text in UTF-8: give one prompt a line") from error
+    except OSError as error:
+        raise ValueError(f"--prompts={path}: {error.strerror}") from error
+    if not any(map(str.strip, lines)):
+        raise ValueError(f"--prompts={path} holds no text: give one prompt a line")
     return [*prompts, *(line for line in lines if line.strip())]
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli, runs
+from diffusion_jax import cli, runs, settings
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model, with_weights
@@ -142,8 +142,10 @@ def command(
         cli.start()
         with cli.bad_input():
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
+            settings.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
             subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
             check_names(subjects)
+            check_folder(f["name"].value)
             if f["out"].value:
                 subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
@@ -297,7 +299,15 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
+        if given := [n for n in ("reference", "inception", "clip", "clip_reference") if value(n)]:
+            raise ValueError(
+                f"--{given[0]} is for pictures of a file of prompts, and the digits have a judge "
+                "of their own: give --prompts=FILE too, or leave it out"
+            )
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
+    for name in ("num_seen", "num_heldout"):
+        if f[name].present:
+            logging.warning("--%s is for the digits' own prompts: nothing reads it here", name)
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
@@ -311,6 +321,12 @@ def check_names(subjects: Sequence[Subject]) -> None:
         raise ValueError(
             f"two of the models are called {same[0]}: their folders' names must differ"
         )
+
+
+def check_folder(name: str | None) -> None:
+    """ValueError for a --name that is no folder of its own under evaluation/."""
+    if name is not None and (name in ("", ".", "..") or pathlib.PurePath(name).name != name):
+        raise ValueError(f"--name={name}: give the name of a folder under evaluation/, not a path")
 
 
 def common_size(subjects: Sequence[Subject]) -> int:

@@ -51,19 +51,21 @@ def command(
         folder = pathlib.Path(workdir.value)
         with contextlib.ExitStack() as held:
             with cli.bad_input():
+                if not workdir.value:
+                    raise ValueError("--workdir is empty: name the folder of this run")
                 trace = Trace(folder / FOLDER, parse(profiled.value))
                 s, unread = watched(read(config.value.to_dict()), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
                 passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
                 inputs = prepare(s, mesh)
                 held.enter_context(inputs.batches)
-                if not alone.value:
-                    held.enter_context(runs.writing(folder))
-                runs.claim(folder, config.value.to_dict(), write=not alone.value)
+                runs.claim(folder, config.value.to_dict(), write=False)
                 told = rehearse(inputs, s.run, passes, mesh, folder)
                 _say(told, unread())
-            if alone.value:
-                return
+                if alone.value:
+                    return
+                held.enter_context(runs.writing(folder))
+                runs.claim(folder, config.value.to_dict())
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
