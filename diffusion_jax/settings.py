@@ -115,6 +115,9 @@ class Evaluation(NamedTuple):
     inception: str = ""
     clip: str = ""
     clip_reference: str = ""
+    dinov2: str = ""
+    """Weights of DINOv2, and statistics of its features of real images."""
+    dinov2_reference: str = ""
     metrics: tuple[str, ...] = ()
     """Names in metrics.table; none: all that the reference and the weights allow."""
 
