@@ -178,8 +178,10 @@ def _scores(
 
 
 def _network() -> extractors.Extractor:
-    if _DINOV2.value:
-        return dinov2.load(_DINOV2.value)
+    return dinov2.load(_DINOV2.value) if _DINOV2.value else _inception()
+
+
+def _inception() -> extractors.Extractor:
     return extractors.inception_extractor(weights.load(_WEIGHTS.value), _MODE.value, _DIMS.value)
 
 

@@ -93,7 +93,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
     shapes = abstract_params(network)
     params = torch_weights.to_params(state, table(shapes), shapes)
 
-    def apply(params, x):
+    def apply(params: Any, x: Array) -> Any:
         # Else products of float32 are TF32 or bf16 on accelerators.
         with jax.default_matmul_precision("highest"):
             return network.apply(params, x)
