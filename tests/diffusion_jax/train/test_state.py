@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,21 @@ def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
     assert state.params["w"].is_deleted() and not frozen["scale"].is_deleted()
     expected = run_line(line_step(), batches[:1], *line_problem()[:2])[0][0]
     jax.tree.map(np.testing.assert_array_equal, donated, expected)
+
+
+def test_a_state_is_overwritten_without_a_copy_of_any_of_it():
+    params = {str(n): jnp.eye(48) for n in range(3)}
+
+    def loss(params, frozen, batch, key):
+        h = batch["x"]
+        for kernel in params.values():
+            h = jnp.tanh(h @ kernel)
+        return (h**2).mean(), {}
+
+    step = jax.jit(make_train_step(loss, make_tx(), [0.9]), donate_argnums=0)
+    state = init_state(params, make_tx(), [0.9])
+    program = step.lower(state, (), {"x": jnp.ones((2, 48))}, KEY).compile()
+    assert not re.findall(r"f32\[48,48\]\S* copy\(", program.as_text())
 
 
 @pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
