@@ -85,15 +85,17 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        updates, opt_state = tx.update(
-            _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
-        )
-        params = keep_finite(finite, optax.apply_updates(state.params, updates), state.params)
-        ema = {
-            ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
-            for d in ema_decays
-        }
-        ema = keep_finite(finite, ema, state.ema)
+        with jax.named_scope("update"):
+            updates, opt_state = tx.update(
+                _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
+            )
+            params = keep_finite(finite, optax.apply_updates(state.params, updates), state.params)
+        with jax.named_scope("averages"):
+            ema = {
+                ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
+                for d in ema_decays
+            }
+            ema = keep_finite(finite, ema, state.ema)
         skipped = state.skipped + jnp.where(finite, 0, 1)
 
         metrics = {

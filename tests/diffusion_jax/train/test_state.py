@@ -300,3 +300,12 @@ def test_eight_devices_make_the_step_of_one(fsdp, tensor, accumulate):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, state, state_1)
     jax.tree.map(close, metrics, metrics_1)
+
+
+def test_a_profile_tells_the_gradient_the_update_and_the_averages_apart():
+    params, frozen, batches = line_problem()
+    state = init_state(params, make_tx(), DECAYS)
+    program = line_step().lower(state, frozen, batches[0], KEY).compile().as_text()
+    names = re.findall(r'op_name="jit\(train_step\)/([^"]*)"', program)
+    first = {re.split(r"[/(]", name)[0] for name in names}
+    assert {"update", "averages"} <= first and any("transpose(jvp" in name for name in names)
