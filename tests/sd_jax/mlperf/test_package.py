@@ -35,6 +35,7 @@ def write_run(workdir, seed, cleared=True, org="us"):
     log.end("init_stop")
     log.start("run_start")
     log.event("train_samples", 6_100_000)
+    at = {}
     for samples, fid, clip in EVALUATIONS:
         at = {"samples_count": samples}
         log.start("block_start", metadata=at)
