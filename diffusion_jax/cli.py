@@ -107,9 +107,20 @@ def start(*, alone: bool = False) -> None:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
     if not alone:
-        with bad_input(RuntimeError):
+        with bad_input():
             distributed.join()
-            jax.devices()  # What JAX_PLATFORMS names may not be here.
+            _check_platform()
+
+
+def _check_platform() -> None:
+    """ValueError unless there is a device of those that JAX_PLATFORMS names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX's own for a backend without a plugin.
+        raise ValueError(
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, and JAX finds no such "
+            "device: install its plugin (see README), or unset the variable"
+        ) from error
 
 
 @contextlib.contextmanager
