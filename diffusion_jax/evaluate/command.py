@@ -178,11 +178,10 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
     images = len(subject.points) * len(plan.guidance) * total
     rows = [
-        ("model", f"{subject.name or subject.workdir}, by {point.card['sampler']}"),
+        ("model", f"{subject.workdir}, by {point.card['sampler']}"),
         ("draws", f"{images:,} images of {subject.size}x{subject.size}, {most} at once"),
         ("prompts", f"{total:,}, at guidance {', '.join(f'{g:g}' for g in plan.guidance)}"),
         ("features", ", ".join(judged)),
-        ("into", subject.workdir / runs.EVALUATION),
         ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
     ]
     return progress.block(rows)
