@@ -107,6 +107,17 @@ class Evaluation(NamedTuple):
     """Names in metrics.table; none: all that the reference and the weights allow."""
 
 
+class Heldout(NamedTuple):
+    """The held-out loss on the way: see diffusion_jax.heldout, and `data.heldout`."""
+
+    every: int = 0
+    """Steps from one to the next; 0 for never."""
+    records: int = 256
+    """Held-out records that it is taken of, at most."""
+    levels: int = 8
+    """Noise levels that each record meets: quantiles of training's."""
+
+
 class Data(NamedTuple):
     """The pictures to train on: their source, filters, resize, crop and flip."""
 
@@ -127,6 +138,8 @@ class Data(NamedTuple):
     crop: str = "center"
     flip: bool = False
     threads: int = 16
+    heldout: float = 0.0
+    """The share of the records that training never sees: see `Heldout`."""
 
     @property
     def embedded(self) -> bool:

@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import objective
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
-from diffusion_jax.diffusion.noise import NOISES
-from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
+from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.diffusion.samplers import SAMPLERS
-from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.settings import Data, Evaluation, Heldout, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from imagen_jax import efficient_unet
@@ -27,6 +27,12 @@ class Diffusion(NamedTuple):
     p_mean: float = -1.2
     p_std: float = 1.2
     distance: str = "l2"
+    weight: str = "min_snr"
+    """How much an error counts at each noise level, a key of objective.WEIGHTINGS."""
+    min_snr: float = 0.0
+    """Bounds the weight of levels with little noise (Hang et al. 2023: 5); 0: the loss as such."""
+    offset_noise: float = 0.0
+    """Times a normal number for each image and channel joins the noise; 0: none."""
 
 
 class SuperResolution(NamedTuple):
@@ -74,6 +80,7 @@ class Settings(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     evaluation: Evaluation
+    heldout: Heldout
     data: Data
 
     @property
@@ -98,8 +105,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
     settings.check_sampler(s.sampler, SAMPLERS, GRIDS, ENDS)
-    settings.one_of("diffusion.precond", s.diffusion.precond, PRECONDS)
-    settings.one_of("diffusion.noise", s.diffusion.noise, NOISES)
+    objective.make(s.diffusion, s.diffusion.precond)
     settings.one_of("diffusion.distance", s.diffusion.distance, DISTANCES)
     settings.one_of("sampler.threshold", s.sampler.threshold, THRESHOLDS)
     settings.positive(

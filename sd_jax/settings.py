@@ -4,10 +4,20 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import objective
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.precond import DISTANCES
 from diffusion_jax.diffusion.samplers import SAMPLERS
-from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.settings import (
+    MOMENTS,
+    Data,
+    Evaluation,
+    Heldout,
+    MeshShape,
+    Optimizer,
+    Run,
+    Text,
+)
 from diffusion_jax.systems import System
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
@@ -40,17 +50,20 @@ class Conditioning(NamedTuple):
 
 
 class Diffusion(NamedTuple):
-    """The objective: the UNet predicts "eps" or "v" over a table of a thousand steps.
+    """The objective: the UNet predicts "eps" or "v" over a table of a thousand steps, or others.
 
-    `noise` is LDM's table, "scaled_linear", or "zero_terminal_snr", of which only v is learned.
-    `offset_noise` times a draw for each image and channel joins the noise (0: none); `min_snr`
-    bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
+    `noise` is LDM's table, "scaled_linear", or another of noise.NOISES; of "zero_terminal_snr" eps
+    cannot be learned. `offset_noise` times a draw for each image and channel joins the noise (0:
+    none); `min_snr` bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh
+    the same), or `weight` names another of objective.WEIGHTINGS.
     """
 
     predicts: str = "eps"
     offset_noise: float = 0.0
     min_snr: float = 0.0
     noise: str = "scaled_linear"
+    distance: str = "l2"
+    weight: str = "min_snr"
 
 
 class Sampler(NamedTuple):
@@ -127,6 +140,7 @@ class Settings(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     evaluation: Evaluation
+    heldout: Heldout
     data: Data
 
     @property
@@ -172,8 +186,6 @@ class AutoencoderSettings(NamedTuple):
     data: Data
 
 
-NOISES = ("scaled_linear", "zero_terminal_snr")  # Those of noise.NOISES that are tables.
-PREDICTS = ("eps", "v")  # Those of precond.PRECONDS that models of this family predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
 _STEPS = 1000
@@ -209,8 +221,8 @@ def check(s: Settings) -> None:
 
 def check_pipeline(p: Pipeline) -> None:
     """ValueError for values that nothing can be drawn with."""
-    settings.one_of("diffusion.predicts", p.diffusion.predicts, PREDICTS)
-    settings.one_of("diffusion.noise", p.diffusion.noise, NOISES)
+    settings.one_of("diffusion.distance", p.diffusion.distance, DISTANCES)
+    objective.make(p.diffusion, p.diffusion.predicts)
     if p.diffusion.noise == "zero_terminal_snr" and p.diffusion.predicts == "eps":
         raise ValueError(
             "diffusion.noise is 'zero_terminal_snr' and diffusion.predicts 'eps': no image can be "

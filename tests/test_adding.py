@@ -86,7 +86,7 @@ def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
 LEVELS = jnp.array([9.0, 3.0, 1.0])
 
 
-def three_levels(d):
+def three_levels():
     """Noise of three levels in training; nothing is said of sampling."""
     pick = lambda key, batch: jax.random.choice(key, LEVELS, (batch,))
     return noise.Noise(pick, precond.log_snr)

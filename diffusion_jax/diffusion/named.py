@@ -67,7 +67,7 @@ def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = Non
     one_of(field, call.name, table)
     function = _resolved(table[call.name])
     kinds = inspect.signature(function).parameters.values()
-    own = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
+    own = {p.name: p.default for p in kinds if p.kind is p.KEYWORD_ONLY}
     written = {**dict(zip(own, call.positional, strict=False)), **call.by_name}
     unknown = [name for name in call.by_name if name not in own]
     if unknown or len(call.positional) > len(own):
@@ -75,6 +75,13 @@ def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = Non
         takes = f"takes {', '.join(own)}" if own else "takes none"
         raise ValueError(f"{field} gives {call.name} the parameter {wrong}: it {takes}")
     fields = {name: getattr(group, name) for name in own if hasattr(group, name)}
+    for name, value in written.items():
+        if isinstance(own[name], float) and type(value) is int:  # 1 may be written for 1.0.
+            written[name] = float(value)
+        elif not isinstance(value, type(own[name])):
+            raise ValueError(
+                f"{field} gives {call.name} {name}={value!r}: it is such as {own[name]!r}"
+            )
     return functools.partial(function, **{**fields, **written})
 
 

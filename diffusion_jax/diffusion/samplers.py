@@ -66,12 +66,12 @@ def check_grid(noise: noises.Noise, s: Any) -> None:
     grids.check(noise, s.grid or noise.grid or method_of(s).grid)
 
 
-def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Scalar) -> Images:
+def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:
     """The start of a sampler: sigma * eps, each image [H, W, C] drawn from its own key."""
     return sigma * _normal(keys, 0, shape)
 
 
-def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, int, int]) -> Draws:
+def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Draws:
     """A sampler's draws, each image [H, W, C] from its own key, whatever its batch."""
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 

@@ -14,7 +14,6 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import parts
 from sd_jax import sampling, task
-from sd_jax.settings import Diffusion
 from sd_jax.vae import VAE
 from tests.sd_jax import tiny
 
@@ -158,14 +157,6 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
     whole = loss((), {"text": ()}, batch, key)[0]
     assert abs(micro[0] - micro[1]) > 1e-3  # They hold other latents and other noise.
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
-
-
-def test_min_snr_weights_are_the_papers():
-    sigma = jnp.array([0.1, 0.5, 2.0])  # snr 100, 4 and 0.25
-    weigh = lambda *fields: np.asarray(task.loss_weight(Diffusion(*fields), sigma))
-    np.testing.assert_allclose(weigh("eps", 0.0, 5.0), [0.05, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(weigh("v", 0.0, 5.0), [5 / 101, 4 / 5, 0.25 / 1.25], rtol=1e-6)
-    np.testing.assert_array_equal(weigh("v", 0.0, 0.0), 1)
 
 
 def knows_the_answer(s, answer):

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, multistep, noise, samplers
+from diffusion_jax.diffusion import grids, multistep, noise, samplers, schedules
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -195,7 +195,7 @@ def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
     np.testing.assert_allclose(samplers.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("log_snr", [noise.cosine_log_snr, noise.linear_log_snr])
+@pytest.mark.parametrize("log_snr", [schedules.cosine_log_snr, schedules.linear_log_snr])
 def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
     """Mean alpha_s (x (1 - c) / alpha_t + c x0), variance sigma_s^2 c, c = 1 - SNR_t / SNR_s."""
     log_snrs = np.float64(log_snr(jnp.linspace(1, 0, 9)))
@@ -208,7 +208,7 @@ def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
         if i < 7:  # The last step returns the posterior mean.
             z += np.sqrt((1 - alpha[i + 1] ** 2) * c) * np.asarray(DRAWS(jnp.array(i)))
 
-    sigmas = noise.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
+    sigmas = schedules.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
     x = samplers.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
     actual = samplers.in_own_coordinates(x, sigmas[-1])
     np.testing.assert_allclose(actual, z, atol=2e-6)
@@ -301,7 +301,7 @@ def test_karras_sigmas_are_equation_5_and_then_0():
 
 
 def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
-    model = noise.continuous_noise(noise.linear_log_snr)
+    model = schedules.continuous_noise(schedules.linear_log_snr)
     levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Places()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
@@ -318,10 +318,11 @@ GRIDS_OF = [
 @pytest.mark.parametrize("end", grids.ENDS)
 def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end):
     """n levels that fall, to 0 or to the least that there is; over a table within its own."""
-    objective = types.SimpleNamespace(p_mean=-1.2, p_std=1.2)
     fields = vars(SETTINGS) | {"sigma_min": 0.05, "sigma_max": 10.0}
     s = types.SimpleNamespace(**fields, name="unipc", grid=grid, end=end)
-    model = noise.NOISES[name](objective)  # As a task makes it, outside of its programs.
+    model = noise.make(
+        types.SimpleNamespace(noise=name)
+    )  # As a task makes it, outside of its programs.
     levels = lambda: samplers.sampling_grid(model, s).sigmas
     outside = np.asarray(levels())
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
@@ -331,7 +332,7 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
 
 
 def test_a_noise_without_times_has_no_grid_by_times():
-    model = noise.edm_noise(-1.2, 1.2)
+    model = schedules.edm_noise(-1.2, 1.2)
     with pytest.raises(
         ValueError, match=r"sampler.grid is 'trailing', by times, and .*: choose fro"
     ):
@@ -340,7 +341,7 @@ def test_a_noise_without_times_has_no_grid_by_times():
 
 def test_exponential_levels_are_even_in_their_logarithms():
     model, s = (
-        noise.edm_noise(-1.2, 1.2),
+        schedules.edm_noise(-1.2, 1.2),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
     sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Places()).sigmas
