@@ -5,10 +5,11 @@ that came later have their defaults when it is read back; those that were rename
 CHANGES.
 """
 
+import contextlib
 import json
 import os
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import settings, systems
-from diffusion_jax.machine import claims, files
+from diffusion_jax.machine import claims, distributed, files, writer
 from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
@@ -63,12 +64,7 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
     """
-    scheme, separator, rest = str(workdir).partition(":/")
-    if separator:
-        raise ValueError(
-            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
-            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
-        )
+    _check_folder(workdir)
     path = pathlib.Path(workdir) / CONFIG
     config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
@@ -83,6 +79,35 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
     if jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
+
+
+@contextlib.contextmanager
+def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
+    """A context in which this run alone writes into a workdir, which is made if need be.
+
+    Every process must enter it alike; the first holds the lock. ValueError if another run does.
+    """
+    _check_folder(workdir)
+    lock, error = writer.Writer(workdir), ""
+    with contextlib.ExitStack() as stack:
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(lock)
+            except (ValueError, OSError) as refused:
+                error = str(refused)
+        if error := distributed.gather_text(error)[0]:
+            raise ValueError(error)
+        yield
+
+
+def _check_folder(workdir: str | os.PathLike[str]) -> None:
+    """ValueError for a URL."""
+    scheme, separator, rest = str(workdir).partition(":/")
+    if separator:
+        raise ValueError(
+            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
+            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
+        )
 
 
 def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:

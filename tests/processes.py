@@ -14,7 +14,7 @@ PATIENCE = 240  # Seconds, of a machine that has other work.
 
 def run_all(count, function, *arguments, devices):
     """Runs function(address, number, *arguments) in `count` processes; their exit codes."""
-    address = f"127.0.0.1:{_free_port()}"
+    address = f"127.0.0.1:{free_port()}"
     processes = [
         commands.fork(function, address, i, *arguments, devices=devices) for i in range(count)
     ]
@@ -30,7 +30,7 @@ class Group:
     """The processes of one command; PROCESS in its arguments is the number of each."""
 
     def __init__(self, folder, count, name, *arguments, only=None, devices=1):
-        port = _free_port()
+        port = free_port()
         folder.mkdir(exist_ok=True)
         self.outputs = [(folder / f"{i}.out", folder / f"{i}.err") for i in range(count)]
         joined = [f"--coordinator=127.0.0.1:{port}", f"--num_processes={count}"]
@@ -69,7 +69,7 @@ class Group:
         raise AssertionError(self.said())
 
 
-def _free_port():
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return free.getsockname()[1]

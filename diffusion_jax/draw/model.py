@@ -105,17 +105,16 @@ def load_model(
 def with_weights(model: Model, ema: str, step: int | None) -> Model:
     """The same model, already compiled, with the weights of an average and a checkpoint.
 
-    `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the last.
+    `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the newest
+    that is sound.
     """
     folder = pathlib.Path(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,
     )
-    params = restore.load_params(folder, shapes, ema, step)
-    return model._replace(
-        params=params, ema=ema, step=max(restore.steps(folder)) if step is None else step
-    )
+    params, step = restore.load_params_and_step(folder, shapes, ema, step)
+    return model._replace(params=params, ema=ema, step=step)
 
 
 def open_encoder(

@@ -24,6 +24,7 @@ from jax.experimental import multihost_utils
 PREEMPTED = 143
 """The exit code of a run that SIGTERM ended: saved, and to be started again."""
 
+_TEXT = 500  # Bytes of what a process says to all.
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
 )
@@ -52,7 +53,7 @@ def join() -> None:
             # JAX would end the process by a signal, without a word on what to do.
             initialization_timeout=_TIMEOUT.value + 60,
         )
-        hosts = _hosts()
+        hosts = gather_text(socket.gethostname())  # The first thing that all do together.
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():
         logging.set_verbosity(logging.WARNING)  # The first says what all do.
@@ -68,6 +69,17 @@ def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
         rows.append((str(process), host, f"{len(mine)} x {mine[0].device_kind} (ids {ids})"))
     width = max(len(host) for _, host, _ in rows)
     return "\n".join(f"{number:>7}  {host:<{width}}  {what}" for number, host, what in rows)
+
+
+def gather_text(text: str) -> list[str]:
+    """What each process says, cut at 500 bytes; every process must call it alike."""
+    if jax.process_count() == 1:
+        return [text]
+    row = np.zeros(_TEXT, np.uint8)
+    raw = text.encode()[:_TEXT]
+    row[: len(raw)] = np.frombuffer(raw, np.uint8)
+    rows = multihost_utils.process_allgather(row)
+    return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.atleast_2d(rows)]
 
 
 @contextlib.contextmanager
@@ -133,15 +145,6 @@ def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
     if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
     return list(range(int(environment.get("SLURM_GPUS_ON_NODE") or 0))) or None
-
-
-def _hosts() -> list[str]:
-    """The name of each process's host; the first thing that all do together."""
-    name = np.zeros(64, np.uint8)
-    raw = socket.gethostname().encode()[:64]
-    name[: len(raw)] = np.frombuffer(raw, np.uint8)
-    rows = multihost_utils.process_allgather(name)
-    return [bytes(row).rstrip(b"\0").decode() for row in np.atleast_2d(rows)]
 
 
 @contextlib.contextmanager

@@ -2,23 +2,31 @@
 
 One folder a step, with one item for each thing that is read alone: `params`, one `ema_<decay>` for
 each average, `optimizer` (with the step and the count of skipped ones), `data` (the position of
-the data iterator, a file for each process) and `metadata` (the caller's JSON).
+the data iterator, a file for each process) and `metadata` (the caller's JSON). Beside them lie the
+checksums of all files, with which each save is read back, and each start finds the newest that is
+sound.
 """
 
 import dataclasses
 import os
+import time
 from collections.abc import Mapping
+from concurrent import futures
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
+from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
+from diffusion_jax.machine import checksums
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import restore
 
 _DELETED = "deleted"  # What is in this folder is on its way out.
+_DAMAGED = "damaged"  # And here lies what a start passed over.
 
 
 @runtime_checkable
@@ -44,7 +52,11 @@ class Checkpointer:
     def __init__(
         self, directory: str | os.PathLike[str], keep_last: int, keep_every: int = 0
     ) -> None:
-        """Makes `directory` if need be, and removes what a killed save left in it."""
+        """Makes `directory` if need be, and removes what a killed save left in it.
+
+        Damaged checkpoints that are newer than the newest sound one are moved into the folder
+        `damaged`: their steps will be trained and saved again. restore.Damaged if none is sound.
+        """
         last = checkpoint_managers.LatestN(keep_last)
         every = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
         options = ocp.CheckpointManagerOptions(
@@ -55,6 +67,9 @@ class Checkpointer:
             todelete_subdir=_DELETED,
         )
         self._directory = restore.absolute(directory)
+        self._set_damaged_aside()
+        self._checking: futures.Future[None] | None = None
+        self._checker = futures.ThreadPoolExecutor(1, "checksums")
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
 
@@ -81,9 +96,13 @@ class Checkpointer:
             metadata=ocp.args.JsonSave(dict(metadata or {})),
         )
         self._manager.save(step, args=args, force=True)
+        self._checking = self._checker.submit(self._finish, step)
 
     def latest_step(self) -> int | None:
-        """The last whole checkpoint, or None; not one that is still being written."""
+        """The last whole checkpoint, or None; not one that is still being written.
+
+        When the run starts it is the newest sound one.
+        """
         return max(restore.steps(self._directory), default=None)
 
     def restore(
@@ -96,7 +115,8 @@ class Checkpointer:
         shapes; FileNotFoundError if there is no checkpoint.
         """
         self.wait()
-        step = restore.find_step(self._directory, step)
+        restore.check_there(self._directory, step)
+        step = self.latest_step() if step is None else step
         restore.check_averages(self._directory / str(step), list(abstract_state.ema))
         items = restore.load_items(self._directory / str(step), _items(abstract_state))
         data_iterator.set_state(_BytesHandler().restore(self._directory / str(step) / "data"))
@@ -105,8 +125,11 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Returns when the last save is whole; RuntimeError if it failed."""
+        checking, self._checking = self._checking, None
         try:
             self._manager.wait_until_finished()
+            if checking:
+                checking.result()
         except Exception as error:
             raise RuntimeError(
                 f"a checkpoint under {self._directory} could not be written: {error}. The last "
@@ -119,7 +142,30 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            self._checker.shutdown()
             self._manager.close()
+
+    def _finish(self, step: int) -> None:
+        """Waits until all of a step is written, lists its checksums and reads it back."""
+        while self._manager.is_saving_in_progress():  # Its error is for `wait`.
+            time.sleep(0.02)
+        if step in restore.steps(self._directory):
+            checksums.write(self._directory / str(step), jax.process_index(), jax.process_count())
+
+    def _set_damaged_aside(self) -> None:
+        if not (there := restore.steps(self._directory)):
+            return
+        newest = restore.newest_sound(self._directory)
+        damaged = [step for step in there if step > newest]
+        for step in damaged if jax.process_index() == 0 else ():
+            aside = self._directory / _DAMAGED / str(step)
+            aside.parent.mkdir(exist_ok=True)
+            if aside.exists():
+                aside.rmtree()
+            (self._directory / str(step)).rename(aside)
+            logging.warning("it lies in %s now; going on from step %d", aside, newest)
+        if damaged and jax.process_count() > 1:  # Before the manager looks at what is there.
+            multihost_utils.sync_global_devices("damaged checkpoints")
 
     def _clear_deleted(self) -> None:
         deleted = self._directory / _DELETED

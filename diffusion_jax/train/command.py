@@ -1,5 +1,6 @@
 """The training command, whole, for every system: flags -> checks -> loop."""
 
+import contextlib
 import pathlib
 import sys
 from collections.abc import Callable, Mapping
@@ -13,6 +14,7 @@ from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.state import TrainState
+from diffusion_jax.weights import restore
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
@@ -37,13 +39,16 @@ def command(
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         folder = pathlib.Path(workdir.value)
-        with cli.bad_input():
-            s = read(config.value.to_dict())
-            mesh = sharding.make_mesh(*s.mesh)
-            passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
-            inputs = prepare(s, mesh)
-            runs.claim(folder, config.value.to_dict())
-        with inputs.batches, cli.bad_input(NothingLearned, usual=()):
+        with contextlib.ExitStack() as held:
+            with cli.bad_input():
+                s = read(config.value.to_dict())
+                mesh = sharding.make_mesh(*s.mesh)
+                passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+                inputs = prepare(s, mesh)
+                held.enter_context(runs.writing(folder))
+                runs.claim(folder, config.value.to_dict())
+            held.enter_context(inputs.batches)
+            held.enter_context(cli.bad_input(NothingLearned, restore.Damaged, usual=()))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)

@@ -1,16 +1,24 @@
 """The checkpoints of a run, read: which there are, and their parameters without the optimizer."""
 
+import contextlib
 import os
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from absl import logging
 from etils import epath
 
+from diffusion_jax.machine import checksums, distributed
 from diffusion_jax.task import Params
 
 EMA = "ema_"
 """How the item of an average begins; its decay follows."""
+
+
+class Damaged(ValueError):
+    """A checkpoint that does not hold what was saved."""
 
 
 def load_params(
@@ -22,14 +30,25 @@ def load_params(
     """Parameters alone, without reading the optimizer.
 
     `which` is "raw", the name of an average such as "0.9999", or "ema": the average of the
-    largest decay. Leaves of `abstract_params` without a sharding go to the first device.
-    ValueError for an average that is not there and for other names or shapes; FileNotFoundError
-    if there is no checkpoint.
+    largest decay. `step` None is the newest that is sound. Leaves of `abstract_params` without a
+    sharding go to the first device. ValueError for an average that is not there and for other
+    names or shapes; FileNotFoundError if there is no checkpoint, Damaged if it is not sound.
     """
+    return load_params_and_step(directory, abstract_params, which, step)[0]
+
+
+def load_params_and_step(
+    directory: str | os.PathLike[str], abstract_params: Params, which: str, step: int | None
+) -> tuple[Params, int]:
+    """What load_params gives, and the step that it is of."""
     root = absolute(directory)
-    root = root / str(find_step(root, step))
-    item = _params_item(root, which)
-    return load_items(root, {item: abstract_params})[item]
+    item_of = lambda step: _params_item(root / str(step), which)
+    if step is None:
+        step = newest_sound(root, item_of)
+    else:
+        _check_sound(root, step, item_of)
+    item = item_of(step)
+    return load_items(root / str(step), {item: abstract_params})[item], step
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -43,8 +62,30 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
     return epath.Path(directory).absolute()
 
 
-def find_step(root: epath.Path, step: int | None) -> int:
-    """`step` if it is there, else an error; None means the last."""
+def newest_sound(
+    directory: str | os.PathLike[str], item_of: Callable[[int], str] | None = None
+) -> int:
+    """The newest checkpoint that holds what was saved; says in a line each what it passed over.
+
+    Every process must call it alike. `item_of(step)` is the one item to look at, if not all.
+    FileNotFoundError if there is no checkpoint, Damaged if none is sound.
+    """
+    root, newest = absolute(directory), ""
+    check_there(root)
+    for step in reversed(steps(root)):
+        found = _damage(root, step, [item_of(step)] if item_of else ())
+        if found is None:
+            return step
+        logging.warning("passing over the damaged checkpoint %s (%s)", root / str(step), found)
+        newest = newest or f"step {step}: {found}"
+    raise Damaged(
+        f"no checkpoint in {root} is sound ({newest}): put a copy in its place, or move the folder "
+        "away to start anew"
+    )
+
+
+def check_there(root: epath.Path, step: int | None = None) -> None:
+    """FileNotFoundError unless there is a checkpoint, and this one if a step is given."""
     there = steps(root)
     if not there:
         raise FileNotFoundError(
@@ -52,7 +93,22 @@ def find_step(root: epath.Path, step: int | None) -> int:
         )
     if step is not None and step not in there:
         raise FileNotFoundError(f"no checkpoint of step {step} in {root}: there are {there}")
-    return there[-1] if step is None else step
+
+
+def _check_sound(root: epath.Path, step: int, item_of: Callable[[int], str]) -> None:
+    check_there(root, step)
+    if found := _damage(root, step, [item_of(step)]):
+        raise Damaged(
+            f"the checkpoint {root / str(step)} is damaged ({found}): name another of "
+            f"{steps(root)}, or none for the newest that is sound"
+        )
+
+
+def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
+    """What of a checkpoint is not as it was saved, in all of it or in some of its items."""
+    part = jax.process_index(), jax.process_count()
+    said = distributed.gather_text(checksums.damage(root / str(step), items, *part) or "")
+    return next(filter(None, said), None)
 
 
 def averages(root: epath.Path) -> list[str]:
@@ -83,17 +139,32 @@ def check_averages(root: epath.Path, wanted: list[str]) -> None:
 
 def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     """The items of a step's folder named in `abstract`, placed as its leaves say."""
+    with _readable(root):
+        # The handler, not a checkpointer: the latter warns about a file that items do not have.
+        handler = ocp.StandardCheckpointHandler()
+        saved = {name: _shapes(handler.metadata(root / name).tree) for name in abstract}
     for name, tree in abstract.items():
-        _check_shapes(root / name, tree)
+        _check_shapes(root / name, saved[name], tree)
     placed = jax.tree.map(_placed, abstract)
-    with ocp.StandardCheckpointer() as checkpointer:
+    with _readable(root), ocp.StandardCheckpointer() as checkpointer:
         return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
 
 
-def _check_shapes(item: epath.Path, abstract: Any) -> None:
+@contextlib.contextmanager
+def _readable(root: epath.Path) -> Iterator[None]:
+    """Damaged, in one line, for what TensorStore and Orbax say of files that they cannot read."""
+    try:
+        yield
+    except (ValueError, OSError, KeyError) as error:
+        first = f"{error}".strip().partition("\n")[0][:200]
+        raise Damaged(
+            f"the checkpoint {root} cannot be read ({type(error).__name__}: {first}): move it out "
+            "of its folder to go on from the one before it"
+        ) from error
+
+
+def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
     """ValueError naming the first leaves that are in one tree only or differ in shape."""
-    # The handler, not a checkpointer: the latter warns about a file that items do not have.
-    saved = _shapes(ocp.StandardCheckpointHandler().metadata(item).tree)
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:

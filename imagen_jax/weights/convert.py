@@ -50,10 +50,11 @@ def to_workdir(
             average = _read(averaged, s)
             state = state._replace(ema={name: average for name in state.ema})
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
-    runs.claim(workdir, config.to_dict())
-    checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
-    checkpoints.save(0, state, _Start(), config.to_dict())
-    checkpoints.close()
+    with runs.writing(workdir):
+        runs.claim(workdir, config.to_dict())
+        checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
+        checkpoints.save(0, state, _Start(), config.to_dict())
+        checkpoints.close()
     check_written(workdir, s, weights)
 
 

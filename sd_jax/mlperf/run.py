@@ -4,6 +4,7 @@ What is done is read from the log and the checkpoints alone, so that a run goes 
 killed.
 """
 
+import contextlib
 import itertools
 import pathlib
 import secrets
@@ -91,11 +92,12 @@ def go(
     Without `seed` it is that of the workdir's run, or a new one of the system's. A device draws
     `eval_batch` images at once. `init_start` is when the command began, in milliseconds.
     """
-    with cli.bad_input(ModuleNotFoundError):
-        run = _open(_seeded(config, workdir, seed), workdir, mode)
-        evaluate = None if mode == TRAIN else _open_evaluate(run, eval_batch)
-    status = mllog.status(run.events)
-    return status if status != mllog.RUNNING else _go_on(run, evaluate, submission, init_start)
+    with contextlib.ExitStack() as held:
+        with cli.bad_input(ModuleNotFoundError):
+            run = _open(_seeded(config, workdir, seed), workdir, mode, held)
+            evaluate = None if mode == TRAIN else _open_evaluate(run, eval_batch)
+        status = mllog.status(run.events)
+        return status if status != mllog.RUNNING else _go_on(run, evaluate, submission, init_start)
 
 
 def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> ConfigDict:
@@ -109,8 +111,10 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> Conf
     return config
 
 
-def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
-    """ValueError or OSError if what the config names cannot be."""
+def _open(
+    config: ConfigDict, workdir: pathlib.Path, mode: str, held: contextlib.ExitStack
+) -> OpenRun:
+    """The run, whose workdir is `held`; ValueError or OSError if something cannot be."""
     s = read_settings(config.to_dict())
     rules.check(s)
     for departure in rules.departures(s):
@@ -119,6 +123,7 @@ def _open(config: ConfigDict, workdir: pathlib.Path, mode: str) -> OpenRun:
     s = s._replace(optimizer=optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh))
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
+    held.enter_context(runs.writing(workdir))
     runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All have read the log before the first goes on with it.
@@ -244,5 +249,6 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 
 def _trained(workdir: pathlib.Path) -> int:
-    """The step of the last checkpoint; 0 without one."""
-    return max(restore.steps(workdir / runs.CHECKPOINTS), default=0)
+    """The step of the newest sound checkpoint; 0 without one."""
+    folder = workdir / runs.CHECKPOINTS
+    return restore.newest_sound(folder) if restore.steps(folder) else 0

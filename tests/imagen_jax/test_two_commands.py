@@ -83,3 +83,24 @@ def test_a_process_that_refuses_its_config_ends_with_2_and_so_do_all(tmp_path):
     group = Group(tmp_path, 2, "train", *TINY, "--workdir=nowhere", "--config.batch_size=3")
     assert group.end() == [2, 2]
     assert "error: batch_size 3 does not divide over" in group.said()
+
+
+@pytest.mark.slow
+def test_a_second_run_in_a_workdir_is_refused_and_one_after_a_kill_is_not(tmp_path):
+    workdir = tmp_path / "run"
+    run = ("train", *TINY, f"--workdir={workdir}", "--config.save_every=1")
+    first = Group(tmp_path / "first", 1, *run, "--config.steps=1000000")
+    first.wait_for_step(workdir, 2)
+    pid = first.processes[0].pid
+    for count in (1, 2):
+        second = Group(tmp_path / f"second_{count}", count, *run)
+        assert second.end() == [2] * count
+        assert f"error: {workdir} is being written by process {pid} on" in second.said()
+    assert first.processes[0].is_alive()
+    first.processes[0].kill()
+    first.end()
+    reached = restore.steps(workdir / runs.CHECKPOINTS)[-1]
+    third = Group(tmp_path / "third", 1, *run, f"--config.steps={reached + 2}")
+    assert third.end() == [0], third.said()
+    assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == reached + 2
+    assert not list(workdir.glob("writer-*"))

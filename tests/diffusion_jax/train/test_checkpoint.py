@@ -224,6 +224,7 @@ def test_other_averages_than_the_configs_are_an_error(saved):
 
 def test_positions_of_another_number_of_processes_must_agree(tmp_path):
     save(tmp_path, 1)
+    shutil.rmtree(tmp_path / "1" / "checksums")  # They would tell of what follows.
     (mine,) = (tmp_path / "1" / "data").glob("process_*")
     for index in range(2):
         shutil.copy(mine, mine.with_name(f"process_{index}-of-2"))
@@ -235,6 +236,93 @@ def test_positions_of_another_number_of_processes_must_agree(tmp_path):
     with pytest.raises(ValueError, match=r"of 2 processes and they differ, but this run has 1"):
         checkpointer.restore(abstract(random_state()), position)
     checkpointer.close()
+
+
+def largest(folder):
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return max(files, key=lambda path: path.stat().st_size)
+
+
+def damaged_file(step_folder):
+    """The largest file of the optimizer's, with a bit flipped."""
+    path = largest(step_folder / "optimizer")
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    return path.relative_to(step_folder)
+
+
+def test_each_save_lists_what_it_wrote(saved):
+    for step in (10, 20):
+        folder = saved / str(step)
+        listed = json.loads((folder / "checksums" / "0-of-1.json").read_text())
+        there = {path.relative_to(folder).as_posix() for path in folder.rglob("*")
+                 if path.is_file() and path.parent.name != "checksums"}  # fmt: skip
+        assert listed.keys() == there and len(there) > 10
+
+
+def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_again(
+    tmp_path, caplog
+):
+    save(tmp_path, 10, 20, 30)
+    names = [damaged_file(tmp_path / step) for step in ("20", "30")]
+    checkpointer, position = checkpoint.Checkpointer(tmp_path, keep_last=3), Position()
+    said = [record.getMessage() for record in caplog.records]
+    for step, name in zip((20, 30), names, strict=True):
+        passing = f"passing over the damaged checkpoint {tmp_path / str(step)} ({name}: other bytes"
+        assert sum(line.startswith(passing) for line in said) == 1
+        assert f"it lies in {tmp_path}/damaged/{step} now; going on from step 10" in said
+    assert checkpointer.latest_step() == 10
+    restored = checkpointer.restore(abstract(random_state()), position)
+    jax.tree.map(np.testing.assert_array_equal, restored, random_state(10))
+    assert position.state == b"10"
+    checkpointer.save(20, random_state(20), Position())
+    checkpointer.close()
+    assert restore.newest_sound(tmp_path) == 20 and restore.steps(tmp_path) == [10, 20]
+    assert sorted(path.name for path in (tmp_path / "damaged").iterdir()) == ["20", "30"]
+
+
+def test_a_run_without_a_sound_checkpoint_does_not_start_anew(tmp_path):
+    save(tmp_path, 10)
+    name = damaged_file(tmp_path / "10")
+    with pytest.raises(restore.Damaged, match=rf"no checkpoint in .* is sound \(step 10: {name}"):
+        checkpoint.Checkpointer(tmp_path, keep_last=3)
+    assert restore.steps(tmp_path) == [10]
+
+
+def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog):
+    save(tmp_path, 10, 20)
+    damaged_file(tmp_path / "20")  # The optimizer is not read.
+    target = jax.eval_shape(lambda: random_state().params)
+    load = lambda which, step=None: restore.load_params_and_step(tmp_path, target, which, step)
+    assert load("ema")[1] == 20 and not caplog.records
+    (tmp_path / "20" / "ema_0.9999" / "_METADATA").write_text("{}")
+    params, step = load("ema")
+    assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, and" in caplog.text
+    jax.tree.map(np.testing.assert_array_equal, params, random_state(10).ema["0.9999"])
+    assert load("raw")[1] == 20
+    message = r"20 is damaged \(ema_0.9999/_METADATA: .*name another of \[10, 20\], or none for the"
+    with pytest.raises(restore.Damaged, match=message):
+        load("ema", 20)
+
+
+@pytest.mark.parametrize("harm", ["cut", "vanish", "empty metadata"])
+def test_a_damaged_checkpoint_of_earlier_code_is_one_line(tmp_path, harm):
+    save(tmp_path, 10)
+    shutil.rmtree(tmp_path / "10" / "checksums")
+    path = largest(tmp_path / "10" / "params" / "d")
+    if harm == "cut":
+        path.write_bytes(path.read_bytes()[:10])
+    elif harm == "vanish":
+        path.unlink()
+    else:
+        (tmp_path / "10" / "params" / "_METADATA").write_text("")
+    target = jax.eval_shape(lambda: random_state().params)
+    with pytest.raises(
+        restore.Damaged, match=r"10 cannot be read \(.*from the one before"
+    ) as error:
+        restore.load_params(tmp_path, target, "raw")
+    assert "\n" not in str(error.value) and len(str(error.value)) < 500
 
 
 def save_until_killed(directory, started):

@@ -272,7 +272,7 @@ def test_checkpoints_hold_the_state_and_no_frozen_weight(tmp_path):
     folder = tmp_path / runs.CHECKPOINTS
     assert restore.steps(folder) == [2, 4, 5]
     items = {path.name for path in (folder / "5").iterdir() if path.is_dir()}
-    assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata"}
+    assert items == {"params", "ema_0.5", "ema_0.9", "optimizer", "data", "metadata", "checksums"}
     assert json.loads((folder / "5" / "metadata" / "metadata").read_text()) == {"a": [1, 2]}
     np.testing.assert_array_equal(TASK.frozen["projection"]["kernel"].shape, (32, 32))  # Not freed.
 

@@ -1,0 +1,84 @@
+"""Checksums of a folder's files, kept in it: whether it still holds what was written.
+
+Several processes share the work: each lists and compares every so many of the files.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Collection
+
+from diffusion_jax.machine import files
+
+FOLDER = "checksums"
+"""The lists in a folder, one JSON file for each process: {path: [bytes, SHA-256]}."""
+
+
+def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
+    """Lists part `part` of `parts` of the files of a folder, and reads them once more.
+
+    The second reading comes from the disk where the system lets go of what it keeps in memory.
+    OSError if it finds something else.
+    """
+    folder = pathlib.Path(folder)
+    inside = lambda path: path.relative_to(folder).as_posix()
+    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.parent != folder / FOLDER)
+    (folder / FOLDER).mkdir(exist_ok=True)
+    listed = {inside(path): [path.stat().st_size, _digest(path)] for path in paths[part::parts]}
+    name = folder / FOLDER / f"{part}-of-{parts}.json"
+    files.write_whole(name, json.dumps(listed, indent=1))
+    for path in paths[part::parts]:
+        _let_go(path)
+    for path, (size, digest) in json.loads(name.read_text()).items():
+        if found := _difference(folder / path, size, digest):
+            raise OSError(f"{folder / path} was read back wrong: {found}")
+
+
+def damage(
+    folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
+) -> str | None:
+    """What first differs from the lists of a folder, for a message; None if nothing does.
+
+    Only in the subfolders `items` if there are any, and only in part `part` of `parts` of the
+    files. A folder without lists is taken as it is: earlier code wrote none.
+    """
+    folder, listed = pathlib.Path(folder), {}
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        try:
+            found = json.loads(path.read_bytes())
+            listed |= {name: (int(size), str(digest)) for name, (size, digest) in found.items()}
+        except (ValueError, TypeError, AttributeError):
+            return f"{FOLDER}/{path.name} is no list of files"
+    names = [n for n in sorted(listed) if not items or n.partition("/")[0] in items][part::parts]
+    for whole in (False, True):  # Sizes first, which takes no time.
+        for name in names:
+            size, digest = listed[name]
+            if found := _difference(folder / name, size, digest if whole else None):
+                return f"{name}: {found}"
+    return None
+
+
+def _difference(path: pathlib.Path, size: int, digest: str | None) -> str | None:
+    try:
+        if path.stat().st_size != size:
+            return f"{path.stat().st_size:,} bytes, and {size:,} were written"
+        if digest is not None and _digest(path) != digest:
+            return "other bytes than were written"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None
+
+
+def _digest(path: pathlib.Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _let_go(path: pathlib.Path) -> None:
+    """Has the file on the disk, and not in memory, where the system can do that."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

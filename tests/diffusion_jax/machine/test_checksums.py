@@ -1,0 +1,74 @@
+"""Checksums find what changed in a folder, and name it; several processes share the work."""
+
+import json
+
+import pytest
+
+from diffusion_jax.machine import checksums
+
+CONTENTS = {"a": b"one", "params/b": b"\x00" * 5000, "params/deep/c": b"", "data/d": b"four"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for name, content in CONTENTS.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    return tmp_path
+
+
+def flip(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 9])
+def test_each_process_lists_its_own_files_and_all_are_listed_once(folder, parts):
+    for part in range(parts):
+        checksums.write(folder, part, parts)
+    lists = [json.loads(path.read_text()) for path in (folder / "checksums").iterdir()]
+    assert len(lists) == parts
+    assert sorted(name for listed in lists for name in listed) == sorted(CONTENTS)
+    assert checksums.damage(folder) is None
+    # SHA-256 of "one".
+    digest = "7692c3ad3540bb803c020b3aee66cd8887123234ea0c6e7143c0add73ff431ed"
+    assert [listed["a"] for listed in lists if "a" in listed] == [[3, digest]]
+
+
+def test_a_flipped_bit_a_cut_and_a_vanished_file_are_named(folder):
+    checksums.write(folder)
+    flip(folder / "params" / "b")
+    assert checksums.damage(folder) == "params/b: other bytes than were written"
+    (folder / "data" / "d").write_bytes(b"fo")
+    assert checksums.damage(folder) == "data/d: 2 bytes, and 4 were written"
+    (folder / "a").unlink()
+    assert checksums.damage(folder) == "a: cannot be read (No such file or directory)"
+    assert checksums.damage(folder, ["data"]) == "data/d: 2 bytes, and 4 were written"
+    assert checksums.damage(folder, ["optimizer"]) is None
+
+
+def test_any_number_of_processes_compares_what_others_listed(folder):
+    for part in range(2):
+        checksums.write(folder, part, 2)
+    flip(folder / "params" / "b")
+    found = [checksums.damage(folder, (), part, 3) for part in range(3)]
+    assert sorted(map(str, found)) == ["None", "None", "params/b: other bytes than were written"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 3}', b"\xff\xfe", b'{"a": [1, 2'])
+def test_a_list_that_is_none_is_named(folder, content):
+    checksums.write(folder)
+    (folder / "checksums" / "0-of-1.json").write_bytes(content)
+    assert checksums.damage(folder) == "checksums/0-of-1.json is no list of files"
+
+
+def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):
+    assert checksums.damage(folder) is None
+
+
+def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
+    monkeypatch.setattr(checksums, "_let_go", flip)
+    (folder / "params" / "deep" / "c").unlink()
+    with pytest.raises(OSError, match="a was read back wrong: other bytes than were written"):
+        checksums.write(folder)
