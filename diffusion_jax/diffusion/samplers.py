@@ -105,9 +105,21 @@ def heun(
     k = 2 i is Euler's, k = 2 i + 1 the correction, and the network is compiled once. A last step
     to a level above 0 is Euler's too.
     """
-    n = len(sigmas) - 1
     inside = (s_min <= sigmas) & (sigmas <= s_max)
-    gammas = jnp.where(inside, jnp.minimum(churn / n, 2**0.5 - 1), 0)
+    gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
+    return heun_steps(denoise, x, sigmas, gammas, noise, s_noise)
+
+
+def heun_steps(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    gammas: Float[Array, "..."],
+    noise: Draws,
+    s_noise: Scalar = 1.0,
+) -> Images:
+    """The loop of `heun`, with a gamma for each step."""
+    n = len(sigmas) - 1
 
     def evaluate(carry, k):
         x, x_hat, d = carry  # x_hat and d: where the step began, and its slope there.
@@ -145,6 +157,15 @@ def ddim(
         return x0 + down * (x - x0) + up * noise(i), None
 
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
+
+
+def inverted(denoise: Denoiser, x: Images, sigmas: Sigmas) -> Images:
+    """DDIM backwards (Song et al. 2021, section 4.3): x at sigmas[-1], above 0, to x at sigmas[0].
+
+    `euler` from what it returns comes back to x, but for the step's error: each step takes eps
+    where it begins.
+    """
+    return ddim(denoise, x, sigmas[::-1], lambda i: jnp.zeros_like(x))
 
 
 def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
@@ -186,6 +207,7 @@ def _normal(keys: Key[Array, "B"], draw: int | Int[Array, ""], shape: tuple[int,
 
 _WHOLE, _CLOSED = Places(whole=False), Places(closed=True)
 _MULTISTEP = "diffusion_jax.diffusion.multistep"
+_STOCHASTIC = "diffusion_jax.diffusion.stochastic"
 # By sampler.name of a config: all for both systems.
 SAMPLERS: Mapping[str, Method] = {
     "heun": Method(heun, places=_WHOLE),
@@ -197,4 +219,8 @@ SAMPLERS: Mapping[str, Method] = {
     "plms_v": Method(f"{_MULTISTEP}:plms_v", grid="ldm"),
     "dpmpp_2m": Method(f"{_MULTISTEP}:dpmpp_2m", places=_CLOSED),
     "unipc": Method(f"{_MULTISTEP}:unipc", places=_CLOSED),
+    "deis": Method(f"{_MULTISTEP}:deis", places=_CLOSED),
+    "dpmpp_2m_sde": Method(f"{_STOCHASTIC}:dpmpp_2m_sde", places=_CLOSED),
+    "dpmpp_3m_sde": Method(f"{_STOCHASTIC}:dpmpp_3m_sde", places=_CLOSED),
+    "restart": Method(f"{_STOCHASTIC}:restart", places=_WHOLE),
 }
