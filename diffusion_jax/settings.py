@@ -1,13 +1,17 @@
 """The groups that the configs of all systems have, with their defaults, and checks of values.
 
 A config is written in configs/ as plain values, of which it may omit those with a default. Below
-the entry points nobody sees it: functions take these tuples or single values.
+the entry points nobody sees it: functions take these tuples or single values. A field's range
+stands in its annotation (see `check`), as an interval of numbers or as a table of names.
 """
 
 import dataclasses
 import difflib
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+import inspect
+import math
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -18,20 +22,28 @@ EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold embeddings made before training, one text each."""
 MOMENTS = "moments"
 """The data source of what an autoencoder makes of images; the others give images."""
+DTYPES = ("float32", "bfloat16", "float16")
+Count = Annotated[int, "(0, inf)"]
+Counts = Annotated[Sequence[int], "(0, inf)"]
+Amount = Annotated[int, "[0, inf)"]
+Positive = Annotated[float, "(0, inf)"]
+Share = Annotated[float, "[0, 1]"]
+Decay = Annotated[float, "[0, 1)"]
+Scale = Annotated[float, "[0, 1000]"]
 
 
 class Run(NamedTuple):
     """A config's own values, outside the groups: the system, and what is done when."""
 
-    steps: int
-    batch_size: int
-    seed: int = 0
-    log_every: int = 100
-    sample_every: int = 1_000
-    save_every: int = 1_000
-    keep_last: int = 5
-    keep_every: int = 0
-    step_timeout: int = 1_800
+    steps: Count
+    batch_size: Count
+    seed: Annotated[int, "[0, 4294967295]"] = 0
+    log_every: Count = 100
+    sample_every: Amount = 1_000
+    save_every: Count = 1_000
+    keep_last: Count = 5
+    keep_every: Amount = 0
+    step_timeout: Count = 1_800
     """Seconds for a step with its save, after which the process ends: it hangs."""
     prompts: tuple[str, ...] = ()
     system: str = ""
@@ -50,54 +62,54 @@ class Text(NamedTuple):
     """A folder or a Hugging Face name, for pretrained encoders; stored embeddings need none."""
     store: str = ""
     """A store of this encoder's embeddings, to be looked up in training."""
-    width: int = 1024
-    max_tokens: int = 128
-    read_tokens: int = 512
+    width: Count = 1024
+    max_tokens: Count = 128
+    read_tokens: Count = 512
     """The tokens of a text that T5 reads; `max_tokens` of them are kept."""
-    dtype: str = "bfloat16"
+    dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
     """The arithmetic of pretrained encoders."""
-    drop_prob: float = 0.1
+    drop_prob: Share = 0.1
 
 
 class Optimizer(NamedTuple):
     """AdamW, its schedule, and the averages of its parameters."""
 
-    lr: float
+    lr: Positive
     schedule: str = "constant"
-    warmup: int = 10_000
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    micro_batch: int = 0
+    warmup: Amount = 10_000
+    b1: Decay = 0.9
+    b2: Decay = 0.999
+    eps: Positive = 1e-8
+    weight_decay: Annotated[float, "[0, inf)"] = 0.01
+    clip: Annotated[float, "(0, inf]"] = 1.0
+    micro_batch: Annotated[int, "[0, 1048576]"] = 0
     """Samples of a device in one pass: the passes of a step follow from batch_size and the mesh,
     and draw the noise of one. 0: `accumulate` says how many passes there are."""
-    accumulate: int = 1
+    accumulate: Count = 1
     """Passes of a step, each with noise of its own."""
-    ema_decays: tuple[float, ...] = (0.9999,)
+    ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     ema_warmup: bool = False
-    max_skipped: int = 100
+    max_skipped: Count = 100
     """Steps in a row without a finite loss and gradient that end the run; 10 from the start on."""
 
 
 class MeshShape(NamedTuple):
     """Sizes of the mesh axes; -1 takes the devices that are left."""
 
-    replica: int = 1
-    fsdp: int = -1
-    tensor: int = 1
+    replica: Annotated[int, "(0, inf)", (-1,)] = 1
+    fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
+    tensor: Annotated[int, "(0, inf)", (-1,)] = 1
 
 
 class Evaluation(NamedTuple):
     """Scores on the way, of prompts from a file or of the data's own."""
 
-    every: int = 0
+    every: Amount = 0
     """Images from one to the next; 0 for never."""
-    guidance: tuple[float, ...] = (7.5,)
+    guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
     prompts: str = ""
     """A file; "" stands for the prompts of the coloured digits."""
-    num_prompts: int = 1_000
+    num_prompts: Count = 1_000
     reference: str = ""
     """Statistics of real images; then weights of Inception and of CLIP: see evaluate."""
     inception: str = ""
@@ -110,11 +122,11 @@ class Evaluation(NamedTuple):
 class Heldout(NamedTuple):
     """The held-out loss on the way: see diffusion_jax.heldout, and `data.heldout`."""
 
-    every: int = 0
+    every: Amount = 0
     """Steps from one to the next; 0 for never."""
-    records: int = 256
+    records: Count = 256
     """Held-out records that it is taken of, at most."""
-    levels: int = 8
+    levels: Annotated[int, "[1, 1000]"] = 8
     """Noise levels that each record meets: quantiles of training's."""
 
 
@@ -124,21 +136,22 @@ class Data(NamedTuple):
     source: str
     path: str = ""
     text: str = "txt"
-    uncaptioned: str = "error"
+    uncaptioned: Annotated[str, ("error", "drop")] = "error"
     mixture: tuple[tuple[float, str, str, str], ...] = ()
     """Parts (weight, source, path, text), for the source "mixture"."""
-    min_size: int = 0
+    min_size: Amount = 0
     """Filters: the pixels of the smaller side; the larger by the smaller, 0 for any; characters."""
-    max_aspect: float = 0.0
-    min_chars: int = 0
-    max_broken: float = 0.1
+    max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
+    min_chars: Amount = 0
+    max_broken: Share = 0.1
     """The share of damaged records that does not end the run."""
-    resize: int = 0
+    resize: Amount = 0
     """Pixels of the smaller side, before the cut; 0 stands for the size of the cut."""
-    crop: str = "center"
+    crop: Annotated[str, CROPS] = "center"
     flip: bool = False
-    threads: int = 16
-    heldout: float = 0.0
+    threads: Amount = 16
+    """Batches that are made at a time; 0: when they are asked for."""
+    heldout: Annotated[float, "[0, 1)"] = 0.0
     """The share of the records that training never sees: see `Heldout`."""
 
     @property
@@ -157,8 +170,9 @@ def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """A config group as a NamedTuple or a network of class `kind`; ValueError as `complete`."""
+    """A config group as a NamedTuple or a network; ValueError as of `complete` and `check`."""
     values = {k: plain(value) for k, value in complete(defaults(kind), group, name).items()}
+    check(kind, values, name)
     if dataclasses.is_dataclass(kind):
         values["dtype"] = jnp.dtype(values["dtype"])
     return kind(**values)
@@ -196,13 +210,82 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
     return values
 
 
-def check_run(run: Run, data: Data) -> None:
-    """ValueError for values of steps, batch and saving, or a crop, that cannot be."""
-    one_of("data.crop", data.crop, CROPS)
-    positive(
-        steps=run.steps, batch_size=run.batch_size, log_every=run.log_every,
-        save_every=run.save_every, keep_last=run.keep_last, step_timeout=run.step_timeout,
-    )  # fmt: skip
+def check(kind: type, values: Mapping[str, Any], name: str) -> None:
+    """ValueError for the first value of a NamedTuple or network that cannot be.
+
+    The annotation of a field holds its type and its range: an interval, "[0, 1)", in which the
+    number or each of a tuple's must lie, and other values that there are, such as a table's names.
+    A function in their place makes of (field, value) a functools.partial whose arguments, too, must
+    lie in the ranges of its parameters, or raises ValueError (see diffusion.named).
+    The default is one of them, and a tuple with a range is not empty unless () is.
+    """
+    dot, known = f"{name}." if name else "", defaults(kind)
+    for field, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if field in values and values[field] != known.get(field):
+            _check_value(f"{dot}{field}", values[field], hint)
+
+
+def _check_value(field: str, value: Any, hint: Any) -> None:
+    kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
+    kind = kind if ranges else hint
+    if ranges and callable(ranges[0]):
+        call = ranges[0](field, value)
+        parameters = inspect.signature(call.func).parameters
+        for name, bound in call.keywords.items():
+            _check_value(f"{field}: {name}", bound, parameters[name].annotation)
+        return
+    others = [known for known in ranges if not isinstance(known, str)]
+    if any(value in known for known in others):
+        return
+    if len(others) == len(ranges) > 0:
+        one_of(field, value, others[0])
+    if words := _misfit(value, kind):
+        raise ValueError(f"{field} is {value!r}: it must be {words}")
+    for interval in (known for known in ranges if isinstance(known, str)):
+        if value == ():
+            raise ValueError(f"{field} is empty: give one number or more")
+        for number in value if isinstance(value, tuple) else (value,):
+            if not _inside(number, interval):
+                either = "".join(f", or {x}" for known in others for x in known if x != ())
+                words = _in_words(interval, number)
+                raise ValueError(f"{field} is {value}: it must be {words}{either}")
+
+
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
+def _misfit(value: Any, kind: Any) -> str:
+    """What a value of a field of this type would be; "" if it is one, or the type is another."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, Sequence):
+        inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any
+        fits = isinstance(value, tuple) and not any(_misfit(part, inner) for part in value)
+        return "" if fits else f"a tuple, each {_misfit(None, inner) or 'a tuple'}"
+    if origin is not None:
+        each = [_misfit(value, part) for part in parts if _misfit(None, part)]
+        return " or ".join(each) if all(each) else ""
+    if kind not in _WORDS:
+        return ""
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    fits = fits and isinstance(value, bool) == (kind is bool)
+    return "" if fits else _WORDS[kind]
+
+
+def _inside(number: int | float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(", "))
+    above = low <= number if interval[0] == "[" else low < number
+    return above and (number <= high if interval[-1] == "]" else number < high)
+
+
+def _in_words(interval: str, number: int | float) -> str:
+    """The numbers of an interval, of which `number` is none."""
+    (low, high), opened = interval[1:-1].split(", "), interval[0] == "("
+    if low == "-inf":
+        return "finite"
+    if high == "inf":
+        finite = " and finite" if math.isinf(number) else ""
+        return (f"above {low}" if opened else f"{low} or more") + finite
+    return f"{'above' if opened else 'from'} {low} to {'below ' * (interval[-1] == ')')}{high}"
 
 
 def check_prompts(run: Run, data: Data) -> None:
@@ -214,41 +297,13 @@ def check_prompts(run: Run, data: Data) -> None:
         )
 
 
-def check_sampler(
-    sampler: Any, samplers: Iterable[str], grids: Iterable[str], ends: Iterable[str]
-) -> None:
-    """ValueError for values that no model can draw with, of the fields that all systems have."""
-    one_of("sampler.name", sampler.name, samplers)
-    one_of("sampler.grid", sampler.grid, ("", *grids))
-    one_of("sampler.end", sampler.end, ("", *ends))
-    positive(sampler__steps=sampler.steps, sampler__rho=sampler.rho)
-    within(0, 1000, sampler__offset=sampler.offset)
-    within(0, 1, sampler__eta=sampler.eta)
-    within(0, 1000, sampler__guidance=sampler.guidance, sampler__churn=sampler.churn)
-
-
-def one_of(field: str, value: str, known: Iterable[str]) -> None:
+def one_of(field: str, value: Any, known: Iterable[str]) -> None:
     """ValueError unless `value` is known, with what was probably meant."""
     known = list(known)
     if value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
+        close = difflib.get_close_matches(str(value), known, n=1)
         hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
         raise ValueError(f"{field} is {value!r}: {hint}")
-
-
-def positive(**fields: int | float) -> None:
-    """ValueError for the first field that is not above 0; NaN is not."""
-    for field, value in fields.items():
-        if not value > 0:
-            raise ValueError(f"{field.replace('__', '.')} is {value}: it must be above 0")
-
-
-def within(low: int, high: int, **fields: int | float) -> None:
-    """ValueError for the first field that is not from `low` to `high`; NaN is not."""
-    for field, value in fields.items():
-        if not low <= value <= high:
-            name = field.replace("__", ".")
-            raise ValueError(f"{name} is {value}: it must be from {low} to {high}")
 
 
 def plain(value: Any) -> Any:

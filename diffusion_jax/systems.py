@@ -88,7 +88,6 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             values[f"{group}_weights"] = fields.pop("weights")
         values[group] = settings.read(kind, fields, group)
     s = system.settings(**values)
-    settings.check_run(s.run, s.data)
     importlib.import_module("diffusion_jax.train.optimizer").check(s.optimizer, s.run.steps)
     if "text" in values:
         registry.check(s.text)

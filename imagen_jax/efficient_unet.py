@@ -8,6 +8,7 @@ width, T the tokens that are attended to.
 
 import functools
 from collections.abc import Sequence
+from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn.layers import conv, dense
+from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, HalvingConv, ResBlock, check_width
@@ -26,23 +28,23 @@ class EfficientUNet(nn.Module):
     The attention's context is as wide as the text. The deepest level keeps its resolution.
     """
 
-    image_size: int
-    embed_dim: int = 128
-    channel_mult: Sequence[int] = (1, 2, 4, 8, 8)
-    num_res_blocks: Sequence[int] = (2, 4, 8, 8, 8)
+    image_size: Count
+    embed_dim: Count = 128
+    channel_mult: Counts = (1, 2, 4, 8, 8)
+    num_res_blocks: Counts = (2, 4, 8, 8, 8)
     """One number a level; level 0 works at half of the full resolution."""
-    attention_levels: Sequence[int] = (3, 4)
+    attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
     """The levels whose blocks are followed by attention, both on the way down and up."""
     attention: str = "fused"
-    head_dim: int = 64
-    num_heads: int = 0
+    head_dim: Count = 64
+    num_heads: Amount = 0
     """0: as many as `head_dim` makes; otherwise their number, and `head_dim` says nothing."""
     text_pooling: str = "attention"
-    learned_time_dim: int = 0
+    learned_time_dim: Amount = 0
     """0: fixed sinusoids; otherwise the (even) number of learned ones."""
     null_token: bool = False
     """Adds one learned token to every text."""
-    init_kernel: int = 3
+    init_kernel: Count = 3
     scale_shift: bool = True
     scale_skips: bool = True
     """The shortcuts of residual blocks are scaled by 1 / sqrt(2)."""
@@ -51,7 +53,7 @@ class EfficientUNet(nn.Module):
     remat: bool = False
     attention_impl: str = "auto"
     """See attention.attend."""
-    dtype: DTypeLike = jnp.float32
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

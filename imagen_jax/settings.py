@@ -1,14 +1,15 @@
 """The config of an Imagen model, base or super-resolution: typed and checked."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
-from diffusion_jax.diffusion import objective
+from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
-from diffusion_jax.diffusion.precond import DISTANCES
-from diffusion_jax.diffusion.samplers import SAMPLERS
+from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.objective import WEIGHTINGS
+from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.settings import Data, Evaluation, Heldout, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
@@ -21,17 +22,17 @@ from imagen_jax.unet import UNet
 class Diffusion(NamedTuple):
     """The objective: the network's output, the noise of training, the distance of the loss."""
 
-    precond: str = "edm"
-    sigma_data: float = 0.5
-    noise: str = "lognormal"
-    p_mean: float = -1.2
-    p_std: float = 1.2
-    distance: str = "l2"
-    weight: str = "min_snr"
-    """How much an error counts at each noise level, a key of objective.WEIGHTINGS."""
-    min_snr: float = 0.0
+    precond: Annotated[str, named.checked(PRECONDS)] = "edm"
+    sigma_data: settings.Positive = 0.5
+    noise: Annotated[str, named.checked(NOISES)] = "lognormal"
+    p_mean: Annotated[float, "(-inf, inf)"] = -1.2
+    p_std: settings.Positive = 1.2
+    distance: Annotated[str, DISTANCES] = "l2"
+    weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
+    """How much an error counts at each noise level."""
+    min_snr: settings.Scale = 0.0
     """Bounds the weight of levels with little noise (Hang et al. 2023: 5); 0: the loss as such."""
-    offset_noise: float = 0.0
+    offset_noise: settings.Share = 0.0
     """Times a normal number for each image and channel joins the noise; 0: none."""
 
 
@@ -41,30 +42,30 @@ class SuperResolution(NamedTuple):
     Models without unet.noise_aug see the small image as it is.
     """
 
-    factor: int = 1
-    aug_sigma: float = 0.002
+    factor: settings.Count = 1
+    aug_sigma: settings.Positive = 0.002
 
 
 class Sampler(NamedTuple):
     """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
 
-    name: str = "heun"
-    steps: int = 30
-    sigma_min: float = 0.002
-    sigma_max: float = 80.0
-    rho: float = 7.0
-    churn: float = 0.0
-    eta: float = 0.0
-    guidance: float = 7.5
-    guidance_low: float = 0.0
+    name: Annotated[str, samplers.bound] = "heun"
+    steps: settings.Count = 30
+    sigma_min: settings.Positive = 0.002
+    sigma_max: settings.Positive = 80.0
+    rho: settings.Positive = 7.0
+    churn: settings.Scale = 0.0
+    eta: settings.Share = 0.0
+    guidance: settings.Scale = 7.5
+    guidance_low: Annotated[float, "[0, inf)"] = 0.0
     """Guidance acts on noise levels from low to high."""
-    guidance_high: float = float("inf")
-    threshold: str = "dynamic"
-    grid: str = ""
+    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
+    threshold: Annotated[str, THRESHOLDS] = "dynamic"
+    grid: Annotated[str, GRIDS] = ""
     """The noise levels of the steps, a key of grids.GRIDS; "" takes that of noise and sampler."""
-    end: str = ""
+    end: Annotated[str, ENDS] = ""
     """Where they end: at "zero" or at "sigma_min", the least level that there is."""
-    offset: int = 1
+    offset: Annotated[int, "[0, 1000]"] = 1
     """The first of a table's leading times."""
 
 
@@ -104,20 +105,10 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
-    settings.check_sampler(s.sampler, SAMPLERS, GRIDS, ENDS)
-    objective.make(s.diffusion, s.diffusion.precond)
-    settings.one_of("diffusion.distance", s.diffusion.distance, DISTANCES)
-    settings.one_of("sampler.threshold", s.sampler.threshold, THRESHOLDS)
-    settings.positive(
-        super_resolution__aug_sigma=s.super_resolution.aug_sigma,
-        diffusion__sigma_data=s.diffusion.sigma_data, diffusion__p_std=s.diffusion.p_std,
-        sampler__sigma_min=s.sampler.sigma_min,
-    )  # fmt: skip
-    if not s.sampler.sigma_max > s.sampler.sigma_min:
-        raise ValueError(
-            f"sampler.sigma_max is {s.sampler.sigma_max}: it must be above sampler.sigma_min, "
-            f"{s.sampler.sigma_min}"
-        )
+    for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
+        high, low = getattr(s.sampler, name), getattr(s.sampler, below)
+        if not high > low:
+            raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
     if isinstance(s.unet, EfficientUNet):
         efficient_unet.check(s.unet, s.text.width)
     else:
@@ -129,7 +120,7 @@ def check(s: Settings) -> None:
 def _check_sizes(s: Settings) -> None:
     """ValueError unless the sizes of the large image, the small one and the data fit together."""
     factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
-    if factor < 1 or size % factor:
+    if size % factor:
         raise ValueError(
             f"super_resolution.factor is {factor}: it must divide unet.image_size {size}"
         )

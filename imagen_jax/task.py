@@ -35,7 +35,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     A super-resolution model makes its small images from the large ones in training. Its sampler
     takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
     """
-    unet, goal = s.unet, objective.make(s.diffusion, s.diffusion.precond)
+    unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
     factor = s.super_resolution.factor
 

@@ -8,6 +8,7 @@ tokens and D their width, T the tokens that are attended to and K their width.
 
 import functools
 from collections.abc import Sequence
+from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv
+from diffusion_jax.settings import DTYPES, Amount, Count, Counts, Decay
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, ResBlock, check_width
@@ -24,35 +26,35 @@ from imagen_jax.layers import ConvTranspose, ResBlock, check_width
 class UNet(nn.Module):
     """F(x, time | text[, low-res image]); the fields are the `unet` group of a config."""
 
-    image_size: int
-    patch: int = 1
+    image_size: Count
+    patch: Count = 1
     """Pixels are gathered into patches of this side first (Hoogeboom et al. 2023), so that
     resolutions count patches; 1 for NeMo's models."""
-    embed_dim: int = 256
-    channel_mult: Sequence[int] = (1, 2, 3, 4)
-    num_res_blocks: int | Sequence[int] = 3
-    attention_resolutions: Sequence[int] = (8, 16, 32)
+    embed_dim: Count = 256
+    channel_mult: Counts = (1, 2, 3, 4)
+    num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
+    attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)
     attention: str = "fused"
-    head_dim: int = 64
-    cond_dim: int = 512
+    head_dim: Count = 64
+    cond_dim: Count = 512
     text_pooling: str = "attention"
-    learned_time_dim: int = 0
+    learned_time_dim: Amount = 0
     """0: fixed sinusoids; otherwise the (even) number of learned ones."""
     null_token: bool = False
     """Adds one learned token to every text."""
-    init_kernel: int = 3
+    init_kernel: Count = 3
     scale_shift: bool = True
     resblock_updown: bool = False
     conv_resample: bool = True
     """False: average pooling on the way down. The way up always has a convolution."""
-    dropout: float = 0.0
+    dropout: Decay = 0.0
     low_res: bool = False
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
     attention_impl: str = "auto"
     """See attention.attend."""
-    dtype: DTypeLike = jnp.float32
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

@@ -19,7 +19,7 @@ their values. Paths of config and flags that begin with /gcs/BUCKET mount that b
 job.gke.patch is YAML merged into the manifest.
 """
 
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import yaml
 
@@ -40,11 +40,11 @@ class Gke(NamedTuple):
     """A queue of Kueue's, or ""."""
     secret: str
     spot: bool
-    grace: int
+    grace: settings.Count
     """Seconds to save in after SIGTERM."""
     patch: str = ""
     """YAML that is merged into the manifest: reservations, annotations, ports, limits."""
-    restarts: int = -1
+    restarts: Annotated[int, "[0, inf)", (-1,)] = -1
     """job.restarts, which is that of all launchers, where this is -1."""
 
 

@@ -54,7 +54,7 @@ class Job(NamedTuple):
     """Environment variables of the run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
     """Folders that a container sees, beside those that the config and the flags name."""
-    restarts: int = 10
+    restarts: settings.Amount = 10
     """How often a run that crashed or hung is started again. One that was preempted, requeued or
     out of time always is; one that refused its config, flags or data (exit code 2) never."""
 

@@ -30,7 +30,7 @@ class Slurm(NamedTuple):
     account: str
     time: str
     """The time limit in sbatch's form, such as 24:00:00."""
-    grace: int
+    grace: settings.Count
     """Seconds to save in, before the time is up."""
     setup: str
     """A line of shell that makes `python` the right one."""

@@ -30,7 +30,7 @@ def make_sample(
     p.strength of the steps take off again. `preview` is called on the host at each evaluation of
     the denoiser with sketches of what it sees, as large as latents, and the noise level.
     """
-    unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion, p.diffusion.predicts)
+    unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     sigmas = sigmas[p.sampler.steps - p.steps_taken :]
     scalings = goal.precond(time)

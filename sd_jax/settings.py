@@ -1,13 +1,14 @@
 """The config of a Stable Diffusion model: typed and checked."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
-from diffusion_jax.diffusion import objective
+from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
-from diffusion_jax.diffusion.precond import DISTANCES
-from diffusion_jax.diffusion.samplers import SAMPLERS
+from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.objective import WEIGHTINGS
+from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.settings import (
     MOMENTS,
     Data,
@@ -24,6 +25,10 @@ from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 
+PIXELS = ("symmetric", "unit")
+DROP_TO = ("empty", "zeros")
+_Level = Annotated[float, "[0, 2097152]"]
+
 
 class Latents(NamedTuple):
     """The latents that are noised: `scale` times a sample of the VAE's posterior of square images.
@@ -32,9 +37,9 @@ class Latents(NamedTuple):
     "unit", 0 to 1, which MLPerf's published moments are of.
     """
 
-    image_size: int
-    scale: float = vae_module.SCALE
-    pixels: str = "symmetric"
+    image_size: settings.Count
+    scale: settings.Positive = vae_module.SCALE
+    pixels: Annotated[str, PIXELS] = "symmetric"
 
 
 class Conditioning(NamedTuple):
@@ -45,8 +50,8 @@ class Conditioning(NamedTuple):
     77); 0 adds none.
     """
 
-    drop_to: str = "empty"
-    pad_to: int = 0
+    drop_to: Annotated[str, DROP_TO] = "empty"
+    pad_to: settings.Amount = 0
 
 
 class Diffusion(NamedTuple):
@@ -58,12 +63,12 @@ class Diffusion(NamedTuple):
     the same), or `weight` names another of objective.WEIGHTINGS.
     """
 
-    predicts: str = "eps"
-    offset_noise: float = 0.0
-    min_snr: float = 0.0
-    noise: str = "scaled_linear"
-    distance: str = "l2"
-    weight: str = "min_snr"
+    predicts: Annotated[str, named.checked(PRECONDS)] = "eps"
+    offset_noise: settings.Share = 0.0
+    min_snr: settings.Scale = 0.0
+    noise: Annotated[str, named.checked(NOISES)] = "scaled_linear"
+    distance: Annotated[str, DISTANCES] = "l2"
+    weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
 
 
 class Sampler(NamedTuple):
@@ -72,24 +77,24 @@ class Sampler(NamedTuple):
     `eta` is DDIM's share of new noise, `churn` Heun's, from 0.
     """
 
-    name: str = "plms"
-    steps: int = 50
-    eta: float = 0.0
-    guidance: float = 7.5
+    name: Annotated[str, samplers.bound] = "plms"
+    steps: Annotated[int, "[1, 1000]"] = 50
+    eta: settings.Share = 0.0
+    guidance: settings.Scale = 7.5
     negative_prompt: str = ""
-    height: int = 0
-    width: int = 0
-    churn: float = 0.0
-    grid: str = ""
+    height: settings.Amount = 0
+    width: settings.Amount = 0
+    churn: settings.Scale = 0.0
+    grid: Annotated[str, GRIDS] = ""
     """The noise levels of the steps, a key of grids.GRIDS; "" takes that of the sampler."""
-    end: str = ""
+    end: Annotated[str, ENDS] = ""
     """Where they end: at "zero" or at "sigma_min", the level of time 0."""
-    offset: int = 1
+    offset: Annotated[int, "[0, 1000]"] = 1
     """The first of the leading times."""
-    sigma_min: float = 0.0
+    sigma_min: _Level = 0.0
     """Ends of the grids by levels, 0 for those of the table; none of another is above sigma_max."""
-    sigma_max: float = 0.0
-    rho: float = 7.0
+    sigma_max: _Level = 0.0
+    rho: settings.Positive = 7.0
     unit_start: bool = True
     """A latent starts as N(0, 1), whatever is left of an image there, not as sigma * eps."""
 
@@ -166,9 +171,9 @@ class Reconstruction(NamedTuple):
     Both sums are divided by the number of pixels' values, so that `kl` is LDM's kl_weight.
     """
 
-    image_size: int
-    distance: str = "l1"
-    kl: float = 1e-2
+    image_size: settings.Count
+    distance: Annotated[str, DISTANCES] = "l1"
+    kl: settings.Share = 1e-2
 
 
 class AutoencoderSettings(NamedTuple):
@@ -184,11 +189,6 @@ class AutoencoderSettings(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     data: Data
-
-
-PIXELS = ("symmetric", "unit")
-DROP_TO = ("empty", "zeros")
-_STEPS = 1000
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -210,9 +210,6 @@ def check(s: Settings) -> None:
     """ValueError for values that cannot be or do not go together."""
     unet_module.check(s.unet)
     vae_module.check(s.vae)
-    settings.one_of("conditioning.drop_to", s.conditioning.drop_to, DROP_TO)
-    settings.within(0, 1, diffusion__offset_noise=s.diffusion.offset_noise)
-    settings.within(0, 1000, diffusion__min_snr=s.diffusion.min_snr)
     check_size(s.pipeline, "latents.image_size", s.latents.image_size)
     check_pipeline(s.pipeline)
     _check_text(s)
@@ -221,16 +218,14 @@ def check(s: Settings) -> None:
 
 def check_pipeline(p: Pipeline) -> None:
     """ValueError for values that nothing can be drawn with."""
-    settings.one_of("diffusion.distance", p.diffusion.distance, DISTANCES)
-    objective.make(p.diffusion, p.diffusion.predicts)
+    for name in ("conditioning", "latents", "diffusion", "sampler"):  # Not all were in a config.
+        group = getattr(p, name)
+        settings.check(type(group), group._asdict(), name)
     if p.diffusion.noise == "zero_terminal_snr" and p.diffusion.predicts == "eps":
         raise ValueError(
             "diffusion.noise is 'zero_terminal_snr' and diffusion.predicts 'eps': no image can be "
             "told from its noise where there is nothing else, so set diffusion.predicts='v'"
         )
-    settings.one_of("latents.pixels", p.latents.pixels, PIXELS)
-    settings.positive(latents__scale=p.latents.scale)
-    check_sampler(p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
     if not 0 < p.strength <= 1 or p.steps_taken < 1:
@@ -244,15 +239,6 @@ def check_pipeline(p: Pipeline) -> None:
             f"vae.latent_channels, unet.in_channels and unet.out_channels are {channels}: they "
             "must be the same"
         )
-
-
-def check_sampler(sampler: Sampler) -> None:
-    """ValueError for values that no model can draw with."""
-    settings.within(1, _STEPS, sampler__steps=sampler.steps)
-    settings.check_sampler(sampler, SAMPLERS, GRIDS, ENDS)
-    settings.within(
-        0, 2**21, sampler__sigma_min=sampler.sigma_min, sampler__sigma_max=sampler.sigma_max
-    )
 
 
 def check_size(p: Pipeline, field: str, size: int) -> None:
@@ -301,8 +287,6 @@ def _check_data(s: Settings) -> None:
 def check_autoencoder(s: AutoencoderSettings) -> None:
     """ValueError for values that cannot be or do not go together."""
     vae_module.check(s.vae)
-    settings.one_of("reconstruction.distance", s.reconstruction.distance, DISTANCES)
-    settings.within(0, 1, reconstruction__kl=s.reconstruction.kl)
     size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)
     if size < unit or size % unit:
         raise ValueError(f"reconstruction.image_size is {size}: take a multiple of {unit}")

@@ -35,7 +35,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     is trained on moments and draws nothing.
     """
     unet, vae = s.unet, s.vae
-    goal = objective.make(s.diffusion, s.diffusion.predicts)
+    goal = objective.make(s.diffusion)
     empty = encoder.tokenize([""])
 
     def init(key):

@@ -7,6 +7,7 @@ that attend, N heads and K their width.
 
 import functools
 from collections.abc import Sequence
+from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -16,32 +17,33 @@ from jaxtyping import Array, Float
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, dense, layer_norm
+from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 
 
 class UNet(nn.Module):
     """F(x, time | text); the fields are the `unet` group of a config, by default 2.0's."""
 
-    width: int = 320
-    channel_mult: Sequence[int] = (1, 2, 4, 4)
-    num_res_blocks: int | Sequence[int] = 2
-    attention_levels: Sequence[int] = (0, 1, 2)
+    width: Count = 320
+    channel_mult: Counts = (1, 2, 4, 4)
+    num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
+    attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
     """Levels with transformers; level 0 is the full resolution."""
-    transformer_depth: int = 1
-    num_heads: int = 0
+    transformer_depth: Count = 1
+    num_heads: Amount = 0
     """Heads of each transformer, whatever its width (8 in 1.x); 0: as many as head_dim gives."""
-    head_dim: int = 64
+    head_dim: Count = 64
     """Not used where num_heads is given."""
     linear_projections: bool = True
     """How files hold what leads in and out of a transformer: as linear layers (2.x), or as 1x1
     convolutions (1.x). The numbers are the same."""
-    norm_groups: int = 32
+    norm_groups: Count = 32
     """Groups of the norms in residual blocks and the output: MLPerf's 16; transformers have 32."""
-    in_channels: int = 4
-    out_channels: int = 4
+    in_channels: Count = 4
+    out_channels: Count = 4
     remat: bool = False
     attention_impl: str = "auto"
     """See attention.attend. Heads wider than 128, 1.x's deepest, take "xla" for "cudnn"."""
-    dtype: DTypeLike = jnp.float32
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

@@ -7,7 +7,7 @@ B batch, H W pixels (h w at a level, latents at last), C channels, Z channels of
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -18,6 +18,7 @@ from jaxtyping import Array, Float
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
+from diffusion_jax.settings import DTYPES, Count, Counts
 
 SCALE = 0.18215
 """One over the deviation of latents: what a UNet sees is SCALE times a sample."""
@@ -29,15 +30,15 @@ Latents = Float[Array, "B h w Z"]
 class VAE(nn.Module):
     """Encoder and decoder; the fields are the `vae` group of a config."""
 
-    width: int = 128
-    channel_mult: Sequence[int] = (1, 2, 4, 4)
-    num_res_blocks: int = 2
+    width: Count = 128
+    channel_mult: Counts = (1, 2, 4, 4)
+    num_res_blocks: Count = 2
     """On the way down; the way up has one more a level."""
-    latent_channels: int = 4
-    image_channels: int = 3
-    query_chunk: int = 4096
+    latent_channels: Count = 4
+    image_channels: Count = 3
+    query_chunk: Count = 4096
     """Queries that attend at a time; memory grows with this times the number of pixels / 64."""
-    dtype: DTypeLike = jnp.float32
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     def setup(self) -> None:
         """The two halves: params["encoder"] and params["decoder"]."""

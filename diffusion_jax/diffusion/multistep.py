@@ -97,7 +97,7 @@ def dpmpp_2m(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    steps: int = 15,
+    steps: Annotated[int, "(0, inf)"] = 15,
 ) -> Images:
     """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
 
@@ -156,7 +156,12 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
 
 
 def deis(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, order: int = 2
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    order: Annotated[int, "[1, 3]"] = 2,
 ) -> Images:
     """tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3: N evaluations.
 
@@ -165,8 +170,6 @@ def deis(
     d sigma. The first steps see as many eps as there are; the last, to 0, is of first order.
     """
     del noise  # Deterministic.
-    if order not in (1, 2, 3):
-        raise ValueError(f"deis has the order 1, 2 or 3, not {order}")
 
     def step(carry, inputs):
         x, eps_1, eps_2 = carry

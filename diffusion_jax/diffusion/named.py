@@ -50,7 +50,9 @@ def calls(field: str, text: str) -> list[Call]:
         ) from error
 
 
-def bound(field: str, text: str, table: Mapping[str, Function], group: Any = None) -> Callable:
+def bound(
+    field: str, text: str, table: Mapping[str, Function], group: Any = None
+) -> functools.partial:
     """The function of a table that `text` names, its own parameters bound.
 
     `group` holds the config's fields, `field` is the name of the one that holds `text`. ValueError
@@ -62,12 +64,14 @@ def bound(field: str, text: str, table: Mapping[str, Function], group: Any = Non
     return bind(field, call, table, group)
 
 
-def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = None) -> Callable:
+def bind(
+    field: str, call: Call, table: Mapping[str, Function], group: Any = None
+) -> functools.partial:
     """The function of a call, as `bound` has it."""
     one_of(field, call.name, table)
     function = _resolved(table[call.name])
     kinds = inspect.signature(function).parameters.values()
-    own = {p.name: p.default for p in kinds if p.kind is p.KEYWORD_ONLY}
+    own = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
     written = {**dict(zip(own, call.positional, strict=False)), **call.by_name}
     unknown = [name for name in call.by_name if name not in own]
     if unknown or len(call.positional) > len(own):
@@ -75,14 +79,12 @@ def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = Non
         takes = f"takes {', '.join(own)}" if own else "takes none"
         raise ValueError(f"{field} gives {call.name} the parameter {wrong}: it {takes}")
     fields = {name: getattr(group, name) for name in own if hasattr(group, name)}
-    for name, value in written.items():
-        if isinstance(own[name], float) and type(value) is int:  # 1 may be written for 1.0.
-            written[name] = float(value)
-        elif not isinstance(value, type(own[name])):
-            raise ValueError(
-                f"{field} gives {call.name} {name}={value!r}: it is such as {own[name]!r}"
-            )
     return functools.partial(function, **{**fields, **written})
+
+
+def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
+    """`bound` for a table, as the annotation of a config's field has it (see settings.check)."""
+    return lambda field, text: bound(field, text, table)
 
 
 def _call(node: ast.expr) -> Call:

@@ -79,11 +79,15 @@ class Objective(NamedTuple):
         return mean(self.distance(residual)), to_v * mean(residual**2)
 
 
-def make(d: Any, predicts: str) -> Objective:
-    """The objective of a config's `diffusion` group d, of a network that predicts `predicts`."""
+def make(d: Any) -> Objective:
+    """The objective of a config's `diffusion` group d; ValueError for a part that there is not.
+
+    What the network predicts is the field `precond` of Imagen, `predicts` of Stable Diffusion.
+    """
+    predicts = "precond" if hasattr(d, "precond") else "predicts"
     return Objective(
         noise.make(d),
-        named.bound("diffusion.predicts", predicts, precond.PRECONDS, d),
+        named.bound(f"diffusion.{predicts}", getattr(d, predicts), precond.PRECONDS, d),
         DISTANCES[d.distance],
         named.bound("diffusion.weight", d.weight, WEIGHTINGS, d)(),
         d.offset_noise,

@@ -10,7 +10,7 @@ sampler traces once: loops are scans, and a comment shows the paper's form where
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,13 @@ class Method(NamedTuple):
 
 def make(s: Any) -> Sampler:
     """The sampler of a config's `sampler`; ValueError for one that there is not."""
+    return bound("sampler.name", s.name, s)
+
+
+def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
+    """The sampler that a config's field names, its own parameters bound: see named.bound."""
     functions = {name: method.sampler for name, method in SAMPLERS.items()}
-    return named.bound("sampler.name", s.name, functions, s)
+    return named.bound(field, text, functions, group)
 
 
 def method_of(s: Any) -> Method:
@@ -82,10 +87,10 @@ def heun(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    churn: Scalar = 0.0,
-    s_min: Scalar = 0.0,
-    s_max: Scalar = float("inf"),
-    s_noise: Scalar = 1.0,
+    churn: Annotated[Scalar, "[0, 1000]"] = 0.0,
+    s_min: Annotated[Scalar, "[0, inf)"] = 0.0,
+    s_max: Annotated[Scalar, "(0, inf]"] = float("inf"),
+    s_noise: Annotated[Scalar, "(0, inf)"] = 1.0,
 ) -> Images:
     """Heun's method with optional noise churn in [s_min, s_max] (EDM, Algorithm 2).
 
@@ -140,7 +145,12 @@ def heun_steps(
 
 
 def ddim(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, eta: Scalar = 0.0
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    eta: Annotated[Scalar, "[0, 1]"] = 0.0,
 ) -> Images:
     """DDIM (Song et al. 2021), equation 12: Euler's method in sigma where eta = 0.
 

@@ -7,6 +7,7 @@ x = x0 + sigma * eps. A table has one log alpha a step of discrete diffusion, wh
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +19,10 @@ from diffusion_jax.diffusion.precond import Sigma
 
 LogSNR = Callable[[Time], Float[Array, "N"]]
 LogAlphas = Float[Array, "steps"]
+Real, Positive = Annotated[int | float, "(-inf, inf)"], Annotated[int | float, "(0, inf)"]
 
 
-def edm(*, p_mean: float = -1.2, p_std: float = 1.2) -> Noise:
+def edm(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
     """`edm_noise`, as configs name it."""
     return edm_noise(p_mean, p_std)
 
@@ -45,7 +47,7 @@ def ldm_zero_terminal_snr() -> Noise:
     return discrete_noise(zero_terminal_snr(scaled_linear()))
 
 
-def edm_noise(mean: float, std: float) -> Noise:
+def edm_noise(mean: int | float, std: int | float) -> Noise:
     """Lognormal in training; in sampling Karras' levels from sampler.sigma_max to sigma_min."""
     return Noise(lognormal(mean, std), precond.log_snr)
 
@@ -63,7 +65,7 @@ def discrete_noise(log_alphas: LogAlphas) -> Noise:
     return Noise(uniform_steps(log_alphas), time, level, steps, grid="", end="sigma_min")
 
 
-def flow_noise(draw: DrawSigma, shift: float) -> Noise:
+def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
     """Times t of rectified flow, whose level is shift * t / (1 - t); no signal is left at t = 1.
 
     `shift` is that of SD3 (equation 23) for larger images.
@@ -73,7 +75,7 @@ def flow_noise(draw: DrawSigma, shift: float) -> Noise:
     return Noise(draw, precond.log_snr, level, grid="even", end="zero")
 
 
-def logit_normal(*, mean: float = 0.0, std: float = 1.0, shift: float = 1.0) -> Noise:
+def logit_normal(*, mean: Real = 0.0, std: Positive = 1.0, shift: Positive = 1.0) -> Noise:
     """Rectified flow's times with ln(t / (1 - t)) ~ N(mean, std^2) (SD3, equation 19).
 
     The level is t / (1 - t), so these are lognormal levels.
@@ -81,7 +83,7 @@ def logit_normal(*, mean: float = 0.0, std: float = 1.0, shift: float = 1.0) -> 
     return flow_noise(lognormal(mean + math.log(shift), std), shift)
 
 
-def uniform_flow(*, shift: float = 1.0) -> Noise:
+def uniform_flow(*, shift: Positive = 1.0) -> Noise:
     """Rectified flow's times, all as likely (Liu et al. 2023)."""
 
     def draw(key, batch):
@@ -91,7 +93,7 @@ def uniform_flow(*, shift: float = 1.0) -> Noise:
     return flow_noise(draw, shift)
 
 
-def lognormal(mean: float, std: float) -> DrawSigma:
+def lognormal(mean: int | float, std: int | float) -> DrawSigma:
     """ln sigma ~ N(mean, std^2) (EDM, Table 1: P_mean = -1.2, P_std = 1.2)."""
 
     def draw(key, batch):

@@ -5,17 +5,19 @@ and the image that they draw converges.
 """
 
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion.multistep import phi
-from diffusion_jax.diffusion.noise import Sigmas
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images
 from diffusion_jax.diffusion.samplers import Draws, heun_steps, same_level
 
 Level = Float[Array, ""]
+Strength = Annotated[Scalar, "[0, 1]"]
 _LOW, _HIGH = -12.0, 20.0  # Of log2 sigma: the path begins and ends there.
 _DEPTH = 16  # Halvings of it: pieces of 3.4e-4 in ln sigma, inside which it is straight.
 
@@ -49,7 +51,7 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
 
 
 def dpmpp_2m_sde(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: float = 1.0
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
 ) -> Images:
     """DPM-Solver++(2M) SDE (Lu et al. 2022, appendix; k-diffusion's, midpoint), N evaluations of D.
 
@@ -66,7 +68,7 @@ def dpmpp_2m_sde(
 
 
 def dpmpp_3m_sde(
-    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: float = 1.0
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
 ) -> Images:
     """DPM-Solver++(3M) SDE of k-diffusion: three-step in -ln sigma, N evaluations of D."""
 
@@ -116,10 +118,10 @@ def restart(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    low: float = 0.06,
-    high: float = 0.3,
-    repeats: int = 2,
-    inner: int = 4,
+    low: Annotated[Scalar, "(0, inf)"] = 0.06,
+    high: Annotated[Scalar, "(0, inf)"] = 0.3,
+    repeats: Annotated[int, "[0, 100]"] = 2,
+    inner: Annotated[int, "[1, 100]"] = 4,
 ) -> Images:
     """Restart (Xu et al. 2023, Algorithm 1) around Heun's method, with one interval.
 

@@ -42,9 +42,6 @@ def check(text: Text) -> None:
             "npy, and that they are in a store by text.store"
         )
     settings.one_of("text.encoder", text.encoder, ENCODERS)
-    settings.one_of("text.dtype", text.dtype, ("bfloat16", "float32"))
-    settings.positive(text__width=text.width, text__max_tokens=text.max_tokens)
-    settings.within(0, 1, text__drop_prob=text.drop_prob)
 
 
 def make_encoder(text: Text) -> TextEncoder:

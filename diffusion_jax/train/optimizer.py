@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import Optimizer, one_of, positive, within
+from diffusion_jax.settings import Optimizer, one_of
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 
@@ -77,20 +77,13 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 
 def check(settings: Optimizer, steps: int) -> None:
-    """ValueError for values that cannot be, or a schedule that does not fit the steps."""
+    """ValueError for values that do not go together, or a schedule that does not fit the steps."""
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
-    positive(
-        optimizer__lr=settings.lr, optimizer__accumulate=settings.accumulate,
-        optimizer__clip=settings.clip,
-    )  # fmt: skip
-    within(0, 1, optimizer__b1=settings.b1, optimizer__b2=settings.b2)
-    within(0, 2**20, optimizer__micro_batch=settings.micro_batch)
     if settings.micro_batch and settings.accumulate > 1:
         raise ValueError(
             f"optimizer.micro_batch is {settings.micro_batch} and optimizer.accumulate "
             f"{settings.accumulate}: set one of them, since micro_batch says how many passes"
         )
-    check_decays(settings.ema_decays)
     make_optimizer(settings, steps)
 
 

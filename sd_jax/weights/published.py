@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import make_draw
 from diffusion_jax.machine import sharding
+from diffusion_jax.settings import check
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task
@@ -50,7 +51,7 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
 
     ValueError or FileNotFoundError that says what is missing or wrong.
     """
-    settings.check_sampler(DEFAULTS._replace(**choice.fields_of("sampler")))  # Before reading.
+    check(Sampler, choice.fields_of("sampler"), "sampler")  # Before reading.
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice)
     p = _pipeline(path, opened, file, unet.network, vae.network)

@@ -1,6 +1,11 @@
 """Groups of configs: omitted fields have their defaults, every mistake is named."""
 
-from typing import NamedTuple
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, NamedTuple
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -8,6 +13,9 @@ import pytest
 from jax.typing import DTypeLike
 
 from diffusion_jax import settings
+from imagen_jax import settings as imagen_settings
+from launch import gke, job, slurm
+from sd_jax import settings as sd_settings
 
 
 class Group(NamedTuple):
@@ -86,17 +94,120 @@ def test_a_name_out_of_a_list_is_checked():
         settings.one_of("sampler.name", "zzz", iter(["heun", "ddim"]))
 
 
-def test_the_first_field_that_is_not_positive_is_named():
-    settings.positive(steps=1, optimizer__lr=1e-9)
-    with pytest.raises(ValueError, match=r"^optimizer\.lr is 0\.0: it must be above 0$"):
-        settings.positive(steps=1, optimizer__lr=0.0, text__width=-1)
-    with pytest.raises(ValueError, match=r"^optimizer\.lr is nan: it must be above 0$"):
-        settings.positive(optimizer__lr=float("nan"))
+class Ranges(NamedTuple):
+    """A field of each kind."""
+
+    lr: settings.Positive
+    seed: Annotated[int, "[0, 4294967295]"] = 0
+    decay: settings.Decay = 0.9
+    mean: Annotated[float, "(-inf, inf)"] = 0.0
+    clip: Annotated[float, "(0, inf]"] = 1.0
+    aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
+    sizes: settings.Counts = (1, 2)
+    blocks: Annotated[int | Sequence[int], "(0, inf)"] = 1
+    decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9,)
+    crop: Annotated[str, settings.CROPS] = "center"
+    grid: Annotated[str, {"even": 1}] = ""
+    prompts: tuple[str, ...] = ()
+    flip: bool = False
+    path: str = ""
 
 
-def test_the_first_field_out_of_its_range_is_named():
-    settings.within(0, 1, text__drop_prob=0.0, optimizer__b1=1.0)
-    with pytest.raises(ValueError, match=r"^optimizer\.b1 is 1\.5: it must be from 0 to 1$"):
-        settings.within(0, 1, text__drop_prob=0.1, optimizer__b1=1.5)
-    with pytest.raises(ValueError, match=r"^text\.drop_prob is nan: it must be from 0 to 1$"):
-        settings.within(0, 1, text__drop_prob=float("nan"))
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"lr": 1, "clip": math.inf, "aspect": 0, "blocks": [2, 1], "grid": "even"},
+        {"decays": [], "prompts": ["a"], "grid": "", "seed": 2**32 - 1, "mean": -3},
+    ],
+)
+def test_values_in_their_ranges_are_taken(values):
+    read = settings.read(Ranges, {"lr": 1.0, **values}, "optimizer")
+    assert read == Ranges(**{"lr": 1.0, **{k: settings.plain(v) for k, v in values.items()}})
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("lr", 0.0, "is 0.0: it must be above 0"),
+        ("lr", math.nan, "is nan: it must be above 0"),
+        ("lr", math.inf, "is inf: it must be above 0 and finite"),
+        ("lr", True, "is True: it must be a number"),
+        ("seed", 2**32, "is 4294967296: it must be from 0 to 4294967295"),
+        ("seed", 1.5, "is 1.5: it must be a whole number"),
+        ("decay", 1.0, "is 1.0: it must be from 0 to below 1"),
+        ("mean", math.nan, "is nan: it must be finite"),
+        ("clip", -1, "is -1.0: it must be above 0"),
+        ("aspect", 0.5, "is 0.5: it must be 1 or more, or 0"),
+        ("sizes", (), "is empty: give one number or more"),
+        ("sizes", (1, 0), "is (1, 0): it must be above 0"),
+        ("sizes", 3, "is 3: it must be a tuple, each a whole number"),
+        ("blocks", "two", "is 'two': it must be a whole number or a tuple, each a whole number"),
+        ("decays", (0.9, 9999), "is (0.9, 9999): it must be from 0 to below 1"),
+        ("crop", "centre", "is 'centre': did you mean 'center'?"),
+        ("grid", "evn", "is 'evn': did you mean 'even'?"),
+        ("prompts", (3,), "is (3,): it must be a tuple, each a text"),
+        ("flip", "no", "is 'no': it must be True or False"),
+        ("path", 7, "is 7: it must be a text"),
+    ],
+)
+def test_a_value_out_of_its_range_is_named(field, value, message):
+    with pytest.raises(ValueError) as error:
+        settings.read(Ranges, {"lr": 1.0, field: value}, "optimizer")
+    assert str(error.value) == f"optimizer.{field} {message}"
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("heun(churn=-1)", "sampler.name: churn is -1: it must be from 0 to 1000"),
+        ("heun(churn='much')", "sampler.name: churn is 'much': it must be a whole number or a"),
+        ("heun(chrun=1)", "sampler.name gives heun the parameter chrun: it takes churn, s_min"),
+        ("huen", "sampler.name is 'huen': did you mean 'heun'?"),
+        ("heun(", "sampler.name is 'heun(': write a name"),
+    ],
+)
+def test_the_parameters_of_a_function_that_is_named_have_ranges_too(name, message):
+    for kind in (imagen_settings.Sampler, sd_settings.Sampler):
+        assert settings.read(kind, {"name": "heun(churn=40)"}, "sampler").steps
+        with pytest.raises(ValueError) as error:
+            settings.read(kind, {"name": name}, "sampler")
+        assert str(error.value).startswith(message)
+
+
+def test_the_passes_of_a_step_are_no_negative_number():
+    with pytest.raises(ValueError, match=r"^optimizer\.micro_batch is -8: it must be from 0 to"):
+        settings.read(settings.Optimizer, {"lr": 1e-4, "micro_batch": -8}, "optimizer")
+
+
+def test_a_network_computes_in_a_dtype_that_it_can_learn_in():
+    class Network(nn.Module):
+        dtype: Annotated[DTypeLike, settings.DTYPES] = jnp.float32
+
+    for dtype in settings.DTYPES:
+        assert settings.read(Network, {"dtype": dtype}, "unet").dtype == jnp.dtype(dtype)
+    for dtype, message in (("int8", "choose from float32, "), ("bf16", "did you mean 'bfloat16'")):
+        with pytest.raises(ValueError, match=rf"unet\.dtype is '{dtype}': {message}"):
+            settings.read(Network, {"dtype": dtype}, "unet")
+
+
+def kinds():
+    """What every config group, of launchers' jobs too, is read as."""
+    found = [settings.Run, job.Job, gke.Gke, slurm.Slurm]
+    for module in (imagen_settings, sd_settings):
+        for system in module.SYSTEMS.values():
+            for kind in system.groups.values():
+                found += kind.values() if isinstance(kind, Mapping) else [kind]
+    return dict.fromkeys(kind for kind in found if not isinstance(kind, types.UnionType))
+
+
+@pytest.mark.parametrize("kind", kinds(), ids=lambda kind: f"{kind.__module__}.{kind.__name__}")
+def test_every_number_of_a_config_has_its_range(kind):
+    """A field that has none yet is to get one where it is declared."""
+    for field, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if field not in settings.defaults(kind):
+            continue
+        numeric = re.search(r"\b(int|float)\b", str(hint)) and field != "mixture"
+        ranges = getattr(hint, "__metadata__", ())
+        assert ranges or not numeric, f"{kind.__name__}.{field} has no range"
+        for interval in (known for known in ranges if isinstance(known, str)):
+            assert re.fullmatch(r"[\[(]-?[\w.]+, [\w.]+[\])]", interval), f"{field}: {interval}"

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
-from diffusion_jax.diffusion import grids, objective, samplers
+from diffusion_jax.diffusion import grids, objective, samplers, schedules
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -154,14 +154,14 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
 
 SIGMA_OF_TIME = {
     "edm": lambda t: jnp.exp(4 * t),
-    "scaled_linear": lambda t: noises.sigma_at(noises.scaled_linear(), t),
+    "scaled_linear": lambda t: schedules.sigma_at(schedules.scaled_linear(), t),
 }  # The others: log-SNR.
 
 
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
     kind = s.diffusion.precond if s.diffusion.precond == "edm" else s.diffusion.noise
-    scalings = objective.make(s.diffusion, s.diffusion.precond).scalings
+    scalings = objective.make(s.diffusion).scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, mask, *low_res):
@@ -217,7 +217,7 @@ def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")
-    first, last = noises.sigma_at(noises.scaled_linear(), jnp.array([999.0, 0.0]))
+    first, last = schedules.sigma_at(schedules.scaled_linear(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     x = samplers.initial_noise(keys, (8, 8, 3), first)
     answer = 0.02 * WORDS[:, None, None, None] + 0.3
@@ -264,7 +264,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("unet__low_res", True, "factor is 1 and unet.low_res True: a model with a factor above 1"),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
         ("sampler__grid", "karas", "sampler.grid is 'karas': did you mean 'karras'?"),
-        ("sampler__end", "one", "sampler.end is 'one': choose from , zero, sigma_min"),
+        ("sampler__end", "one", "sampler.end is 'one': choose from zero, sigma_min"),
         ("sampler__threshold", "x", "sampler.threshold is 'x': choose from dynamic, static, none"),
         ("sampler__steps", 0, "sampler.steps is 0: it must be above 0"),
         ("sampler__eta", 1.5, "sampler.eta is 1.5: it must be from 0 to 1"),
@@ -280,7 +280,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("optimizer__clip", 0.0, "optimizer.clip is 0.0: it must be above 0"),
         ("optimizer__schedule", "cos", "optimizer.schedule is 'cos': did you mean 'cosine'?"),
         ("optimizer__accumulate", 0, "optimizer.accumulate is 0: it must be above 0"),
-        ("optimizer__ema_decays", (9999.0,), "EMA decay 9999.0 is not in [0, 1)"),
+        ("optimizer__ema_decays", (9999.0,), "it must be from 0 to below 1"),
         ("batch_size", -8, "batch_size is -8: it must be above 0"),
         (
             "prompts",

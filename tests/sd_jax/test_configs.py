@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from configs import sd2_mlperf, sd_quickstart, sd_quickstart_vae
+from diffusion_jax.settings import Optimizer
 from diffusion_jax.train import loop, optimizer
 from sd_jax import train_vae
 from sd_jax.settings import read_settings
@@ -56,7 +57,7 @@ def test_nemos_configs_are_its_launchers(name):
     assert (s.latents.image_size, s.run.steps, s.data.min_size) == (pixels, steps, least)
     assert (s.run.seed, s.run.batch_size, s.unet_weights) == (666, 8192, start)
     assert round(s.run.batch_size * s.run.steps / 1e6, 1) == samples
-    assert s.optimizer._replace(warmup=0) == (
+    assert s.optimizer._replace(warmup=0) == Optimizer(
         8.192e-5, "constant", 0, 0.9, 0.999, 1e-8, 0.0, 1.0, 0, 1, (0.9999,), False
     )  # fmt: skip
     assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
@@ -84,7 +85,7 @@ def test_mlperfs_config_is_its_files(batch, lr, every):
     assert count(names.abstract_unet, s.unet, s.text.width) == V2
     assert f"{V2:,}" in sd2_mlperf.__doc__
     assert s.run.batch_size == batch and math.isclose(s.optimizer.lr, lr)
-    assert s.optimizer._replace(lr=0.0) == (
+    assert s.optimizer._replace(lr=0.0) == Optimizer(
         0.0, "ldm", 1000, 0.9, 0.999, 1e-8, 0.01, float("inf"), 0, 1, (), False
     )  # fmt: skip
     # Every 512,000 images, rounded up to a step.

@@ -237,7 +237,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"latents__image_size": 13}, "latents.image_size is 13: latents are images 2 times"),
         ({"latents__scale": 0.0}, "latents.scale is 0.0: it must be above 0"),
         ({"latents__pixels": "byte"}, "latents.pixels is 'byte': choose from symmetric, unit"),
-        ({"diffusion__predicts": "x0"}, "diffusion.predicts is 'x0': choose from eps, v"),
+        ({"diffusion__predicts": "score"}, "is 'score': choose from edm, eps, x0, v, flow"),
         ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5 and texts have 6 tokens"),
         ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which is no encoder"),

@@ -19,9 +19,10 @@ network = lambda x, time: F
 
 def make(predicts="eps", **fields):
     """An objective of a config's fields."""
-    known = {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
+    known: dict = {"predicts": predicts}
+    known |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
              "offset_noise": 0.0}  # fmt: skip
-    return objective.make(types.SimpleNamespace(**(known | fields)), predicts)
+    return objective.make(types.SimpleNamespace(**(known | fields)))
 
 
 def factor(predicts, **fields):

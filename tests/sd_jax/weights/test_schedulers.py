@@ -14,7 +14,7 @@ import pytest
 
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond, samplers
-from sd_jax import settings
+from diffusion_jax.settings import check
 from sd_jax.settings import Diffusion, Sampler
 from sd_jax.weights import schedulers
 
@@ -43,7 +43,7 @@ def name(case):
 def test_draws_as_diffusers_does(case):
     steps, config = CASES[case]
     s = schedulers.read_sampler(config, Sampler(steps=steps))
-    settings.check_sampler(s)
+    check(Sampler, s._asdict(), "sampler")
     predicts, noise = schedulers.read_diffusion(config)
     table = noises.make(Diffusion(noise=noise))
     grid = samplers.sampling_grid(table, s)
