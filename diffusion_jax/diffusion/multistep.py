@@ -163,12 +163,14 @@ def deis(
     noise: Draws,
     *,
     order: Annotated[int, "[1, 3]"] = 2,
+    steps: Annotated[int, "(0, inf)"] = 15,
 ) -> Images:
     """tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3: N evaluations.
 
     eps, of this step and of those before, is continued as a polynomial in u = ln(sigma / sigma_i),
     which is integrated exactly: x' = x + sum_j c_j eps_j, c_j = integral of its Lagrange basis
-    d sigma. The first steps see as many eps as there are; the last, to 0, is of first order.
+    d sigma. The first steps see as many eps as there are; one to 0 is of first order. Of a grid of
+    fewer than 15 `steps` the last is of first and the one before of second order: diffusers' code.
     """
     del noise  # Deterministic.
 
@@ -188,7 +190,8 @@ def deis(
                 (m2 - u1 * m1) / (u2 * (u2 - u1)),
             ]
         )
-        known = jnp.where(sigma_next > 0, jnp.minimum(i + 1, order), 1)
+        known = jnp.minimum(i + 1, jnp.where(sigma_next > 0, order, 1))
+        known = jnp.minimum(known, n - i) if steps < 15 else known
         one = jnp.array([sigma_next - sigma, 0.0, 0.0])
         c = jnp.where(known == 1, one, jnp.where(known == 2, two, three))
         return (x + c[0] * eps + c[1] * eps_1 + c[2] * eps_2, eps, eps_1), None

@@ -175,7 +175,13 @@ def inverted(denoise: Denoiser, x: Images, sigmas: Sigmas) -> Images:
     `euler` from what it returns comes back to x, but for the step's error: each step takes eps
     where it begins.
     """
-    return ddim(denoise, x, sigmas[::-1], lambda i: jnp.zeros_like(x))
+
+    def step(x, inputs):
+        sigma, sigma_next = inputs
+        x0 = denoise(x, same_level(sigma, x))
+        return x0 + sigma_next / sigma * (x - x0), None
+
+    return jax.lax.scan(step, x, (sigmas[:0:-1], sigmas[-2::-1]))[0]
 
 
 def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
