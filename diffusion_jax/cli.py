@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import systems
-from diffusion_jax.machine import distributed, xla_flags
+from diffusion_jax.machine import distributed, tuning, xla_flags
 
 flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
 
@@ -62,13 +62,14 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start(*, alone: bool = False) -> None:
-    """Checks XLA_FLAGS, joins other processes, keeps compiled programs, quiets other libraries.
+    """Sets up the compilers, joins other processes, keeps compiled programs, quiets libraries.
 
     JAX_COMPILATION_CACHE_DIR says where programs are kept; by default the user's cache. Call it
     first in main, `alone` in commands that are not for several processes.
     """
     with bad_input():
         xla_flags.check()
+    tuning.apply()
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)

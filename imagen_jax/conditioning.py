@@ -147,7 +147,7 @@ class AttentionPool(nn.Module):
     def __call__(self, text: Float[Array, "B L D"]):
         """Returns [B, width]."""
         scores = dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)
-        weights = jax.nn.softmax(scores, axis=1).astype(self.dtype)  # [B, L, 1]
+        weights = jax.nn.softmax(scores, axis=1)  # [B, L, 1], float32
         pooled = layer_norm((weights * text).sum(1), dtype=self.dtype)  # [B, D]
         return dense(pooled, self.width, "out", dtype=self.dtype)
 

@@ -41,7 +41,7 @@ class ResBlock(nn.Module):
             h = GroupNorm(silu=True, name="norm2")(h, scale, shift)
         else:
             emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)
-            h = GroupNorm(silu=True, name="norm2")(h + emb[:, None, None])
+            h = GroupNorm(silu=True, name="norm2")(ops.add_broadcast(h, emb[:, None, None]))
         h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if self.always_project or x.shape[-1] != self.width:
@@ -60,7 +60,7 @@ class HalvingConv(nn.Module):
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
-        return ops.conv_4x4_halving(x, kernel.astype(self.dtype), bias.astype(self.dtype))
+        return ops.conv_4x4_halving(x, kernel.astype(self.dtype), bias)
 
 
 class ConvTranspose(nn.Module):
@@ -74,7 +74,7 @@ class ConvTranspose(nn.Module):
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
-        return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias.astype(self.dtype))
+        return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias)
 
 
 def check_width(name: str, width: int) -> None:

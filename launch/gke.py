@@ -88,7 +88,7 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
     restarts = job.restarts if gke.restarts < 0 else gke.restarts
     text = templates.fill(
         "gke.yaml", buckets=buckets, arguments=arguments, restarts=restarts, job=job, gke=gke,
-        target=target, run=run, variables=jobs.environment(job, mounted(run.workdir)),
+        target=target, run=run, variables=jobs.environment(job, target, mounted(run.workdir)),
     )  # fmt: skip
     if not gke.patch:
         return text

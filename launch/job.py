@@ -20,6 +20,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, settings
+from diffusion_jax.machine import tuning
 from diffusion_jax.settings import MeshShape, Optimizer
 from diffusion_jax.train import optimizer
 from launch import accelerators
@@ -170,15 +171,16 @@ def table(rows: Sequence[Run]) -> str:
     )
 
 
-def environment(job: Job, folder: str) -> dict[str, str]:
-    """The variables of a run in this folder, beside which it keeps its compiled programs."""
+def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
+    """The variables of a run: where compiled programs are kept, job.env, and machine.tuning's."""
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
         name, separator, value = pair.partition("=")
         if not separator or not re.fullmatch(r"[A-Za-z_]\w*", name):
             raise ValueError(f"job.env holds {pair!r}: write NAME=VALUE")
         variables[name] = value
-    return variables
+    kinds = ("tpu", target.name) if target.is_tpu else ("gpu",)
+    return variables | tuning.environment(kinds, variables)
 
 
 def folders(job: Job, run: Run) -> list[str]:

@@ -74,7 +74,7 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
     # Were the others killed at the first failure, their code would hide that of bad input.
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
-    variables = jobs.environment(job, run.workdir)
+    variables = jobs.environment(job, target, run.workdir)
     exports = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     crashes = shlex.quote(f"{run.workdir}/crashes-") + '"$SLURM_JOB_ID"'
     values = {"job": job, "slurm": slurm, "target": target, "run": run}

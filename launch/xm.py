@@ -75,7 +75,8 @@ def _submit(job: Job, target: Target, lines: list[str]) -> None:
         (executable,) = experiment.package([package])
         for run, line in zip(jobs.runs(job), lines, strict=True):
             arguments = shlex.split(line)[first:]
-            variables = jobs.environment(job, arguments[-1].removeprefix("--workdir="))
+            folder = arguments[-1].removeprefix("--workdir=")
+            variables = jobs.environment(job, target, folder)
             experiment.add(
                 xm.Job(executable, executor, name=run.name, args=arguments, env_vars=variables)
             )

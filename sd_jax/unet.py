@@ -128,7 +128,8 @@ class ResBlock(nn.Module):
         """Returns [B, H, W, width]; `emb` has been through SiLU."""
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
-        h = h + dense(emb, self.width, "emb", dtype=self.dtype)[:, None, None]  # + [B, 1, 1, width]
+        emb = dense(emb, self.width, "emb", dtype=self.dtype)
+        h = ops.add_broadcast(h, emb[:, None, None])  # + [B, 1, 1, width]
         h = GroupNorm(self.norm_groups, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if x.shape[-1] != self.width:

@@ -16,6 +16,7 @@ from tests.imagen_jax import commands
 ROOT = pathlib.Path(__file__).parent.parent
 
 os.environ["XLA_FLAGS"] = f"{commands.XLA_FLAGS} {os.environ.get('XLA_FLAGS', '')}"
+os.environ["JAX_PLATFORMS"] = "cpu"  # Of commands, too: a plugin looks for its devices otherwise.
 os.environ["TF_ENABLE_ONEDNN_OPTS"] = "0"  # As events.py says, for tests that import TensorFlow.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import events, files
+from diffusion_jax.machine import events, files, tuning
 
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
@@ -88,7 +88,8 @@ def write_manifest(
     """Adds this process's run to manifest.json: {"runs": [first, ..., this one]}.
 
     Call it before the first step is taken from `step`. A run holds config, seed, first step, start
-    time, command line, versions, git commit (None outside a checkout), and devices.
+    time, command line, versions, git commit (None outside a checkout), devices, and the environment
+    that JAX, XLA and their libraries read.
     """
     path = pathlib.Path(workdir) / MANIFEST
     versions = {package: version(package) for package in _PACKAGES}
@@ -101,6 +102,7 @@ def write_manifest(
         "git": git_commit(pathlib.Path(__file__)),
         "versions": {"python": platform.python_version(), **versions},
         "devices": _devices(),
+        "environment": tuning.variables(),
         "config": config,
     }
     if jax.process_index() == 0:

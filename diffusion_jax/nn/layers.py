@@ -4,10 +4,12 @@ Channels last; B batch, C channels.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -60,9 +62,8 @@ def dense(
 ) -> Float[Array, "*B {width}"]:
     """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
-    return nn.Dense(width, use_bias=bias, kernel_init=init, bias_init=init, dtype=dtype, name=name)(
-        x
-    )
+    kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
+    return nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
 
 
 def conv(
@@ -89,8 +90,15 @@ def conv(
         kernel_init=init,
         bias_init=init,
         dtype=dtype,
+        promote_dtype=_promoted,
         name=name,
-    )(x)
+    )(x).astype(dtype)
+
+
+def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:
+    """flax's promote_dtype, but for the bias: in float32, for the reason of ops.add_broadcast."""
+    *rest, bias = arrays
+    return [*promote_dtype(*rest, dtype=dtype, inexact=inexact), bias]
 
 
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:

@@ -51,6 +51,14 @@ def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
 
 
+def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[Array, "*B C"]:
+    """x + row in float32, as of x's dtype: so the gradient of `row` is a sum in float32.
+
+    Compilers for CPUs and NVIDIA's GPUs sum bfloat16 in bfloat16, where 256 + 0.5 is 256.
+    """
+    return (x + row.astype(jnp.promote_types(row.dtype, jnp.float32))).astype(x.dtype)
+
+
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
@@ -63,9 +71,8 @@ def conv_4x4_halving(
     x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
     patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
     numbers = ("NHWC", "HWIO", "NHWC")
-    return (
-        jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=numbers) + bias
-    )
+    out = jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=numbers)
+    return add_broadcast(out, bias)
 
 
 def conv_transpose_4x4(
@@ -88,7 +95,7 @@ def conv_transpose_4x4(
         )
 
     rows = [jnp.stack([phase(i, 0), phase(i, 1)], axis=3) for i in (0, 1)]  # [B, H, W, 2, D]
-    return jnp.stack(rows, axis=2).reshape(b, 2 * h, 2 * w, -1) + bias
+    return add_broadcast(jnp.stack(rows, axis=2).reshape(b, 2 * h, 2 * w, -1), bias)
 
 
 def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:

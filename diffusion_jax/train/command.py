@@ -13,7 +13,9 @@ from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.not_finite import NothingLearned
+from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.state import TrainState
+from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import restore
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -33,6 +35,9 @@ def command(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
     flags.mark_flag_as_required("config")
+    profiled = flags.DEFINE_string(
+        "profile_steps", "", "Steps to trace for xprof into the workdir's `profile`: 100:105."
+    )
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
@@ -41,6 +46,7 @@ def command(
         folder = pathlib.Path(workdir.value)
         with contextlib.ExitStack() as held:
             with cli.bad_input():
+                trace = Trace(folder / FOLDER, parse(profiled.value))
                 s = read(config.value.to_dict())
                 mesh = sharding.make_mesh(*s.mesh)
                 passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
@@ -48,8 +54,10 @@ def command(
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
             held.enter_context(inputs.batches)
-            held.enter_context(cli.bad_input(NothingLearned, restore.Damaged, usual=()))
-            state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict())
+            held.enter_context(
+                cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
+            )
+            state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict(), trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
 

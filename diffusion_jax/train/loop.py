@@ -28,6 +28,7 @@ from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     ambient,
     batch_sharding,
+    batch_ways,
     place,
     place_all,
     placed,
@@ -36,7 +37,7 @@ from diffusion_jax.machine.sharding import (
 )
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
-from diffusion_jax.train import not_finite
+from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import (
@@ -47,6 +48,7 @@ from diffusion_jax.train.state import (
     micro_key,
     warmup_decay,
 )
+from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
 _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
@@ -86,12 +88,13 @@ class Inputs(NamedTuple):
 
 def train(
     inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, Any], trace: Trace = NO_TRACE,
 ) -> TrainState:  # fmt: skip
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
     Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
-    NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row.
+    NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row;
+    OutOfMemory where a device's memory does not hold what is asked.
     """
     task, batches = inputs.task, inputs.batches
     tx = make_optimizer(settings, run.steps)
@@ -116,14 +119,21 @@ def train(
         occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
+        samples = run.batch_size // batch_ways(mesh) // settings.accumulate
+        parts = {**state._asdict(), "frozen": frozen, "batch": batch}
+        sizes = stack.enter_context(out_of_memory.explained(workdir, parts, samples))
         step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
+        sizes["the step's temporaries"] = step_fn.memory_analysis().temp_size_in_bytes
+        closing(trace)
         progress = _Progress(run, writer, step_flops, mesh.size, batches)
         lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
-            state, metrics = step_fn(state, frozen, batch, key)
+            with trace.step(step) as results:
+                state, metrics = step_fn(state, frozen, batch, key)
+                results.append(metrics)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
             if found := lookout.failed(step, batch, metrics, last):
@@ -140,7 +150,8 @@ def train(
                     checkpoints.save(step, state, batches, config)
             if last:
                 break
-            batch = to_global(next(batches), where)
+            with progress.waiting():
+                batch = to_global(next(batches), where)
     return state
 
 
@@ -160,7 +171,7 @@ def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation,
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Callable, float]:
+def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any, float]:
     """The compiled step, and the floating-point operations of one as the program counts them."""
     times = [time.time()]
     traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
@@ -287,7 +298,7 @@ class _Progress:
         self._run, self._writer, self._batches = run, writer, batches
         self._flops, self._num_devices = flops, num_devices
         self._metrics: list[Metrics] = []
-        self._since = time.time()
+        self._since, self._waited = time.time(), 0.0
 
     def add(self, metrics: Metrics) -> None:
         """Takes a step's metrics without waiting for them, but for those of two steps before."""
@@ -314,9 +325,20 @@ class _Progress:
         }
         logging.info("%s", step_line(step, self._run.steps, **line))
         unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
-        speed = {"images_per_second": line["images_per_second"]}
+        speed = {
+            "images_per_second": line["images_per_second"],
+            "data/waiting": self._waited / (seconds * len(metrics)),
+        }
         self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
-        self._metrics, self._since = [], time.time()
+        self._metrics, self._since, self._waited = [], time.time(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """The time inside, which is for data, counts as waiting: a share of all, in the metrics."""
+        start = time.time()
+        with jax.profiler.TraceAnnotation("data"):
+            yield
+        self._waited += time.time() - start
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:

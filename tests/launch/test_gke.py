@@ -12,10 +12,12 @@ import jsonschema
 import pytest
 import yaml
 
+from diffusion_jax.machine import tuning
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 ROOT = pathlib.Path(__file__).parents[2]
 FIXTURES = ROOT / "tests" / "fixtures"
+TPU = " ".join(setting.value for setting in tuning.SETTINGS["tpu"])
 THERE = ("--job.image=registry/name:tag", "--job.workdir=gs://bucket/runs/base64")
 
 
@@ -118,6 +120,7 @@ def test_a_secret_is_named_and_not_written(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
         {"name": "JAX_COMPILATION_CACHE_DIR", "value": "/gcs/bucket/runs/base64/compiled"},
+        {"name": "LIBTPU_INIT_ARGS", "value": TPU},
         {"name": "HF_TOKEN", "valueFrom": {
             "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
     ]  # fmt: skip
@@ -160,7 +163,8 @@ def test_processes_on_gpus_find_one_another(sweep):
     assert (worker["replicas"], job["completions"]) == (1, 8)
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
-    _, first, number, which = container["env"]
+    _, memory, first, number, which = container["env"]
+    assert memory == {"name": "XLA_PYTHON_CLIENT_MEM_FRACTION", "value": "0.9"}
     assert first["name"] == "JAX_COORDINATOR_ADDRESS"
     assert first["value"] == "quickstart-1-worker-0-0.quickstart-1:55527"
     assert number == {"name": "JAX_NUM_PROCESSES", "value": "8"}
@@ -199,7 +203,7 @@ def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
     )  # fmt: skip
     _, job, pod, container = parts(manifest)
     env = {row["name"]: row["value"] for row in container["env"]}
-    assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == ("--a=true --b=2", "1")
+    assert (env["LIBTPU_INIT_ARGS"], env["TPU_LOG"]) == (f"--a=true --b=2 {TPU}", "1")
     assert container["ports"] == [{"containerPort": 55527}]
     assert container["args"][0] == "imagen_jax.train"  # What the patch leaves out stays.
     assert pod["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"

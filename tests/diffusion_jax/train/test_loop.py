@@ -17,7 +17,7 @@ from diffusion_jax.data import digits, pipeline
 from diffusion_jax.draw import program
 from diffusion_jax.machine import log, sharding, sheets
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.train import checkpoint, loop
+from diffusion_jax.train import checkpoint, loop, out_of_memory, trace
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
@@ -45,7 +45,9 @@ def sometimes_nan(task):
     return task._replace(loss=loss)
 
 
-def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, **changes):
+def train(
+    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, traced=range(0), **changes
+):  # fmt: skip
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
     batches = pipeline.make_batches(
@@ -54,7 +56,8 @@ def train(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, **ch
     mesh = sharding.make_mesh(*sizes)
     with batches:
         inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, start)
-        state = loop.train(inputs, run, OPTIMIZER, mesh, workdir, {"a": (1, 2)})
+        steps = trace.Trace(workdir / trace.FOLDER, traced)
+        state = loop.train(inputs, run, OPTIMIZER, mesh, workdir, {"a": (1, 2)}, steps)
     return jax.device_get(state)
 
 
@@ -299,3 +302,34 @@ def test_scores_on_the_way_are_of_the_average_after_each_so_many_images_and_at_t
     lines = [line for line in read(tmp_path) if "evaluation/mean" in line]
     assert [line["step"] for line in lines] == [2, 4, 5]  # Batches of 8.
     jax.tree.map(np.testing.assert_array_equal, seen[-1], state.ema["0.9"])
+
+
+def test_a_trace_holds_the_steps_that_were_asked_for(tmp_path):
+    train(tmp_path, steps=5, traced=range(2, 4))
+    (file,) = (tmp_path / trace.FOLDER).rglob("*.xplane.pb")
+    planes = jax.profiler.ProfileData.from_file(str(file)).planes
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    assert [dict(e.stats)["step_num"] for e in events if e.name == "train"] == [2, 3]
+    assert "data" in {event.name for event in events}
+
+
+@pytest.mark.parametrize("text", ["0:3", "5:5", "7:3", "1:2:3", "a", "-1"])
+def test_steps_to_trace_that_are_none_are_refused(text):
+    with pytest.raises(ValueError, match=f"--profile_steps={text}: write FIRST:END"):
+        trace.parse(text)
+    assert (trace.parse("100:105"), trace.parse("7"), list(trace.parse(""))) == (
+        range(100, 105), range(7, 8), [],
+    )  # fmt: skip
+
+
+def test_full_memory_says_what_is_in_it_and_what_to_change(tmp_path):
+    def greedy(params, frozen, batch, key):
+        loss, metrics = TASK.loss(params, frozen, batch, key)
+        return loss + jnp.sort(jax.random.uniform(key, (2**42,)))[3], metrics
+
+    with pytest.raises(out_of_memory.OutOfMemory) as refused:
+        train(tmp_path, task=TASK._replace(loss=greedy), sizes=(2, 1, 1))
+    said = str(refused.value)
+    assert "largest parts are: the step's temporaries 65536.0" in said and "ema 0.0" in said
+    assert "works on 4 samples at a time: take --config.optimizer.micro_batch=2" in said
+    assert (tmp_path / out_of_memory.PROFILE).stat().st_size > 100

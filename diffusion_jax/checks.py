@@ -1,0 +1,226 @@
+"""What is computed wrongly or slowly on a device: each operation of the models beside a reference.
+
+The reference is the CPU's float32, from the same bfloat16 numbers. An operation is wrong where a
+value or a gradient is further off than bfloat16 explains, and slow below a share of the maker's
+figure, or of what the plain implementation takes.
+"""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diffusion_jax.machine import hardware
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
+
+ALLOWED = 0.03
+"""Largest error of a value or a gradient, of the largest there: eight roundings of bfloat16."""
+_SHARE = 0.4  # Of the maker's arithmetic below which a large product or convolution is slow.
+_UPLOAD = 2e9  # Bytes/s below which copies to the device are slow.
+
+Run = Callable[..., jax.Array]
+
+
+class Check(NamedTuple):
+    """An operation, the shapes of its arguments, and what it is held against for its time."""
+
+    name: str
+    run: Run
+    shapes: Sequence[tuple[int, ...]]
+    plain: str = ""
+    """The check whose time it should not exceed."""
+
+
+def on(device: Any) -> list[dict[str, Any]]:
+    """A row for each check on this device: check, error, ms, and "right", "wrong" or "slow".
+
+    What does not run at all says so as its verdict; the other checks go on.
+    """
+    rows = []
+    for check in checks(device.platform):
+        rows.append(_row(check, device, {row["check"]: row.get("ms") for row in rows}))
+    return [*rows, upload(device), *collective(jax.local_devices())]
+
+
+def checks(platform: str) -> list[Check]:
+    """The operations that differ from one device to the next, forwards and backwards."""
+    attention, sizes = [], [(256, 333, 64), (1024, 1152, 64), (512, 589, 128)]
+    for queries, keys, width in sizes[: 1 if platform == "cpu" else None]:
+        shapes = [(2, queries, 4, width), (2, keys, 4, width), (2, keys, 4, width)]
+        for name in _implementations(platform):
+            title = lambda name, shape=(queries, keys, width): f"attention {name} {shape}"
+            plain = title("xla") if name != "xla" else ""
+            run = functools.partial(_attend, implementation=name)
+            attention.append(Check(title(name), run, shapes, plain))
+    image, wide = (4, 32, 32, 64), (4, 4, 64, 64)
+    return [
+        *attention,
+        Check("convolution 3x3", _conv(1, 1), [image, (3, 3, 64, 64)]),
+        Check("convolution 3x3, stride 2", _conv(2, 1), [image, (3, 3, 64, 64)]),
+        Check("convolution 2x2, stride 2", _conv(2, 0), [image, (2, 2, 64, 64)]),
+        Check("convolution 4x4, halving", ops.conv_4x4_halving, [image, wide, (64,)]),
+        Check("convolution 4x4, transposed", ops.conv_transpose_4x4, [image, wide, (64,)]),
+        Check("group norm with SiLU", _group_norm, [image, (64,), (64,)]),
+    ]
+
+
+def _implementations(platform: str) -> list[str]:
+    """Attention's, but for kernels of other devices, and the one that only chooses."""
+    others = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
+    return [name for name in IMPLEMENTATIONS if name not in ("auto", *others.get(platform, ()))]
+
+
+def _attend(q, k, v, implementation):
+    """The last 77 keys are text, of which the second row has 20."""
+    mask = jnp.arange(77) < jnp.array([77, 20])[:, None]
+    return attend(q, k, v, mask, implementation=implementation)
+
+
+def _conv(stride: int, padding: int) -> Run:
+    def run(x, kernel):
+        layout, pads = ("NHWC", "HWIO", "NHWC"), ((padding, padding),) * 2
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), pads, dimension_numbers=layout
+        )
+
+    return run
+
+
+def _group_norm(x, scale, offset):
+    return ops.group_norm(x, scale, offset, groups=32, eps=1e-5, silu=True)
+
+
+def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str, Any]:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=shape).astype(jnp.bfloat16) for shape in check.shapes]
+    row: dict[str, Any] = {"check": check.name}
+    try:
+        there = [jax.device_put(a, device) for a in arrays]
+        step = jax.jit(_with_gradients(check.run))
+        found = jax.device_get(step(*there))
+        row["ms"] = float(f"{1e3 * seconds(lambda: step(*there), 0.1):.3g}")
+    except Exception as error:  # Whatever a backend raises is the finding.
+        reason = str(error).splitlines()[0][:200]
+        return row | {"verdict": f"does not run: {type(error).__name__}: {reason}"}
+    row["error"] = float(f"{_error(found, _reference(check, arrays)):.2g}")
+    row["verdict"] = "right" if row["error"] <= ALLOWED else "wrong"
+    plain = times.get(check.plain)
+    if row["verdict"] == "right" and plain and row["ms"] > 1.5 * plain:
+        row["verdict"] = f"slow: {plain} ms with xla"
+    return row
+
+
+def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
+    """The same in float32 on the CPU, through xla's attention."""
+    run = check.run
+    if isinstance(run, functools.partial):
+        run = functools.partial(run.func, implementation="xla")
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        wide = [jnp.asarray(np.asarray(a, np.float32)) for a in arrays]
+        return jax.device_get(jax.jit(_with_gradients(run))(*wide))
+
+
+def _with_gradients(run: Run) -> Callable[..., Any]:
+    """The result, and the gradients of its product with a pattern whose sum is not small."""
+
+    def both(*arrays):
+        out, backward = jax.vjp(run, *arrays)
+        pattern = 0.5 + jnp.sin(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape)
+        return out, *backward(pattern.astype(out.dtype))
+
+    return both
+
+
+def _error(found: Any, wanted: Any) -> float:
+    """The largest difference of each array by its largest number, the largest of those; or NaN."""
+    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+    wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
+    return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in wide]))
+
+
+def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
+    """Bytes/s from the host's memory to a device."""
+    array = np.zeros(size, np.uint8)
+    took = seconds(lambda: jax.device_put(array, device), 0.3)
+    rate = size / took
+    slow = device.platform != "cpu" and rate < _UPLOAD
+    row = {"check": "upload", "gb_per_s": float(f"{rate / 1e9:.3g}")}
+    return row | {"verdict": "slow: data may not keep up" if slow else "right"}
+
+
+def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
+    """A sum over all local devices, its value and its rate; nothing where there is one device."""
+    if len(devices) < 2:
+        return []
+    mesh = Mesh(np.array(devices), ("all",))
+    own = np.arange(1, len(devices) + 1, dtype=np.float32)
+    rows = jax.device_put(
+        np.broadcast_to(own[:, None], (len(own), size)), NamedSharding(mesh, P("all"))
+    )
+    add = jax.jit(
+        jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P())
+    )
+    row: dict[str, Any] = {"check": f"sum over {len(devices)} devices"}
+    try:
+        found = np.asarray(add(rows))
+        took = seconds(lambda: add(rows), 0.3)
+    except Exception as error:  # Whatever a backend raises is the finding.
+        return [row | {"verdict": f"does not run: {type(error).__name__}: {str(error)[:200]}"}]
+    right = bool((found == own.sum()).all())
+    moved = 2 * (len(devices) - 1) / len(devices) * 4 * size  # Of a ring, by each device.
+    row |= {"gb_per_s": float(f"{moved / took / 1e9:.3g}")}
+    return [row | {"verdict": "right" if right else "wrong"}]
+
+
+def rates(device: Any) -> dict[str, Any]:
+    """TFLOP/s of one device: measured, and the maker's figure (None if unknown)."""
+    large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
+    dtype = jnp.bfloat16 if large else jnp.float32
+    with jax.default_device(device):
+        measured = {
+            "matmul": rate(*matmul(8192 if large else 1024, dtype)) / 1e12,
+            "conv": rate(*conv(64 if large else 1, 256 if large else 64, dtype)) / 1e12,
+        }
+    said = {name: float(f"{value:.4g}") for name, value in measured.items()}
+    slow = [name for name, value in measured.items() if peak and value * 1e12 < _SHARE * peak]
+    verdict = {"verdict": f"slow: {', '.join(slow)}" if slow else "right"} if peak else {}
+    return {"dtype": jnp.dtype(dtype).name, **said, "peak": peak and peak / 1e12, **verdict}
+
+
+def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
+    """A product of two matrices of this size, and its floating-point operations."""
+    a = jnp.ones((size, size), dtype)
+    multiply = jax.jit(jnp.matmul)
+    return lambda: multiply(a, a), 2.0 * size**3
+
+
+def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
+    """A 3x3 convolution without padding, 66x66 to 64x64 pixels, and its operations."""
+    x = jnp.ones((batch, 66, 66, channels), dtype)
+    kernel = jnp.ones((3, 3, channels, channels), dtype)
+    convolve = jax.jit(_conv(1, 0))
+    return lambda: convolve(x, kernel), 2.0 * batch * 64 * 64 * 9 * channels**2
+
+
+def rate(run: Callable[[], jax.Array], flops: float) -> float:
+    """FLOP/s of `run`."""
+    return flops / seconds(run, 0.5)
+
+
+def seconds(run: Callable[[], Any], long: float) -> float:
+    """Seconds of a call, over calls for about so `long` after a first one."""
+    jax.block_until_ready(run())
+    start, calls, result = time.perf_counter(), 0, None
+    while time.perf_counter() - start < long:
+        for _ in range(4):  # So that the device has work while the host asks for more.
+            result = run()
+        jax.block_until_ready(result)
+        calls += 4
+    return (time.perf_counter() - start) / calls

@@ -1,0 +1,61 @@
+"""A trace of some steps for xprof: where the time of devices and host goes, block by block.
+
+    python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
+    pip install xprof && xprof --logdir=RUN/profile
+
+Operations carry the names of the network's modules, of the loss and of the update; the host's rows
+show each step and each wait for data.
+"""
+
+import contextlib
+import pathlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from absl import logging
+
+FOLDER = "profile"
+
+
+def parse(text: str) -> range:
+    """The steps of "100:105", 100 to 104, or of "100"; none of "". ValueError for anything else."""
+    if not text:
+        return range(0)
+    match = re.fullmatch(r"([1-9]\d*)(?::(\d+))?", text)
+    steps = range(int(match[1]), int(match[2] or int(match[1]) + 1)) if match else range(0)
+    if not steps:
+        raise ValueError(f"--profile_steps={text}: write FIRST:END, such as 100:105 for five steps")
+    return steps
+
+
+class Trace:
+    """Writes the trace of these steps; close it when done, also in their midst."""
+
+    def __init__(self, folder: pathlib.Path, steps: range) -> None:
+        """Nothing is written before the first of them."""
+        self._folder, self._steps, self._running = folder, steps, False
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[list[Any]]:
+        """A step, which appends its results; the trace ends once those of its last are there."""
+        results: list[Any] = []
+        if self._steps and number == self._steps.start:
+            jax.profiler.start_trace(self._folder)
+            self._running = True
+        with jax.profiler.StepTraceAnnotation("train", step_num=number):
+            yield results
+        if self._running and number + 1 == self._steps.stop:
+            jax.block_until_ready(results)
+            self.close()
+
+    def close(self) -> None:
+        """Ends a trace that still runs."""
+        if self._running:
+            self._running = False
+            jax.profiler.stop_trace()
+            logging.info("traced for xprof: %s", self._folder)
+
+
+NO_TRACE = Trace(pathlib.Path(FOLDER), range(0))

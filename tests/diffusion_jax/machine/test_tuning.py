@@ -1,0 +1,69 @@
+"""Settings of the accelerators: added where the user set none, and known to the compilers."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from diffusion_jax.machine import tuning
+from diffusion_jax.machine.tuning import SETTINGS
+
+TPU = " ".join(setting.value for setting in SETTINGS["tpu"])
+
+
+def test_flags_are_added_to_what_the_user_has():
+    added = tuning.environment(["tpu", "v5p"], {"LIBTPU_INIT_ARGS": "--a=1"})
+    assert added == {"LIBTPU_INIT_ARGS": f"--a=1 {TPU}"}
+    v5e = " ".join(setting.value for setting in SETTINGS["v5e"])
+    assert tuning.environment(["tpu", "v5e"], {}) == {"LIBTPU_INIT_ARGS": f"{TPU} {v5e}"}
+    assert tuning.environment(["gpu"], {}) == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+
+
+def test_what_the_user_set_stays():
+    mine = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1"
+    added = tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": mine})
+    assert added == {"LIBTPU_INIT_ARGS": f"{mine} {SETTINGS['tpu'][1].value}"}
+    assert tuning.environment(["gpu"], {"XLA_PYTHON_CLIENT_MEM_FRACTION": ""}) == {}
+    assert tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": TPU}) == {}
+
+
+@pytest.mark.parametrize(
+    ("plugins", "kind", "platforms", "expected"),
+    [
+        ((), "", "", []),
+        (("jax_cuda13_plugin",), "v5litepod-8", "", ["gpu"]),
+        (("libtpu",), "v5litepod-8", "", ["tpu", "v5e"]),
+        (("libtpu",), "v5p-8", "tpu,cpu", ["tpu"]),
+        (("libtpu", "jax_cuda12_plugin"), "v5p-8", "cpu", []),
+    ],
+)
+def test_the_plugins_say_what_is_here(monkeypatch, plugins, kind, platforms, expected):
+    monkeypatch.setattr(
+        tuning.importlib.util, "find_spec", lambda name: name if name in plugins else None
+    )
+    monkeypatch.setenv("TPU_ACCELERATOR_TYPE", kind)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    assert tuning.here() == expected
+
+
+def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
+    """With a module of the plugin's name, since no accelerator is needed to set a variable."""
+    (tmp_path / "jax_cuda13_plugin.py").touch()
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
+    environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    lines = (
+        "import os",
+        "from absl import flags",
+        "from diffusion_jax import cli",
+        "from diffusion_jax.machine import tuning",
+        "flags.FLAGS(['x'])",
+        "cli.start()",
+        "print({k: v for k, v in tuning.variables().items() if 'FRACTION' in k or 'NCCL' in k})",
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
+    )
+    wanted = {"NCCL_DEBUG": "WARN", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr

@@ -1,0 +1,72 @@
+"""Layers in bfloat16: gradients of what is the same for all pixels are summed in float32."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.machine import flops
+from diffusion_jax.nn.layers import conv, dense
+from imagen_jax.layers import ConvTranspose, HalvingConv
+from imagen_jax.layers import ResBlock as ImagenBlock
+from sd_jax.unet import ResBlock
+
+
+class Layer(nn.Module):
+    kind: str
+
+    @nn.compact
+    def __call__(self, x):
+        if self.kind == "dense":
+            return dense(x, 2, "layer", dtype=jnp.bfloat16)
+        return conv(x, 2, "layer", kernel=3, dtype=jnp.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("layer", "pixels"),
+    [
+        (Layer("dense"), 64 * 64),
+        (Layer("conv"), 64 * 64),
+        (HalvingConv(jnp.bfloat16), 32 * 32),
+        (ConvTranspose(jnp.bfloat16), 128 * 128),
+    ],
+    ids=lambda value: getattr(value, "kind", type(value).__name__),
+)
+def test_the_gradient_of_a_bias_counts_every_pixel(layer, pixels):
+    """Of a mean cotangent of 1/2: bfloat16 would stop at 128 of 2,048."""
+    x = jnp.ones((1, 64, 64, 2), jnp.bfloat16)
+    params = layer.init(jax.random.key(0), x)
+    loss = lambda p: (layer.apply(p, x).astype(jnp.float32) * 0.5).sum()
+    gradient = jax.tree.leaves_with_path(jax.grad(loss)(params))
+    (bias,) = [leaf for path, leaf in gradient if "bias" in jax.tree_util.keystr(path)]
+    np.testing.assert_allclose(bias, pixels / 2, rtol=1e-6)
+    assert layer.apply(params, x).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        ImagenBlock(32, dtype=jnp.bfloat16),
+        ImagenBlock(32, scale_shift=False, dtype=jnp.bfloat16),
+        ResBlock(32, 64, dtype=jnp.bfloat16),
+    ],
+)
+def test_no_gradient_of_a_block_is_a_sum_over_pixels_in_bfloat16(block):
+    x, emb = jnp.ones((2, 8, 8, 32), jnp.bfloat16), jnp.ones((2, 16), jnp.bfloat16)
+    params = block.init(jax.random.key(0), x, emb)
+    loss = lambda p, x, emb: block.apply(p, x, emb).astype(jnp.float32).sum()
+    program = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(params, x, emb)
+    assert list(_sums(program.jaxpr)) != []
+    assert [shape for shape, dtype in _sums(program.jaxpr) if dtype == jnp.bfloat16] == []
+
+
+def _sums(jaxpr):
+    """Shape and type of all that is summed over more than one number."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "reduce_sum":
+            (variable,) = equation.invars
+            if np.prod([variable.aval.shape[axis] for axis in equation.params["axes"]]) > 1:
+                yield variable.aval.shape, variable.aval.dtype
+        for inside in flops.subjaxprs(equation):
+            yield from _sums(inside)
