@@ -152,13 +152,13 @@ def measure_run(
     inputs = importlib.import_module(system.command).prepare(s, mesh)
     with inputs.batches:
         task, held = inputs.task, inputs.records
-    held = held._replace(sigmas=np.float32(sigmas)) if sigmas else held
+    held = held._replace(sigmas=np.asarray(sigmas, np.float32)) if sigmas else held
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)
     rows = -(-s.run.batch_size // s.optimizer.accumulate // ways) * ways
     score = make_scorer(task, frozen, mesh, held, rows)
     folder = restore.absolute(workdir) / runs.CHECKPOINTS
-    step = restore.find_step(folder, step)
+    step = restore.newest_sound(folder) if step is None else step
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
     lines = []

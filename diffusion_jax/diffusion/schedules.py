@@ -19,7 +19,8 @@ from diffusion_jax.diffusion.precond import Sigma
 
 LogSNR = Callable[[Time], Float[Array, "N"]]
 LogAlphas = Float[Array, "steps"]
-Real, Positive = Annotated[int | float, "(-inf, inf)"], Annotated[int | float, "(0, inf)"]
+Real = Annotated[int | float, "(-inf, inf)"]
+Positive = Annotated[int | float, "(0, inf)"]
 
 
 def edm(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
