@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -53,6 +54,7 @@ def command(
                 inputs = prepare(s, mesh)
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
+            distributed.advise(lambda: how_to_go_on(folder))
             held.enter_context(inputs.batches)
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
@@ -62,6 +64,13 @@ def command(
         logging.info("done: %s", folder)
 
     cli.run(main)
+
+
+def how_to_go_on(workdir: pathlib.Path) -> str:
+    """What to do when a run has ended before its time, for a message."""
+    there = restore.steps(workdir / runs.CHECKPOINTS)
+    last = f"The last checkpoint is of step {there[-1]}" if there else "There is no checkpoint yet"
+    return f"{last}; the same command, in each process, continues: {shlex.join(sys.orig_argv)}"
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
