@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import systems
-from diffusion_jax.machine import distributed, tuning, xla_flags
+from diffusion_jax.machine import distributed, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
 
@@ -73,6 +73,7 @@ def start(*, alone: bool = False) -> None:
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
+    logging.get_absl_handler().setFormatter(_Printable())
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
@@ -90,7 +91,7 @@ def bad_input(
     try:
         yield
     except (*usual, *more) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {untrusted.printable(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -104,6 +105,13 @@ def _unknown_field(argv: list[str], text: str) -> str:
     meant = re.search(r'Did you mean "(\w+)"', text)
     hint = f"did you mean {path.replace(field[0], meant[1])}?" if meant else "see the config's file"
     return f"unknown config field {path}: {hint}"
+
+
+class _Printable(logging.PythonFormatter):
+    """Lines as absl writes them; names and captions in them cannot rule the terminal."""
+
+    def format(self, record: LogRecord) -> str:
+        return untrusted.printable(super().format(record))
 
 
 def _is_for_users(record: LogRecord) -> bool:
