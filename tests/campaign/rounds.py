@@ -163,7 +163,8 @@ def run(
         if fault == FULL:
             _begin(subject, out)
         hit, codes, said, mend = _disturb(subject, fault, seconds, out, rng, grow)
-        for attempt in range(_ATTEMPTS):
+        done = not any(codes) and fault not in subject.harms  # A stop that it slept through.
+        for attempt in range(0 if done else _ATTEMPTS):
             job = Job(subject, out, subject.verify if fault in subject.harms else ())
             ended = job.end()
             job.kill()
@@ -172,7 +173,8 @@ def run(
                 break
             if attempt == 0:
                 mend()  # As a person would who has read what it says.
-        different = _compare(subject, out, expected) if not any(job.codes()) else ["unfinished"]
+        unfinished = any(codes[-subject.processes :])
+        different = ["unfinished"] if unfinished else _compare(subject, out, expected)
     noticed = list(dict.fromkeys(word for text, word in _WORDS.items() if text in said))
     noticed += ["TRACEBACK"] if re.search(r"^Traceback", said, re.MULTILINE) else []
     if different:
@@ -192,7 +194,9 @@ def _disturb(subject, fault, seconds, out, rng, grow):
         job.kill()
         grow()
         return ended and any(job.codes()), job.codes(), job.said(), nothing
-    hit = not job.end(PATIENCE if fault.endswith(FINISHED) else rng.uniform(0.1, 1.0) * seconds)
+    # What harms files needs some that are there.
+    moment = rng.uniform(0.5 if fault in subject.harms else 0.1, 1.0) * seconds
+    hit = not job.end(PATIENCE if fault.endswith(FINISHED) else moment)
     if fault == "SIGSTOP":
         job.send(signal.SIGSTOP)
         time.sleep(rng.uniform(0.5, 3))
