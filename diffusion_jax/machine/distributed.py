@@ -42,8 +42,9 @@ _TIMEOUT = flags.DEFINE_integer(
 class _Watch:
     """The watch that this process keeps over others, and what it says then."""
 
-    others: peers.Peers | None = None
-    advice: Callable[[], str] = staticmethod(lambda: "Start all processes again.")
+    def __init__(self) -> None:
+        self.others: peers.Peers | None = None
+        self.advice: Callable[[], str] = lambda: "Start all processes again."
 
 
 _watch = _Watch()

@@ -31,8 +31,8 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
         raise ValueError(f"{type(error).__name__}: {error}") from error
 
 
-def read_archive(file: io.BufferedIOBase) -> dict[str, np.ndarray]:
-    """The arrays of an .npz; ValueError for one that unpacks to far more than it is."""
+def read_archive(file: Any) -> dict[str, np.ndarray]:
+    """The arrays of an .npz, an open file; ValueError for one that unpacks to far more."""
     check_archive(file)
     arrays = {}
     with zipfile.ZipFile(file) as archive:
@@ -42,7 +42,7 @@ def read_archive(file: io.BufferedIOBase) -> dict[str, np.ndarray]:
     return arrays
 
 
-def read_array(file: io.BufferedIOBase, size: int) -> np.ndarray:
+def read_array(file: Any, size: int) -> np.ndarray:
     """The array of an .npy of `size` bytes; ValueError unless it is as large as it says.
 
     Numpy's own reader takes memory for whatever shape the file says.
@@ -64,7 +64,7 @@ def read_array(file: io.BufferedIOBase, size: int) -> np.ndarray:
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
-def check_archive(file: io.BufferedIOBase) -> None:
+def check_archive(file: Any) -> None:
     """ValueError for a zip that unpacks to far more than it is; leaves `file` at its start."""
     packed = file.seek(0, os.SEEK_END)
     file.seek(0)

@@ -305,3 +305,19 @@ def test_prompts_are_text_and_no_html_in_a_page(tmp_path):
     html = report.page([report.read_run(folder)])
     assert "&lt;script&gt;alert(1)" in html and "<script>alert" not in html
     assert sys.getsizeof(html) < MEGABYTE
+
+
+@pytest.mark.parametrize("pack", [np.savez, np.savez_compressed])
+def test_honest_arrays_are_read_as_numpy_reads_them(pack):
+    arrays = {
+        "plain": np.arange(6, dtype=np.float32).reshape(2, 3),
+        "fortran": np.asfortranarray(np.arange(6, dtype=np.int16).reshape(2, 3)),
+        "empty": np.zeros((0, 5), np.float64), "scalar": np.array(3), "text": np.array("card"),
+    }  # fmt: skip
+    file = io.BytesIO()
+    pack(file, **arrays)
+    read = untrusted.read_archive(file)
+    assert list(read) == list(arrays)
+    for name, array in arrays.items():
+        np.testing.assert_array_equal(read[name], array)
+        assert read[name].dtype == array.dtype and read[name].shape == array.shape
