@@ -30,7 +30,7 @@ _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
          "optimizer.max_skipped", "sampler.", "evaluation.", "data.threads",
          "data.path", "data.max_broken", "text.store",
-         "unet.attention_impl")  # fmt: skip
+         "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
 

@@ -16,7 +16,15 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
-from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, dense, layer_norm
+from diffusion_jax.nn.layers import (
+    KEEPS,
+    GroupNorm,
+    blocks_per_level,
+    conv,
+    dense,
+    layer_norm,
+    with_remat,
+)
 from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 
 
@@ -41,6 +49,8 @@ class UNet(nn.Module):
     in_channels: Count = 4
     out_channels: Count = 4
     remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, what the gradient does not compute again: see layers.KEEPS."""
     attention_impl: str = "auto"
     """See attention.attend. Heads wider than 128, 1.x's deepest, take "xla" for "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
@@ -63,10 +73,10 @@ class UNet(nn.Module):
         emb = nn.silu(emb)  # [B, E]: once for all blocks, each of which starts with it in LDM.
         text = text.astype(self.dtype)
         res = functools.partial(
-            nn.remat(ResBlock) if self.remat else ResBlock, self.norm_groups, dtype=self.dtype
+            with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
         )
         attend = functools.partial(
-            nn.remat(Transformer) if self.remat else Transformer,
+            with_remat(Transformer, self.remat, self.remat_keeps),
             self.transformer_depth,
             self.num_heads,
             self.head_dim,

@@ -3,19 +3,43 @@
 Channels last; B batch, C channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import KEPT
 
 Padding = tuple[int, int]
+_PRODUCT = "product"
+"""The name, for KEEPS, of what convolutions and linear layers give."""
+_POLICIES = jax.checkpoint_policies
+KEEPS: Mapping[str, Callable[..., Any]] = {
+    "nothing": _POLICIES.nothing_saveable,
+    "attention": _POLICIES.save_only_these_names(KEPT),
+    "products": _POLICIES.save_only_these_names(KEPT, _PRODUCT),
+    "offloaded": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT, _PRODUCT],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+"""What of its forward pass a block with remat keeps for the backward one, beside its inputs.
+
+What attention gives; also what convolutions and linear layers give, so that only norms and
+activations are computed again; the same in the memory of the host.
+"""
+
+
+def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
+    """The block, which the gradient computes again but for what `keeps`, in KEEPS, names."""
+    return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 
 
 class GroupNorm(nn.Module):
@@ -63,7 +87,8 @@ def dense(
     """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
-    return nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
+    out = nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
+    return checkpoint_name(out, _PRODUCT)
 
 
 def conv(
@@ -82,7 +107,7 @@ def conv(
     Not "SAME", which pads strided convolutions unlike torch.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
-    return nn.Conv(
+    out = nn.Conv(
         width,
         (kernel, kernel),
         strides=stride,
@@ -93,6 +118,7 @@ def conv(
         promote_dtype=_promoted,
         name=name,
     )(x).astype(dtype)
+    return checkpoint_name(out, _PRODUCT)
 
 
 def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:

@@ -157,7 +157,9 @@ def train(
     return state
 
 
-def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
+def make_step(
+    task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
+):
     """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
     step = make_train_step(
         task.loss,
