@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from logging import WARNING, LogRecord
+from logging import ERROR, WARNING, LogRecord
 from typing import Any
 
 import jax
@@ -84,15 +84,17 @@ def start(*, alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def bad_input(
-    *more: type[Exception], usual: tuple[type[Exception], ...] = (ValueError, OSError)
+    *more: type[Exception],
+    usual: tuple[type[Exception], ...] = (ValueError, OSError),
+    code: int = 2,
 ) -> Iterator[None]:
-    """Ends with one line and code 2 at errors a user can mend: the usual ones around checks alone,
+    """Ends with one line and `code` at errors a user can mend: the usual ones around checks alone,
     since in the work itself they would be bugs."""
     try:
         yield
     except (*usual, *more) as error:
         print(f"error: {untrusted.printable(str(error))}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(code)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
@@ -108,9 +110,13 @@ def _unknown_field(argv: list[str], text: str) -> str:
 
 
 class _Printable(logging.PythonFormatter):
-    """Lines as absl writes them; names and captions in them cannot rule the terminal."""
+    """Lines as absl writes them; names and captions in them cannot rule the terminal.
+
+    Without tracebacks: what a library logs, it also raises.
+    """
 
     def format(self, record: LogRecord) -> str:
+        record.exc_info = record.exc_text = None
         return untrusted.printable(super().format(record))
 
 
@@ -118,4 +124,6 @@ def _is_for_users(record: LogRecord) -> bool:
     """Our own lines, and warnings of any library: Orbax alone says thirty more for each save."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
+    if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):
+        return False  # A save that fails is also raised, and is a hundred lines here.
     return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

@@ -135,7 +135,7 @@ def _fail(error: BaseException, code: int) -> None:
     """Ends this process, and tells the others why."""
     if _watch.others and isinstance(error, jax.errors.JaxRuntimeError):
         _watch.others.wait_for_a_death(_NEWS)  # Of which the error is a consequence.
-    why = "it refused its input and said why"
+    why = f"with code {code}, for the reason that it gave"
     if not isinstance(error, SystemExit):
         traceback.print_exc()
         why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]

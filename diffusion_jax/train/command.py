@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.state import TrainState
@@ -59,6 +60,8 @@ def command(
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
+            # With a code at which launchers start it again: there may be room by then.
+            held.enter_context(cli.bad_input(NotSaved, usual=(), code=1))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict(), trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
