@@ -114,7 +114,7 @@ def _load(place: pathlib.Path, names: Sequence[str]) -> Listing | None:
         if end != 16 * total + 8 * num_firsts + length:
             return None
         numbers = np.memmap(place, np.uint8, "r", shape=(end - length,))
-        if zlib.crc32(numbers) != facts["crc32"]:
+        if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
         firsts = np.fromfile(place, "<i8", num_firsts, offset=16 * total)
     except (OSError, ValueError, KeyError, TypeError):

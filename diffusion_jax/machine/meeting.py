@@ -42,12 +42,13 @@ def _receive(host: str, port: int, count: int) -> None:
                 guest.close()  # A stranger, who may knock as he likes.
                 continue
             number, who = said.get("process"), str(said.get("where"))
+            number = number if isinstance(number, int) else -1
             if said.get("count") != count:
                 error = (
                     f"process {number} ({who}) was told of {said.get('count')} processes, and "
                     f"process 0 ({_here()}) of {count}: start all with the same --num_processes"
                 )
-            elif not isinstance(number, int) or not 0 < number < count or number in guests:
+            elif not 0 < number < count or number in guests:
                 other = guests[number][1] if number in guests else "nobody"
                 error = (
                     f"two processes have the number {number} ({other}, and {who}): give each a "
