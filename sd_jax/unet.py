@@ -18,7 +18,9 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import (
     KEEPS,
+    FromHeads,
     GroupNorm,
+    ToHeads,
     blocks_per_level,
     conv,
     dense,
@@ -186,16 +188,15 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"], tokens: Float[Array, "B L D"]):
         """Returns [B, T, C]; only the output has a bias."""
-        b, _, c = x.shape
-        linear = lambda y, name: dense(y, c, name, bias=False, dtype=self.dtype)
+        c = x.shape[-1]
         head_dim = c // self.num_heads
-        q, k, v = (
-            linear(y, name).reshape(b, -1, self.num_heads, head_dim)
-            for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
+        layer = functools.partial(ToHeads, 1, self.num_heads, head_dim, False, self.dtype)
+        (q,), (k,), (v,) = (
+            layer(name=name)(y) for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
         )  # [B, T, N, K], [B, L, N, K] twice
         wide = self.implementation == "cudnn" and head_dim > 128  # So wide are only few tokens.
         out = attend(q, k, v, implementation="xla" if wide else self.implementation)
-        return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)  # [B, T, N K = C]
+        return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
 
 
 def transformer_widths(unet: UNet) -> set[int]:
