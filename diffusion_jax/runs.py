@@ -17,7 +17,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import settings, systems
-from diffusion_jax.machine import claims, distributed, files, writer
+from diffusion_jax.machine import claims, distributed, files, untrusted, writer
 from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
@@ -28,7 +28,7 @@ VERSION = 2
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
-         "optimizer.max_skipped", "sampler.", "evaluation.", "data.threads",
+         "optimizer.max_skipped", "sampler.", "evaluation.", "heldout.", "data.threads",
          "data.path", "data.max_broken", "text.store",
          "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.
@@ -127,7 +127,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:
-        written = json.loads(path.read_text())
+        written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
             raise ValueError(f"it holds a {type(written).__name__}, and no config")
         old = _upgraded(written)
