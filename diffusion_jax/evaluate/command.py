@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli, runs, settings
+from diffusion_jax import cli, ranges, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model, with_weights
@@ -142,7 +142,7 @@ def command(
         cli.start()
         with cli.bad_input():
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
-            settings.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
+            ranges.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
             subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
             check_names(subjects)
             check_folder(f["name"].value)
