@@ -147,7 +147,8 @@ def _unknown_field(argv: list[str], text: str) -> str:
         group, dot = config, ""
         for name in path.split("."):
             if not isinstance(group, ConfigDict) or name not in group:
-                return _nearest(dot + name, name, list(group) if hasattr(group, "keys") else [])
+                known = [*group.keys()] if isinstance(group, ConfigDict) else []
+                return _nearest(dot + name, name, known)
             group, dot = group[name], f"{dot}{name}."
     return text
 
