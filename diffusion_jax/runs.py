@@ -28,7 +28,7 @@ VERSION = 2
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
-         "optimizer.max_skipped", "sampler.", "evaluation.", "data.threads",
+         "optimizer.max_skipped", "sampler.", "evaluation.", "heldout.", "data.threads",
          "data.path", "data.max_broken", "text.store",
          "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.

@@ -124,6 +124,17 @@ class Evaluation(NamedTuple):
     """Names in metrics.table; none: all that the reference and the weights allow."""
 
 
+class Heldout(NamedTuple):
+    """The held-out loss on the way: see diffusion_jax.heldout, and `data.heldout`."""
+
+    every: Amount = 0
+    """Steps from one to the next; 0 for never."""
+    records: Count = 256
+    """Held-out records that it is taken of, at most."""
+    levels: Annotated[int, "[1, 1000]"] = 8
+    """Noise levels that each record meets: quantiles of training's."""
+
+
 class Data(NamedTuple):
     """The pictures to train on: their source, filters, resize, crop and flip."""
 
@@ -145,6 +156,8 @@ class Data(NamedTuple):
     flip: bool = False
     threads: Amount = 16
     """Batches that are made at a time; 0: when they are asked for."""
+    heldout: Annotated[float, "[0, 1)"] = 0.0
+    """The share of the records that training never sees: see `Heldout`."""
 
     @property
     def embedded(self) -> bool:

@@ -29,6 +29,17 @@ LABELS = ("sigma", "loss")  # Names of each sample's two numbers in the program 
 _LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
 
 
+class Measure(NamedTuple):
+    """The loss of each image of a batch at a noise level of its own, its noise from its own key."""
+
+    levels: Callable[[int], Float[np.ndarray, "n"]]
+    """Quantiles of training's noise levels."""
+    errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
+    """(params, frozen, batch, a key an image, a level an image) to the loss of each, before any
+    weighting, and to its v-loss, whatever is predicted: see Objective.errors. No text is dropped.
+    """
+
+
 class Task(NamedTuple):
     """A system as pure functions, and where its parameters live."""
 
@@ -46,6 +57,8 @@ class Task(NamedTuple):
     """Weights that are not trained: sharded, never donated, in no checkpoint."""
     rules: Rules
     """Where each parameter lives on the mesh."""
+    measure: Measure | None = None
+    """The loss of single images, for a held-out loss; None of a system that has none."""
 
 
 def to_range(

@@ -4,12 +4,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
-from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.objective import WEIGHTINGS
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.settings import Data, Evaluation, Heldout, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from imagen_jax import efficient_unet
@@ -21,12 +22,18 @@ from imagen_jax.unet import UNet
 class Diffusion(NamedTuple):
     """The objective: the network's output, the noise of training, the distance of the loss."""
 
-    precond: Annotated[str, PRECONDS] = "edm"
+    precond: Annotated[str, named.checked(PRECONDS)] = "edm"
     sigma_data: settings.Positive = 0.5
-    noise: Annotated[str, NOISES] = "lognormal"
+    noise: Annotated[str, named.checked(NOISES)] = "lognormal"
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
     p_std: settings.Positive = 1.2
     distance: Annotated[str, DISTANCES] = "l2"
+    weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
+    """How much an error counts at each noise level."""
+    min_snr: settings.Scale = 0.0
+    """Bounds the weight of levels with little noise (Hang et al. 2023: 5); 0: the loss as such."""
+    offset_noise: settings.Share = 0.0
+    """Times a normal number for each image and channel joins the noise; 0: none."""
 
 
 class SuperResolution(NamedTuple):
@@ -74,6 +81,7 @@ class Settings(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     evaluation: Evaluation
+    heldout: Heldout
     data: Data
 
     @property

@@ -1,15 +1,20 @@
 """A model of Imagen, base or super-resolution, as a Task: what its config means."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Key
 
-from diffusion_jax.diffusion import guidance, precond, samplers
-from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion import guidance, noise, objective, precond, samplers
+from diffusion_jax.diffusion.objective import Objective
+from diffusion_jax.diffusion.precond import Images
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
+    Measure,
     Sample,
     Task,
     kept_texts,
@@ -30,13 +35,12 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
     A super-resolution model makes its small images from the large ones in training. Its sampler
     takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
     """
-    unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
-    scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
-    samplers.check_grid(noise, s.sampler)
-    distance, factor = precond.DISTANCES[s.diffusion.distance], s.super_resolution.factor
+    unet, goal = s.unet, objective.make(s.diffusion)
+    samplers.check_grid(goal.noise, s.sampler)
+    factor = s.super_resolution.factor
 
     def init(key):
-        return unet.init(key, **example_inputs(unet, s.text.width))
+        return goal.with_learned(unet.init(key, **example_inputs(unet, s.text.width)))
 
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_dropout, key_low = jax.random.split(key, 5)
@@ -44,25 +48,45 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         text, mask = encoder.encode(frozen, batch)  # [B, L, D], [B, L]
         # Zeros in place of a dropped text, under its own mask: so NeMo trains without text.
         text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
-        sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
+        sigma, eps = goal.noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
+        eps = goal.shifted(jax.random.fold_in(key_eps, 1), eps)
         low_res = training_low_res(key_low, x0) if factor > 1 else LowRes()
 
         def network(x, time) -> Any:
             rngs = {"dropout": key_dropout}
             return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
 
-        per_image = precond.loss(network, scalings, x0, eps, sigma, distance)  # [B]
-        return per_image.mean(), loss_by_noise_level(per_image, sigma)
+        minimised, losses = goal.loss(params, network, x0, eps, sigma)
+        return minimised, loss_by_noise_level(losses, sigma)
 
     def training_low_res(key, x0):
         small = super_resolution.shrink(x0, factor)
         if not unet.noise_aug:
             return LowRes(small)
         key_sigma, key_eps = jax.random.split(key)
-        sigma, eps = noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
-        return super_resolution.with_noise(small, sigma, eps, scalings)
+        sigma, eps = goal.noise.draw(key_sigma, len(x0)), normal_like(key_eps, small)
+        return super_resolution.with_noise(small, sigma, eps, goal.scalings)
 
-    return Task(init, loss, _make_sample(s, encoder), encoder.frozen, RULES)
+    def errors(params, frozen, batch, keys, sigma):
+        x0, low_res = to_range(batch["image"]), LowRes()
+        text, mask = encoder.encode(frozen, batch)
+        if factor > 1:  # As in sampling.
+            keys, low_keys = super_resolution.own_keys(keys, len(x0[0]))
+            low_res = sampling_low_res(super_resolution.shrink(x0, factor), low_keys)
+
+        def network(x, time) -> Any:
+            return unet.apply(params, x, time, text, mask, *low_res)
+
+        eps = samplers.initial_noise(keys, x0[0].shape, 1)
+        return goal.errors(network, x0, eps, sigma)
+
+    def sampling_low_res(small, keys):
+        aug_sigma = s.super_resolution.aug_sigma if unet.noise_aug else None
+        return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
+
+    measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
+    sample = _make_sample(s, encoder, goal, sampling_low_res)
+    return Task(init, loss, sample, encoder.frozen, RULES, measure)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
@@ -71,11 +95,13 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
 
-def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
-    unet, noise = s.unet, NOISES[s.diffusion.noise](s.diffusion)
-    scalings = precond.PRECONDS[s.diffusion.precond](s.diffusion, noise.time)
-    factor, aug_sigma = s.super_resolution
-    aug_sigma = aug_sigma if unet.noise_aug else None
+def _make_sample(
+    s: Settings,
+    encoder: TextEncoder,
+    goal: Objective,
+    make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
+) -> Sample:
+    unet, factor = s.unet, s.super_resolution.factor
 
     def sample(params, frozen, batch, keys, scale):
         text, mask = encoder.encode(frozen, batch)
@@ -87,14 +113,14 @@ def _make_sample(s: Settings, encoder: TextEncoder) -> Sample:
             small = batch["low_res"]  # [B, h, w, 3]
             shape = (factor * small.shape[1], factor * small.shape[2], 3)
             keys, low_keys = super_resolution.own_keys(keys, shape[0])
-            low_res = super_resolution.sampling_inputs(small, aug_sigma, low_keys, scalings)
+            low_res = make_low_res(small, low_keys)
             low_res = jax.tree.map(lambda row: row.repeat(len(text) // len(row), axis=0), low_res)
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text, mask, *low_res)
 
-        sigmas, time = samplers.sampling_grid(noise, s.sampler)  # [steps + 1]
-        on_grid = precond.PRECONDS[s.diffusion.precond](s.diffusion, time)
+        sigmas, time = samplers.sampling_grid(goal.noise, s.sampler)  # [steps + 1]
+        on_grid = goal.precond(time)
         denoise = guidance.guided(
             precond.denoiser(network, on_grid), scale, low=s.sampler.guidance_low,
             high=s.sampler.guidance_high, threshold=s.sampler.threshold,

@@ -15,6 +15,7 @@ import functools
 
 import numpy as np
 
+from diffusion_jax import heldout
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.evaluate import on_the_way
@@ -36,7 +37,9 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     evaluation = on_the_way.open_evaluation(
         s.evaluation, s.data.source, s.output_size, _open_prompts(s, encoder)
     )
-    return loop.Inputs(task.make_task(s, encoder), batches, examples, evaluation)
+    imagen = task.make_task(s, encoder)
+    records = heldout.open_records(s.heldout, batches, imagen.measure)
+    return loop.Inputs(imagen, batches, examples, evaluation, records=records)
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:

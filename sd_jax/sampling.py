@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
-from diffusion_jax.diffusion import guidance, noise, precond, samplers
+from diffusion_jax.diffusion import guidance, objective, precond, samplers
 from diffusion_jax.diffusion.precond import Denoiser, Images
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
-from sd_jax.settings import Diffusion, Pipeline
+from sd_jax.settings import Pipeline
 
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
@@ -30,10 +30,10 @@ def make_sample(
     p.strength of the steps take off again. `preview` is called on the host at each evaluation of
     the denoiser with sketches of what it sees, as large as latents, and the noise level.
     """
-    unet, vae, levels = p.unet, p.vae, noise_of(p.diffusion)
-    sigmas, time = samplers.sampling_grid(levels, p.sampler)
+    unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
+    sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     sigmas = sigmas[p.sampler.steps - p.steps_taken :]
-    scalings = precond.PRECONDS[p.diffusion.predicts](p.diffusion, time)
+    scalings = goal.precond(time)
     sampler = samplers.make(p.sampler)
 
     def start(frozen, batch, keys):
@@ -69,11 +69,6 @@ def make_sample(
         return vae_module.decode_in_slices(decode, z, at_once)
 
     return sample
-
-
-def noise_of(diffusion: Diffusion) -> noise.Noise:
-    """The table of a thousand steps: the noise of a model of this family."""
-    return noise.NOISES[diffusion.noise](diffusion)
 
 
 def _size(images: Images) -> tuple[int, int, int]:

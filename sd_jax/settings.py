@@ -4,18 +4,27 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
-from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
-from diffusion_jax.diffusion.precond import DISTANCES
-from diffusion_jax.settings import MOMENTS, Data, Evaluation, MeshShape, Optimizer, Run, Text
+from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.objective import WEIGHTINGS
+from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
+from diffusion_jax.settings import (
+    MOMENTS,
+    Data,
+    Evaluation,
+    Heldout,
+    MeshShape,
+    Optimizer,
+    Run,
+    Text,
+)
 from diffusion_jax.systems import System
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 
-NOISES = ("scaled_linear", "zero_terminal_snr")  # Those of noise.NOISES that are tables.
-PREDICTS = ("eps", "v")  # Those of precond.PRECONDS that models of this family predict.
 PIXELS = ("symmetric", "unit")
 DROP_TO = ("empty", "zeros")
 _Level = Annotated[float, "[0, 2097152]"]
@@ -46,17 +55,20 @@ class Conditioning(NamedTuple):
 
 
 class Diffusion(NamedTuple):
-    """The objective: the UNet predicts "eps" or "v" over a table of a thousand steps.
+    """The objective: the UNet predicts "eps" or "v" over a table of a thousand steps, or others.
 
-    `noise` is LDM's table, "scaled_linear", or "zero_terminal_snr", of which only v is learned.
-    `offset_noise` times a draw for each image and channel joins the noise (0: none); `min_snr`
-    bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh the same).
+    `noise` is LDM's table, "scaled_linear", or another of noise.NOISES; of "zero_terminal_snr" eps
+    cannot be learned. `offset_noise` times a draw for each image and channel joins the noise (0:
+    none); `min_snr` bounds the weight of steps with little noise (Hang et al. 2023: 5; 0: all weigh
+    the same), or `weight` names another of objective.WEIGHTINGS.
     """
 
-    predicts: Annotated[str, PREDICTS] = "eps"
+    predicts: Annotated[str, named.checked(PRECONDS)] = "eps"
     offset_noise: settings.Share = 0.0
     min_snr: settings.Scale = 0.0
-    noise: Annotated[str, NOISES] = "scaled_linear"
+    noise: Annotated[str, named.checked(NOISES)] = "scaled_linear"
+    distance: Annotated[str, DISTANCES] = "l2"
+    weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
 
 
 class Sampler(NamedTuple):
@@ -133,6 +145,7 @@ class Settings(NamedTuple):
     optimizer: Optimizer
     mesh: MeshShape
     evaluation: Evaluation
+    heldout: Heldout
     data: Data
 
     @property

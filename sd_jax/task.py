@@ -1,17 +1,18 @@
 """A Stable Diffusion model as a Task: diffusion in the latents of a frozen VAE."""
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from diffusion_jax.diffusion import precond
-from diffusion_jax.diffusion.precond import Sigma
+from diffusion_jax.diffusion import noise, objective, samplers
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Batch,
+    Measure,
     Task,
     Texts,
     kept_texts,
@@ -21,8 +22,8 @@ from diffusion_jax.task import (
 )
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
-from sd_jax.sampling import attended, make_sample, noise_of
-from sd_jax.settings import Diffusion, Settings, uses_moments
+from sd_jax.sampling import attended, make_sample
+from sd_jax.settings import Settings, uses_moments
 from sd_jax.vae import Latents, Moments
 
 
@@ -33,14 +34,14 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
     [B, h, w, 2 Z]; one for sampling is sampling.prompts. `vae_params` may be None for a task that
     is trained on moments and draws nothing.
     """
-    unet, vae, levels = s.unet, s.vae, noise_of(s.diffusion)
-    scalings = precond.PRECONDS[s.diffusion.predicts](s.diffusion, levels.time)
+    unet, vae = s.unet, s.vae
+    goal = objective.make(s.diffusion)
     empty = encoder.tokenize([""])
 
     def init(key):
         size = s.latents.image_size // vae_module.factor(vae)
         x = jnp.zeros((1, size, size, unet.in_channels))
-        return unet.init(key, x, jnp.zeros(1), jnp.zeros((1, 1, s.text.width)))
+        return goal.with_learned(unet.init(key, x, jnp.zeros(1), jnp.zeros((1, 1, s.text.width))))
 
     def loss(params, frozen, batch, key):
         key_sigma, key_eps, key_drop, key_posterior, key_offset = jax.random.split(key, 5)
@@ -50,15 +51,26 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         tokens = drop_to_empty(batch, empty, keep) if to_empty else batch
         text = attended(s.pipeline, encoder, frozen, tokens)
         text = text if to_empty else jnp.where(keep[:, None, None], text, 0)
-        sigma = levels.draw(key_sigma, len(x0))
-        eps = with_offset(key_offset, normal_like(key_eps, x0), s.diffusion.offset_noise)
+        sigma = goal.noise.draw(key_sigma, len(x0))
+        eps = goal.shifted(key_offset, normal_like(key_eps, x0))
 
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
-        per_image = precond.loss(network, scalings, x0, eps, sigma)
-        mean = (per_image * loss_weight(s.diffusion, sigma)).mean()
-        return mean, loss_by_noise_level(per_image, sigma)
+        minimised, losses = goal.loss(params, network, x0, eps, sigma)
+        return minimised, loss_by_noise_level(losses, sigma)
+
+    def errors(params, frozen, batch, keys, sigma):
+        moments = moments_of(frozen, batch)
+        shape = (*moments.shape[1:3], moments.shape[3] // 2)
+        of_posterior = samplers.gaussian_noise(keys, shape)(jnp.zeros((), jnp.int32))
+        x0 = vae_module.sample(moments, of_posterior) * s.latents.scale
+        text = attended(s.pipeline, encoder, frozen, batch)
+
+        def network(x, time) -> Any:
+            return unet.apply(params, x, time, text)
+
+        return goal.errors(network, x0, samplers.initial_noise(keys, shape, 1), sigma)
 
     def moments_of(frozen, batch) -> Any:
         if "moments" in batch:
@@ -67,7 +79,8 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         return vae.apply(frozen["vae"], images, method="encode")
 
     frozen = {"text": encoder.frozen, "vae": vae_params}
-    return Task(init, loss, make_sample(s.pipeline, encoder), frozen, RULES)
+    measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
+    return Task(init, loss, make_sample(s.pipeline, encoder), frozen, RULES, measure)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
@@ -92,20 +105,3 @@ def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
     """The tokens of the empty prompt in place of those of the rows that are not kept."""
     where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}
-
-
-def with_offset(
-    key: jax.Array, eps: Float[Array, "B H W C"], offset: float
-) -> Float[Array, "B H W C"]:
-    """eps, each channel of each image shifted by `offset` times a standard normal number."""
-    if not offset:
-        return eps
-    return eps + offset * jax.random.normal(key, (len(eps), 1, 1, eps.shape[-1]))
-
-
-def loss_weight(diffusion: Diffusion, sigma: Sigma) -> Sigma:
-    """Min-SNR weights (Hang et al. 2023): min(snr, gamma) / snr for eps, / (snr + 1) for v."""
-    if not diffusion.min_snr:
-        return jnp.ones_like(sigma)
-    snr = 1 / sigma**2
-    return jnp.minimum(snr, diffusion.min_snr) / (snr + (diffusion.predicts == "v"))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from diffusion_jax import heldout
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
@@ -55,7 +56,8 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     )
     start = (lambda: read_unet(s.unet_weights, s.unet, s.text.width)) if s.unet_weights else None
     sd = task.make_task(s, encoder, vae_params)
-    return loop.Inputs(sd, batches, examples, evaluation, start)
+    records = heldout.open_records(s.heldout, batches, sd.measure)
+    return loop.Inputs(sd, batches, examples, evaluation, start, records)
 
 
 def open_batches(

@@ -69,26 +69,27 @@ def train_and_sample(task, batch):
 def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
     calls = []
 
-    def last_guess(denoise, x, sigmas, draws):
-        """Straight to what D makes of the first level."""
-        calls.append(len(sigmas))
+    def last_guess(denoise, x, sigmas, draws, *, steps, share=0.0):
+        """Straight to what D makes of the first level; `steps` is the config's."""
+        calls.append((len(sigmas), steps, share))
         return denoise(x, jnp.full(len(x), sigmas[0])) + sigmas[-1] * draws(0)
 
     method = samplers.Method(last_guess)
     monkeypatch.setitem(samplers.SAMPLERS, "last_guess", method)
-    model = MODELS[system](sampler__name="last_guess", sampler__steps=3)
+    model = MODELS[system](sampler__name="last_guess(share=0.5)", sampler__steps=3)
     loss, norm, images, _ = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and norm > 0
     assert images.shape == (2, 8, 8, 3) and np.isfinite(images).all()
-    assert calls == [4]
+    assert calls == [(4, 3, 0.5)]
 
 
 LEVELS = jnp.array([9.0, 3.0, 1.0])
 
 
-def three_levels(d):
+def three_levels(*, middle=3.0, low=0.1):
     """Noise of three levels in training; nothing is said of sampling."""
-    pick = lambda key, batch: jax.random.choice(key, LEVELS, (batch,))
+    levels = jnp.array([9.0, middle, low])
+    pick = lambda key, batch: jax.random.choice(key, levels, (batch,))
     return noise.Noise(pick, precond.log_snr)
 
 
@@ -98,7 +99,7 @@ def test_a_distribution_of_noise_is_an_entry_that_training_and_sampling_read(mon
     monkeypatch.setitem(grids.GRIDS, "three_levels", lambda noise, s, *_: (LEVELS, None))
     monkeypatch.setitem(noise.NOISES, "three_levels", three_levels)
     model = imagen_model(
-        diffusion__noise="three_levels", diffusion__precond="v", sampler__name="heun",
+        diffusion__noise="three_levels(low=1.0)", diffusion__precond="v", sampler__name="heun",
         sampler__steps=3, sampler__grid=grid,
     )  # fmt: skip
     loss, norm, images, counts = train_and_sample(*model)

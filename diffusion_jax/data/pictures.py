@@ -190,7 +190,7 @@ class Mixture(Pictures):
 
     def __init__(self, parts: Sequence[Pictures], weights: Sequence[float | int]):
         """The weights need not add up to 1."""
-        self._parts, self.lengths = parts, [len(part) for part in parts]
+        self.parts, self.lengths = parts, [len(part) for part in parts]
         self.weights = [float(weight) for weight in weights]
         self._firsts = np.cumsum([0, *self.lengths])
 
@@ -232,7 +232,7 @@ class Mixture(Pictures):
     def skipped(self) -> dict[str, int]:
         """Counts of unusable records by reason, summed over the parts."""
         total = collections.Counter()
-        for part in self._parts:
+        for part in self.parts:
             total.update(part.skipped())
         return dict(total)
 
@@ -241,4 +241,4 @@ class Mixture(Pictures):
         which = np.searchsorted(self._firsts, indices, side="right") - 1
         for part in sorted(set(which.tolist())):
             rows = np.flatnonzero(which == part)
-            yield self._parts[part], rows, indices[rows] - self._firsts[part]
+            yield self.parts[part], rows, indices[rows] - self._firsts[part]

@@ -7,7 +7,7 @@ of its own, and neither the number of processes nor a restart changes which pict
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -15,12 +15,26 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int
 
-from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.data.pictures import Mixture, Pictures, Rows
+from diffusion_jax.data.split import split
 from diffusion_jax.machine.sharding import batch_sharding
 from diffusion_jax.settings import CROPS, Data, Run
 
 Batch = dict[str, np.ndarray]
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
+
+
+class Apart(NamedTuple):
+    """Pictures that are held out of training."""
+
+    pictures: Pictures
+    make: Callable[[Rows, Sequence[Any]], Batch]
+    """Pictures and texts to a batch."""
+
+    def read(self, rows: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "R"], Batch]:
+        """Those rows that can be used, and a batch of them."""
+        kept, images, texts = self.pictures.usable(rows)
+        return kept, self.make(images, texts)
 
 
 class Batches:
@@ -40,6 +54,7 @@ class Batches:
     ):
         """`batches[step]` is the local batch of a step; `batch_size` the global number of rows."""
         self.pictures = pictures
+        self.apart: Apart | None = None
         self._batch_size = batch_size
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
         if isinstance(pictures, Mixture):
@@ -112,7 +127,8 @@ def training_batches(
 ) -> Batches:
     """The batches of a config, this process's rows of them; the rest is as of make_batches."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
-    return make_batches(
+    pictures, apart = split(pictures, data.heldout)
+    batches = make_batches(
         pictures,
         tokenize,
         batch_size=run.batch_size,
@@ -124,6 +140,9 @@ def training_batches(
         flip=data.flip,
         name=name,
     )
+    make = lambda images, texts: {name: images, **tokenize(texts)}
+    batches.apart = Apart(apart, make) if len(apart) else None
+    return batches
 
 
 def make_batches(

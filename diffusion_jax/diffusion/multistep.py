@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -97,7 +98,7 @@ def dpmpp_2m(
     sigmas: Sigmas,
     noise: Draws,
     *,
-    steps: int = 15,
+    steps: Annotated[int, "(0, inf)"] = 15,
 ) -> Images:
     """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
 
@@ -155,13 +156,81 @@ def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     return jax.lax.scan(step, carry, (jnp.arange(last + 1), sigmas[:-1], sigmas[1:]))[0][0]
 
 
+def deis(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    order: Annotated[int, "[1, 3]"] = 2,
+    steps: Annotated[int, "(0, inf)"] = 15,
+) -> Images:
+    """tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3: N evaluations.
+
+    eps, of this step and of those before, is continued as a polynomial in u = ln(sigma / sigma_i),
+    which is integrated exactly: x' = x + sum_j c_j eps_j, c_j = integral of its Lagrange basis
+    d sigma. The first steps see as many eps as there are; one to 0 is of first order. Of a grid of
+    fewer than 15 `steps` the last is of first and the one before of second order: diffusers' code.
+    """
+    del noise  # Deterministic.
+
+    def step(carry, inputs):
+        x, eps_1, eps_2 = carry
+        i, sigma, sigma_1, sigma_2, sigma_next = inputs
+        eps = (x - denoise(x, same_level(sigma, x))) / sigma
+        v = jnp.log(jnp.where(sigma_next > 0, sigma_next / sigma, 1))
+        m0, m1, m2 = (sigma * moment for moment in _moments(v))
+        u1, u2 = jnp.log(sigma_1 / sigma), jnp.log(sigma_2 / sigma)
+        c1 = m1 / jnp.where(i > 0, u1, 1)
+        two = jnp.array([m0 - c1, c1, 0.0])
+        three = jnp.array(
+            [
+                m0 + (m2 - (u1 + u2) * m1) / (u1 * u2),
+                (m2 - u2 * m1) / (u1 * (u1 - u2)),
+                (m2 - u1 * m1) / (u2 * (u2 - u1)),
+            ]
+        )
+        known = jnp.minimum(i + 1, jnp.where(sigma_next > 0, order, 1))
+        known = jnp.minimum(known, n - i) if steps < 15 else known
+        one = jnp.array([sigma_next - sigma, 0.0, 0.0])
+        c = jnp.where(known == 1, one, jnp.where(known == 2, two, three))
+        return (x + c[0] * eps + c[1] * eps_1 + c[2] * eps_2, eps, eps_1), None
+
+    n, zero = len(sigmas) - 1, jnp.zeros_like(x)
+    before = lambda k: sigmas[jnp.maximum(jnp.arange(n) - k, 0)]
+    inputs = (jnp.arange(n), sigmas[:-1], before(1), before(2), sigmas[1:])
+    return jax.lax.scan(step, (x, zero, zero), inputs)[0][0]
+
+
+def _moments(v: Float[Array, ""]) -> list[Array]:
+    """Integrals of u^k e^u from 0 to v, for k = 0, 1 and 2."""
+    exact = (
+        jnp.expm1(v),
+        jnp.exp(v) * (v - 1) + 1,
+        jnp.exp(v) * (v**2 - 2 * v + 2) - 2,
+    )
+    # Near 0 these cancel: sums of v^(n + k + 1) / (n! (n + k + 1)) there.
+    terms = range(10)
+    series = [
+        sum(v ** (n + k + 1) / (math.factorial(n) * (n + k + 1)) for n in terms) for k in range(3)
+    ]
+    return [jnp.where(jnp.abs(v) < 0.5, s, e) for s, e in zip(series, exact, strict=True)]
+
+
+def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
+    """phi_2 or phi_3 of exponential integrators: phi_1 = (e^z - 1) / z, phi_k = (phi_{k-1} - 1 /
+    (k - 1)!) / z."""
+    # As a series where these cancel.
+    series = sum(z**n / math.factorial(n + k) for n in range(10))
+    exact = jnp.expm1(z) / z
+    for j in range(1, k):
+        exact = (exact - 1 / math.factorial(j)) / z
+    return jnp.where(jnp.abs(z) < 0.5, series, exact)
+
+
 def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
     """rho_0 * h / g and rho_1 of `unipc`; g = 0 stands for no step before."""
-    # (e^-h - 1) / -h = 1 + phi_2, and phi_2 / -h = 1 / 2 + phi_3: as series where these cancel.
-    series = lambda k: sum((-h) ** n / math.factorial(n + k) for n in range(1, 9))
-    phi_1 = jnp.expm1(-h)
-    phi_2 = jnp.where(h < 0.5, series(1), phi_1 / -h - 1)
-    phi_3 = jnp.where(h < 0.5, series(2), (phi_1 / -h - 1) / -h - 1 / 2)
+    phi_1, phi_2, phi_3 = jnp.expm1(-h), -h * phi(2, -h), -h * phi(3, -h)
     b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
     rho_0 = (b_1 - b_2) / (1 + g / h)
     second = g > 0

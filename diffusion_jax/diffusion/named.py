@@ -50,7 +50,9 @@ def calls(field: str, text: str) -> list[Call]:
         ) from error
 
 
-def bound(field: str, text: str, table: Mapping[str, Function], group: Any = None) -> Callable:
+def bound(
+    field: str, text: str, table: Mapping[str, Function], group: Any = None
+) -> functools.partial:
     """The function of a table that `text` names, its own parameters bound.
 
     `group` holds the config's fields, `field` is the name of the one that holds `text`. ValueError
@@ -62,7 +64,9 @@ def bound(field: str, text: str, table: Mapping[str, Function], group: Any = Non
     return bind(field, call, table, group)
 
 
-def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = None) -> Callable:
+def bind(
+    field: str, call: Call, table: Mapping[str, Function], group: Any = None
+) -> functools.partial:
     """The function of a call, as `bound` has it."""
     one_of(field, call.name, table)
     function = _resolved(table[call.name])
@@ -76,6 +80,11 @@ def bind(field: str, call: Call, table: Mapping[str, Function], group: Any = Non
         raise ValueError(f"{field} gives {call.name} the parameter {wrong}: it {takes}")
     fields = {name: getattr(group, name) for name in own if hasattr(group, name)}
     return functools.partial(function, **{**fields, **written})
+
+
+def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
+    """`bound` for a table, as the annotation of a config's field has it (see settings.check)."""
+    return lambda field, text: bound(field, text, table)
 
 
 def _call(node: ast.expr) -> Call:

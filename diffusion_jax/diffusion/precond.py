@@ -6,7 +6,7 @@ Diffusion) is the same denoiser seen through c_in = 1 / sqrt(1 + sigma^2).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -83,13 +83,26 @@ def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
     return scalings
 
 
-# By diffusion.precond or diffusion.predicts of a config, whose `diffusion` group is the first
-# argument; the second is the `time` of its noise.
-PRECONDS: Mapping[str, Callable[[Any, Callable[[Sigma], Sigma]], Precond]] = {
-    "edm": lambda d, time: edm(d.sigma_data),
-    "eps": lambda d, time: epsilon(time),
-    "x0": lambda d, time: x0(time),
-    "v": lambda d, time: velocity(time),
+def flow(time: Callable[[Sigma], Sigma]) -> Precond:
+    """F predicts eps - x0 from x_t = (1 - t) x0 + t eps (Liu et al. 2023; SD3, equation 13).
+
+    t = sigma / (1 + sigma), and x_t is x / (1 + sigma): D = x_t - t F.
+    """
+
+    def scalings(sigma):
+        left = 1 / (1 + sigma)
+        return Scalings(c_skip=left, c_out=-sigma * left, c_in=left, c_noise=time(sigma))
+
+    return scalings
+
+
+# By diffusion.precond or diffusion.predicts of a config: functions of the `time` of its noise.
+PRECONDS: Mapping[str, Callable[..., Precond]] = {
+    "edm": lambda time, *, sigma_data=0.5: edm(sigma_data),
+    "eps": epsilon,
+    "x0": x0,
+    "v": velocity,
+    "flow": flow,
 }
 
 
@@ -144,6 +157,11 @@ def loss(
     With `l2` it equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
     `epsilon` L_simple and `velocity` the v-loss. x0 is in [-1, 1], eps standard normal.
     """
+    return jnp.mean(distance(residual(network, precond, x0, eps, sigma)), axis=(1, 2, 3))
+
+
+def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
+    """F at x0 + sigma * eps, less its effective target."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)
@@ -151,7 +169,7 @@ def loss(
     # (x0 - c_skip * x) / c_out with x written out: subtracting x from x0 would leave the
     # rounding of x, divided by a small c_out, where eps should come out exact.
     target = ((1 - c_skip) * x0 - c_skip * scale * eps) / c_out
-    return jnp.mean(distance(f - target), axis=(1, 2, 3))
+    return f - target
 
 
 def _per_image(c: Sigma) -> Float[Array, "B 1 1 1"]:

@@ -71,12 +71,12 @@ def check_grid(noise: noises.Noise, s: Any) -> None:
     grids.check(noise, s.grid or noise.grid or method_of(s).grid)
 
 
-def initial_noise(keys: Key[Array, "B"], shape: tuple[int, int, int], sigma: Scalar) -> Images:
+def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:
     """The start of a sampler: sigma * eps, each image [H, W, C] drawn from its own key."""
     return sigma * _normal(keys, 0, shape)
 
 
-def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, int, int]) -> Draws:
+def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Draws:
     """A sampler's draws, each image [H, W, C] from its own key, whatever its batch."""
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 
@@ -110,9 +110,21 @@ def heun(
     k = 2 i is Euler's, k = 2 i + 1 the correction, and the network is compiled once. A last step
     to a level above 0 is Euler's too.
     """
-    n = len(sigmas) - 1
     inside = (s_min <= sigmas) & (sigmas <= s_max)
-    gammas = jnp.where(inside, jnp.minimum(churn / n, 2**0.5 - 1), 0)
+    gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
+    return heun_steps(denoise, x, sigmas, gammas, noise, s_noise)
+
+
+def heun_steps(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    gammas: Float[Array, "..."],
+    noise: Draws,
+    s_noise: Scalar = 1.0,
+) -> Images:
+    """The loop of `heun`, with a gamma for each step."""
+    n = len(sigmas) - 1
 
     def evaluate(carry, k):
         x, x_hat, d = carry  # x_hat and d: where the step began, and its slope there.
@@ -157,6 +169,21 @@ def ddim(
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
 
 
+def inverted(denoise: Denoiser, x: Images, sigmas: Sigmas) -> Images:
+    """DDIM backwards (Song et al. 2021, section 4.3): x at sigmas[-1], above 0, to x at sigmas[0].
+
+    `euler` from what it returns comes back to x, but for the step's error: each step takes eps
+    where it begins.
+    """
+
+    def step(x, inputs):
+        sigma, sigma_next = inputs
+        x0 = denoise(x, same_level(sigma, x))
+        return x0 + sigma_next / sigma * (x - x0), None
+
+    return jax.lax.scan(step, x, (sigmas[:0:-1], sigmas[-2::-1]))[0]
+
+
 def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Euler's method in sigma: `ddim` with eta = 0."""
     return ddim(denoise, x, sigmas, noise)
@@ -196,6 +223,7 @@ def _normal(keys: Key[Array, "B"], draw: int | Int[Array, ""], shape: tuple[int,
 
 _WHOLE, _CLOSED = Places(whole=False), Places(closed=True)
 _MULTISTEP = "diffusion_jax.diffusion.multistep"
+_STOCHASTIC = "diffusion_jax.diffusion.stochastic"
 # By sampler.name of a config: all for both systems.
 SAMPLERS: Mapping[str, Method] = {
     "heun": Method(heun, places=_WHOLE),
@@ -207,4 +235,8 @@ SAMPLERS: Mapping[str, Method] = {
     "plms_v": Method(f"{_MULTISTEP}:plms_v", grid="ldm"),
     "dpmpp_2m": Method(f"{_MULTISTEP}:dpmpp_2m", places=_CLOSED),
     "unipc": Method(f"{_MULTISTEP}:unipc", places=_CLOSED),
+    "deis": Method(f"{_MULTISTEP}:deis", places=_CLOSED),
+    "dpmpp_2m_sde": Method(f"{_STOCHASTIC}:dpmpp_2m_sde", places=_CLOSED),
+    "dpmpp_3m_sde": Method(f"{_STOCHASTIC}:dpmpp_3m_sde", places=_CLOSED),
+    "restart": Method(f"{_STOCHASTIC}:restart", places=_WHOLE),
 }

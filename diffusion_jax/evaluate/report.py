@@ -234,12 +234,27 @@ def _sheets(run: RunResult) -> list[dict[str, str]]:
 
 
 def _training(runs: Sequence[RunResult]) -> Iterator[tuple[str, str]]:
-    """Figures of what training logged, and the medians in words."""
+    """Figures of what training logged, and its numbers in words."""
+    names = dict.fromkeys(key for run in runs for row in run.training for key in row)
+    apart = [key for key in names if key.startswith("heldout/") and key.endswith("/loss")]
+    lines = [
+        training_line(run, key)._replace(name=_of_weights(run.name, key))
+        for run, key in itertools.product(runs, apart)
+        if any(key in row for row in run.training)
+    ]
+    if lines:
+        lasts = ", ".join(f"{line.name} {line.y[-1]:.6g}" for line in lines)
+        yield figures.svg(Plot(lines, "step", "held-out loss")), f"At the end: {lasts}"
     for key, name in (("loss", "loss"), ("images_per_second", "images per second")):
         lines = [training_line(run, key) for run in runs if any(key in r for r in run.training)]
         if lines:
             medians = ", ".join(f"{line.name} {statistics.median(line.y):.4g}" for line in lines)
-            yield figures.svg(Plot(lines, "step", name)), medians
+            yield figures.svg(Plot(lines, "step", name)), f"Median: {medians}"
+
+
+def _of_weights(run: str, key: str) -> str:
+    """A line's name: the run, and the weights of a held-out loss."""
+    return f"{run}, {key.split('/')[1].replace('_', ' ')}"
 
 
 def training_line(run: RunResult, key: str) -> Line:

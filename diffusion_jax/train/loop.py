@@ -19,7 +19,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from diffusion_jax import runs
+from diffusion_jax import heldout, runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import distributed, flops, hardware, sheets
@@ -82,6 +82,8 @@ class Inputs(NamedTuple):
     evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
     """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
+    records: heldout.Records | None = None
+    """What the held-out loss is taken of, if it is."""
 
 
 def train(
@@ -94,7 +96,7 @@ def train(
     NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row;
     OutOfMemory where a device's memory does not hold what is asked.
     """
-    task, batches, examples, evaluation, start = inputs
+    task, batches = inputs.task, inputs.batches
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
@@ -108,15 +110,15 @@ def train(
         )  # Before what it is to see the end of.
         folder = workdir / runs.CHECKPOINTS
         checkpoints = closing(Checkpointer(folder, run.keep_last, run.keep_every))
-        state = _first_state(checkpoints, create, key, layout, batches, start)
+        state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
         first = int(state.step)
         writer = closing(MetricWriter(workdir, config, first))
         write_manifest(workdir, config, run.seed, first)
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        draw = make_draw(task.sample, frozen, mesh)
-        draw_examples = _example_drawer(draw, examples, workdir / "samples", run.seed)
+        rows = run.batch_size // settings.accumulate
+        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
         samples = run.batch_size // batch_ways(mesh) // settings.accumulate
@@ -141,12 +143,10 @@ def train(
                     explain(*found, step, state.params)
             if step % run.log_every == 0 or last:
                 progress.report(step)
-            if run.sample_every and (step % run.sample_every == 0 or step == run.steps):
-                with progress.paused(), watchdog.paused():
-                    writer.write_images(step, {"samples": draw_examples(step, _averaged(state))})
-            if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
-                with progress.paused(), watchdog.paused():
-                    writer.write_scalars(step, evaluation.score(draw, _averaged(state)))
+            for is_due, write in occasions:
+                if is_due(step) or step == run.steps:
+                    with progress.paused(), watchdog.paused():
+                        write(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
                     checkpoints.save(step, state, batches, config)
@@ -204,7 +204,8 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
         state = checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
     if start is None or step:
         return state
-    params = start()
+    # What a weighting learns is in no file: it starts as it is.
+    params = {**state.params, **start()}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
 
@@ -232,6 +233,31 @@ def _explainer(task, frozen, key, settings, batches, workdir, mesh):
 def _averaged(state: TrainState) -> Params:
     """The average of the largest decay, as load_params takes by default, or the raw parameters."""
     return state.ema[max(state.ema, key=float)] if state.ema else state.params
+
+
+def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
+    """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
+    task, _, examples, evaluation, _, records = inputs
+    draw = make_draw(task.sample, frozen, mesh)
+    occasions = []
+    if run.sample_every:
+        drawn = _example_drawer(draw, examples, folder, run.seed)
+        write = lambda step, state: writer.write_images(
+            step, {"samples": drawn(step, _averaged(state))}
+        )
+        occasions.append((lambda step: step % run.sample_every == 0, write))
+    if evaluation:
+        score = lambda step, state: writer.write_scalars(
+            step, evaluation.score(draw, _averaged(state))
+        )
+        occasions.append((lambda step: evaluation.is_due(step, run.batch_size), score))
+    if records:
+        losses = heldout.make_scorer(task, frozen, mesh, records, rows)
+        measure = lambda step, state: writer.write_scalars(
+            step, heldout.of_all(losses, state.params, state.ema)
+        )
+        occasions.append((lambda step: step % records.every == 0, measure))
+    return occasions
 
 
 def _example_drawer(draw, examples, folder, seed):

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import samplers
-from diffusion_jax.diffusion.noise import NOISES
 from sd_jax.settings import Diffusion, Sampler
 
 Config = Mapping[str, Any]
@@ -125,6 +125,6 @@ def _between(config: Config, s: Sampler, grid: str, noise: str, exploding: bool)
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:
-        own = samplers.sampling_grid(NOISES[noise](Diffusion()), s).sigmas
+        own = samplers.sampling_grid(noises.make(Diffusion(noise=noise)), s).sigmas
         low, high = low or float(own[-2]), high or float(own[0])
     return s._replace(grid=grid, sigma_min=low or 0.0, sigma_max=high or s.sigma_max)

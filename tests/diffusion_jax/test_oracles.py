@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, precond, samplers, schedules
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -122,7 +122,7 @@ def test_edm_loss(distance, augmented):
     )
 
 
-SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
+SCHEDULES = {"cosine": schedules.cosine_log_snr, "linear": schedules.linear_log_snr}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -131,7 +131,7 @@ def test_ddpm_schedule(schedule):
     # Relative: cosine's cos^-2 - 1 is 1.6e-4 at t = 1e-4, so that one float32 rounding of
     # the cosine moves log-SNR by 7.5e-4 of 8.7; the reference itself is 5e-4 off the truth.
     np.testing.assert_allclose(log_snr, FUNCTIONS[f"ddpm/{schedule}/log_snr"], rtol=1e-4)
-    sigma = noise.sigma_of(log_snr)
+    sigma = schedules.sigma_of(log_snr)
     alpha = precond.epsilon(precond.log_snr)(sigma).c_in
     close(alpha, FUNCTIONS[f"ddpm/{schedule}/alpha"])
     close(sigma * alpha, FUNCTIONS[f"ddpm/{schedule}/sigma"])
@@ -141,7 +141,7 @@ def test_ddpm_schedule(schedule):
 
 def ddpm_case(schedule):
     """x0, eps and sigma of the recorded forward process, and x = x0 + sigma * eps."""
-    sigma = noise.sigma_of(SCHEDULES[schedule](jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_t"])))
+    sigma = schedules.sigma_of(SCHEDULES[schedule](jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_t"])))
     x0, eps = images(FUNCTIONS["in/x0"]), images(FUNCTIONS[f"ddpm/{schedule}/q_eps"])
     return x0, eps, sigma, x0 + sigma[:, None, None, None] * eps
 
@@ -165,7 +165,7 @@ def test_ddpm_x0_from_eps(schedule):
 def test_ddpm_posterior(schedule, image):
     x0, _, sigma, x = (value[image : image + 1] for value in ddpm_case(schedule))
     q_next = jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_tn"][image : image + 1])
-    sigmas = jnp.concatenate([sigma, noise.sigma_of(SCHEDULES[schedule](q_next))])
+    sigmas = jnp.concatenate([sigma, schedules.sigma_of(SCHEDULES[schedule](q_next))])
     alpha_next = 1 / jnp.sqrt(1 + sigmas[1] ** 2)
     step = lambda draw: samplers.ddim(lambda *_: x0, x, sigmas, lambda i: draw, eta=1.0)
     mean, one_above = (alpha_next * step(draw) for draw in (jnp.zeros_like(x), jnp.ones_like(x)))
@@ -328,7 +328,7 @@ def ddpm_denoise(x, sigma, scale, threshold):
 )
 def test_ddpm_trajectory(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
-    sigmas = noise.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
+    sigmas = schedules.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
     # The reference starts from x of variance 1 in its coordinates; ours are 1 / alpha larger.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, multistep, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, multistep, precond, samplers, schedules
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
-TABLE = noise.scaled_linear()
+TABLE = schedules.scaled_linear()
 PRECONDS = {"eps": precond.epsilon, "v": precond.velocity}
 
 
@@ -33,7 +33,7 @@ def toy(x, t, text):
 
 def denoiser(predicts, scale):
     text, null = (jnp.asarray(CASES[name]).mean((1, 2)) for name in ("c", "uc"))
-    scalings = PRECONDS[predicts](noise.time_of(TABLE))
+    scalings = PRECONDS[predicts](schedules.time_of(TABLE))
     if scale == 1:
         return precond.denoiser(lambda x, t: toy(x, t, text), scalings)
     both = jnp.stack([text, null], axis=1).reshape(-1)
@@ -42,7 +42,7 @@ def denoiser(predicts, scale):
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
     """As LDM starts and ends: from N(0, 1) at the first time, to alpha * x at the last."""
-    sigmas = noise.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
+    sigmas = schedules.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
     x = images(CASES["xT"]) * jnp.sqrt(1 + sigmas[0] ** 2)
     sample = jax.jit(lambda x: sampler(denoiser(predicts, scale), x, sigmas, draws))
     return samplers.in_own_coordinates(sample(x), sigmas[-1])

@@ -3,15 +3,16 @@
 Two dense layers on 8x8 pixels, shifted by the mean of the text after a frozen projection; EDM.
 """
 
+import functools
 import itertools
 import math
 
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers, schedules
 from diffusion_jax.machine import sharding
-from diffusion_jax.task import Task, loss_by_noise_level
+from diffusion_jax.task import Measure, Task, loss_by_noise_level, to_range
 from diffusion_jax.text import hashed
 
 SIZE, WIDTH, TOKENS, HIDDEN = 8, 32, 6, 384
@@ -41,7 +42,7 @@ def task(encoder=ENCODER):
     def loss(params, frozen, batch, key):
         key_sigma, key_eps = jax.random.split(key)
         x0 = batch["image"].astype(jnp.float32) / 127.5 - 1
-        sigma = noise.lognormal(-1.2, 1.2)(key_sigma, len(x0))
+        sigma = schedules.lognormal(-1.2, 1.2)(key_sigma, len(x0))
         eps = jax.random.normal(key_eps, x0.shape)
         each = precond.loss(network(params, pooled(frozen, batch)), EDM, x0, eps, sigma)
         return each.mean(), loss_by_noise_level(each, sigma)
@@ -57,7 +58,14 @@ def task(encoder=ENCODER):
         x = samplers.initial_noise(keys, shape, sigmas[0])
         return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
 
-    return Task(lambda key: init(key, encoder.width), loss, sample, frozen, RULES)
+    def errors(params, frozen, batch, keys, sigma):
+        x0 = to_range(batch["image"])
+        net, eps = network(params, pooled(frozen, batch)), samplers.initial_noise(keys, shape, 1)
+        each = precond.loss(net, EDM, x0, eps, sigma)
+        return each, each / 2
+
+    measure = Measure(functools.partial(noise.quantiles, schedules.edm_noise(-1.2, 1.2)), errors)
+    return Task(lambda key: init(key, encoder.width), loss, sample, frozen, RULES, measure)
 
 
 def init(key, width=WIDTH):

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
-from diffusion_jax.diffusion import grids, samplers
+from diffusion_jax.diffusion import grids, objective, samplers, schedules
 from diffusion_jax.diffusion import noise as noises
-from diffusion_jax.diffusion import precond as preconds
-from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
@@ -156,16 +154,14 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
 
 SIGMA_OF_TIME = {
     "edm": lambda t: jnp.exp(4 * t),
-    "scaled_linear": lambda t: noises.sigma_at(noises.scaled_linear(), t),
+    "scaled_linear": lambda t: schedules.sigma_at(schedules.scaled_linear(), t),
 }  # The others: log-SNR.
 
 
 def knows_the_answer(s):
     """A network whose denoiser is one grey level, whatever it sees: `grey` of the text."""
     kind = s.diffusion.precond if s.diffusion.precond == "edm" else s.diffusion.noise
-    scalings = preconds.PRECONDS[s.diffusion.precond](
-        s.diffusion, NOISES[s.diffusion.noise](s.diffusion).time
-    )
+    scalings = objective.make(s.diffusion).scalings
     sigma_of = SIGMA_OF_TIME.get(kind, lambda t: jnp.exp(-t / 2))
 
     def apply(params, x, time, text, mask, *low_res):
@@ -221,7 +217,7 @@ def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")
-    first, last = noises.sigma_at(noises.scaled_linear(), jnp.array([999.0, 0.0]))
+    first, last = schedules.sigma_at(schedules.scaled_linear(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     x = samplers.initial_noise(keys, (8, 8, 3), first)
     answer = 0.02 * WORDS[:, None, None, None] + 0.3
@@ -247,8 +243,7 @@ def test_thresholds_hold_the_guided_answer_within_the_range(threshold, factor):
 
 def test_levels_come_from_the_sampler_or_from_the_schedule():
     def levels(s):
-        noise = NOISES[s.diffusion.noise](s.diffusion)
-        return np.asarray(samplers.sampling_grid(noise, s.sampler).sigmas)
+        return np.asarray(samplers.sampling_grid(noises.make(s.diffusion), s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
     np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))

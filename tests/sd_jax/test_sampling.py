@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, noise, samplers
+from diffusion_jax.diffusion import grids, noise, samplers, schedules
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
@@ -29,7 +29,7 @@ from sd_jax.weights import formats, names
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise of their own; and averages of v are not of eps.
 SWAYED = {"ddpm", "euler_ancestral", "plms_v"}
-TABLE = noise.scaled_linear()
+TABLE = schedules.scaled_linear()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
 PIPELINE = Pipeline(
     UNet(channel_mult=(1,), attention_levels=(0,)),
@@ -45,7 +45,7 @@ KEYS = jax.random.split(jax.random.key(0), 3)
 def levels(name, steps):
     """The noise levels of a sampler's steps."""
     sampler = SAMPLER._replace(name=name, steps=steps)
-    return samplers.sampling_grid(sampling.noise_of(PIPELINE.diffusion), sampler).sigmas
+    return samplers.sampling_grid(noise.make(PIPELINE.diffusion), sampler).sigmas
 
 
 def half(self, params, x, method):
@@ -131,7 +131,7 @@ def test_image_to_image_starts_from_the_picture_under_noise(draw):
     """The last half of four steps: noise of the third time, which is not taken off here."""
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     drawn = draw(lambda x, t, text: 0 * x, strength=0.5, image=pictures)
-    sigmas = noise.sigma_at(TABLE, jnp.array([251.0, 0.0]))
+    sigmas = schedules.sigma_at(TABLE, jnp.array([251.0, 0.0]))
     z = 0.5 * (pictures[:, ::2, ::2] / 127.5 - 1)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
     wanted = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5

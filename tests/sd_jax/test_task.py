@@ -14,7 +14,6 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import parts
 from sd_jax import sampling, task
-from sd_jax.settings import Diffusion
 from sd_jax.vae import VAE
 from tests.sd_jax import tiny
 
@@ -160,14 +159,6 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
     np.testing.assert_allclose(np.mean(micro), whole, rtol=1e-5)
 
 
-def test_min_snr_weights_are_the_papers():
-    sigma = jnp.array([0.1, 0.5, 2.0])  # snr 100, 4 and 0.25
-    weigh = lambda *fields: np.asarray(task.loss_weight(Diffusion(*fields), sigma))
-    np.testing.assert_allclose(weigh("eps", 0.0, 5.0), [0.05, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(weigh("v", 0.0, 5.0), [5 / 101, 4 / 5, 0.25 / 1.25], rtol=1e-6)
-    np.testing.assert_array_equal(weigh("v", 0.0, 0.0), 1)
-
-
 def knows_the_answer(s, answer):
     """A UNet that predicts eps or v of a distribution of one point, the mean of the text."""
 
@@ -246,7 +237,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"latents__image_size": 13}, "latents.image_size is 13: latents are images 2 times"),
         ({"latents__scale": 0.0}, "latents.scale is 0.0: it must be above 0"),
         ({"latents__pixels": "byte"}, "latents.pixels is 'byte': choose from symmetric, unit"),
-        ({"diffusion__predicts": "x0"}, "diffusion.predicts is 'x0': choose from eps, v"),
+        ({"diffusion__predicts": "score"}, "is 'score': choose from edm, eps, x0, v, flow"),
         ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5 and texts have 6 tokens"),
         ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
         ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which is no encoder"),

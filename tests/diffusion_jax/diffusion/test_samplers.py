@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, multistep, noise, samplers
+from diffusion_jax.diffusion import grids, multistep, noise, samplers, schedules, stochastic
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -25,11 +25,16 @@ DETERMINISTIC = {
     "plms": multistep.plms,
     "dpmpp_2m": multistep.dpmpp_2m,
     "unipc": multistep.unipc,
+    "deis": multistep.deis,
+    "deis 3": functools.partial(multistep.deis, order=3),
 }
 STOCHASTIC = {
     "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
     "ddim eta 0.5": functools.partial(samplers.ddim, eta=0.5),
     "ddpm": samplers.ddpm,
+    "dpmpp_2m_sde": stochastic.dpmpp_2m_sde,
+    "dpmpp_3m_sde": stochastic.dpmpp_3m_sde,
+    "restart": functools.partial(stochastic.restart, low=0.5, high=2.0),
 }
 ALL = DETERMINISTIC | STOCHASTIC
 
@@ -56,12 +61,105 @@ def error(sampler, n):
 
 
 @pytest.mark.parametrize(
-    ("name", "order", "bound"), [("ddim", 1, 0.07), ("heun", 2, 3e-3), ("dpmpp_2m", 2, 3e-3)]
+    ("name", "order", "bound"),
+    [("ddim", 1, 0.07), ("heun", 2, 3e-3), ("dpmpp_2m", 2, 3e-3), ("deis", 2, 2e-3)],
 )
 def test_converges_to_the_exact_solution_at_its_order(name, order, bound):
     coarse, fine = error(ALL[name], 32), error(ALL[name], 64)
     assert abs(np.log2(coarse / fine) - order) < 0.25  # Half the step, error / 2^order.
     assert fine < bound  # Twice what was measured: 0.036, 1.5e-3, 1.5e-3.
+
+
+def test_deis_of_order_3_is_of_order_3():
+    """From 16 to 32 steps: finer, the rounding of float32 is as large as its error."""
+    third = ALL["deis 3"]
+    assert np.log2(error(third, 16) / error(third, 32)) > 2.75
+    assert error(third, 32) < 3e-4  # Twice what was measured: 1.2e-4.
+
+
+@pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_an_sdes_image_is_that_of_its_path_however_many_steps_follow_it(name):
+    """Half the step, half the distance to what the path itself draws: order 1, as of its noise."""
+    sigmas = lambda n: grids.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
+    drawn = [sample(ALL[name], 5 * X, sigmas(n), KEYS) for n in (32, 128, 512)]
+    far, near = (float(jnp.abs(out - drawn[-1]).mean()) for out in drawn[:2])
+    assert 2 < far / near < 8 and near < 5e-3  # Measured: 3.5 to 4, 2.3e-3.
+    other = sample(ALL[name], 5 * X, sigmas(128), jax.random.split(jax.random.key(9), 3))
+    assert float(jnp.abs(other - drawn[1]).mean()) > 0.2  # Another path, another image.
+
+
+@pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_without_noise_an_sdes_solver_is_of_its_order(name):
+    quiet = functools.partial(ALL[name], strength=0.0)
+    if name == "dpmpp_2m_sde":
+        sigmas = grids.karras_sigmas(8, sigma_min=0.02, sigma_max=5.0)
+        expected = multistep.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
+        np.testing.assert_allclose(quiet(denoise, 5 * X, sigmas, DRAWS), expected, atol=1e-5)
+        return
+    levels = lambda n: jnp.geomspace(5.0, 0.5, n + 1)
+    exact = MU + (5 * X - MU) * np.sqrt((STD**2 + 0.25) / (STD**2 + 25))
+    coarse, fine = (
+        float(jnp.abs(deterministic(quiet, 5 * X, levels(n)) - exact).max()) for n in (8, 32)
+    )
+    # Its first step is of first order, which leaves an error of h^2: a quarter of h, a sixteenth.
+    assert abs(np.log2(coarse / fine) / 2 - 2) < 0.25 and fine < 1.6e-4
+
+
+def test_a_brownian_path_has_the_increments_of_its_name():
+    """Of variance as long as they are in log2 sigma, independent; the same from any other level."""
+    draws = samplers.gaussian_noise(jax.random.split(jax.random.key(5), 4), (25, 20, 1))
+    at = jax.jit(jax.vmap(stochastic.brownian(draws)))
+    levels = jnp.array([0.01, 0.1, 0.2, 1.0, 40.0])
+    path = np.asarray(at(levels)).reshape(5, -1)
+    steps = np.diff(path, axis=0) / np.sqrt(np.diff(np.log2(levels)))[:, None]
+    # 2,000 values: 4 standard errors of a variance are 0.13, of a covariance 0.09.
+    np.testing.assert_allclose(np.cov(steps), np.eye(4), atol=0.13)
+    again = np.asarray(at(jnp.array([1.0, 3.3, 0.1]))).reshape(3, -1)
+    np.testing.assert_array_equal(again[[0, 2]], path[[3, 1]])
+
+
+def test_restart_is_the_loop_of_its_paper_around_heun():
+    """Algorithm 1 in float64: down to the level nearest to `low`, then back and down again."""
+    sigmas = np.float64(grids.karras_sigmas(6, sigma_min=0.05, sigma_max=10.0))
+    d = lambda x, sigma: np.float64(STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
+
+    def heun_step(x, sigma, later):
+        slope = (x - d(x, sigma)) / sigma
+        ahead = x + (later - sigma) * slope
+        if later == 0:
+            return ahead
+        return x + (later - sigma) * (slope + (ahead - d(ahead, later)) / later) / 2
+
+    j = int(np.abs(np.log(sigmas[:-1] / 0.5)).argmin())
+    x, step = np.float64(10 * X), 0
+    for i in range(6):
+        if i == j:
+            for _ in range(2):
+                added = np.sqrt(2.0**2 - sigmas[j] ** 2) * np.asarray(DRAWS(step))
+                x, begin = x + added, 2.0
+                for k in range(1, 4):
+                    later = (2 ** (1 / 7) + k / 3 * (sigmas[j] ** (1 / 7) - 2 ** (1 / 7))) ** 7
+                    x, begin, step = heun_step(x, begin, later), later, step + 1
+        x, step = heun_step(x, sigmas[i], sigmas[i + 1]), step + 1
+    actual = jax.jit(
+        functools.partial(
+            stochastic.restart, denoise, noise=DRAWS, low=0.5, high=2.0, repeats=2, inner=3
+        )
+    )(10 * X, jnp.float32(sigmas))
+    np.testing.assert_allclose(actual, x, atol=2e-5)
+
+
+def test_ddim_backwards_and_forwards_comes_back():
+    sigmas = jnp.geomspace(10.0, 0.02, 129)
+    noisy = samplers.inverted(denoise, X, sigmas)
+    assert 5 < float(noisy.std()) < 40
+    back = samplers.euler(denoise, noisy, sigmas, DRAWS)
+    # Each way has Euler's own error, which is of order 1: 128 steps of it.
+    np.testing.assert_allclose(back, X, atol=0.15)
+    exact = MU + (X - MU) * np.sqrt((STD**2 + 100) / (STD**2 + 0.02**2))
+    coarse = samplers.inverted(denoise, X, jnp.geomspace(10.0, 0.02, 65))
+    ratio = float(jnp.abs(coarse - exact).max() / jnp.abs(noisy - exact).max())
+    assert abs(np.log2(ratio) - 1) < 0.25
 
 
 def test_the_corrector_of_unipc_raises_its_order():
@@ -129,7 +227,7 @@ def test_heun_is_algorithm_2_of_edm(churn, window):
     np.testing.assert_allclose(actual, expected, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["churned heun", "ddim eta 0.5", "ddpm"])
+@pytest.mark.parametrize("name", STOCHASTIC)
 def test_new_noise_keeps_the_variance_of_the_data(name):
     """From the exact marginal at sigma_max every sampler ends in the data's own."""
     sampler = functools.partial(samplers.heun, churn=40.0) if "heun" in name else ALL[name]
@@ -195,7 +293,7 @@ def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
     np.testing.assert_allclose(samplers.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("log_snr", [noise.cosine_log_snr, noise.linear_log_snr])
+@pytest.mark.parametrize("log_snr", [schedules.cosine_log_snr, schedules.linear_log_snr])
 def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
     """Mean alpha_s (x (1 - c) / alpha_t + c x0), variance sigma_s^2 c, c = 1 - SNR_t / SNR_s."""
     log_snrs = np.float64(log_snr(jnp.linspace(1, 0, 9)))
@@ -208,7 +306,7 @@ def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
         if i < 7:  # The last step returns the posterior mean.
             z += np.sqrt((1 - alpha[i + 1] ** 2) * c) * np.asarray(DRAWS(jnp.array(i)))
 
-    sigmas = noise.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
+    sigmas = schedules.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
     x = samplers.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
     actual = samplers.in_own_coordinates(x, sigmas[-1])
     np.testing.assert_allclose(actual, z, atol=2e-6)
@@ -301,7 +399,7 @@ def test_karras_sigmas_are_equation_5_and_then_0():
 
 
 def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
-    model = noise.continuous_noise(noise.linear_log_snr)
+    model = schedules.continuous_noise(schedules.linear_log_snr)
     levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Places()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
@@ -318,10 +416,11 @@ GRIDS_OF = [
 @pytest.mark.parametrize("end", grids.ENDS)
 def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end):
     """n levels that fall, to 0 or to the least that there is; over a table within its own."""
-    objective = types.SimpleNamespace(p_mean=-1.2, p_std=1.2)
     fields = vars(SETTINGS) | {"sigma_min": 0.05, "sigma_max": 10.0}
     s = types.SimpleNamespace(**fields, name="unipc", grid=grid, end=end)
-    model = noise.NOISES[name](objective)  # As a task makes it, outside of its programs.
+    model = noise.make(
+        types.SimpleNamespace(noise=name)
+    )  # As a task makes it, outside of its programs.
     levels = lambda: samplers.sampling_grid(model, s).sigmas
     outside = np.asarray(levels())
     np.testing.assert_allclose(jax.jit(levels)(), outside, rtol=1e-6)
@@ -331,7 +430,7 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
 
 
 def test_a_noise_without_times_has_no_grid_by_times():
-    model = noise.edm_noise(-1.2, 1.2)
+    model = schedules.edm_noise(-1.2, 1.2)
     with pytest.raises(
         ValueError, match=r"sampler.grid is 'trailing', by times, and .*: choose fro"
     ):
@@ -340,7 +439,7 @@ def test_a_noise_without_times_has_no_grid_by_times():
 
 def test_exponential_levels_are_even_in_their_logarithms():
     model, s = (
-        noise.edm_noise(-1.2, 1.2),
+        schedules.edm_noise(-1.2, 1.2),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
     sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Places()).sigmas

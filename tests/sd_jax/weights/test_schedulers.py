@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond, samplers
-from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.settings import check
 from sd_jax.settings import Diffusion, Sampler
 from sd_jax.weights import schedulers
@@ -45,13 +45,13 @@ def test_draws_as_diffusers_does(case):
     s = schedulers.read_sampler(config, Sampler(steps=steps))
     check(Sampler, s._asdict(), "sampler")
     predicts, noise = schedulers.read_diffusion(config)
-    table = NOISES[noise](Diffusion())
+    table = noises.make(Diffusion(noise=noise))
     grid = samplers.sampling_grid(table, s)
     told = np.asarray(grid.time(grid.sigmas[:-1]))
     seen = np.array(list(dict.fromkeys(SAVED[f"{case}_times"])))  # Heun's, PNDM's come twice.
     np.testing.assert_allclose(told[: len(seen)], seen, atol=2e-2)
 
-    scalings = precond.PRECONDS[predicts](Diffusion(), grid.time)
+    scalings = precond.PRECONDS[predicts](grid.time)
     start = jnp.sqrt(1 + grid.sigmas[0] ** 2) if s.unit_start else grid.sigmas[0]
     draws = images(SAVED["draws"])
     sampler = samplers.make(s)

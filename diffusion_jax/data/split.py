@@ -1,0 +1,82 @@
+"""Records kept from training, for a loss that tells learning from learning by heart."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int, Shaped
+
+from diffusion_jax.data.pictures import Mixture, Pictures, Rows
+
+_CHUNK = 2**22  # Numbers hashed at a time: 32 MB.
+
+
+def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
+    """(for training, held out): about this share of the records, chosen by a hash of their numbers.
+
+    The choice is the same in every run and process, and stays when records are added at the end.
+    Of a mixture each part is split. What replaces a damaged record in training is drawn from all.
+    """
+    if not share:
+        return pictures, Subset(pictures, np.zeros(0, np.int64))
+    if isinstance(pictures, Mixture):
+        pairs = [split(part, share) for part in pictures.parts]
+        training, apart = ([pair[i] for pair in pairs] for i in (0, 1))
+        return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
+    chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
+    apart = np.concatenate([chunk[_hashed(chunk) < share] for chunk in chunks])
+    return Subset(pictures, apart, others=True), Subset(pictures, apart)
+
+
+class Subset(Pictures):
+    """Some pictures of a list, or all others, in its order."""
+
+    def __init__(self, pictures: Pictures, indices: Int[np.ndarray, "N"], others: bool = False):
+        """`indices` are sorted; with `others` it holds what they do not name."""
+        self._pictures, self._indices, self._others = pictures, indices, others
+        # How many pictures before each of `indices` are in the list of the others.
+        self._before = indices - np.arange(len(indices))
+
+    def __len__(self) -> int:
+        """The number of pictures."""
+        return len(self._pictures) - len(self._indices) if self._others else len(self._indices)
+
+    def _inside(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
+        """The whole list's numbers of these."""
+        if self._others:
+            return indices + np.searchsorted(self._before, indices, side="right")
+        return self._indices[indices]
+
+    def read(
+        self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
+    ) -> tuple[Rows, Sequence[Any]]:
+        """The pictures of these indices and their texts."""
+        return self._pictures.read(self._inside(indices), places)
+
+    def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
+        """Their texts."""
+        return self._pictures.texts(self._inside(indices))
+
+    def usable(
+        self, indices: Int[np.ndarray, "B"]
+    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
+        """Those that can be used."""
+        inside = self._inside(indices)
+        kept, images, texts = self._pictures.usable(inside)
+        return indices[np.isin(inside, kept)], images, texts
+
+    def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
+        """Their names."""
+        return self._pictures.names(self._inside(indices))
+
+    def skipped(self) -> dict[str, int]:
+        """The number of pictures of the whole list that could not be used so far, by reason."""
+        return self._pictures.skipped()
+
+
+def _hashed(numbers: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+    """Numbers in [0, 1) that are a function of each alone: splitmix64 (Steele et al. 2014)."""
+    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53

@@ -1,0 +1,144 @@
+"""Samplers with noise that belongs to the image and not to the steps, and Restart.
+
+The noise of an SDE's step is the increment of one Brownian path: more steps refine the same path,
+and the image that they draw converges.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from diffusion_jax.diffusion.multistep import phi
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
+from diffusion_jax.diffusion.precond import Denoiser, Images
+from diffusion_jax.diffusion.samplers import Draws, heun_steps, same_level
+
+Level = Float[Array, ""]
+Strength = Annotated[Scalar, "[0, 1]"]
+_LOW, _HIGH = -12.0, 20.0  # Of log2 sigma: the path begins and ends there.
+_DEPTH = 16  # Halvings of it: pieces of 3.4e-4 in ln sigma, inside which it is straight.
+
+
+def brownian(noise: Draws) -> Callable[[Level], Images]:
+    """W(sigma), a Brownian path in log2 sigma, the same whichever levels it is asked for.
+
+    A tree as in Li et al. 2020 ("Scalable gradients for stochastic differential equations", section
+    4): between two ends the middle is their mean and a draw of its own, `noise` of its place in the
+    tree. Each level costs 16 draws.
+    """
+    ends = jnp.zeros_like(noise(jnp.array(0))), (_HIGH - _LOW) ** 0.5 * noise(jnp.array(0))
+
+    def at(sigma):
+        t = (jnp.log2(sigma) - _LOW) / (_HIGH - _LOW)
+
+        def halve(k, carry):
+            low, high, left, node = carry
+            length = jnp.ldexp(1.0, -k)
+            spread = jnp.sqrt((_HIGH - _LOW) * length / 4)
+            middle = (low + high) / 2 + spread * noise(node)
+            right = t >= left + length / 2
+            low, high = jnp.where(right, middle, low), jnp.where(right, high, middle)
+            return low, high, left + right * length / 2, 2 * node + right
+
+        start = (*ends, jnp.zeros(()), jnp.array(1))
+        low, high, left, _ = jax.lax.fori_loop(0, _DEPTH, halve, start)
+        return low + (high - low) * jnp.clip((t - left) * 2.0**_DEPTH, 0, 1)
+
+    return at
+
+
+def dpmpp_2m_sde(
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
+) -> Images:
+    """DPM-Solver++(2M) SDE (Lu et al. 2022, appendix; k-diffusion's, midpoint), N evaluations of D.
+
+    `strength` is the share of new noise, k-diffusion's eta; 0 is `dpmpp_2m`.
+    """
+
+    def steps(x, d, before, h, h_eta):
+        d1, _, (h_1, _) = before
+        r_inverse = jnp.where(h_1 > 0, h / jnp.where(h_1 > 0, h_1, 1), 0)
+        ahead = d + r_inverse * (d - d1) / 2
+        return jnp.exp(-h_eta) * x - jnp.expm1(-h_eta) * ahead
+
+    return _sde(steps, denoise, x, sigmas, noise, strength)
+
+
+def dpmpp_3m_sde(
+    denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
+) -> Images:
+    """DPM-Solver++(3M) SDE of k-diffusion: three-step in -ln sigma, N evaluations of D."""
+
+    def steps(x, d, before, h, h_eta):
+        d1, d2, (h_1, h_2) = before
+        one, two = h_1 > 0, h_2 > 0
+        r_0, r_1 = jnp.where(one, h_1, h) / h, jnp.where(two, h_2, h) / h
+        slope_0, slope_1 = (d - d1) / r_0, (d1 - d2) / r_1
+        bend = jnp.where(two, (slope_0 - slope_1) / (r_0 + r_1), 0)
+        slope = jnp.where(one, slope_0 + bend * r_0, 0)
+        phi_2, phi_3 = phi(2, -h_eta), phi(3, -h_eta)
+        x = jnp.exp(-h_eta) * x - jnp.expm1(-h_eta) * d
+        return x + h_eta * (phi_2 * slope + phi_3 * bend)
+
+    return _sde(steps, denoise, x, sigmas, noise, strength)
+
+
+def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
+    """Runs the steps of a multistep solver; one to 0 gives D.
+
+    steps(x, D, (the two D before, their h), h, (1 + strength) h) is x at the step's end without
+    its noise; an h of 0 stands for no step before.
+    """
+    path = brownian(noise)
+
+    def step(carry, inputs):
+        x, w, d1, d2, h_1, h_2 = carry
+        sigma, sigma_next = inputs
+        d = denoise(x, same_level(sigma, x))
+        last = sigma_next == 0
+        end = jnp.where(last, sigma / 2, sigma_next)  # Any level above 0: what it gives is unused.
+        h = jnp.log(sigma / end)
+        moved = steps(x, d, (d1, d2, (h_1, h_2)), h, (1 + strength) * h)
+        w_next = path(end)
+        added = end * jnp.sqrt(-jnp.expm1(-2 * strength * h))
+        moved += added * (w - w_next) / jnp.sqrt(jnp.log2(sigma / end))
+        return (jnp.where(last, d, moved), w_next, d, d1, h, h_1), None
+
+    zero, none = jnp.zeros_like(x), jnp.zeros(())
+    carry = (x, path(sigmas[0]), zero, zero, none, none)
+    return jax.lax.scan(step, carry, (sigmas[:-1], sigmas[1:]))[0][0]
+
+
+def restart(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    low: Annotated[Scalar, "(0, inf)"] = 0.06,
+    high: Annotated[Scalar, "(0, inf)"] = 0.3,
+    repeats: Annotated[int, "[0, 100]"] = 2,
+    inner: Annotated[int, "[1, 100]"] = 4,
+) -> Images:
+    """Restart (Xu et al. 2023, Algorithm 1) around Heun's method, with one interval.
+
+    Where the grid comes to the level nearest to `low`, noise takes x back to `high`, and `inner`
+    steps of Heun's, spaced as EDM's levels, down again: `repeats` times. N steps are 2 N - 1 and
+    2 repeats * inner evaluations of D.
+    """
+    n, more = len(sigmas) - 1, repeats * inner
+    if n < 2 or not more:
+        return heun_steps(denoise, x, sigmas, jnp.zeros(n), noise)
+    j = jnp.argmin(jnp.abs(jnp.log(sigmas[1:n] / low))) + 1  # [1, n - 1]: neither of the ends.
+    # On the way back the levels are Heun's after the jump from sigmas[j] to `high`.
+    share = (jnp.arange(more) % inner + 1) / inner
+    inside = (high ** (1 / 7) + share * (sigmas[j] ** (1 / 7) - high ** (1 / 7))) ** 7
+    k = jnp.arange(n + 1 + more)
+    within = (k > j) & (k <= j + more)
+    levels = jnp.where(within, inside[jnp.clip(k - j - 1, 0, more - 1)], sigmas[k - more * (k > j)])
+    jumps = (k >= j) & (k < j + more) & ((k - j) % inner == 0)
+    gammas = jnp.where(jumps, jnp.maximum(high / sigmas[j] - 1, 0), 0)
+    return heun_steps(denoise, x, levels, gammas[:-1], noise)

@@ -1,0 +1,90 @@
+"""What is held out: a share by a hash, the same however the data grow, and never in a batch."""
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import pipeline, split
+from diffusion_jax.data.pictures import Mixture, Pictures
+from diffusion_jax.machine import sharding
+from diffusion_jax.settings import Data, Run
+
+
+class Numbered(Pictures):
+    """Pictures that hold their own number, and `first` more."""
+
+    def __init__(self, count, first=0):
+        self.count, self.first = count, first
+
+    def __len__(self):
+        return self.count
+
+    def read(self, indices, places=None):
+        images = np.float32(indices + self.first)[:, None, None, None]
+        return images, [f"text {i + self.first}" for i in indices]
+
+    def usable(self, indices):
+        kept = indices[indices % 7 != 0]
+        return kept, *self.read(kept)
+
+
+def numbers(pictures):
+    return pictures.read(np.arange(len(pictures)))[0].ravel().astype(int)
+
+
+def test_training_and_what_is_held_out_are_the_whole_and_share_nothing():
+    training, apart = split.split(Numbered(10_000), 0.1)
+    assert sorted([*numbers(training), *numbers(apart)]) == list(range(10_000))
+    assert abs(len(apart) - 1000) < 4 * np.sqrt(900)  # 4 standard deviations of a binomial.
+    np.testing.assert_array_equal(np.diff(numbers(training)) > 0, True)
+    assert training.texts(np.array([3]))[0] == f"text {numbers(training)[3]}"
+
+
+def test_the_choice_is_of_each_record_alone():
+    """Records added at the end move none; a larger share takes others besides."""
+    few, many = (set(numbers(split.split(Numbered(n), 0.05)[1])) for n in (3000, 9000))
+    assert few == {n for n in many if n < 3000}
+    assert few < set(numbers(split.split(Numbered(3000), 0.1)[1]))
+    # Published first numbers of splitmix64 from 0: 0xe220a839..., 0x6e789e6a..., 0x06c45d18...
+    hashed = split._hashed(np.arange(3)) * 2.0**32
+    np.testing.assert_array_equal(np.floor(hashed), [0xE220A839, 0x6E789E6A, 0x06C45D18])
+    assert min(few) == 2
+
+
+def test_of_a_mixture_each_part_is_split():
+    mixture = Mixture([Numbered(1000), Numbered(3000, first=10_000)], [1, 2])
+    training, apart = split.split(mixture, 0.1)
+    assert training.weights == [1, 2] and training.lengths[0] + apart.lengths[0] == 1000
+    whole = [*range(1000), *range(10_000, 13_000)]
+    assert sorted([*numbers(training), *numbers(apart)]) == whole
+
+
+def test_without_a_share_the_pictures_are_as_they_were():
+    pictures = Numbered(10)
+    training, apart = split.split(pictures, 0.0)
+    assert training is pictures and len(apart) == 0
+
+
+def test_unusable_records_are_left_out_of_what_is_held_out():
+    _, apart = split.split(Numbered(1000), 0.2)
+    rows = np.arange(len(apart))
+    kept, images, texts = apart.usable(rows)
+    np.testing.assert_array_equal(images.ravel(), [n for n in numbers(apart) if n % 7])
+    np.testing.assert_array_equal(numbers(apart)[kept], images.ravel())
+    assert len(texts) == len(images) < len(apart)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25])
+def test_training_never_meets_what_is_held_out(share):
+    run, data = Run(steps=1, batch_size=8), Data("digits", threads=0, heldout=share)
+    tokenize = lambda texts: {"length": np.array([len(text) for text in texts])}
+    mesh = sharding.make_mesh()
+    with pipeline.training_batches(Numbered(64), tokenize, run, data, mesh) as batches:
+        seen = {int(n) for _ in range(16) for n in next(batches)["image"].ravel()}
+        if not share:
+            assert batches.apart is None and len(seen) == 64
+            return
+        apart = batches.apart
+        assert apart is not None and seen.isdisjoint(numbers(apart.pictures))
+        assert len(seen) + len(apart.pictures) == 64
+        kept, batch = apart.read(np.arange(len(apart.pictures)))
+        assert len(batch["image"]) == len(batch["length"]) == len(kept) > 0

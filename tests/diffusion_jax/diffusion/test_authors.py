@@ -1,0 +1,92 @@
+"""Samplers and guidance against their authors' code, step for step.
+
+`authors_samplers.npz` was written by k-diffusion 0.1.1 and diffusers 0.42 with closed-form networks
+in place of a UNet: what they start from, what they draw, and the noise of their steps.
+"""
+
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import multistep, precond, samplers, schedules, stochastic
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
+SAVED = {k: jnp.asarray(v) for k, v in np.load(FIXTURES / "authors_samplers.npz").items()}
+X = SAVED["x"]
+EPS = precond.epsilon(schedules.time_of(schedules.scaled_linear()))
+
+
+def denoise(x, sigma):
+    s = sigma[:, None, None, None]
+    return (0.25 * x + s**2 * jnp.sin(x / jnp.sqrt(1 + s**2))) / (0.25 + s**2)
+
+
+def unet(z, t):
+    return 0.8 * jnp.sin(z) + 0.3 * z * jnp.cos(3 * t / 1000)[:, None, None, None]
+
+
+def close(actual, expected):
+    """float32 against float64: the rounding of some hundred operations."""
+    scale = float(jnp.abs(expected).max())
+    np.testing.assert_allclose(actual / scale, expected / scale, atol=2e-5)
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+@pytest.mark.parametrize("strength", [1.0, 0.5])
+@pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
+def test_sde_solvers_are_k_diffusions(name, strength, steps, monkeypatch):
+    """On a path whose increments are the draws that k-diffusion got."""
+    sigmas, increments = SAVED[f"sigmas/{steps}"], SAVED[f"increments/{steps}"]
+    lengths = jnp.sqrt(jnp.log2(sigmas[:-2] / sigmas[1:-1]))[:, None, None, None, None]
+    path = jnp.cumsum(-increments[:-1] * lengths, 0)
+    path = jnp.concatenate([jnp.zeros_like(path[:1]), path])  # W at each level above 0.
+    place = lambda sigma: jnp.argmin(jnp.abs(sigmas[:-1] - sigma))
+    monkeypatch.setattr(stochastic, "brownian", lambda noise: lambda sigma: path[place(sigma)])
+    sampler = getattr(stochastic, name)
+    run = jax.jit(lambda x: sampler(denoise, x, sigmas, lambda i: X, strength=strength))
+    close(run(X * sigmas[0]), SAVED[f"{name}/{strength}/{steps}"])
+
+
+@pytest.mark.parametrize("steps", [5, 12])
+def test_ancestral_euler_is_k_diffusions(steps):
+    sigmas, draws = SAVED[f"sigmas/{steps}"], SAVED[f"increments/{steps}"]
+    run = jax.jit(lambda x: samplers.euler_ancestral(denoise, x, sigmas, draws.__getitem__))
+    close(run(X * sigmas[0]), SAVED[f"euler_ancestral/1.0/{steps}"])
+
+
+@pytest.mark.parametrize("steps", [6, 20])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_deis_is_diffusers(order, steps):
+    sigmas, times = SAVED[f"deis_sigmas/{steps}"], SAVED[f"deis_times/{steps}"]
+    told = lambda sigma: times[jnp.argmin(jnp.abs(sigmas[:-1] - sigma[0]))][None].repeat(len(sigma))
+    d = precond.denoiser(unet, precond.epsilon(told))
+    start = X * jnp.sqrt(1 + sigmas[0] ** 2)
+    run = jax.jit(lambda x: multistep.deis(d, x, sigmas, lambda i: X, order=order, steps=steps))
+    close(samplers.in_own_coordinates(run(start), sigmas[-1]), SAVED[f"deis/{order}/{steps}"])
+
+
+def test_ddim_backwards_is_diffusers():
+    """From each time, first 0, to the next, with the network told where it goes."""
+    times = np.asarray(SAVED["inverse_times"]).astype(int)
+    abar = np.asarray(SAVED["abar"], np.float64)
+    starts = np.concatenate([[0], times[:-1]])
+    sigma = lambda t: np.sqrt(1 / abar[t] - 1)
+    z = SAVED["inverse"][0]
+    for k, (start, end) in enumerate(zip(starts, times, strict=True)):
+        told = lambda s, t=times[k]: jnp.full_like(s, float(t))
+        d = precond.denoiser(unet, precond.epsilon(told))
+        x = z * jnp.float32(np.sqrt(1 + sigma(start) ** 2))
+        x = samplers.inverted(d, x, jnp.float32([sigma(end), sigma(start)]))
+        z = samplers.in_own_coordinates(x, jnp.float32(sigma(end)))
+        close(z, SAVED["inverse"][k + 1])
+
+
+def test_eulers_method_on_flow_is_diffusers():
+    t = SAVED["flow_times"]
+    sigmas = t / jnp.maximum(1 - t, 2.0**-20)
+    d = precond.denoiser(lambda z, time: jnp.tanh(z) + 0.1, precond.flow(precond.log_snr))
+    x = samplers.euler(d, X * (1 + sigmas[0]), sigmas, lambda i: X)
+    close(x, SAVED["flow"])

@@ -1,0 +1,177 @@
+"""Objectives against their papers: weights, rectified flow, learned uncertainty, offset noise."""
+
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import noise, objective, precond, samplers, schedules
+
+KEYS = jax.random.split(jax.random.key(0), 3)
+X0, EPS, F = (jax.random.normal(key, (3, 4, 4, 3)) for key in KEYS)
+SIGMA = jnp.array([0.1, 0.5, 2.0])  # snr 100, 4 and 0.25
+SNR = np.array([100.0, 4.0, 0.25])
+network = lambda x, time: F
+
+
+def make(predicts="eps", **fields):
+    """An objective of a config's fields."""
+    known: dict = {"predicts": predicts}
+    known |= {"noise": "lognormal", "distance": "l2", "weight": "min_snr", "min_snr": 0.0,
+             "offset_noise": 0.0}  # fmt: skip
+    return objective.make(types.SimpleNamespace(**(known | fields)))
+
+
+def factor(predicts, **fields):
+    """What each loss of F is multiplied by."""
+    made = make(predicts, **fields)
+    c_out = made.scalings(SIGMA).c_out
+    return np.asarray(made.weighting.weigh({}, SIGMA, c_out, jnp.ones(3)))
+
+
+def test_min_snr_weights_are_the_papers_for_whatever_is_predicted():
+    np.testing.assert_allclose(factor("eps", min_snr=5.0), [0.05, 1, 1], rtol=1e-5)
+    np.testing.assert_allclose(
+        factor("v", weight="min_snr(5)"), np.minimum(SNR, 5) / (SNR + 1), rtol=1e-5
+    )
+    np.testing.assert_allclose(factor("x0", min_snr=5.0), np.minimum(SNR, 5), rtol=1e-5)
+    np.testing.assert_array_equal(factor("v"), 1)
+
+
+def test_p2_is_equation_8_over_the_loss_of_eps():
+    np.testing.assert_allclose(factor("eps", weight="p2"), 1 / (1 + SNR), rtol=1e-5)
+    np.testing.assert_allclose(
+        factor("eps", weight="p2(k=2, gamma=0.5)"), (2 + SNR) ** -0.5, rtol=1e-5
+    )
+
+
+def test_edms_weight_makes_its_own_loss_of_any_prediction():
+    np.testing.assert_allclose(factor("edm", weight="edm(0.5)"), 1, rtol=1e-5)
+    sigma = np.float64(SIGMA)
+    expected = (sigma**2 + 0.25) / (sigma * 0.5) ** 2
+    np.testing.assert_allclose(factor("x0", weight="edm(0.5)"), expected, rtol=1e-5)
+
+
+def test_the_v_loss_is_that_of_a_model_of_v_whatever_is_predicted():
+    """One denoiser, told as each of the predictions: one v-loss, and the loss that is its own."""
+    sigma = np.float64(SIGMA)[:, None, None, None]
+    x = np.float64(X0) + sigma * np.float64(EPS)
+    d = 0.3 * x + 0.1
+    alpha = 1 / np.sqrt(1 + sigma**2)
+    v = alpha * (x - d) / sigma - sigma * alpha * d
+    target = alpha * np.float64(EPS) - sigma * alpha * np.float64(X0)
+    expected = ((v - target) ** 2).mean((1, 2, 3))
+    for predicts in precond.PRECONDS:
+        made = make(predicts)
+        c = made.scalings(SIGMA)
+        skip, out = (np.float64(k)[:, None, None, None] for k in (c.c_skip, c.c_out))
+        answer = jnp.float32((d - skip * x) / out)
+        f = lambda x_in, time, answer=answer: answer
+        own, v_loss = made.errors(f, X0, EPS, SIGMA)
+        np.testing.assert_allclose(v_loss, expected, rtol=1e-4)
+        np.testing.assert_allclose(own, precond.loss(f, made.scalings, X0, EPS, SIGMA), rtol=1e-6)
+    np.testing.assert_allclose(make("v").errors(network, X0, EPS, SIGMA)[0],
+                               make("v").errors(network, X0, EPS, SIGMA)[1], rtol=1e-5)  # fmt: skip
+
+
+def test_the_distance_and_the_weight_are_the_configs():
+    made = make("v", distance="l1", weight="min_snr(5)")
+    total, losses = made.loss({}, network, X0, EPS, SIGMA)
+    np.testing.assert_array_equal(
+        losses, precond.loss(network, made.scalings, X0, EPS, SIGMA, precond.l1)
+    )
+    expected = (np.minimum(SNR, 5) / (SNR + 1) * np.float64(losses)).mean()
+    np.testing.assert_allclose(total, expected, rtol=1e-5)
+
+
+def test_flow_learns_the_difference_from_the_straight_line_between_image_and_noise():
+    seen = []
+
+    def spy(x, time):
+        seen.append(x)
+        return F
+
+    made = make("flow", noise="logit_normal")
+    losses = made.loss({}, spy, X0, EPS, SIGMA)[1]
+    t = np.float64(SIGMA / (1 + SIGMA))[:, None, None, None]
+    np.testing.assert_allclose(seen[0], (1 - t) * X0 + t * EPS, atol=1e-6)
+    expected = ((np.float64(F) - (np.float64(EPS) - np.float64(X0))) ** 2).mean((1, 2, 3))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_eulers_method_in_sigma_is_that_of_flow_in_time():
+    """x_t + (t' - t) F, on SD3's own coordinates, from t = 1 where no signal is left."""
+    t = np.linspace(1, 0, 6)
+    shifted = 3 * t / (1 + 2 * t)
+    made = make("flow", noise="logit_normal(shift=3)")
+    f = lambda x, time: jnp.tanh(x) + 0.1
+    z = np.float64(X0)
+    for now, later in itertools.pairwise(shifted):
+        z = z + (later - now) * (np.tanh(z) + 0.1)
+    sigmas = made.noise.level(jnp.float32(t))
+    denoise = precond.denoiser(f, made.scalings)
+    x = samplers.euler(denoise, X0 * (1 + sigmas[0]), sigmas, lambda i: EPS)
+    np.testing.assert_allclose(x, z, atol=1e-5)
+
+
+@pytest.mark.parametrize("shift", [1.0, 3.0])
+def test_logit_normal_times_are_sd3s_density(shift):
+    """SD3, equation 19, shifted as in equation 23: counts of draws against its integral."""
+    made = schedules.logit_normal(mean=0.5, std=0.8, shift=shift)
+    sigma = np.float64(made.draw(jax.random.key(1), 40_000)) / shift
+    t = sigma / (1 + sigma)
+    grid = (np.arange(100_000) + 0.5) / 100_000
+    density = np.exp(-((np.log(grid / (1 - grid)) - 0.5) ** 2) / (2 * 0.64))
+    density /= 0.8 * np.sqrt(2 * np.pi) * grid * (1 - grid)
+    for edge in (0.2, 0.5, 0.8):
+        exact = density[grid < edge].mean() * edge
+        assert abs((t < edge).mean() - exact) < 4 * 0.5 / 200  # 4 standard errors.
+
+
+def test_uniform_flow_draws_every_time_alike():
+    sigma = np.float64(schedules.uniform_flow().draw(jax.random.key(1), 40_000))
+    t = sigma / (1 + sigma)
+    assert np.isfinite(sigma).all()
+    below = [(t < edge).mean() for edge in (0.1, 0.5, 0.9)]
+    np.testing.assert_allclose(below, [0.1, 0.5, 0.9], atol=4 * 0.5 / 200)
+
+
+def test_learned_uncertainty_is_the_loss_itself_at_first_and_at_its_best_ln_of_it():
+    made = make("eps", weight="uncertainty(channels=16)")
+    params = made.with_learned({"params": {}})
+    assert params[objective.LEARNED]["kernel"].shape == (16,)
+    total, losses = made.loss(params, network, X0, EPS, SIGMA)
+    np.testing.assert_allclose(total, losses.mean(), rtol=1e-6)
+
+    sigma = jnp.exp(jnp.linspace(-2.0, 2.0, 9))
+    expected = jnp.exp(jnp.sin(2 * jnp.log(sigma)))  # A loss that depends on the level alone.
+    weigh = lambda p: made.weighting.weigh(p, sigma, sigma, expected).mean()
+    descend = jax.jit(lambda p: jax.tree.map(lambda x, g: x - 0.5 * g, p, jax.grad(weigh)(p)))
+    for _ in range(2000):
+        params = descend(params)
+    # The least of l / e^u + u is 1 + ln l, at u = ln l.
+    np.testing.assert_allclose(weigh(params), 1 + jnp.log(expected).mean(), atol=2e-3)
+
+
+def test_without_anything_to_learn_the_parameters_are_the_networks():
+    params = {"params": {"kernel": jnp.ones(3)}}
+    assert make("v").with_learned(params) is params
+
+
+def test_offset_noise_shifts_each_channel_of_each_image_by_one_number():
+    assert make("v").shifted(KEYS[0], EPS) is EPS
+    shift = np.asarray(make("v", offset_noise=0.1).shifted(KEYS[0], EPS) - EPS)
+    np.testing.assert_allclose(shift, np.broadcast_to(shift[:, :1, :1], shift.shape), atol=1e-6)
+    many = jnp.zeros((2000, 2, 2, 3))
+    values = np.asarray(make("v", offset_noise=0.1).shifted(KEYS[0], many))[:, 0, 0]
+    np.testing.assert_allclose(values.std(), 0.1, rtol=4 / np.sqrt(2 * 6000))
+
+
+def test_the_quantiles_of_a_noise_are_those_of_its_draws():
+    table = schedules.ldm()
+    levels = noise.quantiles(table, 4)
+    steps = np.asarray(table.time(jnp.asarray(levels)))
+    np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.

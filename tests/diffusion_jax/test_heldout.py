@@ -1,0 +1,130 @@
+"""The held-out loss: re-derived image by image, the same for any batch and mesh, in the metrics."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import quickstart
+from diffusion_jax import heldout
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.machine import log, sharding
+from diffusion_jax.settings import Data, Heldout, Optimizer, Run
+from diffusion_jax.train import loop
+from tests.diffusion_jax import toy
+from tests.imagen_jax import commands
+
+TASK = toy.task()
+RUN = Run(steps=4, batch_size=8, seed=5, log_every=4, sample_every=0, save_every=4)
+
+
+def records(every=2, count=12, levels=3):
+    data = Data("digits", threads=0, heldout=0.01)
+    pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh(1, 1, 1)
+    batches = pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh)
+    return heldout.open_records(Heldout(every, count, levels), batches, TASK.measure), batches
+
+
+def score(mesh, batch_size):
+    held, _ = records()
+    frozen = sharding.place_all(TASK.frozen, mesh, TASK.rules)
+    params = sharding.place_all(jax.device_get(toy.init(jax.random.key(3))), mesh, TASK.rules)
+    return heldout.make_scorer(TASK, frozen, mesh, held, batch_size)(params)
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return score(sharding.make_mesh(1, 1, 1), 36)
+
+
+def test_it_is_the_mean_over_records_and_levels_each_with_its_own_fixed_noise(alone):
+    held, _ = records()
+    assert held is not None and held.batch["image"].shape == (12, 8, 8, 3)
+    params, means = toy.init(jax.random.key(3)), []
+    for level, sigma in enumerate(held.sigmas):
+        fold = lambda number, level=level: jax.random.fold_in(
+            jax.random.fold_in(jax.random.key(0), number), level
+        )
+        keys = jax.numpy.stack([fold(number) for number in held.numbers])
+        at = jax.numpy.full(12, sigma)
+        means.append(np.mean(TASK.measure.errors(params, TASK.frozen, held.batch, keys, at), 1))
+        name = f"sigma_{sigma:.3g}"
+        np.testing.assert_allclose(alone[f"loss/{name}"], means[-1][0], rtol=1e-5)
+        np.testing.assert_allclose(alone[f"v_loss/{name}"], means[-1][1], rtol=1e-5)
+    assert alone["loss"] == pytest.approx(np.mean(means, 0)[0], rel=1e-5)
+    assert len(alone) == 2 * (1 + 3)
+
+
+def test_levels_are_the_middles_of_equal_shares_of_trainings():
+    levels = TASK.measure.levels(3)
+    # The quantiles 1/6, 1/2 and 5/6 of a lognormal; of 65,536 draws, to a few thousandths.
+    np.testing.assert_allclose(
+        np.log(levels), -1.2 + 1.2 * np.array([-0.9674, 0, 0.9674]), atol=0.02
+    )
+
+
+@pytest.mark.parametrize(("sizes", "batch_size"), [((1, 1, 1), 8), ((1, 8, 1), 16), ((2, 2, 1), 8)])
+def test_neither_batch_nor_mesh_changes_it(alone, sizes, batch_size):
+    other = score(sharding.make_mesh(*sizes), batch_size)
+    assert other.keys() == alone.keys()
+    # Float32 sums of another order in the network: 6 digits of each image, 7 of their mean.
+    np.testing.assert_allclose([*other.values()], [*alone.values()], rtol=1e-6)
+
+
+def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path):
+    held, batches = records(every=3)
+    optimizer = Optimizer(lr=1e-3, warmup=0, ema_decays=(0.5,))
+    with batches:
+        inputs = loop.Inputs(TASK, batches, records=held)
+        state = loop.train(inputs, RUN, optimizer, sharding.make_mesh(), tmp_path, {})
+    lines = [
+        row for row in log.read_metrics(tmp_path / "metrics.jsonl") if "heldout/raw/loss" in row
+    ]
+    assert [row["step"] for row in lines] == [3, 4]  # Each third, and the last.
+    assert lines[0]["heldout/raw/loss"] != lines[1]["heldout/raw/loss"]
+    frozen = jax.device_get(TASK.frozen)
+    fresh = heldout.make_scorer(TASK, frozen, sharding.make_mesh(), held, 8)(state.ema["0.5"])
+    assert lines[1]["heldout/ema_0.5/loss"] == fresh["loss"] != lines[1]["heldout/raw/loss"]
+    assert (tmp_path / "tensorboard").is_dir()
+
+
+def test_it_must_have_something_that_was_held_out():
+    data = Data("digits", threads=0)
+    pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh()
+    with pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh) as batches:
+        with pytest.raises(ValueError, match=r"nothing is held out: .* such as data.heldout=0.01"):
+            heldout.open_records(Heldout(every=1), batches, TASK.measure)
+        assert heldout.open_records(Heldout(), batches, TASK.measure) is None
+
+
+@pytest.mark.slow
+def test_the_command_prints_what_training_wrote_on_any_number_of_devices(tmp_path):
+    work = f"--workdir={tmp_path / 'run'}"
+    ended = commands.run(
+        "train", "--config=configs/quickstart.py", work, "--config.steps=4",
+        "--config.heldout.every=4", "--config.data.heldout=0.01", "--config.heldout.records=16",
+        "--config.heldout.levels=4", "--config.sample_every=0", "--config.batch_size=8",
+        "--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32",
+        "--config.optimizer.warmup=0", devices=1,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    written = log.read_metrics(tmp_path / "run" / "metrics.jsonl")[-1]
+    for devices in (1, 4):
+        ended = commands.run("diffusion_jax.heldout", work, devices=devices)
+        assert ended.code == 0, ended.err
+        raw, averaged = map(json.loads, ended.out.splitlines())
+        assert (raw["weights"], averaged["weights"], raw["step"]) == ("raw", "ema_0.999", 4)
+        for line in (raw, averaged):
+            names = [name for name in line if "loss" in name]
+            assert len(names) == 2 * (1 + 4)
+            then = [written[f"heldout/{line['weights']}/{name}"] for name in names]
+            np.testing.assert_allclose([line[name] for name in names], then, rtol=3e-6)
+    ended = commands.run(
+        "diffusion_jax.heldout", work, "--ema=raw", "--levels=0.5,2", "--records=8", devices=1
+    )
+    (line,) = map(json.loads, ended.out.splitlines())
+    assert {"loss/sigma_0.5", "loss/sigma_2"} < line.keys() and len(line) == 2 + 2 * 3
+    ended = commands.run("diffusion_jax.heldout", f"--workdir={tmp_path}", devices=1)
+    assert (ended.code, ended.out) == (2, "") and "holds no config.json" in ended.err
+    assert quickstart.get_config().optimizer.ema_decays == (0.999,)
