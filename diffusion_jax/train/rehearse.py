@@ -5,6 +5,7 @@ the checkpoints that are there are compared with what the run would write. What 
 error; what is told of the rest is a block of lines.
 """
 
+import datetime
 import os
 import pathlib
 import shutil
@@ -158,5 +159,5 @@ def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
     speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
     if not speeds:
         return f"{run.steps:,} steps; how long they take is measured as they run"
-    hours = (run.steps - step) * run.batch_size / speeds[-1] / 3600
-    return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last time: {hours:.1f} h"
+    left = datetime.timedelta(seconds=round((run.steps - step) * run.batch_size / speeds[-1]))
+    return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last time: {left}"
