@@ -215,8 +215,8 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 
     The annotation of a field holds its type and its range: an interval, "[0, 1)", in which the
     number or each of a tuple's must lie, and other values that there are, such as a table's names.
-    A function in their place makes of (field, value) a functools.partial whose arguments, too, must
-    lie in the ranges of its parameters, or raises ValueError (see diffusion.named).
+    A function in their place makes of (field, value) a functools.partial, or several, whose
+    arguments, too, must lie in the ranges of its parameters, or raises ValueError (see named).
     The default is one of them, and a tuple with a range is not empty unless () is.
     """
     dot, known = f"{name}." if name else "", defaults(kind)
@@ -229,10 +229,11 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
     kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
     kind = kind if ranges else hint
     if ranges and callable(ranges[0]):
-        call = ranges[0](field, value)
-        parameters = inspect.signature(call.func).parameters
-        for name, bound in call.keywords.items():
-            _check_value(f"{field}: {name}", bound, parameters[name].annotation)
+        calls = ranges[0](field, value)
+        for call in calls if isinstance(calls, list) else [calls]:
+            parameters = inspect.signature(call.func).parameters
+            for name, bound in call.keywords.items():
+                _check_value(f"{field}: {name}", bound, parameters[name].annotation)
         return
     others = [known for known in ranges if not isinstance(known, str)]
     if any(value in known for known in others):

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.noise import NOISES
@@ -81,6 +82,11 @@ class Sampler(NamedTuple):
     steps: Annotated[int, "[1, 1000]"] = 50
     eta: settings.Share = 0.0
     guidance: settings.Scale = 7.5
+    guiding: Annotated[str, guidance_module.bound] = "cfg"
+    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    guidance_low: Annotated[float, "[0, inf)"] = 0.0
+    """Guidance acts on noise levels from low to high."""
+    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
     negative_prompt: str = ""
     height: settings.Amount = 0
     width: settings.Amount = 0

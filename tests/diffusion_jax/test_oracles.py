@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, precond, samplers, schedules
+from diffusion_jax.diffusion import grids, guides, precond, samplers, schedules, thresholds
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -89,7 +89,7 @@ def test_edm_denoiser():
 
 
 def test_edm_denoiser_with_guidance():
-    guided = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
+    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
     actual = guided(images(FUNCTIONS["edm/D_x"]), jnp.array([0.7, 0.7]))
     close(actual, images(FUNCTIONS["edm/D_y_cfg7.5_scalar_sigma"]))
 
@@ -186,7 +186,7 @@ def test_ddpm_loss(schedule, objective, make, distance):
     np.testing.assert_allclose(losses.mean(), expected, rtol=1e-5)
 
 
-THRESHOLDS = {"dynamic": guidance.dynamic_threshold, "static": guidance.static_threshold}
+THRESHOLDS = {"dynamic": thresholds.dynamic, "static": thresholds.static}
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -199,7 +199,7 @@ def test_threshold(name):
 def test_threshold_of_a_derivative():
     """The slope (x - D) / sigma once D = x - sigma * d is thresholded."""
     x, d, sigma = images(FUNCTIONS["thr/x"]), images(FUNCTIONS["thr/d"]), FUNCTIONS["thr/sigma"]
-    threshold = guidance.dynamic_threshold(lambda x, _: x - sigma * d)
+    threshold = thresholds.dynamic(lambda x, _: x - sigma * d)
     slope = (x - threshold(x, jnp.full(3, sigma))) / sigma
     close(slope, images(FUNCTIONS["thr/derivative_dynamic"]))
 
@@ -240,8 +240,8 @@ def start(sigmas):
 
 @jax.jit
 def edm_denoise(x, sigma, scale):
-    guided = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
-    return guidance.dynamic_threshold(guided)(x, sigma)
+    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
+    return thresholds.dynamic(guided)(x, sigma)
 
 
 @jax.jit
@@ -287,8 +287,8 @@ def super_resolution_denoise(x, sigma, low_res_cond, low_res_uncond):
         uncond = toy(x[1::2], time[1::2], **low_res_uncond)
         return jnp.stack([cond, uncond], axis=1).reshape(x.shape)
 
-    guided = guidance.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
-    return guidance.dynamic_threshold(guided)(x, sigma)
+    guided = guides.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
+    return thresholds.dynamic(guided)(x, sigma)
 
 
 @pytest.mark.parametrize("name", ["sr_s6_cfg8_noaug", "sr_s6_cfg8_aug"])
@@ -312,7 +312,7 @@ def test_super_resolution_trajectory(name, unrolled):
 @functools.partial(jax.jit, static_argnums=3)
 def ddpm_denoise(x, sigma, scale, threshold):
     denoise = precond.denoiser(toy_both, precond.epsilon(precond.log_snr))
-    denoise = guidance.classifier_free(denoise, scale)
+    denoise = guides.classifier_free(denoise, scale)
     return (THRESHOLDS[threshold](denoise) if threshold else denoise)(x, sigma)
 
 

@@ -9,7 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, multistep, noise, samplers, schedules, stochastic
+from diffusion_jax.diffusion import (
+    grids,
+    inversion,
+    multistep,
+    noise,
+    samplers,
+    schedules,
+    stochastic,
+)
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -151,13 +159,13 @@ def test_restart_is_the_loop_of_its_paper_around_heun():
 
 def test_ddim_backwards_and_forwards_comes_back():
     sigmas = jnp.geomspace(10.0, 0.02, 129)
-    noisy = samplers.inverted(denoise, X, sigmas)
+    noisy = inversion.ddim(denoise, X, sigmas)
     assert 5 < float(noisy.std()) < 40
     back = samplers.euler(denoise, noisy, sigmas, DRAWS)
     # Each way has Euler's own error, which is of order 1: 128 steps of it.
     np.testing.assert_allclose(back, X, atol=0.15)
     exact = MU + (X - MU) * np.sqrt((STD**2 + 100) / (STD**2 + 0.02**2))
-    coarse = samplers.inverted(denoise, X, jnp.geomspace(10.0, 0.02, 65))
+    coarse = inversion.ddim(denoise, X, jnp.geomspace(10.0, 0.02, 65))
     ratio = float(jnp.abs(coarse - exact).max() / jnp.abs(noisy - exact).max())
     assert abs(np.log2(ratio) - 1) < 0.25
 
