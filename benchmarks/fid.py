@@ -29,8 +29,7 @@ def main(argv: list[str]) -> None:
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with cli.bad_input(ImportError):
-        import torch  # pyright: ignore[reportMissingImports]
-        from pytorch_fid import inception as theirs  # pyright: ignore[reportMissingImports]
+        torch, theirs = map(measure.library, ("torch", "pytorch_fid.inception"))
     state = _random_state()
     torch_state = {name: torch.from_numpy(array) for name, array in state.items()}
     theirs.load_state_dict_from_url = lambda *_, **__: torch_state

@@ -1,5 +1,6 @@
 """How every benchmark here times its work, what it says of the machine, and where its lines go."""
 
+import importlib
 import json
 import pathlib
 import sys
@@ -18,6 +19,14 @@ WORKDIR = flags.DEFINE_string(
 _lines: list[str] = []
 
 T = TypeVar("T")
+
+
+def library(name: str) -> Any:
+    """A library that benchmarks alone compare with; ImportError if it is not installed.
+
+    By its name, since checkers of types take `import torch` for the torch.py beside this file.
+    """
+    return importlib.import_module(name)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:

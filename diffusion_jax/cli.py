@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 from collections.abc import Callable, Iterator
-from logging import WARNING, LogRecord
+from logging import ERROR, WARNING, LogRecord
 from typing import Any
 
 import jax
@@ -14,7 +14,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import systems
-from diffusion_jax.machine import distributed, tuning, xla_flags
+from diffusion_jax.machine import distributed, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
 
@@ -73,6 +73,7 @@ def start(*, alone: bool = False) -> None:
     logging.use_absl_handler()
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
+    logging.get_absl_handler().setFormatter(_Printable())
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
@@ -83,15 +84,17 @@ def start(*, alone: bool = False) -> None:
 
 @contextlib.contextmanager
 def bad_input(
-    *more: type[Exception], usual: tuple[type[Exception], ...] = (ValueError, OSError)
+    *more: type[Exception],
+    usual: tuple[type[Exception], ...] = (ValueError, OSError),
+    code: int = 2,
 ) -> Iterator[None]:
-    """Ends with one line and code 2 at errors a user can mend: the usual ones around checks alone,
+    """Ends with one line and `code` at errors a user can mend: the usual ones around checks alone,
     since in the work itself they would be bugs."""
     try:
         yield
     except (*usual, *more) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+        print(f"error: {untrusted.printable(str(error))}", file=sys.stderr)
+        sys.exit(code)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
@@ -106,8 +109,21 @@ def _unknown_field(argv: list[str], text: str) -> str:
     return f"unknown config field {path}: {hint}"
 
 
+class _Printable(logging.PythonFormatter):
+    """Lines as absl writes them; names and captions in them cannot rule the terminal.
+
+    Without tracebacks: what a library logs, it also raises.
+    """
+
+    def format(self, record: LogRecord) -> str:
+        record.exc_info = record.exc_text = None
+        return untrusted.printable(super().format(record))
+
+
 def _is_for_users(record: LogRecord) -> bool:
     """Our own lines, and warnings of any library: Orbax alone says thirty more for each save."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
+    if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):
+        return False  # A save that fails is also raised, and is a hundred lines here.
     return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

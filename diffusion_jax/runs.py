@@ -17,7 +17,7 @@ import jax
 from absl import logging
 
 from diffusion_jax import settings, systems
-from diffusion_jax.machine import claims, distributed, files, writer
+from diffusion_jax.machine import claims, distributed, files, untrusted, writer
 from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
@@ -30,7 +30,7 @@ _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
          "optimizer.max_skipped", "sampler.", "evaluation.", "heldout.", "data.threads",
          "data.path", "data.max_broken", "text.store",
-         "unet.attention_impl")  # fmt: skip
+         "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
 
@@ -123,7 +123,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:
-        old = _upgraded(json.loads(path.read_text()))
+        old = _upgraded(untrusted.parse_json(path.read_text()))
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -89,6 +89,8 @@ class Optimizer(NamedTuple):
     """Passes of a step, each with noise of its own."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     ema_warmup: bool = False
+    moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
+    """The first moment's; "bfloat16" saves 2 of the 16 bytes or more of a parameter's state."""
     max_skipped: Count = 100
     """Steps in a row without a finite loss and gradient that end the run; 10 from the start on."""
 
@@ -115,6 +117,9 @@ class Evaluation(NamedTuple):
     inception: str = ""
     clip: str = ""
     clip_reference: str = ""
+    dinov2: str = ""
+    """Weights of DINOv2, and statistics of its features of real images."""
+    dinov2_reference: str = ""
     metrics: tuple[str, ...] = ()
     """Names in metrics.table; none: all that the reference and the weights allow."""
 

@@ -4,6 +4,7 @@ NHWC; B batch, H W pixels, C channels, L text tokens, D their width, N heads, K 
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float
 
 from diffusion_jax import settings
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
-from diffusion_jax.nn.layers import GroupNorm, dense
+from diffusion_jax.nn.layers import FromHeads, GroupNorm, ToHeads, dense
 
 
 class SelfAttention(nn.Module):
@@ -26,10 +27,9 @@ class SelfAttention(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
         """Ignores the text, which the other kinds take in its place."""
         del context, text_mask
-        qkv = dense(GroupNorm(name="norm")(x), 3 * x.shape[-1], "qkv", dtype=self.dtype)
-        q, k, v = _heads(qkv, 3, self.head_dim)  # [B, H, W, 3 C] -> 3 of [B, HW, N, K]
+        q, k, v = _heads(self, GroupNorm(name="norm")(x), 3, x, "qkv")  # 3 of [B, HW, N, K]
         out = attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
-        return x + dense(out.reshape(x.shape), x.shape[-1], "out", zero=True, dtype=self.dtype)
+        return x + _out(self, out, x)
 
 
 class CrossAttention(nn.Module):
@@ -42,13 +42,10 @@ class CrossAttention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """A text without tokens adds nothing but the bias of the output."""
-        c = x.shape[-1]
-        q = dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype)
-        (q,) = _heads(q, 1, self.head_dim)  # [B, HW, N, K]
-        text = GroupNorm(name="norm_context")(context)  # [B, L, D]
-        k, v = _heads(dense(text, 2 * c, "kv", dtype=self.dtype), 2, self.head_dim)  # [B, L, N, K]
+        (q,) = _heads(self, GroupNorm(name="norm")(x), 1, x, "q")  # [B, HW, N, K]
+        k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")  # [B, L, N, K]
         out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
-        return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+        return x + _out(self, out, x)
 
 
 class FusedAttention(nn.Module):
@@ -61,16 +58,13 @@ class FusedAttention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """The pixels are keys through a norm of their own, "norm_self"."""
-        c = x.shape[-1]
-        q = dense(GroupNorm(name="norm")(x), c, "q", dtype=self.dtype)
-        (q,) = _heads(q, 1, self.head_dim)  # [B, HW, N, K]
-        pixels = dense(GroupNorm(name="norm_self")(x), 2 * c, "kv_self", dtype=self.dtype)
-        text = GroupNorm(name="norm_context")(context)
-        text = dense(text, 2 * c, "kv_context", dtype=self.dtype)  # [B, L, 2 C]
-        pairs = zip(_heads(pixels, 2, self.head_dim), _heads(text, 2, self.head_dim), strict=True)
+        (q,) = _heads(self, GroupNorm(name="norm")(x), 1, x, "q")  # [B, HW, N, K]
+        pixels = _heads(self, GroupNorm(name="norm_self")(x), 2, x, "kv_self")  # 2 of the same
+        text = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv_context")
+        pairs = zip(pixels, text, strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
         out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
-        return x + dense(out.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+        return x + _out(self, out, x)
 
 
 class StackedAttention(nn.Module):
@@ -126,7 +120,14 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
             )
 
 
-def _heads(x: Array, parts: int, head_dim: int) -> list[Array]:
-    """[B, ..., parts * N * K] -> `parts` arrays [B, tokens, N, K]."""
-    x = x.reshape(x.shape[0], -1, x.shape[-1])
-    return [y.reshape(*y.shape[:2], -1, head_dim) for y in jnp.split(x, parts, axis=-1)]
+def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
+    """`parts` arrays [B, tokens, N, K] of [B, ..., D], as many heads as fill the width of x."""
+    num_heads = x.shape[-1] // block.head_dim
+    layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)
+    return layer(normed.reshape(len(normed), -1, normed.shape[-1]))
+
+
+def _out(block: Any, out: Array, x: Array) -> Array:
+    """[B, HW, N, K] -> [B, H, W, C], starting at zero."""
+    layer = FromHeads(x.shape[-1], zero=True, dtype=block.dtype, name="out")
+    return layer(out).reshape(x.shape)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.nn.layers import conv, dense
+from diffusion_jax.nn.layers import KEEPS, conv, dense, with_remat
 from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
@@ -51,6 +51,8 @@ class EfficientUNet(nn.Module):
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, what the gradient does not compute again: see layers.KEEPS."""
     attention_impl: str = "auto"
     """See attention.attend."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
@@ -74,7 +76,7 @@ class EfficientUNet(nn.Module):
         # [B, E], [B, T, D], [B, T]
         emb, context, text_mask = condition(self, time, text, text_mask, low_res_time, cond_dim)
         res = functools.partial(
-            nn.remat(ResBlock) if self.remat else ResBlock,
+            with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
             always_project=True,
             skip_scale=0.5**0.5 if self.scale_skips else 1.0,
@@ -112,7 +114,7 @@ class EfficientUNet(nn.Module):
         return True
 
     def _attention(self, width, name):
-        block = nn.remat(BLOCKS[self.attention]) if self.remat else BLOCKS[self.attention]
+        block = with_remat(BLOCKS[self.attention], self.remat, self.remat_keeps)
         head_dim = width // self.num_heads if self.num_heads else self.head_dim
         return block(head_dim, self.attention_impl, self.dtype, name=name)
 

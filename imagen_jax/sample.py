@@ -26,11 +26,11 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from PIL import Image
 
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command
+from diffusion_jax.machine import untrusted
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.cascade import Choice, Model
@@ -87,7 +87,7 @@ def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list
 
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     """The pictures to start from, one for each text, in [-1, 1]."""
-    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in _LOW_RES.value]
+    pictures = [np.asarray(untrusted.open_image(path).convert("RGB")) for path in _LOW_RES.value]
     if not pictures:
         cascade.check_low_res(first, None)
         return None

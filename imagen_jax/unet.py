@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv
+from diffusion_jax.nn.layers import KEEPS, GroupNorm, blocks_per_level, conv, with_remat
 from diffusion_jax.settings import DTYPES, Amount, Count, Counts, Decay
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
@@ -52,6 +52,8 @@ class UNet(nn.Module):
     noise_aug: bool = False
     """The low-res image is noisy, and a second time says how much."""
     remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, what the gradient does not compute again: see layers.KEEPS."""
     attention_impl: str = "auto"
     """See attention.attend."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
@@ -113,14 +115,14 @@ class UNet(nn.Module):
     def _layers(self, train):
         """The residual block and the attention of every level, each but for its width and name."""
         res = functools.partial(
-            nn.remat(ResBlock) if self.remat else ResBlock,
+            with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
             dropout=self.dropout,
             train=train,
             dtype=self.dtype,
         )
         attend = functools.partial(
-            nn.remat(BLOCKS[self.attention]) if self.remat else BLOCKS[self.attention],
+            with_remat(BLOCKS[self.attention], self.remat, self.remat_keeps),
             head_dim=self.head_dim,
             implementation=self.attention_impl,
             dtype=self.dtype,

@@ -52,6 +52,8 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     """A JobSet for each run."""
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
+    if not target.kind.pool:
+        raise ValueError(f"GKE has no {target.name}: launch.slurm runs on any cluster's")
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),

@@ -3,13 +3,21 @@
     python -m launch.plan --config=configs/base64_2b.py --target=v5p:4x4x4
     python -m launch.plan --config=configs/base64_2b.py --target=h100:64 --fast
 
-Targets: v4, v5e, v5p, v6e with a topology (v5e:4x8; v5p:4x4x4*2 are two slices), a100, a100-80gb,
-h100, h200, b200 with a number. --config.X=Y changes the config, such as --config.mesh.replica=8.
+Targets: v4, v5e, v5p, v6e, v7x with a topology (v5e:4x8; v5p:4x4x4*2 are two slices), a100,
+a100-80gb, h100, h200, b200, gb200, mi300x with a number. --config.X=Y changes the config, such as
+--config.mesh.replica=8.
+
+--profile says where a step's time goes on a TPU by its compiler's own estimate of cycles, audits
+what was compiled, and replaces --mfu: of the whole program, or with --fast of its blocks, each
+compiled once. No chip has run what is printed.
 
 --fast traces the program and models the rest, in less than a minute. Without it the train step is
 also compiled: for TPUs by the TPU compiler itself, which needs no TPU (pip install libtpu), with
-true memory and communication; for GPUs by the CPU's, with true communication. Programs of the big
-models take many minutes on a few cores; they are kept, so the same plan is quick the next time.
+true memory and communication; for NVIDIA's GPUs by XLA with the extra plan-gpu, which needs no GPU
+and no driver (pip install -e ".[plan-gpu]"); for others by the CPU's, with true communication.
+Programs of the big models take many minutes on a few cores; they are kept, so the same plan is
+quick the next time. What was compiled is audited: copies, products that were split or are in
+float32, exchanges that nothing hides.
 
 Predicted are FLOPs of matrix products and convolutions, at the utilization of --mfu: measure it
 with benchmarks.train_step on one device. Communication is at full bandwidth; samples/s are given
@@ -17,25 +25,28 @@ with all of it hidden behind arithmetic, and with none of it.
 """
 
 import contextlib
-import copy
+import functools
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from absl import app, flags
 
 from diffusion_jax import cli
 from launch import accelerators
-from launch.planner import compiling, estimate, systems
+from launch.accelerators import Target
+from launch.planner import audit, choice, compiling, estimate, gpu, profiling, systems
+from launch.planner.profiling import Profile
 
 _CONFIG = cli.define_config()
 _TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Do not compile.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON in place of tables.")
+_PROFILE = flags.DEFINE_boolean("profile", False, "Cycles and audit, by the TPU's compiler.")
 _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer("pictures", 1_000_000, "Of the data set.", lower_bound=0)
 
@@ -48,24 +59,54 @@ def main(argv: list[str]) -> None:
         if not 0 < _MFU.value <= 1:
             raise ValueError(f"--mfu={_MFU.value}: it must be above 0 and at most 1, such as 0.4")
         target = accelerators.parse(str(_TARGET.value))
-        compiling.prepare(target.devices)
+        if _PROFILE.value:
+            profiling.check(target.name)
+        compiling.prepare(target.devices, *(("tpu", target.name) if target.is_tpu else ("gpu",)))
         cli.start()
         config = _CONFIG.value.to_dict()
-        model = systems.read(config)
+        absent = _is_absent(config, target)
+        modelled = model = systems.read(_modelled(config))
+        if not absent and _modelled(config) is not config:
+            model = systems.read(config)
         mesh = estimate.mesh_of(model, target.devices)
         estimate.local_batch(model, mesh)
     with _progress("tracing the loss and its gradient"):
-        traced = estimate.trace(model)
+        traced = estimate.trace(modelled)
     compiled, notes = None, list(model.notes)
+    if absent:
+        notes.append("attention is modelled by blocks of keys, which keep no scores either")
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
             compiled, more = compiling.analyse(model, target, mesh)
         notes += more
+        if compiled.program and not _PROFILE.value:
+            notes += audit.lines(audit.audit(compiled.program))
+    profile = _profile(model, target, mesh, compiled) if _PROFILE.value else None
     figures = estimate.plan(
-        traced, target, mfu=_MFU.value, pictures=_PICTURES.value, compiled=compiled
+        traced,
+        target,
+        mfu=profile.busy if profile else _MFU.value,
+        update=profile.update if profile else None,
+        pictures=_PICTURES.value,
+        compiled=compiled,
     )
-    figures |= {"advice": _advice(config, figures, mesh), "notes": notes}
-    print(json.dumps(figures) if _JSON.value else table(str(_TARGET.value), figures))
+    with_remat = functools.cache(
+        lambda: estimate.trace(systems.read(_with_remat(_modelled(config))))
+    )
+    rate = figures["mfu"]
+    advice = [
+        *_advice(config, figures, mesh, with_remat),
+        choice.advise(traced, with_remat, target, rate, figures),
+    ]
+    figures |= {"advice": advice, "notes": notes}
+    if profile:
+        figures["profile"] = profile.summary()
+    if _JSON.value:
+        print(json.dumps(figures))
+        return
+    print(table(str(_TARGET.value), figures))
+    if profile:
+        print(_aligned(profiling.table(profile)))
 
 
 def table(target: str, f: dict[str, Any]) -> str:
@@ -77,13 +118,15 @@ def table(target: str, f: dict[str, Any]) -> str:
     names = ("parameters", "optimizer", "ema", "frozen", "batch", "temporary")
     seconds, busy, rate = f["seconds"], f["seconds"]["busy"], f["samples_per_second"]
     sent = ", ".join(f"{kind} {size(n)}" for kind, n in f["bytes_sent"].items()) or "nothing"
-    disk = f["disk"]
+    disk, source = f["disk"], f["memory_source"]
+    if source == "compiled":
+        source += f"; the model of it says {size(f['temporary_modelled'])}"
     rows = [
         ("target", f"{target}, {f['target']['devices']} devices; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
         ("memory a device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
-             f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {f['memory_source']})"),
+             f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
         ("batch", f"{f['batch']:,}: {f['micro_batch']:,} a device, {f['accumulate']} times; the "
                   f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
                   f"batch at once: {f['largest_batch']:,}"),
@@ -102,10 +145,49 @@ def table(target: str, f: dict[str, Any]) -> str:
         *(("advice", line) for line in f["advice"]),
         *(("note", line) for line in f["notes"]),
     ]  # fmt: skip
+    return _aligned(rows)
+
+
+def _aligned(rows: Sequence[tuple[str, str]]) -> str:
     return "\n".join(f"{name:20} {text}" for name, text in rows)
 
 
-def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[str]:
+def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
+    """Of the whole program if it was compiled for the TPU, or else of its blocks."""
+    if compiled and compiled.program:
+        return profiling.of_program(compiled.program, model, mesh, target.name)
+    with cli.bad_input(), _progress(f"compiling the blocks for one {target.name}"):
+        say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+        return profiling.of_blocks(model, mesh, target.name, say)
+
+
+def _modelled(config: dict[str, Any]) -> dict[str, Any]:
+    """The config with an attention that any machine traces, and that keeps no scores either."""
+    unet = config["unet"]
+    if unet.get("attention_impl") not in ("cudnn", "splash"):
+        return config
+    return {**config, "unet": {**unet, "attention_impl": "blockwise"}}
+
+
+def _is_absent(config: dict[str, Any], target: Target) -> bool:
+    """Whether the attention that the config names cannot be compiled here."""
+    if _modelled(config) is config:
+        return False
+    here = compiling.missing_for(target) is None
+    cudnn = config["unet"]["attention_impl"] == "cudnn"
+    return not here or (cudnn and not gpu.has_cudnn())
+
+
+def _with_remat(config: dict[str, Any]) -> dict[str, Any]:
+    return {**config, "unet": {**config["unet"], "remat": True}}
+
+
+def _advice(
+    config: dict[str, Any],
+    figures: dict[str, Any],
+    mesh: Any,
+    with_remat: Callable[[], estimate.Traced],
+) -> list[str]:
     """Changes worth a try: rematerialization and micro batches, by the model of the memory."""
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
@@ -119,10 +201,8 @@ def _advice(config: dict[str, Any], figures: dict[str, Any], mesh: Any) -> list[
         return advice
     advice = []
     if not remat:
-        changed = copy.deepcopy(config)
-        changed["unet"]["remat"] = True
         with _progress("tracing it with rematerialization"):
-            traced = estimate.trace(systems.read(changed))
+            traced = with_remat()
         limit = figures["bytes_per_device"]["limit"]
         batch = estimate.largest_batch(traced, mesh, limit)
         advice.append(

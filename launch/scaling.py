@@ -8,13 +8,12 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from absl import app, flags
-from jax.sharding import AbstractMesh
 
 from diffusion_jax import cli
-from diffusion_jax.machine import sharding
 from launch import templates
 from launch.accelerators import KINDS, Target
-from launch.planner import compiling, estimate, systems
+from launch.planner import choice, compiling, estimate, systems
+from launch.planner.choice import Choice
 from launch.planner.estimate import Traced
 
 CONFIGS = ("base64_500m", "base64_2b", "sr256_400m", "sr256_600m", "sr1024_600m", "sd2_512_base")
@@ -23,14 +22,6 @@ DEVICES = (1, 8, 16, 32, 64, 128, 256, 512)
 _TORUS = {1: (1, 1, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8),
           256: (4, 8, 8), 512: (8, 8, 8)}  # fmt: skip
 _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
-
-
-class Point(NamedTuple):
-    """The best mesh of a number of devices."""
-
-    mesh: AbstractMesh
-    accumulate: int
-    step: estimate.Step
 
 
 class Section(NamedTuple):
@@ -61,7 +52,7 @@ def main(argv: list[str]) -> None:
     print(page, end="")
 
 
-def section(traced: Traced, curves: Mapping[str, list[Point]]) -> Section:
+def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
     """A model's table."""
     batch = traced.model.run.batch_size
     rows = []
@@ -73,35 +64,25 @@ def section(traced: Traced, curves: Mapping[str, list[Point]]) -> Section:
     return Section(cost, rows, ends)
 
 
-def curve(traced: Traced, kind: str, mfu: float) -> list[Point]:
+def curve(traced: Traced, kind: str, mfu: float) -> list[Choice]:
     """The best mesh for each number of devices; the smallest step, nothing hidden."""
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
-def best(traced: Traced, target: Target, mfu: float) -> Point:
+def best(traced: Traced, target: Target, mfu: float) -> Choice:
     """The mesh and the number of micro batches that take least time and fit."""
-    devices = target.devices
-    shapes = {(1, devices), (max(1, devices // 8), min(8, devices))}
-    points = [_point(traced, target, replica, fsdp, mfu) for replica, fsdp in sorted(shapes)]
-    return min((p for p in points if p), key=lambda point: point.step.exposed)
-
-
-def _point(traced: Traced, target: Target, replica: int, fsdp: int, mfu: float) -> Point | None:
-    mesh = AbstractMesh((replica, fsdp, 1), sharding.AXES)
-    micro = estimate.largest_micro_batch(traced, mesh, estimate.USABLE * target.kind.memory)
-    if not micro:
-        return None
-    changed = estimate.with_micro_batch(traced, micro)
-    collectives = estimate.collectives(changed, mesh)
-    step = estimate.step_time(changed, mesh, target, mfu, collectives)
-    return Point(mesh, estimate.passes(changed.model, mesh), step)
+    shapes = {(1, target.devices), (max(1, target.devices // 8), min(8, target.devices))}
+    found = choice.best(traced, target, mfu, sorted(shapes))
+    if found is None:
+        raise ValueError(f"nothing fits on {target.devices} {target.name}")
+    return found
 
 
 def _target(kind: str, devices: int) -> Target:
     return Target(kind, _TORUS[devices] if KINDS[kind].torus else (devices,))
 
 
-def _cells(point: Point, one: Point, devices: int) -> str:
+def _cells(point: Choice, one: Choice, devices: int) -> str:
     replica, fsdp = point.mesh.shape["replica"], point.mesh.shape["fsdp"]
     mesh = f"{replica} x {fsdp}" + (f", {point.accumulate} parts" if point.accumulate > 1 else "")
     step = point.step
@@ -110,12 +91,12 @@ def _cells(point: Point, one: Point, devices: int) -> str:
     return f"{mesh} | {times} | {share[0]:.0f}, {share[1]:.0f}"
 
 
-def _end(points: list[Point]) -> int:
+def _end(points: list[Choice]) -> int:
     """The most devices each of which does at least 90 % of what one alone does."""
     return max(devices for devices in DEVICES if _kept(points, 1, devices) >= 0.9)
 
 
-def _kept(points: list[Point], few: int, many: int) -> float:
+def _kept(points: list[Choice], few: int, many: int) -> float:
     """The speed of each of many devices over that of each of few, nothing hidden."""
     one, other = (points[DEVICES.index(devices)].step.exposed for devices in (few, many))
     return few * one / (many * other)

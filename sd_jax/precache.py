@@ -12,7 +12,8 @@ of another one. Captions are encoded by python -m diffusion_jax.precache.
 
 Killed at any moment, the same command goes on. To share the work between machines or processes, run
 it in each with --workers=N and its own --worker=0 ... N-1, on a folder that all see; the work of
-one that dies is done by the rest. Each uses all its devices.
+one that dies is done by the rest. Each uses all its devices. --verify compares all that is there
+with the checksums that the finished work left, and encodes again what is damaged.
 """
 
 import pathlib
@@ -43,6 +44,7 @@ def define_flags() -> None:
         "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1
     )
     flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
+    flags.DEFINE_bool("verify", False, "Read all tars, and encode again what is damaged.")
     workers.define_flags()
     flags.mark_flag_as_required("config")
 
@@ -57,7 +59,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         s = read_settings(args.config.to_dict())
         share = workers.share(args.worker, args.workers)
-        work = Work(args.shard_images, args.batch, share, args.dry_run)
+        work = Work(args.shard_images, args.batch, share, args.dry_run, args.verify)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 

@@ -33,7 +33,7 @@ from PIL import Image
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command
 from diffusion_jax.draw.model import Model
-from diffusion_jax.machine import sheets
+from diffusion_jax.machine import sheets, untrusted
 from diffusion_jax.text import TextEncoder
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
@@ -100,7 +100,7 @@ def _preview(out: pathlib.Path) -> Preview:
 
 def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
     """The pictures to start from, one for each text; None without any."""
-    opened = [Image.open(path).convert("RGB") for path in _IMAGE.value]
+    opened = [untrusted.open_image(path).convert("RGB") for path in _IMAGE.value]
     if not opened:
         return None
     if len(opened) not in (1, num_texts):

@@ -16,7 +16,17 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
-from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, dense, layer_norm
+from diffusion_jax.nn.layers import (
+    KEEPS,
+    FromHeads,
+    GroupNorm,
+    ToHeads,
+    blocks_per_level,
+    conv,
+    dense,
+    layer_norm,
+    with_remat,
+)
 from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 
 
@@ -41,6 +51,8 @@ class UNet(nn.Module):
     in_channels: Count = 4
     out_channels: Count = 4
     remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, what the gradient does not compute again: see layers.KEEPS."""
     attention_impl: str = "auto"
     """See attention.attend. Heads wider than 128, 1.x's deepest, take "xla" for "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
@@ -63,10 +75,10 @@ class UNet(nn.Module):
         emb = nn.silu(emb)  # [B, E]: once for all blocks, each of which starts with it in LDM.
         text = text.astype(self.dtype)
         res = functools.partial(
-            nn.remat(ResBlock) if self.remat else ResBlock, self.norm_groups, dtype=self.dtype
+            with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
         )
         attend = functools.partial(
-            nn.remat(Transformer) if self.remat else Transformer,
+            with_remat(Transformer, self.remat, self.remat_keeps),
             self.transformer_depth,
             self.num_heads,
             self.head_dim,
@@ -176,16 +188,15 @@ class Attention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"], tokens: Float[Array, "B L D"]):
         """Returns [B, T, C]; only the output has a bias."""
-        b, _, c = x.shape
-        linear = lambda y, name: dense(y, c, name, bias=False, dtype=self.dtype)
+        c = x.shape[-1]
         head_dim = c // self.num_heads
-        q, k, v = (
-            linear(y, name).reshape(b, -1, self.num_heads, head_dim)
-            for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
+        layer = functools.partial(ToHeads, 1, self.num_heads, head_dim, False, self.dtype)
+        (q,), (k,), (v,) = (
+            layer(name=name)(y) for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
         )  # [B, T, N, K], [B, L, N, K] twice
         wide = self.implementation == "cudnn" and head_dim > 128  # So wide are only few tokens.
         out = attend(q, k, v, implementation="xla" if wide else self.implementation)
-        return dense(out.reshape(x.shape), c, "out", dtype=self.dtype)  # [B, T, N K = C]
+        return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
 
 
 def transformer_widths(unet: UNet) -> set[int]:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.machine import untrusted
 from diffusion_jax.settings import EMBEDDINGS
 
 
@@ -51,8 +52,7 @@ def check_suffix(text: str) -> None:
 
 
 def _read_npz(contents: bytes) -> np.ndarray:
-    with np.load(io.BytesIO(contents), allow_pickle=False) as arrays:
-        return _choose(arrays)
+    return _choose(untrusted.read_archive(io.BytesIO(contents)))
 
 
 def _read_safetensors(contents: bytes) -> np.ndarray:
@@ -69,7 +69,7 @@ def _choose(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
 
 
 _READERS = {
-    "npy": lambda contents: np.load(io.BytesIO(contents), allow_pickle=False),
+    "npy": lambda contents: untrusted.read_array(io.BytesIO(contents), len(contents)),
     "npz": _read_npz,
     "safetensors": _read_safetensors,
 }

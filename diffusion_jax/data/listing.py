@@ -7,7 +7,8 @@ Other tars get another one; old ones may be deleted when no run uses them. Of ta
 store the bucket keeps one, and each machine a copy.
 
 The file holds spans, firsts and facts as in Listing (uint32, int64, JSON), and then the length of
-the facts in bytes (uint64), all of them little-endian.
+the facts in bytes (uint64), all of them little-endian. The facts have the CRC-32 of what is before
+them: a damaged listing would pair images with the texts of others, and is made anew.
 """
 
 import collections
@@ -19,6 +20,7 @@ import os
 import pathlib
 import struct
 import tempfile
+import zlib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -32,7 +34,7 @@ from diffusion_jax.data import storage, tars
 from diffusion_jax.data.tars import Index
 from diffusion_jax.machine import files, progress
 
-_VERSION = 1
+_VERSION = 2
 _NAME = 100  # Bytes of a member's name at the start of its header.
 _CHUNK = 256  # Tars whose indices are in memory at once.
 _LENGTH = struct.Struct("<Q")
@@ -111,8 +113,11 @@ def _load(place: pathlib.Path, names: Sequence[str]) -> Listing | None:
         total, num_firsts = facts["records"], len(names) + 1
         if end != 16 * total + 8 * num_firsts + length:
             return None
+        numbers = np.memmap(place, np.uint8, "r", shape=(end - length,))
+        if zlib.crc32(numbers.data) != facts["crc32"]:
+            return None
         firsts = np.fromfile(place, "<i8", num_firsts, offset=16 * total)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError):
         return None
     spans = np.zeros((0, 4), np.uint32)
     if total:  # Nothing cannot be mapped.
@@ -123,7 +128,7 @@ def _load(place: pathlib.Path, names: Sequence[str]) -> Listing | None:
 def _make(names: Sequence[str], images: Sequence[str], text: str, place: pathlib.Path) -> None:
     """Writes the listing tar by tar, so that memory holds a few of their indices alone."""
     facts: dict[str, Any] = {"first": [], "error": ""}
-    counts, suffixes, lengths = collections.Counter[str](), set[str](), []
+    counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
     with (
         files.whole(place) as temporary,
         temporary.open("wb") as file,
@@ -144,10 +149,14 @@ def _make(names: Sequence[str], images: Sequence[str], text: str, place: pathlib
                 facts["first"].append(full_name(name, *header(name, offset)))
             counts.update(images=len(bare), bare=int(bare.sum()), truncated=int(index.truncated))
             suffixes.update(index.suffix.tolist())
-            file.write(_compact(spans[~bare], name).tobytes())
+            numbers = _compact(spans[~bare], name).tobytes()
+            crc = zlib.crc32(numbers, crc)
+            file.write(numbers)
             lengths.append(len(bare) - int(bare.sum()))
-        file.write(np.cumsum([0, *lengths], dtype="<i8").tobytes())
-        facts |= {"records": sum(lengths), "suffixes": sorted(suffixes)}
+        numbers = np.cumsum([0, *lengths], dtype="<i8").tobytes()
+        crc = zlib.crc32(numbers, crc)
+        file.write(numbers)
+        facts |= {"records": sum(lengths), "suffixes": sorted(suffixes), "crc32": crc}
         facts |= {name: counts[name] for name in ("images", "bare", "truncated", "broken")}
         encoded = json.dumps(facts).encode()
         file.write(encoded + _LENGTH.pack(len(encoded)))

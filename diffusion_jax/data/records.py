@@ -1,7 +1,6 @@
 """Records: encoded images with their texts, as they lie in files of any format."""
 
 import abc
-import json
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -10,6 +9,7 @@ import numpy as np
 
 from diffusion_jax.data import embeddings, storage
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.machine import untrusted
 from diffusion_jax.settings import Data
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
@@ -64,7 +64,7 @@ def read_text(contents: bytes, text: str) -> Any:
     suffix, _, field = text.partition(":")
     try:
         if field:
-            return _field(json.loads(contents), field)
+            return _field(untrusted.parse_json(contents), field)
         if suffix.rsplit(".")[-1] == "txt":
             return contents.decode("utf-8", errors="replace").strip()
         return embeddings.read(contents, suffix)

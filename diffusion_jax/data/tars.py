@@ -83,6 +83,8 @@ def scan(path: str) -> Index:
     try:
         with storage.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
+                # Of millions they would fill the memory.
+                tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
                 key, suffix = split(member.name)
                 if member.isfile() and member.offset_data + member.size <= size and key:
                     row = records.setdefault(key, len(records))

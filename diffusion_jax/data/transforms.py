@@ -1,10 +1,10 @@
 """Encoded images to square uint8 RGB pixels."""
 
-import io
-
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image, ImageOps
+
+from diffusion_jax.machine import untrusted
 
 # Others (16 bit, float) would be clipped by Pillow's conversion, mostly to plain white.
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
@@ -54,7 +54,7 @@ def check_caption(text: str, min_chars: int) -> None:
 def _open(data: bytes) -> Image.Image:
     """The header alone is read: enough for the size."""
     try:
-        return Image.open(io.BytesIO(data))
+        return untrusted.open_image(data)
     except Exception as error:  # Pillow's decoders raise errors of many kinds.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 

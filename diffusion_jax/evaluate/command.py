@@ -273,7 +273,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     if source == "digits" and not value("prompts"):
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
-    names = ("prompts", "reference", "inception", "clip", "clip_reference", "metrics")
+    names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
+             "dinov2_reference", "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 
@@ -343,6 +344,10 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
         flags.DEFINE_string(
             "clip_reference", "", "Features of real images that `metrics stats --clip` made: CMMD."
+        ),
+        flags.DEFINE_string("dinov2", "", "Weights of DINOv2 (ViT-L/14), for FD-DINOv2."),
+        flags.DEFINE_string(
+            "dinov2_reference", "", "Its statistics of real images: `metrics stats --dinov2`."
         ),
         flags.DEFINE_list(
             "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."

@@ -7,10 +7,13 @@ on the devices, brings its own. Features in a folder are shards, one a batch, an
 import io
 import pathlib
 import time
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 from jaxtyping import Bool, Int, Shaped, UInt8
 from PIL import Image
@@ -148,6 +151,16 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
+def _is_whole(path: pathlib.Path) -> bool:
+    damaged = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile,
+               zlib.error)  # fmt: skip
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as features:
+            return all(features[name] is not None for name in features.files)
+    except damaged:
+        return False
+
+
 def _ends(path: pathlib.Path) -> tuple[int, int]:
     """The first and the last image of a shard."""
     first, last = path.stem.split("_")[1:]
@@ -155,10 +168,18 @@ def _ends(path: pathlib.Path) -> tuple[int, int]:
 
 
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
-    """A mask of the images that no shard holds, as process 0 sees it, for every process."""
+    """A mask of the images that no shard holds, as process 0 sees it, for every process.
+
+    Process 0 removes shards that are damaged: each array has a CRC-32.
+    """
     missing = np.ones(num_images, bool)
-    for first, last in map(_ends, _shards(folder)):
-        missing[first : last + 1] = False
+    for path in _shards(folder) if jax.process_index() == 0 else ():
+        first, last = _ends(path)
+        if _is_whole(path):
+            missing[first : last + 1] = False
+        else:
+            logging.warning("%s is damaged: its images are drawn again", path)
+            path.unlink()
     return missing if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(missing)
 
 

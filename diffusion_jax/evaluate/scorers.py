@@ -9,7 +9,15 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.metrics import cards, clip_score, clip_towers, extractors, stats_files, table
+from diffusion_jax.metrics import (
+    cards,
+    clip_score,
+    clip_towers,
+    dinov2,
+    extractors,
+    stats_files,
+    table,
+)
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import weights as inception_weights
 from diffusion_jax.metrics.cards import Card
@@ -154,10 +162,15 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     ValueError or FileNotFoundError if these cannot be.
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
-    if bool(reference) != bool(inception) or not (inception or clip):
+    if bool(reference) != bool(inception) or not (inception or clip or evaluation.dinov2):
         raise ValueError(
             "FID needs both the reference's statistics and Inception's weights, and the CLIP "
             "score a CLIP: give the two, or the third, or all"
+        )
+    if bool(evaluation.dinov2) != bool(evaluation.dinov2_reference):
+        raise ValueError(
+            "FD-DINOv2 needs DINOv2's weights and its statistics of real images, a "
+            "dinov2_reference that metrics stats --dinov2 makes: give both"
         )
     if evaluation.clip_reference and not clip:
         raise ValueError("a clip_reference, for CMMD, needs the CLIP that made it: give both")
@@ -169,6 +182,9 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
             raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
         make = lambda mode: extractors.inception_extractor(inception_weights.load(inception), mode)
         chosen["inception"] = _against("inception", reference, make, "pytorch", card)
+    if evaluation.dinov2:
+        make = lambda mode: dinov2.load(evaluation.dinov2)
+        chosen["dinov2"] = _against("dinov2", evaluation.dinov2_reference, make, "dgm_eval", card)
     if clip:
         chosen["clip"] = _pairs(clip_towers.load(clip), card)
     if evaluation.clip_reference:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from diffusion_jax.machine import files
 
@@ -18,12 +18,14 @@ FOLDER = "checksums"
 def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
     """Lists part `part` of `parts` of the files of a folder, and reads them once more.
 
-    The second reading comes from the disk where the system lets go of what it keeps in memory.
+    Those ending in .tmp, which somebody is still writing, are left out. The second reading comes
+    from the disk where the system lets go of what it keeps in memory.
     OSError if it finds something else.
     """
     folder = pathlib.Path(folder)
     inside = lambda path: path.relative_to(folder).as_posix()
-    paths = sorted(p for p in folder.rglob("*") if p.is_file() and p.parent != folder / FOLDER)
+    mine = lambda p: p.is_file() and p.parent != folder / FOLDER and p.suffix != ".tmp"
+    paths = sorted(filter(mine, folder.rglob("*")))
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = {inside(path): [path.stat().st_size, _digest(path)] for path in paths[part::parts]}
     name = folder / FOLDER / f"{part}-of-{parts}.json"
@@ -43,20 +45,28 @@ def damage(
     Only in the subfolders `items` if there are any, and only in part `part` of `parts` of the
     files. A folder without lists is taken as it is: earlier code wrote none.
     """
+    found = next(damaged(folder, items, part, parts), None)
+    return found and f"{found[0]}: {found[1]}"
+
+
+def damaged(
+    folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
+) -> Iterator[tuple[str, str]]:
+    """(path, what is not as the lists of a folder say) of each file as in `damage`."""
     folder, listed = pathlib.Path(folder), {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             found = json.loads(path.read_bytes())
             listed |= {name: (int(size), str(digest)) for name, (size, digest) in found.items()}
         except (ValueError, TypeError, AttributeError):
-            return f"{FOLDER}/{path.name} is no list of files"
+            yield f"{FOLDER}/{path.name}", "no list of files"
     names = [n for n in sorted(listed) if not items or n.partition("/")[0] in items][part::parts]
     for whole in (False, True):  # Sizes first, which takes no time.
-        for name in names:
+        for name in list(names):
             size, digest = listed[name]
             if found := _difference(folder / name, size, digest if whole else None):
-                return f"{name}: {found}"
-    return None
+                names.remove(name)
+                yield name, found
 
 
 def _difference(path: pathlib.Path, size: int, digest: str | None) -> str | None:

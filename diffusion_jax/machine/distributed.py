@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,9 +21,12 @@ import numpy as np
 from absl import flags, logging
 from jax.experimental import multihost_utils
 
+from diffusion_jax.machine import meeting, peers
+
 PREEMPTED = 143
 """The exit code of a run that SIGTERM ended: saved, and to be started again."""
 
+_NEWS = 5.0  # Seconds until the death of a process is known to all, and more.
 _TEXT = 500  # Bytes of what a process says to all.
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
@@ -34,6 +37,17 @@ _PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is.", lo
 _TIMEOUT = flags.DEFINE_integer(
     "join_timeout", 300, "Seconds to wait for the others at the start.", lower_bound=1
 )
+
+
+class _Watch:
+    """The watch that this process keeps over others, and what it says then."""
+
+    def __init__(self) -> None:
+        self.others: peers.Peers | None = None
+        self.advice: Callable[[], str] = lambda: "Start all processes again."
+
+
+_watch = _Watch()
 
 
 def join() -> None:
@@ -47,17 +61,34 @@ def join() -> None:
     who = _explicit(os.environ) or _detected(os.environ)
     if choice == "off" or (choice == "auto" and who is None):
         return
-    with _deadline(_TIMEOUT.value, who or {}):
+    who = who or {}
+    with _deadline(_TIMEOUT.value, who):
+        _meet(who)
         jax.distributed.initialize(
-            **(who or {}),
+            **who,
             # JAX would end the process by a signal, without a word on what to do.
             initialization_timeout=_TIMEOUT.value + 60,
         )
         hosts = gather_text(socket.gethostname())  # The first thing that all do together.
+        if jax.process_count() > 1:
+            known = [who["coordinator_address"].rpartition(":")[0]] if "process_id" in who else []
+            _watch.others = peers.start(jax.process_index(), hosts, gather_text, known, _advice)
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():
         logging.set_verbosity(logging.WARNING)  # The first says what all do.
     logging.info("processes and devices\n%s", table(hosts, jax.devices()))
+
+
+def advise(advice: Callable[[], str]) -> None:
+    """What to say, beside what happened, when another process dies or a step hangs."""
+    _watch.advice = advice
+
+
+def hanging() -> str:
+    """What is known of a step that hangs, and what to do about it, for a message."""
+    silent = _watch.others.silent() if _watch.others else ""
+    others = f"{silent}. " if silent else "All other processes answer. " if _watch.others else ""
+    return f"{others}{_advice()}"
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
@@ -94,12 +125,40 @@ def together() -> Iterator[None]:
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if jax.distributed.is_initialized() and code not in (None, 0, PREEMPTED):
-            if not isinstance(error, SystemExit):
-                traceback.print_exc()
-            _end(code if isinstance(code, int) else 1)
-        jax.distributed.shutdown()
+            _fail(error, code if isinstance(code, int) else 1)
+        _leave()
         raise
+    _leave()
+
+
+def _fail(error: BaseException, code: int) -> None:
+    """Ends this process, and tells the others why."""
+    if _watch.others and isinstance(error, jax.errors.JaxRuntimeError):
+        _watch.others.wait_for_a_death(_NEWS)  # Of which the error is a consequence.
+    why = f"with code {code}, for the reason that it gave"
+    if not isinstance(error, SystemExit):
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    if _watch.others:
+        _watch.others.leave(why, code)
+    _end(code)
+
+
+def _leave() -> None:
+    if _watch.others:
+        _watch.others.leave()
+        _watch.others = None
     jax.distributed.shutdown()
+
+
+def _advice() -> str:
+    return _watch.advice()
+
+
+def _meet(who: Mapping[str, Any]) -> None:
+    """Compares who the processes are, where they were told of each other and not found by JAX."""
+    if "process_id" in who and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        meeting.meet(who["coordinator_address"], who["process_id"], who["num_processes"])
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:

@@ -10,13 +10,16 @@ PEAKS = {
     "H200 NVL": 835e12,
     "H100": 989.4e12,
     "H200": 989.4e12,
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "MI300X": 1307.4e12,
     "A100": 312e12,
     "TPU v4": 275e12,
     "TPU v5 lite": 197e12,
     "TPU v5e": 197e12,
     "TPU v5": 459e12,  # v5p: its kind is "TPU v5" or "TPU v5p".
     "TPU v6": 918e12,
+    "TPU7x": 1153.5e12,  # One of the two devices of a chip.
 }
 
 

@@ -3,13 +3,15 @@
     python -m diffusion_jax.metrics stats --images=DIR --out=FILE.npz
 
 makes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"); for CMMD
-those of a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features.
+those of a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features, for FD-DINOv2 those of
+--dinov2=FOLDER.
 
     python -m diffusion_jax.metrics fid A B
 
-prints the distance of two folders, tars or .npz files (A the reference); with --all also FID's
-extrapolation to infinitely many images, KID, precision and recall and an interval, where the
-features of both are at hand. --out=FILE.json writes the scores and their card.
+prints the distance of two folders, tars or .npz files (A the reference), with --dinov2=FOLDER that
+of DINOv2's features; with --all also FID's extrapolation to infinitely many images, KID, precision,
+recall, density, coverage and intervals, where the features of both are at hand. --out=FILE.json
+writes the scores and their card.
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
@@ -43,6 +45,7 @@ from diffusion_jax.metrics import (
     cards,
     clip_score,
     clip_towers,
+    dinov2,
     extractors,
     frechet,
     images,
@@ -73,6 +76,7 @@ _CLIP = flags.DEFINE_string("clip", None, "clip, stats: a folder or Hub name of 
 _CLIP_MODE = flags.DEFINE_enum(
     "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
 )
+_DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: images to take the CMMD to.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
 _FEW = 4  # Times the dimensions: below, a distance tells more of n than of the images.
@@ -109,21 +113,22 @@ def main(argv: list[str]) -> None:
 def _stats(path: str, out: str) -> None:
     if pathlib.Path(out).suffix != ".npz":
         raise ValueError(f"cannot write {out}: the name must end in .npz")
-    extractor = _clip().image if _CLIP.value else _inception()
+    extractor = _clip().image if _CLIP.value else _network()
     stats = _of_images(path, extractor, keep=_KEEP.value)
     stats_files.write(out, stats)
     logging.info("wrote statistics of %d images to %s", stats.gaussian.n, out)
 
 
 def _fid(a: str, b: str) -> None:
-    extractor = _inception()
+    extractor = _network()
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
             "--all needs the features of both sides: give folders, or files that `stats` wrote "
             "with --keep_features"
         )
-    names = _metrics_of("inception") if _ALL.value else ["fid"]
+    names = _metrics_of("dinov2" if _DINOV2.value else "inception")
+    names = names if _ALL.value else names[:1]  # The distance stands first.
     rows = generated.gaussian if generated.features is None else generated.features
     card = _card_of(extractor, a, real, generated)
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
@@ -170,6 +175,10 @@ def _scores(
         score = METRICS[name].score(rows, *compared, **options.get(name, {}))
         scores |= table.columns(column(name), score, seed=_SEED.value, interval=_ALL.value)
     return scores
+
+
+def _network() -> extractors.Extractor:
+    return dinov2.load(_DINOV2.value) if _DINOV2.value else _inception()
 
 
 def _inception() -> extractors.Extractor:

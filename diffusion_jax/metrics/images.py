@@ -1,6 +1,5 @@
 """Images for an extractor from files: folders as pytorch-fid reads them, and webdataset tars."""
 
-import io
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from PIL import Image
 from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.machine import untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")
@@ -123,7 +123,7 @@ class Decoded:
     def _decode(self, index: int) -> np.ndarray | None:
         contents, name = self._files.read(index)
         try:
-            image = Image.open(io.BytesIO(contents))
+            image = untrusted.open_image(contents)
             if image.mode.startswith(("I", "F")):  # 16 bits or floats would be clipped to white.
                 return None
             pixels = np.asarray(self._fitted(image.convert("RGB")))

@@ -1,11 +1,13 @@
-"""Precision and recall of generated images by nearest neighbours (Kynkaanniemi et al. 2019).
+"""Fidelity and variety of generated images by nearest neighbours.
 
-An image lies among others if it is within the k-th neighbour's distance of any of them. Blocks of
-distances are made and dropped, so that memory is 2048 rows', not all pairs'.
+Precision and recall are of Kynkaanniemi et al. 2019, density and coverage of Naeem et al. 2020. The
+ball of an image reaches to its k-th neighbour among those of its side; an image lies among others
+if it is in the ball of any of them. Blocks of distances are made and dropped, so that memory is
+2048 rows', not all pairs'.
 """
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 
 from diffusion_jax.metrics import bootstrap
 from diffusion_jax.metrics.bootstrap import Score
@@ -21,7 +23,7 @@ def precision(generated: Rows, real: Rows, *, k: int = 3) -> Score:
     ValueError unless both sides have more than k images.
     """
     generated, real = _about_the_real(generated, real, k)
-    return bootstrap.mean(_among(generated, real, k))
+    return _share(_balls(generated, real, k) > 0)
 
 
 def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
@@ -30,7 +32,28 @@ def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
     Its interval is that over the real images.
     """
     generated, real = _about_the_real(generated, real, k)
-    return bootstrap.mean(_among(real, generated, k))
+    return _share(_balls(real, generated, k) > 0)
+
+
+def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
+    """Fidelity that one outlier among the real images does not raise: from 0, 1 for their like.
+
+    The mean number of real images' balls that a generated one lies in, by k; else as `precision`.
+    """
+    generated, real = _about_the_real(generated, real, k)
+    return bootstrap.mean(_balls(generated, real, k) / k)
+
+
+def coverage(generated: Rows, real: Rows, *, k: int = 5) -> Score:
+    """Variety: the share of real images with a generated one in their ball; else as `recall`."""
+    generated, real = _about_the_real(generated, real, k)
+    radii = _radii(real, k)
+    nearest = [squared_distances(real[i : i + _BLOCK], generated).min(1) for i in _starts(real)]
+    return _share(np.concatenate(nearest) <= radii)
+
+
+def _share(true: Bool[np.ndarray, "N"]) -> Score:
+    return bootstrap.mean(true.astype(np.float64))
 
 
 def _about_the_real(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarray]:
@@ -44,20 +67,23 @@ def _about_the_real(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np
     return generated - centre, real - centre
 
 
-def _among(
+def _balls(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"], k: int
-) -> Float[np.ndarray, "N"]:
-    """1 for each row of x that lies among those of y, else 0."""
+) -> Int[np.ndarray, "N"]:
+    """The number of rows of y in whose ball each row of x lies."""
     radii = _radii(y, k)
-    starts = range(0, len(x), _BLOCK)
-    within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).any(1) for i in starts]
-    return np.concatenate(within).astype(np.float64)
+    within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).sum(1) for i in _starts(x)]
+    return np.concatenate(within)
+
+
+def _starts(x: Float[np.ndarray, "N D"]) -> range:
+    return range(0, len(x), _BLOCK)
 
 
 def _radii(x: Float[np.ndarray, "N D"], k: int) -> Float[np.ndarray, "N"]:
     """The squared distance of each row to its k-th neighbour."""
     radii = np.empty(len(x))
-    for start in range(0, len(x), _BLOCK):
+    for start in _starts(x):
         part = slice(start, start + _BLOCK)
         squares = squared_distances(x[part], x)
         rows = np.arange(len(squares))

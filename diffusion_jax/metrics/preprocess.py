@@ -47,6 +47,8 @@ def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
 
 INCEPTION: dict[str, Prepare] = {"pytorch": pytorch, "tf": tf, "clean": clean, "nemo": nemo}
 
+_IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
 
 def open_clip(size: int) -> Prepare:
     """OpenCLIP's: the shorter side to `size` as Pillow resizes 8-bit images, the centre cut out."""
@@ -70,6 +72,12 @@ def squash(size: int) -> Prepare:
         return _normalise_clip(_resample(images, rows, columns))
 
     return prepare
+
+
+def dgm_eval(images: Images) -> Float[Array, "B 224 224 3"]:
+    """dgm-eval (Stein et al. 2023) before DINOv2: a square by Pillow's bicubic of 8-bit images."""
+    x = _pillow_8_bits(images, 224, 224) / 255
+    return (x - jnp.array(_IMAGENET_MEAN)) / jnp.array(_IMAGENET_STD)
 
 
 def _to_inception(images: Images, matrix: Callable[[int, int], np.ndarray]) -> Array:
@@ -124,6 +132,19 @@ def _bilinear_centres(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 def _bilinear_corner(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
     return _gather(np.arange(size_out) * size_in / size_out, size_in, (0, 1), lambda d: 1 - d)
+
+
+def bicubic(
+    size_in: int, size_out: int, *, antialias: bool, offset: float = 0.0
+) -> Float[np.ndarray, "O I"]:
+    """torch's bicubic resize as a matrix; antialiased as Pillow's, or with scale (O + offset) / I.
+
+    `offset` is what DINOv2 adds to the size before it gives torch the scale.
+    """
+    if antialias:
+        return _pillow_bicubic(size_in, size_out)
+    centres = (np.arange(size_out) + 0.5) * size_in / (size_out + offset) - 0.5
+    return _gather(centres, size_in, (-1, 0, 1, 2), lambda d: cubic(d, -0.75))
 
 
 def _bicubic_corners(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import Gaussian, Rows
@@ -45,8 +45,8 @@ def read(path: str | os.PathLike[str]) -> Stats:
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
-        with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
-            contents = dict(arrays)
+        with open(path, "rb") as file:
+            contents = untrusted.read_archive(file)
     except Exception as error:  # Damaged files fail in many ways of their own.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     mean, cov = contents.get("mu"), contents.get("sigma")

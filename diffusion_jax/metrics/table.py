@@ -19,8 +19,8 @@ class Metric(NamedTuple):
     label: str
     """The metric's name in tables and figures; "" keeps it in the files alone."""
     features: str
-    """The features it takes: "inception", "clip" (an image's cosine with its prompt), "clip_image",
-    or the "digits" and "right" of the judge of digits."""
+    """The features it takes: "inception", "dinov2", "clip" (an image's cosine with its prompt),
+    "clip_image", or the "digits" and "right" of the judge of digits."""
     score: Callable[..., Score]
     """Features of generated images, and what `reference` returned if there is one, to the score."""
     reference: Callable[[Stats], Any] | None = None
@@ -35,7 +35,7 @@ class Metric(NamedTuple):
     public_weights: bool = False
     """Defined with these alone: with others its column is named after the extractor."""
     by_name: bool = False
-    """Sweeps take it only if it is asked for by name: it is slow."""
+    """Sweeps take it only if it is asked for by name: it is slow, or says what another does."""
 
 
 def _moments(stats: Stats) -> frechet.Reference:
@@ -48,6 +48,7 @@ def _features(stats: Stats) -> Any:
 
 
 _ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and recall"
+_DENSITY = "density and coverage"
 METRICS: dict[str, Metric] = {
     "fid": Metric(
         "FID", "inception", frechet.score, _moments, True, least=2, public_weights=True
@@ -74,6 +75,15 @@ METRICS: dict[str, Metric] = {
         "recall", "inception", neighbours.recall, _features, axis=_NEIGHBOURS, least=4,
         public_weights=True,
     ),
+    "density": Metric(
+        "density", "inception", neighbours.density, _features, axis=_DENSITY, least=6,
+        public_weights=True, by_name=True,
+    ),
+    "coverage": Metric(
+        "coverage", "inception", neighbours.coverage, _features, axis=_DENSITY, least=6,
+        public_weights=True, by_name=True,
+    ),
+    "fd_dinov2": Metric("FD-DINOv2", "dinov2", frechet.score, _moments, True, least=2),
     "fid_infinity": Metric(
         "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,
         least=20, public_weights=True, by_name=True,

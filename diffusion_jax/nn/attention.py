@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+KEPT = "attention"
+"""The name, for jax.checkpoint's policies, of what attention gives and its gradient needs of it."""
 _LANES = 128  # Of a TPU's vectors: splash's blocks are multiples of it.
 _BLOCK = 512  # Most queries, or keys, of a block of scores.
 _RESIDENT = 2048  # Most keys that splash holds in a TPU's vector memory.
@@ -48,7 +51,7 @@ def attend(
     valid = None
     if mask is not None:
         valid = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)  # [B, S]
-    out = _IMPLEMENTATIONS[implementation](q, k, v, valid)
+    out = checkpoint_name(_IMPLEMENTATIONS[implementation](q, k, v, valid), KEPT)
     if mask is None or always:
         return out
     return jnp.where(mask.any(1)[:, None, None, None], out, 0)
@@ -158,6 +161,7 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
     kernel: Any = splash.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((t, s))] * n),
         block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_platform() != "tpu",
+        residual_checkpoint_name=KEPT,
     )  # fmt: skip
 
     def one(q, k, v, valid):
@@ -205,8 +209,8 @@ def _in_blocks_forward(q, k, v, valid):
     zero = jnp.zeros(q.shape, jnp.float32)
     start = jnp.full_like(zero[..., 0], _MASKED), zero[..., 0], zero
     (top, total, out), _ = jax.lax.scan(step, start, (k, v, valid))
-    out = (out / total[..., None]).astype(q.dtype)
-    return out, (q, k, v, valid, out, top + jnp.log(total))
+    out = checkpoint_name((out / total[..., None]).astype(q.dtype), KEPT)
+    return out, (q, k, v, valid, out, checkpoint_name(top + jnp.log(total), KEPT))
 
 
 def _in_blocks_backward(kept, cotangent):

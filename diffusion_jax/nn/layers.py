@@ -3,19 +3,43 @@
 Channels last; B batch, C channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax.linen.dtypes import promote_dtype
+from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import KEPT
 
 Padding = tuple[int, int]
+_PRODUCT = "product"
+"""The name, for KEEPS, of what convolutions and linear layers give."""
+_POLICIES = jax.checkpoint_policies
+KEEPS: Mapping[str, Callable[..., Any]] = {
+    "nothing": _POLICIES.nothing_saveable,
+    "attention": _POLICIES.save_only_these_names(KEPT),
+    "products": _POLICIES.save_only_these_names(KEPT, _PRODUCT),
+    "offloaded": _POLICIES.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT, _PRODUCT],
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+"""What of its forward pass a block with remat keeps for the backward one, beside its inputs.
+
+What attention gives; also what convolutions and linear layers give, so that only norms and
+activations are computed again; the same in the memory of the host.
+"""
+
+
+def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
+    """The block, which the gradient computes again but for what `keeps`, in KEEPS, names."""
+    return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 
 
 class GroupNorm(nn.Module):
@@ -63,7 +87,56 @@ def dense(
     """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
-    return nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
+    out = nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
+    return checkpoint_name(out, _PRODUCT)
+
+
+class ToHeads(nn.Module):
+    """A linear layer whose results are attention's: `parts` arrays of heads, such as q, k and v.
+
+    It is `dense`, then a reshape. But with the heads as an axis of the product itself a TPU writes
+    them as its kernel wants them; of a reshaped result it makes a copy, and of its gradient too.
+    """
+
+    parts: int
+    num_heads: int
+    head_dim: int
+    bias: bool = True
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T C"]) -> list[Float[Array, "B T N K"]]:
+        """N heads, K their width."""
+        c, width = x.shape[-1], self.parts * self.num_heads * self.head_dim
+        heads = (self.parts, self.num_heads, self.head_dim)
+        kernel = self.param("kernel", uniform(c), (c, width)).astype(self.dtype)
+        kernels, x = kernel.reshape(c, *heads), x.astype(self.dtype)
+        out = [jnp.einsum("btc,cnk->btnk", x, kernels[:, i]) for i in range(self.parts)]
+        if self.bias:
+            bias = self.param("bias", uniform(c), (width,)).reshape(heads)
+            out = [ops.add_broadcast(y, b) for y, b in zip(out, bias, strict=True)]
+        return [checkpoint_name(y, _PRODUCT) for y in out]
+
+
+class FromHeads(nn.Module):
+    """The linear layer after attention, of all heads together: a reshape, then `dense`."""
+
+    width: int
+    zero: bool = False
+    """It starts at zero."""
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T N K"]) -> Float[Array, "B T {self.width}"]:
+        """See ToHeads."""
+        heads = x.shape[2:]
+        wide = heads[0] * heads[1]
+        init = nn.initializers.zeros if self.zero else uniform(wide)
+        kernel = self.param("kernel", init, (wide, self.width)).astype(self.dtype)
+        bias = self.param("bias", init, (self.width,))
+        kernel = kernel.reshape(*heads, self.width)
+        out = jnp.einsum("btnk,nkc->btc", x.astype(self.dtype), kernel)
+        return checkpoint_name(ops.add_broadcast(out, bias), _PRODUCT)
 
 
 def conv(
@@ -82,7 +155,7 @@ def conv(
     Not "SAME", which pads strided convolutions unlike torch.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
-    return nn.Conv(
+    out = nn.Conv(
         width,
         (kernel, kernel),
         strides=stride,
@@ -93,6 +166,7 @@ def conv(
         promote_dtype=_promoted,
         name=name,
     )(x).astype(dtype)
+    return checkpoint_name(out, _PRODUCT)
 
 
 def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:

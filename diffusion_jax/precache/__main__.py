@@ -55,7 +55,8 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         path = pathlib.Path(job.text.store)
         shards.start(path, job.identity, work.format)
-    manifest = fill.run(job, work)
+    with cli.bad_input(usual=(OSError,), code=1):  # A full disk, mostly.
+        manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "
         "at most; least cosine %.6f",

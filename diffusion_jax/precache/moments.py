@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
-from diffusion_jax.machine import claims, files, progress
+from diffusion_jax.machine import checksums, claims, files, progress
 from diffusion_jax.precache import workers
 from diffusion_jax.precache.workers import Share
 
@@ -30,6 +30,7 @@ class Work(NamedTuple):
     batch: int
     share: Share = Share()
     dry_run: bool = False
+    verify: bool = False
 
 
 def run(
@@ -44,6 +45,9 @@ def run(
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
     claims.claim(out / moments.MANIFEST, manifest, free=("finished",), write=not work.dry_run)
     paths = [out / f"{shard:06}.tar" for shard in range(total)]
+    for name, found in checksums.damaged(out) if work.verify else ():
+        logging.warning("%s is damaged (%s): encoding it again", out / name, found)
+        (out / name).unlink(missing_ok=True)
     missing = list(work.share.missing(paths))
     logging.info("%d of %d shards are there", total - len(missing), total)
     if work.dry_run:
@@ -57,6 +61,8 @@ def run(
     there = sum(path.exists() for path in paths)
     if there == total:
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
+        if work.verify or not (out / checksums.FOLDER).exists():
+            checksums.write(out)
     return there
 
 

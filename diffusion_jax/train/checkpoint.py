@@ -42,6 +42,10 @@ class DataIterator(Protocol):
         ...
 
 
+class NotSaved(RuntimeError):
+    """A checkpoint could not be written, or read back."""
+
+
 class Checkpointer:
     """The checkpoints of one run under `directory`; call `close` before the process ends.
 
@@ -83,7 +87,7 @@ class Checkpointer:
         """Copies `state` off the devices and returns; a thread writes it.
 
         The state may be donated as soon as this returns. Waits for the save before and raises its
-        error (RuntimeError). A step that is there already is left as it is. `metadata` is what
+        error (NotSaved). A step that is there already is left as it is. `metadata` is what
         JSON can hold.
         """
         self.wait()
@@ -124,15 +128,16 @@ class Checkpointer:
         return TrainState(params=items["params"], ema=ema, **items["optimizer"])
 
     def wait(self) -> None:
-        """Returns when the last save is whole; RuntimeError if it failed."""
+        """Returns when the last save is whole; NotSaved if it failed."""
         checking, self._checking = self._checking, None
         try:
             self._manager.wait_until_finished()
             if checking:
                 checking.result()
         except Exception as error:
-            raise RuntimeError(
-                f"a checkpoint under {self._directory} could not be written: {error}. The last "
+            why = f"{error}".partition("\n")[0][:300]
+            raise NotSaved(
+                f"a checkpoint under {self._directory} could not be written: {why}. The last "
                 f"whole one is of step {self.latest_step()}; is the disk full?"
             ) from error
         self._clear_deleted()

@@ -2,6 +2,7 @@
 
 import contextlib
 import pathlib
+import shlex
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from jax.sharding import Mesh
 from diffusion_jax import cli, runs
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.state import TrainState
@@ -53,15 +55,25 @@ def command(
                 inputs = prepare(s, mesh)
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
+            distributed.advise(lambda: how_to_go_on(folder))
             held.enter_context(inputs.batches)
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
+            # With a code at which launchers start it again: there may be room by then.
+            held.enter_context(cli.bad_input(NotSaved, usual=(), code=1))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict(), trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
 
     cli.run(main)
+
+
+def how_to_go_on(workdir: pathlib.Path) -> str:
+    """What to do when a run has ended before its time, for a message."""
+    there = restore.steps(workdir / runs.CHECKPOINTS)
+    last = f"The last checkpoint is of step {there[-1]}" if there else "There is no checkpoint yet"
+    return f"{last}; the same command, in each process, continues: {shlex.join(sys.orig_argv)}"
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:

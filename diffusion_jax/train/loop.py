@@ -22,7 +22,7 @@ from jax.sharding import Mesh
 from diffusion_jax import heldout, runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import flops, hardware, sheets
+from diffusion_jax.machine import distributed, flops, hardware, sheets
 from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
@@ -105,7 +105,9 @@ def train(
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
-        watchdog = closing(Watchdog(run.step_timeout))  # Before what it is to see the end of.
+        watchdog = closing(
+            Watchdog(run.step_timeout, distributed.hanging)
+        )  # Before what it is to see the end of.
         folder = workdir / runs.CHECKPOINTS
         checkpoints = closing(Checkpointer(folder, run.keep_last, run.keep_every))
         state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
@@ -155,7 +157,9 @@ def train(
     return state
 
 
-def make_step(task: Task, settings: Optimizer, tx: optax.GradientTransformation, layout: Any):
+def make_step(
+    task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
+):
     """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
     step = make_train_step(
         task.loss,

@@ -1,7 +1,7 @@
 """The optimizer of a config: AdamW as NeMo runs it, and its schedules as functions of the step."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Optimizer, one_of
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
+T = TypeVar("T")
 
 
 class ScheduleState(NamedTuple):
@@ -65,7 +66,7 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 }
 
 
-def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformation:
+def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
     """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
     return adamw(
         SCHEDULES[settings.schedule](settings, steps),
@@ -73,6 +74,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
         b2=settings.b2,
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        moment_dtype=settings.moment_dtype,
     )
 
 
@@ -111,14 +113,17 @@ def adamw(
     b2: float = 0.999,
     eps: float = 1e-8,
     weight_decay: float = 0.01,
-) -> optax.GradientTransformation:
+    moment_dtype: str = "float32",
+) -> optax.GradientTransformationExtraArgs:
     """Adam with decoupled decay (Loshchilov & Hutter 2019) on every parameter, biases included.
 
-    One group with decay on all is what NeMo's Imagen trains with. The learning rate of the last
-    update stands in the optimizer state (see `learning_rate`), so that it can be reported.
+    One group with decay on all is what NeMo's Imagen trains with. The first moment is kept in
+    `moment_dtype`. The learning rate of the last update stands in the optimizer state (see
+    `learning_rate`), so that it can be reported. `update` takes `finite`, a bool: where it is False
+    the new state is the old one, and the updates are none to apply.
     """
     return optax.chain(
-        optax.scale_by_adam(b1, b2, eps),
+        _scale_by_adam(b1, b2, eps, moment_dtype),
         optax.add_decayed_weights(weight_decay),
         _scale_by_schedule(schedule),
     )
@@ -129,17 +134,48 @@ def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 
-def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformation:
+def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
+    """The new tree where `finite`, else the old one.
+
+    A select for each leaf is part of the loop that computes the leaf; a lax.cond would not be. What
+    is computed of the new tree should be computed of this one: a loop that reads the old array of
+    another loop, which overwrites it, has XLA's CPU backend copy the array first.
+    """
+    return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
+
+
+def _scale_by_adam(
+    b1: float, b2: float, eps: float, moment_dtype: str
+) -> optax.GradientTransformationExtraArgs:
+    """optax.scale_by_adam, whose state is the old one where the step is not `finite`."""
+    adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
+
+    def update(updates, state, params=None, *, finite=True, **_):
+        del params
+        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
+        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
+        count = optax.safe_increment(state.count)
+        mu, nu = keep_finite(finite, (mu, nu), (state.mu, state.nu))
+        means = optax.tree.bias_correction(mu, b1, count)
+        squares = optax.tree.bias_correction(nu, b2, count)
+        updates = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), means, squares)
+        count, mu = keep_finite(finite, count, state.count), optax.tree.cast_like(mu, state.mu)
+        return updates, optax.ScaleByAdamState(count, mu, nu)
+
+    return optax.GradientTransformationExtraArgs(adam.init, update)
+
+
+def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
     """update -> -lr * update, keeping lr."""
 
     def init(params):
         del params
         return ScheduleState(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.float32))
 
-    def update(updates, state, params=None):
+    def update(updates, state, params=None, *, finite=True, **_):
         del params
         lr = schedule(state.updates)
         updates = jax.tree.map(lambda u: -lr * u, updates)
-        return updates, ScheduleState(state.updates + 1, lr)
+        return updates, keep_finite(finite, ScheduleState(state.updates + 1, lr), state)
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformationExtraArgs(init, update)

@@ -10,7 +10,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer, parts
-from diffusion_jax.train.optimizer import check_decays
+from diffusion_jax.train.optimizer import check_decays, keep_finite
 
 DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
@@ -58,7 +58,7 @@ def init_state(
 
 def make_train_step(
     loss_fn: LossFn,
-    tx: optax.GradientTransformation,
+    tx: optax.GradientTransformationExtraArgs,
     ema_decays: Sequence[float],
     *,
     accumulate: int = 1,
@@ -85,16 +85,17 @@ def make_train_step(
         norm = optax.tree.norm(grads)
         finite = jnp.isfinite(loss) & jnp.isfinite(norm)
 
-        updates, opt_state = tx.update(_clip(grads, norm, clip), state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        ema = {
-            ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
-            for d in ema_decays
-        }
-        # A select per leaf fuses into the update that computes the leaf; a lax.cond would not.
-        old = (state.params, state.ema, state.opt_state)
-        keep = lambda new, old: jnp.where(finite, new, old)
-        params, ema, kept_opt_state = jax.tree.map(keep, (params, ema, opt_state), old)
+        with jax.named_scope("update"):
+            updates, opt_state = tx.update(
+                _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
+            )
+            params = keep_finite(finite, optax.apply_updates(state.params, updates), state.params)
+        with jax.named_scope("averages"):
+            ema = {
+                ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
+                for d in ema_decays
+            }
+            ema = keep_finite(finite, ema, state.ema)
         skipped = state.skipped + jnp.where(finite, 0, 1)
 
         metrics = {
@@ -104,7 +105,7 @@ def make_train_step(
             "skipped": skipped,
             "param_norm": optax.tree.norm(params),
         }
-        state = TrainState(state.step + 1, params, ema, kept_opt_state, skipped)
+        state = TrainState(state.step + 1, params, ema, opt_state, skipped)
         return state, extra | metrics
 
     return train_step

@@ -5,7 +5,7 @@ one gets that part from the file, so that a host holds no model beside its devic
 """
 
 import hashlib
-import json
+import math
 import os
 import pathlib
 import re
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
+from diffusion_jax.machine import untrusted
 from diffusion_jax.weights import torch_files
 
 INDEX = "model.safetensors.index.json"
@@ -83,7 +84,7 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     if not os.path.isfile(path):
         raise FileNotFoundError(f"no file {path}: it comes with the weights")
     try:
-        value = json.loads(pathlib.Path(path).read_text())
+        value = untrusted.parse_json(pathlib.Path(path).read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
@@ -125,11 +126,14 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if 8 + length <= size else b""
     try:
-        entries = json.loads(header)
+        entries = untrusted.parse_json(header)
         entries.pop("__metadata__", None)
         ends = [8 + length + entry["data_offsets"][1] for entry in entries.values()]
-    except (ValueError, KeyError, AttributeError) as error:
+        lies = [name for name, entry in entries.items() if not _is_sound(entry)]
+    except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
         raise ValueError(f"{path} is no safetensors file, or damaged: download it again") from error
+    if lies:
+        raise ValueError(f"{path} is damaged: {lies[0]} has other bytes than its shape says")
     if max(ends, default=0) > size:
         raise ValueError(f"{path} ends after {size} of {max(ends)} bytes: download it again")
     data = np.memmap(path, np.uint8, mode="r")[8 + length :] if entries else np.empty(0)
@@ -235,6 +239,14 @@ def _check_unquantised(folder: pathlib.Path) -> None:
             f"the weights in {folder} are quantised by {kind}, which is not read here: save the "
             "model from before, or dequantised"
         )
+
+
+def _is_sound(entry: Mapping[str, Any]) -> bool:
+    """Whether an array's place has the bytes of its shape; a type that is not known has any."""
+    (start, end), shape = entry["data_offsets"], entry["shape"]
+    width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
+    least = min((start, *shape)) if shape else start
+    return least >= 0 and start <= end and (not width or math.prod(shape) * width == end - start)
 
 
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:

@@ -17,7 +17,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Float
 
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
@@ -114,7 +114,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     try:
         if suffix == ".npz":
             # Opened here, since numpy does not close a file that it finds damaged.
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with open(path, "rb") as file:
+                arrays = untrusted.read_archive(file)
                 return {name: arrays[name] for name in arrays if name != _METADATA}
         import safetensors.numpy  # Only where such a file is read.
 
@@ -131,7 +132,9 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     suffix = pathlib.Path(path).suffix
     try:
         if suffix == ".npz":
-            with open(path, "rb") as file, np.load(file, allow_pickle=False) as arrays:
+            with open(path, "rb") as file:
+                untrusted.check_archive(file)
+                arrays = np.load(file, allow_pickle=False)
                 return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
         if suffix == ".safetensors":
             import safetensors  # Only where such a file is read.

@@ -16,6 +16,7 @@ import sys
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.train.checkpoint import NotSaved
 from imagen_jax.weights import convert
 
 _USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CONFIG --to=WORKDIR
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> None:
     source, target = _FROM.value, _TO.value
     match argv[1:]:
         case ["convert"] if source and target and _CONFIG.value is not None:
-            with cli.bad_input():
+            with cli.bad_input(NotSaved):
                 convert.to_workdir(source, _CONFIG.value, target)
         case ["export"] if source and target:
             with cli.bad_input():

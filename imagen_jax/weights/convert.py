@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
+from diffusion_jax.machine import files
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
@@ -21,6 +23,7 @@ from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
 
 FORMATS = (".safetensors", ".npz")
+_UNFINISHED = "unfinished"  # A file that is there until all has been written and compared.
 
 
 def to_workdir(
@@ -35,7 +38,10 @@ def to_workdir(
     """
     source, workdir = pathlib.Path(source), pathlib.Path(workdir)
     s = read_settings(config.to_dict())
-    if restore.steps(workdir / runs.CHECKPOINTS):
+    # A kill may come between the weights and the comparison: the same command does both again.
+    folder, unfinished = workdir / runs.CHECKPOINTS, workdir / _UNFINISHED
+    there = restore.steps(folder)
+    if there and not (unfinished.exists() and there == [0]):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
@@ -51,11 +57,14 @@ def to_workdir(
             state = state._replace(ema={name: average for name in state.ema})
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
     with runs.writing(workdir):
+        files.write_whole(unfinished, "")
         runs.claim(workdir, config.to_dict())
-        checkpoints = checkpoint.Checkpointer(workdir / runs.CHECKPOINTS, keep_last=1)
+        shutil.rmtree(folder, ignore_errors=True)
+        checkpoints = checkpoint.Checkpointer(folder, keep_last=1)
         checkpoints.save(0, state, _Start(), config.to_dict())
         checkpoints.close()
-    check_written(workdir, s, weights)
+        check_written(workdir, s, weights)
+        unfinished.unlink()
 
 
 def check_written(

@@ -184,15 +184,22 @@ def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
 
 
 def step_time(
-    traced: Traced, mesh: AbstractMesh, target: Target, mfu: float, exchanges: list[Collective]
+    traced: Traced,
+    mesh: AbstractMesh,
+    target: Target,
+    mfu: float,
+    exchanges: list[Collective],
+    update: float | None = None,
 ) -> Step:
-    """Seconds of a step that exchanges these."""
+    """Seconds of a step that exchanges these; of the update as modelled, unless they are given."""
     model, kind = traced.model, target.kind
     samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
-    state, params = model.state, model.state.params
-    moved = 2 * _bytes(model, state, mesh) + _bytes(model, params, mesh)
-    return Step(arithmetic, moved / kind.memory_bandwidth, traffic.seconds(exchanges, target))
+    if update is None:
+        state, params = model.state, model.state.params
+        moved = 2 * _bytes(model, state, mesh) + _bytes(model, params, mesh)
+        update = moved / kind.memory_bandwidth
+    return Step(arithmetic, update, traffic.seconds(exchanges, target))
 
 
 def plan(
@@ -201,16 +208,19 @@ def plan(
     *,
     mfu: float,
     pictures: int,
+    update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
     """All figures, ready for JSON; the model's own where no compiler tells."""
     model, mesh = traced.model, mesh_of(traced.model, target.devices)
-    temporary, exchanges = compiled or Compiled(None, collectives(traced, mesh))
+    found = compiled or Compiled(None, collectives(traced, mesh))
+    temporary, exchanges = found.temporary, found.collectives
     need = bytes_per_device(traced, mesh)
+    modelled = need.temporary
     if temporary is not None:
         need = need._replace(temporary=temporary)
     limit = USABLE * target.kind.memory
-    step = step_time(traced, mesh, target, mfu, exchanges)
+    step = step_time(traced, mesh, target, mfu, exchanges, update)
     batch, steps = model.run.batch_size, model.run.steps
     hours = step.exposed * steps / 3600
     return {
@@ -218,6 +228,7 @@ def plan(
         "mesh": dict(mesh.shape),
         "parameters": systems.parameters(model),
         "bytes_per_device": {**need._asdict(), "total": need.total, "limit": int(limit)},
+        "temporary_modelled": modelled,
         "memory_source": "model" if temporary is None else "compiled",
         "fits": need.total <= limit,
         "batch": batch,

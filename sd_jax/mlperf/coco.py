@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from PIL import Image
 
-from diffusion_jax.machine import files, progress
+from diffusion_jax.machine import files, progress, untrusted
 
 NUMBER, SEED, SIZE = 30_000, 2023, 512
 _COLUMNS = ("image_id", "id", "caption")
@@ -94,7 +94,7 @@ def image_name(image_id: int) -> str:
 
 def squash(contents: bytes, size: int = SIZE) -> bytes:
     """A JPEG of `size` by `size` pixels, bicubic, whatever the aspect; Pillow's own quality, 75."""
-    with Image.open(io.BytesIO(contents)) as image:
+    with untrusted.open_image(contents) as image:
         small = image.resize((size, size), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
     small.save(buffer, "JPEG")

@@ -13,7 +13,8 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 
-_HOW = ("parent", "name", "dtype", "remat", "attention_impl", "query_chunk", "linear_projections")
+_HOW = ("parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "query_chunk",
+        "linear_projections")  # fmt: skip
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:

@@ -52,7 +52,7 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
         raise FileNotFoundError(f"no file {config}: --config is LDM's yaml of the model")
     try:
         content = yaml.safe_load(config.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{config} is no yaml: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or "unet_config" not in _fields(content.get("model", content)):
         raise ValueError(f"{config} is no config of LDM's: it has no model.params.unet_config")

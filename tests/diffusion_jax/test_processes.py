@@ -16,7 +16,8 @@ import pytest
 from diffusion_jax import runs
 from diffusion_jax.machine import log
 from diffusion_jax.weights import restore
-from tests.processes import Group, last_step
+from tests.imagen_jax import commands
+from tests.processes import Group, free_port, last_step
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +40,15 @@ def hung(workdir, killed):
     return stop_one(workdir, signal.SIGSTOP)
 
 
-def stop_one(workdir, number):
-    """(exit code of the first process, what both said) after a signal to the second."""
+def stop_one(workdir, number, which=1):
+    """(exit code of the survivor, what both said) after a signal to the other."""
     group = train(workdir, 2, "--step_timeout=20")
     group.wait_for_step(workdir, 3 + last_step(workdir))
-    os.kill(group.processes[1].pid, number)
-    code = group.end(of=1)[0]
-    group.processes[1].kill()
-    return code, group.said()
+    os.kill(group.processes[which].pid, number)
+    survivor = group.processes[1 - which]
+    survivor.join(120)
+    group.processes[which].kill()
+    return survivor.exitcode, group.said()
 
 
 @pytest.fixture(scope="module")
@@ -65,10 +67,31 @@ def four(workdir, told):
     return group.end(), group.said()
 
 
+def news(said):
+    """The one line that says who died, without the number of the step."""
+    assert "Traceback" not in said, said
+    (line,) = [line for line in said.splitlines() if line.startswith("error: process")]
+    return line
+
+
 @pytest.mark.slow
-def test_one_that_is_killed_ends_the_other(killed):
+def test_one_that_is_killed_ends_the_other_which_says_so(killed):
     code, said = killed
+    assert code == 1, said
+    here = socket.gethostname()
+    expected = (
+        rf"error: process 1 on {here} has ended \(it was last heard \d\.\d s ago\), and so does "
+        rf"process 0 on {here}. (The last checkpoint is of step \d+|There is no checkpoint yet); "
+        r"the same command, in each process, continues: .+"
+    )
+    assert re.fullmatch(expected, news(said))
+
+
+@pytest.mark.slow
+def test_the_first_that_is_killed_ends_the_other_which_says_so(tmp_path):
+    code, said = stop_one(tmp_path, signal.SIGKILL, which=0)
     assert code not in (0, 2, 143), said
+    assert news(said).startswith(f"error: process 0 on {socket.gethostname()} has ended (it was")
 
 
 @pytest.mark.slow
@@ -76,6 +99,12 @@ def test_one_that_hangs_ends_the_other_with_its_stacks(hung):
     code, said = hung
     assert code == 1, said
     assert "Timeout (0:00:20)!" in said and "diffusion_jax/train/loop.py" in said
+    expected = (
+        r"^error: no step has ended for 18 s; if none does within 20 s \(step_timeout\), this "
+        r"process ends, with the stacks of its threads. process 1 on "
+        rf"{socket.gethostname()} was last heard \d\d s ago. The last checkpoint is of step \d+;"
+    )
+    assert re.search(expected, said, re.MULTILINE), said
 
 
 @pytest.mark.slow
@@ -109,6 +138,48 @@ def test_every_step_was_that_of_one_process(four, workdir, tmp_path):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
         # Sums over the batch in another order; Adam divides by the gradient's size.
         np.testing.assert_allclose(*columns, rtol=1e-4)
+
+
+def refused(tmp_path, *told):
+    """What processes say that are told (number, count, address) each; all must end with 2."""
+    processes, outputs = [], []
+    for i, (number, count, address) in enumerate(told):
+        outputs.append((tmp_path / f"{i}.out", tmp_path / f"{i}.err"))
+        run = (f"--workdir={tmp_path}", "--steps=1", "--join_timeout=100")
+        who = (f"--process_id={number}", f"--num_processes={count}", f"--coordinator={address}")
+        name = "tests.diffusion_jax.toy_train"
+        processes.append(commands.start(name, *run, *who, devices=1, outputs=outputs[-1]))
+    for process in processes:
+        process.join(150)
+        process.kill()
+    said = [err.read_text() for _, err in outputs]
+    assert [process.exitcode for process in processes] == [2] * len(told), said
+    return said
+
+
+@pytest.mark.slow
+def test_other_numbers_of_processes_are_refused_in_both(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    for said in refused(tmp_path, (0, 2, address), (1, 3, address)):
+        assert "error: process 1 (" in said and "was told of 3 processes, and process 0 (" in said
+        assert ") of 2: start all with the same --num_processes" in said
+
+
+@pytest.mark.slow
+def test_two_with_one_number_are_refused_and_all_others(tmp_path):
+    address = f"127.0.0.1:{free_port()}"
+    for said in refused(tmp_path, (0, 3, address), (1, 3, address), (1, 3, address)):
+        assert "error: two processes have the number 1 (" in said
+        assert "give each a --process_id of its own, from 0 to 2" in said
+
+
+@pytest.mark.slow
+def test_a_port_of_another_program_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = f"127.0.0.1:{held.getsockname()[1]}"
+        (said,) = refused(tmp_path, (0, 2, address))
+    assert f"error: process 0 cannot listen at {address} on {socket.gethostname()} (" in said
+    assert "another program holds the port" in said
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.train import loop
+from diffusion_jax.train import command, loop
 from tests.diffusion_jax import toy
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")
@@ -39,6 +39,7 @@ def main(argv):
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
+        distributed.advise(lambda: command.how_to_go_on(pathlib.Path(_WORKDIR.value)))
         inputs = loop.Inputs(toy.task(), batches, examples)
         state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
     if int(state.step) < run.steps:

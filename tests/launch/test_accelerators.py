@@ -17,6 +17,8 @@ from launch import accelerators
         ("h100:1", 1, 1, 1, 8),
         ("a100-80gb:4", 4, 1, 4, 8),
         ("h100:64", 64, 8, 8, 8),
+        ("v7x:2x2x4", 32, 4, 8, 32),
+        ("gb200:8", 8, 2, 4, 72),
     ],
 )
 def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, per_host, island):
@@ -31,7 +33,7 @@ def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, 
     ("name", "message"),
     [
         ("h10:8", "accelerator is 'h10': did you mean 'h100'?"),
-        ("m4:1", "accelerator is 'm4': choose from v4, v5e, v5p, v6e, a100, "),
+        ("m4:1", "accelerator is 'm4': choose from v4, v5e, v5p, v6e, v7x, a100, "),
         ("v5p", "a v5p slice has 3 sizes, such as v5p:4x4x4; v5p:4x4x4*2 are two"),
         ("v5p:4x4", "a v5p slice has 3 sizes, such as v5p:4x4x4"),
         ("v5p:4x4x0", "a v5p slice has 3 sizes, such as v5p:4x4x4"),
@@ -39,6 +41,7 @@ def test_a_name_says_how_many_devices_and_hosts_there_are(name, devices, hosts, 
         ("v6e:1x3", "has 3 chips, which do not fill hosts of 4"),
         ("h100", "say how many, such as h100:8"),
         ("h100:8*2", "say how many, such as h100:8"),
+        ("gb200:6", "hosts have 4 GPUs, so take gb200:4 or gb200:8"),
         ("h100:12", "hosts have 8 GPUs, so take h100:8 or h100:16"),
     ],
 )

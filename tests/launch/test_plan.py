@@ -106,3 +106,34 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
     assert "DOES NOT FIT" in ended.out
     assert "--config.unet.remat=True: batches up to" in ended.out
     assert "--config.optimizer.micro_batch=" in ended.out
+
+
+@pytest.mark.slow
+def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
+    """base64_500m: batch 4096 on 32 A100 of 80 GB, 128 samples each at once."""
+    ended = commands.run(
+        "launch.plan", "--config=configs/base64_500m.py", "--target=a100-80gb:32", "--fast",
+        "--json", "--config.unet.attention_impl=cudnn",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    f = json.loads(ended.out.splitlines()[-1])
+    assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
+    assert "attention is modelled by blocks of keys" in f["notes"][-1]
+    # The state of 8.4 GB would fit on each, but then each would update all of it.
+    assert f["advice"][-1].startswith(
+        "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"
+    )
+    assert "; plain data parallelism " in f["advice"][-1]
+
+
+@pytest.mark.slow
+def test_the_best_division_says_why_nothing_else_does():
+    """base64_2b: 35 GB of state."""
+    ended = commands.run(
+        "launch.plan", "--config=configs/base64_2b.py", "--target=a100:8", "--fast", "--json"
+    )
+    assert ended.code == 0, ended.err
+    f = json.loads(ended.out.splitlines()[-1])
+    advice = f["advice"][-1]
+    assert not f["fits"] and "--config.mesh.fsdp=8 --config.optimizer.micro_batch=" in advice
+    assert "plain data parallelism does not fit: the state alone is 32.4 GiB" in advice

@@ -114,6 +114,11 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     for name in names:
         assert (tmp_path / name).read_bytes() == (stored / name).read_bytes()
     moments.check_manifest(tmp_path, identity)
+    content = bytearray((tmp_path / names[1]).read_bytes())
+    content[1000] ^= 1
+    (tmp_path / names[1]).write_bytes(content)
+    assert precache.encode(s, tmp_path, Work(SHARD, 1, verify=True)) == 3
+    assert (tmp_path / names[1]).read_bytes() == (stored / names[1]).read_bytes()
     with pytest.raises(ValueError, match=r"begun with something else \(shard: 4 there, 5 wanted\)"):
         precache.encode(s, tmp_path, Work(5, 1))
 

@@ -1,18 +1,16 @@
 """A report on a data set: counts, sizes, lengths of texts, broken records, a sheet of samples."""
 
 import collections
-import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
-from PIL import Image
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.machine import progress, sheets
+from diffusion_jax.machine import progress, sheets, untrusted
 
 _CHUNK = 64
 _NAMED = 20
@@ -92,7 +90,7 @@ def _look(record: Record) -> _Facts:
         transforms.square(record.image, size=64)
     except transforms.Unusable as error:
         return _Facts(error.reason, record.name)
-    with Image.open(io.BytesIO(record.image)) as image:
+    with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
     return _Facts("", record.name, width, height, len(text), len(record.image), format)
 

@@ -4,7 +4,6 @@ Tables are those of Hugging Face's folders (metadata.jsonl) and of img2dataset (
 00000/), .jsonl or .parquet.
 """
 
-import json
 import os
 import pathlib
 import posixpath
@@ -14,6 +13,7 @@ from typing import Any
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.machine import untrusted
 from diffusion_jax.settings import Data
 
 
@@ -126,7 +126,7 @@ def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
-                row = json.loads(line) if line.strip() else {}
+                row = untrusted.parse_json(line) if line.strip() else {}
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from error
             yield row if isinstance(row, dict) else {}

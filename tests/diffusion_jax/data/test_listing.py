@@ -105,6 +105,21 @@ def test_a_tar_more_is_another_listing_and_runs_keep_theirs(tmp_path):
     assert len(list((tmp_path / "s").glob("records-*.index"))) == 2
 
 
+@pytest.mark.parametrize("place", [0, 17, 4 * 16 + 3, -1, -20])
+def test_a_flipped_bit_in_a_listing_makes_it_anew(tmp_path, place):
+    write_tars(tmp_path / "s")
+    first = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    (path,) = (tmp_path / "s").glob("records-*.index")
+    whole = path.read_bytes()
+    damaged = bytearray(whole)
+    damaged[place] ^= 1
+    path.unlink()  # It is mapped.
+    path.write_bytes(damaged)
+    again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
+    np.testing.assert_array_equal(again.spans, first.spans)
+    assert path.read_bytes() == whole
+
+
 def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, monkeypatch):
     write_tars(tmp_path / "s")
     for tar in (tmp_path / "s").iterdir():

@@ -69,6 +69,20 @@ def test_a_batch_of_another_size_takes_what_is_left(tmp_path):
     np.testing.assert_array_equal(features["double"][:, 0], 2 * np.arange(12))
 
 
+@pytest.mark.parametrize("harm", ["flip", "cut", "empty"])
+def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
+    calls = []
+    expected = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    path = tmp_path / "images_000004_000007.npz"
+    content = bytearray(path.read_bytes())
+    content[content.index(np.float64(8).tobytes())] ^= 1  # The number of image 4, twice.
+    path.write_bytes({"flip": content, "cut": content[:200], "empty": b""}[harm])
+    again = loop.collect(10, 4, numbers(calls), "point", tmp_path)
+    assert calls[3:] == [[4, 5, 6, 7]]
+    np.testing.assert_array_equal(again["double"], expected["double"])
+    assert f"{path} is damaged: its images are drawn again" in caplog.text
+
+
 def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
     card = {"seed": 0, "step": 3, "versions": {"jax": "1"}}
     assert loop.claim(tmp_path / "f", {"toy": card}) == {"toy": card}

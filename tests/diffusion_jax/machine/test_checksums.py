@@ -44,6 +44,7 @@ def test_a_flipped_bit_a_cut_and_a_vanished_file_are_named(folder):
     assert checksums.damage(folder) == "data/d: 2 bytes, and 4 were written"
     (folder / "a").unlink()
     assert checksums.damage(folder) == "a: cannot be read (No such file or directory)"
+    assert [name for name, _ in checksums.damaged(folder)] == ["a", "data/d", "params/b"]
     assert checksums.damage(folder, ["data"]) == "data/d: 2 bytes, and 4 were written"
     assert checksums.damage(folder, ["optimizer"]) is None
 
@@ -60,7 +61,7 @@ def test_any_number_of_processes_compares_what_others_listed(folder):
 def test_a_list_that_is_none_is_named(folder, content):
     checksums.write(folder)
     (folder / "checksums" / "0-of-1.json").write_bytes(content)
-    assert checksums.damage(folder) == "checksums/0-of-1.json is no list of files"
+    assert checksums.damage(folder) == "checksums/0-of-1.json: no list of files"
 
 
 def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):

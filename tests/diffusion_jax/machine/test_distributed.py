@@ -36,6 +36,7 @@ def joined(monkeypatch):
         initialize = lambda *, initialization_timeout, **rest: asked.append(rest)
         with monkeypatch.context() as patch, flagsaver.as_parsed(**given):
             patch.setattr(jax.distributed, "initialize", initialize)
+            patch.setattr(distributed.meeting, "meet", lambda *_: None)
             patch.setattr(distributed.os, "environ", environment)
             distributed.join()
         return asked[0] if asked else None

@@ -14,11 +14,14 @@ from diffusion_jax.machine import hardware
         ("NVIDIA H200", 989.4),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("AMD Instinct MI300X", 1307.4),
         ("TPU v4", 275),
         ("TPU v5 lite", 197),
         ("TPU v5", 459),
         ("TPU v5p", 459),
         ("TPU v6 lite", 918),
+        ("TPU7x", 1153.5),
     ],
 )
 def test_peaks_are_the_makers_dense_bfloat16_figures(kind, teraflops):

@@ -23,6 +23,21 @@ def test_points_on_a_line():
     assert both(real, real) == (1, 1)
 
 
+def test_density_and_coverage_of_points_on_a_line():
+    """Real points at 0, 1, ... 9: the fifth neighbour of 4 and 5 is 3 away, of the ends 5."""
+    real = np.arange(10.0)[:, None]
+    generated = np.array([4.5, 4.6, 4.7, 4.8, 14.0, 100])[:, None]
+    # 4.5 lies in the balls of 0 (5 away at most), 1 (4), 2 to 7 (3), 8 (4) and 9 (5): all ten.
+    density = neighbours.density(generated, real)
+    assert density.each is not None
+    np.testing.assert_allclose(density.each, [2, 2, 2, 2, 0.2, 0])
+    assert density.value == pytest.approx(8.2 / 6)
+    assert neighbours.coverage(generated, real).value == 1
+    far = neighbours.coverage(np.array([14.0] * 6)[:, None], real)
+    assert far.each is not None and far.each.tolist() == [0] * 9 + [1]
+    assert neighbours.coverage(real, real).value == 1
+
+
 def test_blocks_change_nothing(monkeypatch):
     rng = np.random.default_rng(0)
     real, generated = rng.normal(size=(50, 3)), rng.normal(size=(40, 3)) * 0.6 + 0.8

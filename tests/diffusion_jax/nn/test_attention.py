@@ -1,12 +1,13 @@
 """Attention, by each implementation."""
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffusion_jax.machine import flops, sharding
-from diffusion_jax.nn import attention
+from diffusion_jax.nn import attention, layers
 
 
 def normal(*shape, seed=0):
@@ -147,3 +148,18 @@ def test_valid_tokens_come_first_in_their_order():
     tokens, mask = attention.valid_first(tokens, mask)
     np.testing.assert_array_equal(tokens[..., 0], [[1, 3, 0, 2], [7, 4, 5, 6]])
     np.testing.assert_array_equal(mask, [[1, 1, 0, 0], [1, 0, 0, 0]])
+
+
+def test_layers_to_and_from_heads_are_dense_layers_and_reshapes():
+    x, key = normal(2, 5, 12), jax.random.key(0)
+    apart, plain = layers.ToHeads(3, 4, 8), nn.Dense(3 * 4 * 8)
+    params = apart.init(key, x)
+    assert jax.tree.map(jnp.shape, params) == jax.tree.map(jnp.shape, plain.init(key, x))
+    q, k, v = apart.apply(params, x)
+    expected = plain.apply(params, x).reshape(2, 5, 3, 4, 8)
+    np.testing.assert_allclose(jnp.stack([q, k, v], 2), expected, atol=1e-6)
+
+    together, plain = layers.FromHeads(6), nn.Dense(6)
+    params = together.init(key, q)
+    expected = plain.apply(params, q.reshape(2, 5, 32))
+    np.testing.assert_allclose(together.apply(params, q), expected, atol=1e-6)

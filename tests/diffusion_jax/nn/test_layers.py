@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.machine import flops
-from diffusion_jax.nn.layers import conv, dense
+from diffusion_jax.nn.layers import FromHeads, ToHeads, conv, dense
 from imagen_jax.layers import ConvTranspose, HalvingConv
 from imagen_jax.layers import ResBlock as ImagenBlock
 from sd_jax.unet import ResBlock
@@ -20,6 +20,10 @@ class Layer(nn.Module):
     def __call__(self, x):
         if self.kind == "dense":
             return dense(x, 2, "layer", dtype=jnp.bfloat16)
+        if self.kind == "to heads":
+            return ToHeads(1, 1, 2, dtype=jnp.bfloat16, name="layer")(x.reshape(1, -1, 2))[0]
+        if self.kind == "from heads":
+            return FromHeads(2, dtype=jnp.bfloat16, name="layer")(x.reshape(1, -1, 1, 2))
         return conv(x, 2, "layer", kernel=3, dtype=jnp.bfloat16)
 
 
@@ -28,6 +32,8 @@ class Layer(nn.Module):
     [
         (Layer("dense"), 64 * 64),
         (Layer("conv"), 64 * 64),
+        (Layer("to heads"), 64 * 64),
+        (Layer("from heads"), 64 * 64),
         (HalvingConv(jnp.bfloat16), 32 * 32),
         (ConvTranspose(jnp.bfloat16), 128 * 128),
     ],

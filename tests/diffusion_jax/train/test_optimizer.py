@@ -65,6 +65,25 @@ def test_adamw_is_the_papers_update_with_decay_on_biases_too():
     np.testing.assert_allclose(rates, [0.1 / 3, 0.2 / 3, 0.1, 0.1], rtol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adamw_is_optaxs_to_the_last_bit(dtype):
+    rng = np.random.default_rng(0)
+    draw = lambda: {"kernel": jnp.float32(rng.normal(size=(64, 48)))}
+    ours = optimizer.adamw(optimizer.warmup_constant(1e-3, 0), moment_dtype=dtype)
+    theirs = optax.adamw(1e-3, weight_decay=0.01, mu_dtype=dtype)
+    start = draw()
+    runs = [(jax.jit(tx.update), start, tx.init(start)) for tx in (ours, theirs)]
+    for _ in range(5):
+        grads = draw()
+        for n, (update, params, state) in enumerate(runs):
+            updates, state = update(grads, state, params)
+            runs[n] = update, optax.apply_updates(params, updates), state
+    (_, params, state), (_, expected, expected_state) = runs
+    assert state[0].mu["kernel"].dtype == dtype
+    equal = np.testing.assert_array_equal
+    jax.tree.map(equal, (params, state[0]), (expected, expected_state[0]))
+
+
 def test_the_passes_of_a_step_follow_from_batch_and_mesh():
     passes = lambda batch, sizes, **values: (
         optimizer.for_mesh(

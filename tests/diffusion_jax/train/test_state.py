@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -119,6 +120,21 @@ def test_an_average_starts_at_the_initial_weights_in_a_buffer_of_its_own():
     assert state.params["w"].is_deleted() and not frozen["scale"].is_deleted()
     expected = run_line(line_step(), batches[:1], *line_problem()[:2])[0][0]
     jax.tree.map(np.testing.assert_array_equal, donated, expected)
+
+
+def test_a_state_is_overwritten_without_a_copy_of_any_of_it():
+    params = {str(n): jnp.eye(48) for n in range(3)}
+
+    def loss(params, frozen, batch, key):
+        h = batch["x"]
+        for kernel in params.values():
+            h = jnp.tanh(h @ kernel)
+        return (h**2).mean(), {}
+
+    step = jax.jit(make_train_step(loss, make_tx(), [0.9]), donate_argnums=0)
+    state = init_state(params, make_tx(), [0.9])
+    program = step.lower(state, (), {"x": jnp.ones((2, 48))}, KEY).compile()
+    assert not re.findall(r"f32\[48,48\]\S* copy\(", program.as_text())
 
 
 @pytest.mark.parametrize("decay", [1.0, 9999.0, -0.1])
@@ -284,3 +300,12 @@ def test_eight_devices_make_the_step_of_one(fsdp, tensor, accumulate):
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(close, state, state_1)
     jax.tree.map(close, metrics, metrics_1)
+
+
+def test_a_profile_tells_the_gradient_the_update_and_the_averages_apart():
+    params, frozen, batches = line_problem()
+    state = init_state(params, make_tx(), DECAYS)
+    program = line_step().lower(state, frozen, batches[0], KEY).compile().as_text()
+    names = re.findall(r'op_name="jit\(train_step\)/([^"]*)"', program)
+    first = {re.split(r"[/(]", name)[0] for name in names}
+    assert {"update", "averages"} <= first and any("transpose(jvp" in name for name in names)

@@ -133,6 +133,26 @@ def test_a_workdir_is_never_overwritten(converted):
         convert.to_workdir(converted.parent / "model.npz", tiny(), converted)
 
 
+def test_a_conversion_that_was_ended_before_its_comparison_is_done_again(
+    converted, tmp_path, monkeypatch
+):
+    class Killed(BaseException):
+        pass
+
+    def kill(*arguments):
+        raise Killed
+
+    source, workdir = converted.parent / "model.npz", tmp_path / "workdir"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(convert, "check_written", kill)
+        convert.to_workdir(source, tiny(), workdir)
+    assert (workdir / "unfinished").exists()
+    convert.to_workdir(source, tiny(), workdir)
+    assert not (workdir / "unfinished").exists()
+    with pytest.raises(ValueError, match="holds checkpoints already: name a new folder"):
+        convert.to_workdir(source, tiny(), workdir)
+
+
 def test_weights_of_another_model_leave_no_workdir(tmp_path):
     with pytest.raises(ValueError, match=r"lightning.ckpt: the state dict does not fit the model"):
         convert.to_workdir(FIXTURES / "lightning.ckpt", tiny(), tmp_path / "new")

@@ -1,0 +1,176 @@
+"""What the TPU's compiler estimates of every model's train step, without a TPU.
+
+    python -m benchmarks.compiled --targets=v5e:4x4 --models=base64_500m,sd2_512_base
+    python -m benchmarks.compiled --check
+
+prints the table of docs/performance.md: cycles of the blocks of a step, each compiled once and
+counted as often as it is called (launch/planner/blocks.py), by kind, and the utilization that they
+imply; --whole compiles the whole program too, which takes the best part of an hour for a big model.
+It needs libtpu (pip install libtpu), and Linux. No chip runs anything: these are estimates.
+
+What is compiled is kept beside JAX's own programs, so that a table that was interrupted goes on.
+--keep writes the rows into benchmarks/compiled.json, with the versions that made them.
+
+--check compiles a small set of blocks and ends with code 1 where one has 5 % more cycles, or
+temporary memory, than the file says: both are exact numbers, not timings.
+"""
+
+import importlib
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+
+from benchmarks import measure
+from diffusion_jax import cli
+from diffusion_jax.machine import files, log
+from imagen_jax import attention, layers
+from launch import accelerators
+from launch.planner import blocks, compiling, estimate, profiling, systems
+from launch.planner.profiling import Profile
+from sd_jax import unet
+
+flags.adopt_module_key_flags(measure)
+# Samples of a device, as many as fit with the state split over 16: the planner's word.
+BATCHES = {
+    "base64_500m": 16,
+    "base64_2b": 8,
+    "sr256_400m": 2,
+    "sr256_600m": 8,
+    "sr1024_600m": 8,
+    "sd2_512_base": 8,
+}
+KEPT = pathlib.Path(__file__).with_name("compiled.json")
+GROWTH = 1.05
+_TARGETS = flags.DEFINE_list("targets", ["v5e:4x4"], "TPU slices.")
+_MODELS = flags.DEFINE_list("models", [*BATCHES], "Configs.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Samples of a device; 0: those of the table.")
+_WHOLE = flags.DEFINE_boolean("whole", False, "Compile whole programs, not blocks.")
+_KEEP = flags.DEFINE_boolean("keep", False, "Write benchmarks/compiled.json.")
+_CHECK = flags.DEFINE_boolean("check", False, "Compare a small set with benchmarks/compiled.json.")
+
+
+class Part(NamedTuple):
+    """A block of the small set."""
+
+    module: nn.Module
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+
+
+def reduced() -> dict[str, Part]:
+    """Blocks of all kinds, small enough to be compiled in a minute or two together."""
+    dtype = jnp.bfloat16
+    array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
+    image, text, emb = array(2, 16, 16, 128), array(2, 128, 64), array(2, 128)
+    mask = jax.ShapeDtypeStruct((2, 128), jnp.bool_)
+    return {
+        "residual": Part(layers.ResBlock(128, dtype=dtype), (image, emb)),
+        "upsampling": Part(layers.ConvTranspose(dtype), (image,)),
+        "fused attention": Part(attention.FusedAttention(64, "splash", dtype), (image, text, mask)),
+        "transformer": Part(unet.Transformer(1, 2, 64, "splash", dtype), (image, text)),
+    }
+
+
+def main(argv: list[str]) -> None:
+    """Compiles, prints, keeps or compares."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+    if log.version("libtpu") is None:
+        print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
+        return
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"reduced": {}, "rows": {}}
+    targets = [accelerators.parse(name) for name in _TARGETS.value]
+    compiling.prepare(max(target.devices for target in targets))
+    cli.start()
+    if _CHECK.value:
+        sys.exit(_check(kept["reduced"]))
+    if _KEEP.value:
+        kept["reduced"] = {"versions": _versions(), "blocks": _reduced()}
+        _write(kept)
+    measure.say("| model | target, samples a chip | compiled | MFU | cycles by kind |")
+    measure.say("|---|---|---|---|---|")
+    for name, target in ((name, target) for target in targets for name in _MODELS.value):
+        with cli.bad_input():
+            profiling.check(target.name)
+            batch = int(_BATCH.value) or BATCHES[name]
+            profile = _profile(read(name, batch * target.devices), target)
+        place = f"{target.name}:{target.topology}"
+        measure.say(row(name, place, batch, profile))
+        if _KEEP.value:
+            key = f"{name} {place} {batch} {'whole' if _WHOLE.value else 'blocks'}"
+            kept["rows"][key] = {**_versions(), **profile.summary(), "flops": profile.flops}
+            _write(kept)
+
+
+def read(name: str, batch: int) -> systems.Model:
+    """A config with this global batch; Stable Diffusion on stored moments and texts."""
+    config = importlib.import_module(f"configs.{name}").get_config()
+    config.batch_size = batch
+    if name.startswith("sd"):
+        config.data.update(source="moments", path="moments")
+        config.text.store = "none"
+    return systems.read(config.to_dict())
+
+
+def row(name: str, place: str, batch: int, profile: Profile) -> str:
+    """A line of the table."""
+    shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
+    what = "whole" if _WHOLE.value else "blocks"
+    return (
+        f"| {name} | {place}, {batch} | {what}, {profile.seconds:,.0f} s | "
+        f"{100 * profile.mfu:.0f} % | {profile.total / 1e6:,.0f} M: {', '.join(shares)} |"
+    )
+
+
+def _profile(model: systems.Model, target: accelerators.Target) -> Profile:
+    mesh = estimate.mesh_of(model, target.devices)
+    if _WHOLE.value:
+        compiled, _ = compiling.analyse(model, target, mesh)
+        assert compiled.program is not None  # Only a TPU's profile is asked for.
+        return profiling.of_program(compiled.program, model, mesh, target.name)
+    say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    return profiling.of_blocks(model, mesh, target.name, say)
+
+
+def _reduced() -> dict[str, dict[str, float]]:
+    """Cycles and temporary bytes of the small set."""
+    found = {}
+    for name, (module, inputs) in reduced().items():
+        variables = jax.eval_shape(module.init, systems.abstract_key(), *inputs)
+        block = blocks.Block(name, [name], module, variables, (inputs, {}), True)
+        compiled = blocks.measure(block, "v5e")
+        found[name] = {"cycles": compiled.total, "temporary": compiled.temporary}
+    return found
+
+
+def _check(kept: Mapping[str, Any]) -> int:
+    """1 where something grew, 0 otherwise; what was found, printed."""
+    if kept["versions"] != _versions():
+        print(f"nothing to compare: kept by {kept['versions']}, and here are {_versions()}")
+        return 0
+    grown = 0
+    for name, numbers in _reduced().items():
+        for what, n in numbers.items():
+            before = kept["blocks"][name][what]
+            grew = n > GROWTH * before
+            print(f"{name}: {what} {n:,.0f}, kept {before:,.0f}" + ": GREW" * grew)
+            grown += grew
+    return int(grown > 0)
+
+
+def _versions() -> dict[str, str | None]:
+    return {name: log.version(name) for name in ("jax", "libtpu")}
+
+
+def _write(kept: Mapping[str, Any]) -> None:
+    files.write_whole(KEPT, json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    cli.run(main)

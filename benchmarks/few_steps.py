@@ -1,0 +1,55 @@
+"""What a run on the coloured digits draws in few steps: every sampler's seconds beside its score.
+
+    python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
+
+Prints a table: for each sampler and number of steps the milliseconds that a picture takes (of CPU
+time on a CPU, else of the clock) and the share of the prompts seen in training, one picture each,
+that were drawn as asked, digit, ink and paper, by the judge. What is not said is the run's.
+"""
+
+import time
+
+import jax
+from absl import app, flags
+
+from benchmarks import measure
+from diffusion_jax import cli, settings
+from diffusion_jax.data import digits
+from diffusion_jax.diffusion.samplers import SAMPLERS
+from diffusion_jax.metrics import digits as judges
+from imagen_jax import cascade
+
+_RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)
+_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Numbers of steps.")
+_NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Names.")
+_GRID = flags.DEFINE_string("grid", None, "The noise levels, in place of the run's.")
+
+
+def main(argv: list[str]) -> None:
+    """Draws, judges, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+    cli.start(alone=True)
+    with cli.bad_input():
+        for name in _NAMES.value:
+            settings.one_of("--samplers", name, SAMPLERS)
+        steps = [int(number) for number in _STEPS.value]
+    judge, prompts = judges.fit_judge(), digits.seen_prompts()
+    clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    measure.say("| sampler | steps | ms a picture | as asked |\n|---|---|---|---|")
+    for name in _NAMES.value:
+        for number in steps:
+            choice = cascade.Choice(sampler=name, steps=number, grid=_GRID.value)
+            with cli.bad_input():
+                model = cascade.load_model(_RUN.value, choice)
+            draw = lambda model=model: cascade.draw([model], prompts, range(len(prompts)))[-1]
+            draw()
+            start = clock()
+            images = draw()
+            seconds = (clock() - start) / len(prompts)
+            right = judges.compare(judge(images), prompts).min(axis=1).mean()
+            measure.say(f"| {name} | {number} | {1e3 * seconds:.2f} | {100 * right:.1f} % |")
+
+
+if __name__ == "__main__":
+    cli.run(main)

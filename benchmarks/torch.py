@@ -1,0 +1,297 @@
+"""CPU time beside torch: the same networks, weights and inputs, in turns, in one process.
+
+    pip install torch diffusers
+    python -m benchmarks.torch --models=base,efficient,sd --work=forward,gradient,step
+
+base and efficient are Imagen's UNets beside NeMo's (benchmarks/nemo_torch.py); sd, and encode and
+decode of its VAE, are beside diffusers. First both must give the same numbers. Then they run in
+turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
+CPU time to ours: above 1 ours is faster. A step is loss, gradient, AdamW (torch's fused one) and an
+average.
+
+CPU time of the whole process, on --threads cores (1 by default: with more, threads that wait for
+work count as well), leaves out what else the machine does, but for what it does to caches.
+"""
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+
+from benchmarks import measure
+from diffusion_jax import cli, settings
+from diffusion_jax.train import optimizer
+from diffusion_jax.train.state import init_state, make_train_step
+from imagen_jax.efficient_unet import EfficientUNet
+from imagen_jax.unet import UNet
+from imagen_jax.weights import nemo
+from sd_jax import unet as sd
+from sd_jax.vae import VAE
+from sd_jax.weights import formats, names
+
+flags.adopt_module_key_flags(measure)
+_MODELS = flags.DEFINE_list("models", ["base", "efficient", "sd", "encode", "decode"], "Which.")
+_WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "What they do.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Calls of each, in turns.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", 1, "Cores to run on.", lower_bound=1)
+_WIDTH = flags.DEFINE_integer("width", 64, "Channels of the first level.", lower_bound=32)
+_DECAY, _RATE = 0.9999, 1e-4
+Inputs = dict[str, np.ndarray]
+
+
+class Pair(NamedTuple):
+    """A network of ours and torch's, with the same weights and inputs."""
+
+    ours: Callable[[Any, Mapping[str, Any]], Any]
+    """Of parameters and inputs."""
+    params: Any
+    theirs: Any
+    """A torch module."""
+    inputs: Inputs
+    """Ours, by name; pictures as [B, H, W, C]."""
+    call: Callable[[Any, Mapping[str, Any]], Any]
+    """torch's output, as [B, C, H, W], of the module and the same inputs."""
+
+
+def main(argv: list[str]) -> None:
+    """Compares, measures, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+    with cli.bad_input(ImportError):
+        torch = measure.library("torch")
+
+        for flag, known in ((_MODELS, _PAIRS), (_WORK, _WORKS)):
+            for name in flag.value:
+                settings.one_of(f"--{flag.name}", name, known)
+    # Before JAX looks for cores, which it takes as many threads for.
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _THREADS.value])
+    torch.set_num_threads(_THREADS.value)
+    cli.start(alone=True)
+    for name in _MODELS.value:
+        pair = _PAIRS[name](int(_WIDTH.value))
+        error = _difference(pair)
+        if not error < 1e-4:
+            raise AssertionError(f"{name}: the two networks differ by {error} of their output")
+        for work in _WORK.value:
+            ours, theirs = _WORKS[work](pair)
+            result = {"model": name, "work": work, **_compare(ours, theirs), "difference": error}
+            versions = {"jax": jax.__version__, "torch": torch.__version__}
+            measure.say(result | {"threads": _THREADS.value} | versions)
+
+
+def _compare(ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
+    """Seconds of CPU time of both, in turns, and their ratios pair by pair."""
+    pairs = [(_seconds(theirs), _seconds(ours)) for _ in range(_ROUNDS.value + 2)][2:]
+    ratios = sorted(a / b for a, b in pairs)
+    medians = {
+        name: round(statistics.median(column), 4)
+        for name, column in zip(("torch_s", "ours_s"), zip(*pairs, strict=True), strict=True)
+    }
+    figures = {"ratio": statistics.median(ratios), "least": ratios[0], "most": ratios[-1]}
+    return {name: round(ratio, 3) for name, ratio in figures.items()} | medians
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    start = time.process_time()
+    jax.block_until_ready(work())
+    return time.process_time() - start
+
+
+def _difference(pair: Pair) -> float:
+    """The largest difference of the outputs, as a share of the largest output."""
+    torch = measure.library("torch")
+
+    ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
+    with torch.no_grad():
+        theirs = pair.call(pair.theirs, _tensors(pair.inputs)).permute(0, 2, 3, 1).numpy()
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+def _forward(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    torch = measure.library("torch")
+
+    compiled, inputs = jax.jit(pair.ours), jax.device_put(pair.inputs)
+
+    def theirs():
+        with torch.no_grad():
+            pair.call(pair.theirs, tensors)
+
+    tensors = _tensors(pair.inputs)
+    return lambda: compiled(pair.params, inputs), theirs
+
+
+def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    gradient = jax.jit(
+        jax.value_and_grad(lambda params, inputs: (pair.ours(params, inputs) ** 2).mean())
+    )
+    inputs, tensors = jax.device_put(pair.inputs), _tensors(pair.inputs)
+
+    def theirs():
+        pair.theirs.zero_grad(set_to_none=True)
+        (pair.call(pair.theirs, tensors) ** 2).mean().backward()
+
+    return lambda: gradient(pair.params, inputs), theirs
+
+
+def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Loss, gradient clipped to norm 1, AdamW and an average of the parameters."""
+    torch = measure.library("torch")
+
+    def loss(params, frozen, batch, key):
+        del frozen, key
+        return (pair.ours(params, batch) ** 2).mean(), {}
+
+    tx = optimizer.adamw(optimizer.warmup_constant(_RATE, 0))
+    step = jax.jit(make_train_step(loss, tx, [_DECAY]), donate_argnums=0)
+    state = init_state(jax.tree.map(jnp.copy, pair.params), tx, [_DECAY])
+    inputs, key = jax.device_put(pair.inputs), jax.random.key(0)
+
+    def ours():
+        nonlocal state
+        state, metrics = step(state, (), inputs, key)
+        return state, metrics
+
+    parameters = list(pair.theirs.parameters())
+    adamw = torch.optim.AdamW(parameters, _RATE, weight_decay=0.01, fused=True)
+    averages = [p.detach().clone() for p in parameters]
+    gradient = _gradient(pair)[1]
+
+    def theirs():
+        gradient()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        adamw.step()
+        with torch.no_grad():
+            torch._foreach_lerp_(averages, parameters, 1 - _DECAY)
+
+    return ours, theirs
+
+
+def _nemo_pair(unet: UNet | EfficientUNet, batch: int) -> Pair:
+    torch = measure.library("torch")
+
+    from benchmarks import nemo_torch
+
+    width, length, side = 256, 32, unet.image_size
+    params = _random(nemo.abstract_params(unet, width))
+    theirs = nemo_torch.make(unet, width)
+    state = nemo.to_nemo(params, unet)
+    theirs.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
+    theirs.to(memory_format=torch.channels_last)  # As NeMo's launcher trains.
+    draw = np.random.default_rng(0).standard_normal
+    inputs = {
+        "x": draw((batch, side, side, 3), np.float32),
+        "time": draw(batch, np.float32),
+        "text": draw((batch, length, width), np.float32),
+        "text_mask": np.arange(length) < np.linspace(4, length, batch).astype(int)[:, None],
+    }
+    if unet.low_res:
+        inputs["low_res"] = draw((batch, side // 4, side // 4, 3), np.float32)
+    return Pair(
+        lambda params, inputs: unet.apply(params, **inputs), params, theirs, inputs,
+        lambda module, tensors: module(**tensors),
+    )  # fmt: skip
+
+
+def _base(width: int) -> Pair:
+    unet = UNet(
+        32, embed_dim=width, num_res_blocks=1, attention_resolutions=(8, 16), cond_dim=256,
+        head_dim=min(width, 64),
+    )  # fmt: skip
+    return _nemo_pair(unet, batch=8)
+
+
+def _efficient(width: int) -> Pair:
+    unet = EfficientUNet(
+        64, embed_dim=width, channel_mult=(1, 2, 4), num_res_blocks=(1, 2, 2),
+        attention_levels=(2,), head_dim=min(width, 64),
+    )  # fmt: skip
+    return _nemo_pair(unet, batch=4)
+
+
+def _sd(width: int) -> Pair:
+    diffusers = measure.library("diffusers")
+
+    text, side, batch = 256, 32, 4
+    unet = sd.UNet(2 * width, (1, 2, 4), 1, (0, 1))
+    params = _random(names.abstract_unet(unet, text))
+    theirs = diffusers.UNet2DConditionModel(
+        **formats.unet_to_diffusers(unet, text), sample_size=side
+    )
+    _fill(theirs, names.unet_to_torch(params, unet, "diffusers"))
+    draw = np.random.default_rng(0).standard_normal
+    inputs = {
+        "x": draw((batch, side, side, 4), np.float32),
+        "time": np.linspace(10, 900, batch, dtype=np.float32),
+        "text": draw((batch, 77, text), np.float32),
+    }
+    call = lambda module, t: module(t["x"], t["time"], t["text"]).sample
+    return Pair(lambda p, inputs: unet.apply(p, **inputs), params, theirs, inputs, call)
+
+
+def _vae(width: int, half: str) -> Pair:
+    diffusers = measure.library("diffusers")
+
+    vae = VAE(width, (1, 2, 4), 1)
+    params = _random(names.abstract_vae(vae))
+    theirs = diffusers.AutoencoderKL(**formats.vae_to_diffusers(vae))
+    _fill(theirs, names.vae_to_torch(params, vae, "diffusers"))
+    shape = (2, 64, 64, 3) if half == "encode" else (2, 16, 16, 4)
+    inputs = {"x": np.random.default_rng(0).standard_normal(shape, np.float32)}
+
+    def call(module, tensors):
+        if half == "encode":
+            return module.encode(tensors["x"]).latent_dist.parameters
+        return module.decode(tensors["x"]).sample
+
+    return Pair(
+        lambda p, inputs: vae.apply(p, inputs["x"], method=half), params, theirs, inputs, call
+    )
+
+
+def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
+    """Puts a state dict of ours into a torch module."""
+    torch = measure.library("torch")
+
+    module.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
+
+
+def _random(shapes: Any) -> Any:
+    """Parameters in these shapes of which all matter: kernels keep variance, norms are near 1."""
+    rng = np.random.default_rng(0)
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path[-1:], simple=True)
+        w = rng.standard_normal(leaf.shape, np.float32)
+        if len(leaf.shape) > 1:
+            return jnp.asarray(w / np.float32(np.sqrt(np.prod(leaf.shape[:-1]))))
+        return jnp.asarray(w / 10 + np.float32(name == "scale"))
+
+    return jax.tree_util.tree_map_with_path(draw, shapes)
+
+
+def _tensors(inputs: Inputs) -> dict[str, Any]:
+    """The inputs as torch has them, pictures with their channels first."""
+    torch = measure.library("torch")
+
+    first = lambda x: np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 else x
+    return {name: torch.from_numpy(first(x)) for name, x in inputs.items()}
+
+
+_WORKS = {"forward": _forward, "gradient": _gradient, "step": _step}
+_PAIRS: dict[str, Callable[[int], Pair]] = {
+    "base": _base,
+    "efficient": _efficient,
+    "sd": _sd,
+    "encode": lambda width: _vae(width, "encode"),
+    "decode": lambda width: _vae(width, "decode"),
+}
+
+
+if __name__ == "__main__":
+    cli.run(main)

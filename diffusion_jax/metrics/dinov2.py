@@ -1,0 +1,203 @@
+"""DINOv2's vision transformers (Oquab et al. 2023; with registers, Darcet et al. 2023).
+
+Their normalised class token is what FD-DINOv2 (Stein et al. 2023) takes the Fréchet distance of:
+ViT-L/14 on pictures of 224 pixels, which agrees with people better than Inception's features do.
+Letters: B batch, P patches and the tokens before them, D width.
+"""
+
+import os
+import pathlib
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from diffusion_jax.metrics import preprocess
+from diffusion_jax.metrics.extractors import Extractor
+from diffusion_jax.text.transformer import Linear, attend
+from diffusion_jax.weights import pretrained, torch_files, torch_weights
+from diffusion_jax.weights.torch_weights import CONV, StateDict
+
+SIZE = 224
+_HEAD = 64  # Channels of a head in all published models.
+_EPS = 1e-6
+
+
+class DinoV2(nn.Module):
+    """Pictures of 224 pixels, normalised, to the class token after the last norm, in float32."""
+
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    patch: int = 14
+    registers: int = 0
+
+    @nn.compact
+    def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
+        """Class token, registers, patches in rows; positions belong to all but the registers."""
+        b, p, d, side = len(images), self.patch, self.width, SIZE // self.patch
+        param = lambda name, *shape: self.param(name, nn.initializers.normal(0.02), shape)
+        patches = images.reshape(b, side, p, side, p, 3)
+        kernel, bias = param("patch/kernel", p, p, 3, d), param("patch/bias", d)
+        h = jnp.einsum("byixjc,ijcd->byxd", patches, kernel).reshape(b, side**2, d) + bias
+        first = jnp.broadcast_to(param("class_token", 1, 1, d), (b, 1, d))
+        h = jnp.concatenate([first, h], axis=1) + param("positions", 1, 1 + side**2, d)
+        if self.registers:
+            extra = param("registers", 1, self.registers, d)
+            extra = jnp.broadcast_to(extra, (b, *extra.shape[1:]))
+            h = jnp.concatenate([h[:, :1], extra, h[:, 1:]], axis=1)  # [B, P, D]
+        for i in range(self.num_layers):
+            h = _Block(self.mlp_width, self.num_heads, name=f"block_{i}")(h)
+        return _norm("norm")(h[:, 0])
+
+
+class _Block(nn.Module):
+    """norm -> attention, norm -> MLP; each is scaled, channel by channel, before it is added."""
+
+    mlp_width: int
+    num_heads: int
+
+    @nn.compact
+    def __call__(self, h: Float[Array, "B P D"]) -> Float[Array, "B P D"]:
+        b, length, d = h.shape
+        linear = lambda name, width: Linear(width, True, jnp.float32, name=name)
+        scale = lambda name: self.param(name, nn.initializers.ones, (d,))
+        x = _norm("norm1")(h)
+        q, k, v = (linear(n, d)(x).reshape(b, length, self.num_heads, -1) for n in "qkv")
+        x = attend(q, k, v, None, scale=q.shape[-1] ** -0.5, dtype=jnp.float32)  # [B, P, D]
+        h = h + scale("scale1") * linear("out", d)(x)
+        x = jax.nn.gelu(linear("fc1", self.mlp_width)(_norm("norm2")(h)), approximate=False)
+        return h + scale("scale2") * linear("fc2", d)(x)
+
+
+def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
+    """The extractor of a Hugging Face folder or name, or of a .pth as its authors publish it.
+
+    ValueError or FileNotFoundError if the weights cannot do.
+    """
+    file = pathlib.Path(weights)
+    if file.is_file():
+        state, config = torch_files.read_state_dict(file), {}
+    else:
+        folder = pretrained.locate(weights)
+        state, config = (
+            pretrained.open_weights(folder),
+            pretrained.read_json(folder / "config.json"),
+        )
+    network, state = of_state(state, config.get("num_attention_heads"))
+    shapes = abstract_params(network)
+    params = torch_weights.to_params(state, table(shapes), shapes)
+
+    def apply(params: Any, x: Array) -> Any:
+        # Else products of float32 are TF32 or bf16 on accelerators.
+        with jax.default_matmul_precision("highest"):
+            return network.apply(params, x)
+
+    return Extractor(
+        name=f"dinov2_{name or file.stem}",
+        width=network.width,
+        preprocessing="dgm_eval",
+        weights=pretrained.digest(params),
+        official=False,
+        params=params,
+        prepare=preprocess.dgm_eval,
+        apply=apply,
+    )
+
+
+def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
+    """The network of a state dict of either origin, and its arrays by this module's names.
+
+    Positions are interpolated to 224 pixels here, once. ValueError for what is no DINOv2.
+    """
+    state = _renamed(state)
+    if "pos_embed" not in state or "blocks.0.fc1.weight" not in state:
+        raise ValueError(
+            f"the weights are no DINOv2 with ordinary MLPs: among {len(state)} arrays such as "
+            f"{sorted(state)[:3]} there is no pos_embed, or no blocks.0.mlp.fc1"
+        )
+    width, _, patch, _ = state["patch.weight"].shape
+    registers = state["registers"].shape[1] if "registers" in state else 0
+    network = DinoV2(
+        width=width,
+        mlp_width=len(state["blocks.0.fc1.bias"]),
+        num_heads=num_heads or width // _HEAD,
+        num_layers=1 + max(int(n.split(".")[1]) for n in state if n.startswith("blocks.")),
+        patch=patch,
+        registers=registers,
+    )
+    moved = _positions(state["pos_embed"], SIZE // patch, antialias=registers > 0)
+    return network, {**state, "pos_embed": moved}
+
+
+def abstract_params(network: DinoV2) -> Any:
+    """Shapes of the parameters, without making them."""
+    image = jax.ShapeDtypeStruct((1, SIZE, SIZE, 3), jnp.float32)
+    return jax.eval_shape(lambda x: network.init(jax.random.key(0), x), image)
+
+
+def table(params: Any) -> list[torch_weights.Entry]:
+    """The name of every parameter in what `of_state` returns."""
+    rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"),
+             ("class_token", "cls_token")]  # fmt: skip
+    return torch_weights.table(
+        params, lambda path: torch_weights.rename(path, rules), [("patch", CONV)]
+    )
+
+
+# Authors' names, and both generations of Hugging Face's, to this module's.
+_NAMES = (
+    (r"^(dinov2(_with_registers)?|model|backbone)\.", ""),
+    (r"^embeddings\.", ""),
+    (r"^position_embeddings$", "pos_embed"),
+    (r"^register_tokens$", "registers"),
+    (r"^(patch_embed\.proj|patch_embeddings\.projection)\.", "patch."),
+    (r"^layernorm\.", "norm."),
+    (r"^(encoder\.)?layer\.", "blocks."),
+    (r"\.(attention\.attention|attention)\.(query|q_proj)\.", ".q."),
+    (r"\.(attention\.attention|attention)\.(key|k_proj)\.", ".k."),
+    (r"\.(attention\.attention|attention)\.(value|v_proj)\.", ".v."),
+    (r"\.(attention\.output\.dense|attention\.o_proj|attn\.proj)\.", ".out."),
+    (r"\.mlp\.", "."),
+    (r"\.(layer_scale|ls)([12])\.(lambda1|gamma)$", r".scale\2"),
+)
+
+
+def _renamed(state: StateDict) -> dict[str, np.ndarray]:
+    """By this module's names; q, k and v taken apart, and the token of masked training left out."""
+    arrays = {}
+    for name, array in state.items():
+        for pattern, ours in _NAMES:
+            name = re.sub(pattern, ours, name)
+        fused = re.match(r"(.*\.)attn\.qkv(\..*)$", name)
+        if fused:
+            thirds = np.split(np.asarray(array), 3)
+            arrays |= {f"{fused[1]}{n}{fused[2]}": a for n, a in zip("qkv", thirds, strict=True)}
+        elif name != "mask_token":
+            arrays[name] = array
+    return arrays
+
+
+def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
+    """Positions [1, 1 + S^2, D] of a grid of `side`, by the bicubic kernels that torch has.
+
+    As the authors do it: with antialias in models with registers, and else with their offset of
+    0.1, which moves the grid by a hundredth of a patch.
+    """
+    grid = np.asarray(positions, np.float32)[:, 1:]
+    trained = round(grid.shape[1] ** 0.5)
+    if trained == side:
+        return np.asarray(positions)
+    matrix = preprocess.bicubic(trained, side, antialias=antialias, offset=0.1)
+    grid = grid.reshape(trained, trained, -1)
+    moved = np.einsum("ai,bj,ijd->abd", matrix, matrix, grid).reshape(1, side**2, -1)
+    return np.concatenate([np.asarray(positions)[:, :1], moved], axis=1)
+
+
+def _norm(name: str) -> nn.LayerNorm:
+    return nn.LayerNorm(epsilon=_EPS, use_fast_variance=False, name=name)

@@ -1,0 +1,109 @@
+"""How a step is best divided over a target's devices: mesh, micro batches, rematerialization."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from jax.sharding import AbstractMesh
+
+from diffusion_jax.machine import sharding
+from launch.accelerators import Target
+from launch.planner import estimate
+from launch.planner.estimate import Step, Traced
+
+
+class Choice(NamedTuple):
+    """A way to divide a step that fits into the memory."""
+
+    mesh: AbstractMesh
+    micro_batch: int
+    """Samples of a device in a pass."""
+    accumulate: int
+    """Passes of a step."""
+    step: Step
+    bytes: int
+    """Memory a device."""
+
+
+def meshes(target: Target) -> list[tuple[int, int]]:
+    """(replica, fsdp): plain data parallelism, fsdp within what links join, and over all."""
+    devices, island = target.devices, min(target.devices, target.island)
+    inside = {(devices // island, island)} if devices % island == 0 else set()
+    return sorted({(devices, 1), (1, devices)} | inside)
+
+
+def best(
+    traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
+) -> Choice | None:
+    """The mesh and the micro batch of the shortest step with nothing hidden; None if none fits."""
+    found = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
+    return min((c for c in found if c), key=lambda choice: choice.step.exposed, default=None)
+
+
+def _choice(traced: Traced, target: Target, shape: tuple[int, int], mfu: float) -> Choice | None:
+    mesh = AbstractMesh((*shape, 1), sharding.AXES)
+    if traced.model.run.batch_size % sharding.batch_ways(mesh):
+        return None
+    micro = estimate.largest_micro_batch(traced, mesh, estimate.USABLE * target.kind.memory)
+    if not micro:
+        return None
+    changed = estimate.with_micro_batch(traced, micro)
+    exchanges = estimate.collectives(changed, mesh)
+    step = estimate.step_time(changed, mesh, target, mfu, exchanges)
+    need = estimate.bytes_per_device(changed, mesh).total
+    return Choice(mesh, micro, estimate.passes(changed.model, mesh), step, need)
+
+
+def advise(
+    traced: Traced,
+    with_remat: Callable[[], Traced],
+    target: Target,
+    mfu: float,
+    current: Mapping[str, Any],
+) -> str:
+    """The best choice in words, with what speaks for it; `current` are the figures of the config.
+
+    Rematerialization costs a third of the arithmetic, so it is tried where nothing fits without.
+    """
+    tried, remat = traced, False
+    if (choice := best(traced, target, mfu)) is None:
+        tried, remat = with_remat(), True
+        choice = best(tried, target, mfu)
+    if choice is None:
+        return "nothing fits on these devices, not even one sample each with rematerialization"
+    now = sum(current["seconds"][part] for part in ("arithmetic", "update", "communication"))
+    text = f"{_flags(choice, traced, remat)}: {_cost(choice, target)}"
+    text += f"; this config {_ms(now)}" * current["fits"]
+    text += "; without rematerialization not even one sample fits" * remat
+    if choice.mesh.shape["fsdp"] == 1:
+        return text
+    plain = best(tried, target, mfu, [(target.devices, 1)])
+    if plain:
+        return f"{text}; plain data parallelism {_cost(plain, target)}"
+    alone = estimate.bytes_per_device(
+        estimate.with_micro_batch(tried, 1), AbstractMesh((target.devices, 1, 1), sharding.AXES)
+    )
+    state = alone.total - alone.temporary - alone.batch
+    return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
+
+
+def _flags(choice: Choice, traced: Traced, remat: bool) -> str:
+    mesh = choice.mesh.shape
+    flags = f"--config.mesh.replica={mesh['replica']} --config.mesh.fsdp={mesh['fsdp']}"
+    flags += f" --config.optimizer.micro_batch={choice.micro_batch}"
+    flags += " --config.optimizer.accumulate=1" * (traced.model.optimizer.accumulate > 1)
+    return flags + " --config.unet.remat=True" * remat
+
+
+def _cost(choice: Choice, target: Target) -> str:
+    parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
+    limit = _gib(estimate.USABLE * target.kind.memory)
+    room = f"{_gib(choice.bytes)} of {limit} GiB"
+    return f"{_ms(choice.step.exposed)} a step with nothing hidden ({parts}), {room}"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:,.0f} ms"
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:,.1f}"

@@ -1,0 +1,103 @@
+"""The TPU compiler's own estimate of a program's time: cycles of each instruction, by kind.
+
+libtpu writes `estimated_cycles` into what it compiles: for a core that is never interrupted, in a
+model of its memory, and never measured. For a Pallas kernel it writes none: see kernels.py. Nothing
+here ran on a chip.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from launch.planner import hlo
+from launch.planner.hlo import Instruction, Program
+
+# bfloat16 FLOP a cycle of a device, of its matrix units alone: v5e has 4 of 128 x 128, v5p twice
+# that in two cores, v6e and v7x (of whose chips jax sees two devices) 4 of 256 x 256. With the peak
+# rate of launch/accelerators.py this gives the clock: 1.5, 1.75, 1.75 and 2.2 GHz.
+FLOP_PER_CYCLE: Mapping[str, int] = {"v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "v7x": 2**19}
+KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimizer",
+         "collectives", "elementwise")  # fmt: skip
+MATRIX_UNIT, KERNEL, NORM, SOFTMAX, COPIES, OPTIMIZER, COLLECTIVES, ELEMENTWISE = KINDS
+PRODUCTS = {"convolution", "dot"}
+EXCHANGES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+_LAYOUT = {"copy", "transpose", "reshape", "convert", "slice", "pad", "tuple", "bitcast",
+           "get-tuple-element", "constant", "parameter", "broadcast"}  # fmt: skip
+_MOVES = {"concatenate", "pad", "dynamic-update-slice", "dynamic-slice", "gather", "scatter",
+          "slice"}  # fmt: skip
+_ARITHMETIC = {"add", "multiply", "subtract", "divide", "exponential", "reduce", "rsqrt", "tanh"}
+
+
+class Cost(NamedTuple):
+    """An instruction and its estimate, all its runs together."""
+
+    cycles: float
+    kind: str
+    layer: str
+    """The part of the network that it belongs to, or the optimizer; "" if jax does not say."""
+    what: str
+    """Instruction, result and source, for people."""
+
+
+def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> Iterator[Cost]:
+    """What each instruction of a compiled program costs; kernels without an estimate cost 0."""
+    program = hlo.read(text)
+    for instruction, times in program.run():
+        cycles = _estimated(instruction)
+        if is_kernel(instruction):
+            cycles = kernel_cycles(instruction) or 0.0
+        if cycles:
+            result = instruction.shape.partition("{")[0].lstrip("(")
+            source = "/".join(_scopes(instruction.source))
+            what = f"{instruction.name}, {result}, {source}"
+            yield Cost(cycles * times, kind(program, instruction), layer(instruction.source), what)
+
+
+def is_kernel(instruction: Instruction) -> bool:
+    """Whether it is a Pallas kernel."""
+    return 'custom_call_target="tpu_custom_call"' in instruction.rest
+
+
+def kind(program: Program, instruction: Instruction) -> str:
+    """What an instruction mostly does, one of KINDS."""
+    opcode, source = instruction.opcode, instruction.source
+    opcodes = {inner.opcode for inner in program.inside(instruction)} | {opcode}
+    if is_kernel(instruction):
+        return KERNEL
+    if opcode.startswith(EXCHANGES) or opcodes & set(EXCHANGES):
+        return COLLECTIVES
+    if opcodes & PRODUCTS:
+        return MATRIX_UNIT
+    if opcodes - {"fusion"} <= _LAYOUT or (opcodes & _MOVES and not opcodes & _ARITHMETIC):
+        return COPIES
+    if "jvp(" not in source and re.search(r"(^|/)(update|jit\(_?where\)|average)", source):
+        return OPTIMIZER
+    if "norm" in source:
+        return NORM
+    exponential = "exponential" in opcodes and "erf" not in opcodes  # GELU's gradient has both.
+    return SOFTMAX if exponential or "splash" in source else ELEMENTWISE
+
+
+def layer(source: str) -> str:
+    """jit(train_step)/transpose(jvp(UNet))/down_1_0_res/conv1/... -> down_1_res."""
+    match = re.search(r"jvp\(\w+\)+/(\w+)", source)
+    return level(match[1]) if match else ""
+
+
+def level(name: str) -> str:
+    """What a module is counted with, the others of its kind and level: down_1_0_res, down_1_res."""
+    return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
+
+
+def _estimated(instruction: Instruction) -> float:
+    match = re.search(r'estimated_cycles":"(\d+)"', instruction.rest)
+    return float(match[1]) if match else 0.0
+
+
+def _scopes(source: str) -> list[str]:
+    """The names that lead to an operation, without jax's transformations."""
+    wrapped = r"\b(jvp|transpose|jit|remat|checkpoint|rematted_computation|vmap|custom_vjp_call)\("
+    while source != (source := re.sub(wrapped + r"([^()]*)\)", r"\2", source)):
+        pass
+    names = [name for name in source.split("/") if name not in ("", "checkpoint")]
+    return names[1:]  # The first is the jitted function.

@@ -1,0 +1,124 @@
+"""NVIDIA GPUs to compile for that are not here: what XLA asks of a device, as numbers.
+
+With the extra `plan-gpu` (jax's CUDA plugin, NVIDIA's assembler, cuDNN) XLA compiles whole programs
+for a GPU without one and without a driver: convolutions become calls of cuDNN, products of cuBLAS,
+attention of cuDNN's kernels. Nothing is autotuned and nothing timed, so that there is memory and
+there are kernels, and no seconds. https://github.com/openxla/xla, xla/backends/gpu/target_config.
+"""
+
+import ctypes
+import importlib.util
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jax.experimental import topologies
+
+from launch.accelerators import Target
+
+
+class Device(NamedTuple):
+    """The numbers in which the GPUs differ, from NVIDIA's device queries."""
+
+    name: str
+    cores: int
+    units: int
+    """FP32 units of a core."""
+    clock: float
+    """GHz."""
+    memory: int
+    """Bytes."""
+    bandwidth: int
+    """Bytes/s."""
+    l2: int
+    shared: int
+    """Bytes of shared memory of a core; a block may have 1 KiB less."""
+    capability: int
+    """Of CUDA, the major number."""
+
+
+DEVICES: Mapping[str, Device] = {
+    "a100": Device("NVIDIA A100-SXM4-40GB", 108, 64, 1.41, 42_400_000_000, 1_555_200_000_000,
+                   41_943_040, 167_936, 8),
+    "a100-80gb": Device("NVIDIA A100-SXM4-80GB", 108, 64, 1.41, 85_100_068_864, 2_039_040_000_000,
+                        41_943_040, 167_936, 8),
+    "h100": Device("NVIDIA H100 80GB HBM3", 132, 128, 1.98, 84_942_979_072, 3_352_320_000_000,
+                   52_428_800, 233_472, 9),
+    "h200": Device("NVIDIA H200 141GB HBM3e", 132, 128, 1.98, 151_397_597_184, 4_800_000_000_000,
+                   52_428_800, 233_472, 9),
+    "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
+                   132_644_864, 233_472, 10),
+}  # fmt: skip
+_TEXT = """gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {d.shared}
+  shared_memory_per_block_optin: {optin} core_count: {d.cores} fpus_per_core: {d.units}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  memory_bandwidth: {d.bandwidth} l2_cache_size: {d.l2} clock_rate_ghz: {d.clock}
+  device_memory_size: {d.memory} cuda_compute_capability {{ major: {d.capability} minor: 0 }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 8 patch: 0 }}
+runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.name}"
+"""
+
+
+def missing(target: Target) -> str | None:
+    """Why nothing can be compiled for these GPUs here; None if it can."""
+    if target.name not in DEVICES:
+        return f"XLA is not told the numbers of {target.name}"
+    packages = {
+        "jax_plugins.xla_cuda12": "jax-cuda12-plugin",
+        "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
+    }
+    lacking = [package for module, package in packages.items() if not _installed(module)]
+    return f"{' and '.join(lacking)} (the extra plan-gpu) is not installed" if lacking else None
+
+
+def devices(target: Target) -> list[Any]:
+    """The GPUs of a target, host by host, to compile for; ValueError if XLA refuses them."""
+    shape = f"{target.hosts}x{target.devices_per_host}x1"
+    try:
+        topology = topologies.get_topology_desc(
+            platform="cuda", target_config=text(DEVICES[target.name]), topology=shape
+        )
+    except Exception as error:
+        raise ValueError(f"XLA cannot compile for {target.name}: {error}") from error
+    return list(topology.devices)
+
+
+def text(device: Device) -> str:
+    """XLA's GpuTargetConfigProto, as text."""
+    return _TEXT.format(d=device, optin=device.shared - 1024)
+
+
+def has_cudnn() -> bool:
+    """Whether attention's kernels of cuDNN can be compiled here."""
+    return _cudnn() is not None
+
+
+def load_cudnn() -> None:
+    """Makes the library of the wheel known, if it is here, where no LD_LIBRARY_PATH does."""
+    if path := _cudnn():
+        ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def kernels(program: str) -> dict[str, int]:
+    """How often a compiled program calls each library of NVIDIA's, or a kernel of attention."""
+    names = re.findall(r'custom_call_target="__(cu\w+\$?\w*)', program)
+    return {name: names.count(name) for name in sorted(set(names))}
+
+
+def _cudnn() -> pathlib.Path | None:
+    spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
+    for place in spec.submodule_search_locations or () if spec else ():
+        found = sorted(pathlib.Path(place, "lib").glob("libcudnn.so*"))
+        if found:
+            return found[0]
+    return None
+
+
+def _installed(module: str) -> bool:
+    parent = module.partition(".")[0]
+    return bool(importlib.util.find_spec(parent) and importlib.util.find_spec(module))

@@ -1,0 +1,131 @@
+"""A compiled program as XLA prints it: its instructions, and how often each of them runs."""
+
+import functools
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+ITEMSIZE: Mapping[str, int] = {
+    "pred": 1, "s8": 1, "u8": 1, "s4": 1, "u4": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2,
+    "f64": 8, "s64": 8, "u64": 8,
+}  # fmt: skip
+_INSTRUCTION = re.compile(r"^\s*(ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)")
+_HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_CALLED = re.compile(
+    r"(?:to_apply|called_computations|branch_computations|true_computation|false_computation)"
+    r"=\{?((?:%?[\w.\-]+(?:, )?)+)\}?"
+)
+_ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
+
+
+class Array(NamedTuple):
+    """A shape as it lies in memory."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+    order: tuple[int, ...]
+    """Axes, the one whose neighbours lie side by side first."""
+    tiles: str
+
+    @property
+    def bytes(self) -> int:
+        """Without padding."""
+        return ITEMSIZE.get(self.dtype, 4) * math.prod(self.sizes)
+
+    @property
+    def padded_bytes(self) -> int:
+        """With what fills a TPU's tiles, such as T(8,128): the same without tiles."""
+        match = re.search(r"T\(([\d,]+)\)", self.tiles)
+        if not match or not self.sizes:
+            return self.bytes
+        tile = [int(n) for n in match[1].split(",")][::-1]
+        sizes = [self.sizes[axis] for axis in self.order]
+        sizes += [1] * (len(tile) - len(sizes))
+        filled = [-(-n // t) * t for n, t in zip(sizes, tile, strict=False)]
+        return ITEMSIZE.get(self.dtype, 4) * math.prod(filled + sizes[len(filled) :])
+
+
+class Instruction(NamedTuple):
+    """One line of a program."""
+
+    name: str
+    shape: str
+    opcode: str
+    rest: str
+    """Operands and attributes."""
+
+    @property
+    def source(self) -> str:
+        """The operation that it was made of, as jax names it; "" if the compiler made it."""
+        match = re.search(r'op_name="([^"]*)"', self.rest)
+        return match[1] if match else ""
+
+    @property
+    def results(self) -> list[Array]:
+        """The arrays that it returns."""
+        return arrays(self.shape)
+
+    @property
+    def operands(self) -> list[str]:
+        """The names of its inputs."""
+        return re.findall(r"%([\w.\-]+)", self.rest.partition("), ")[0])
+
+
+class Program(NamedTuple):
+    """All computations by their names, and which one runs."""
+
+    computations: Mapping[str, Sequence[Instruction]]
+    entry: str
+
+    def run(self) -> Iterator[tuple[Instruction, int]]:
+        """Every instruction that runs outside of fusions, in order, and how many times."""
+        return self._run(self.entry, 1)
+
+    def inside(self, instruction: Instruction) -> list[Instruction]:
+        """What a fusion, or an asynchronous call, consists of; the instruction alone if nothing."""
+        called = re.search(r"calls=%?([\w.\-]+)", instruction.rest)
+        if not called or called[1] not in self.computations:
+            return [instruction]
+        return [i for inner in self.computations[called[1]] for i in self.inside(inner)]
+
+    def _run(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
+        for instruction in self.computations[name]:
+            if instruction.opcode == "while":
+                match = re.search(r"body=%?([\w.\-]+)", instruction.rest)
+                count = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.rest)
+                if match:
+                    yield from self._run(match[1], times * int(count[1] if count else 1))
+            elif instruction.opcode in ("call", "conditional"):
+                for names in _CALLED.findall(instruction.rest):
+                    for called in re.findall(r"[\w.\-]+", names):
+                        if called in self.computations:
+                            yield from self._run(called, times)
+            else:
+                yield instruction, times
+
+
+def read(text: str) -> Program:
+    """The program of a `compiled.as_text()`. ValueError if it has no entry."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = "", None
+    # Metadata of kernels break an instruction into several lines.
+    for line in re.sub(r"\{\n(.*)\n\}\}", r"{\1}}", text).splitlines():
+        header = None if line.startswith(" ") else _HEADER.match(line)
+        if header:
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif line == "}":
+            current = None
+        elif current is not None and (match := _INSTRUCTION.match(line)):
+            current.append(Instruction(*match.groups()[1:]))
+    if not entry:
+        raise ValueError("this is no compiled program: it has no line that starts with ENTRY")
+    return Program(computations, entry)
+
+
+@functools.lru_cache(maxsize=2**14)
+def arrays(shape: str) -> list[Array]:
+    """The arrays of a shape's text, of a tuple all of them."""
+    numbers = lambda text: tuple(int(n) for n in (text or "").split(",") if n)
+    return [Array(d, numbers(s), numbers(o), t or "") for d, s, o, t in _ARRAY.findall(shape)]

@@ -1,0 +1,28 @@
+"""Our networks and torch's, which are timed in turns: both compute the same (needs torch)."""
+
+import json
+
+import pytest
+
+from tests.imagen_jax import commands
+
+pytest.importorskip("torch")
+pytest.importorskip("diffusers")
+
+
+@pytest.mark.slow
+def test_the_networks_are_equal_and_each_kind_of_work_has_a_ratio():
+    ended = commands.run(
+        "benchmarks.torch", "--models=base,efficient,sd,encode,decode", "--work=forward",
+        "--width=32", "--rounds=1", devices=1,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in ended.out.splitlines() if line.startswith("{")]
+    assert [line["model"] for line in lines] == ["base", "efficient", "sd", "encode", "decode"]
+    for line in lines:
+        assert line["difference"] < 1e-5 and line["least"] <= line["ratio"] <= line["most"]
+
+
+def test_a_model_that_is_not_known_is_one_line():
+    ended = commands.run("benchmarks.torch", "--models=bse", devices=1)
+    assert ended.code == 2 and "--models is 'bse': did you mean 'base'?" in ended.err

@@ -1,0 +1,108 @@
+"""What befalls files between two processes: flipped bits, cuts, files that are gone."""
+
+import pathlib
+import random
+import shutil
+from collections.abc import Callable, Mapping
+
+Mend = Callable[[], object]
+Damage = Callable[[pathlib.Path, random.Random], tuple[str, Mend] | None]
+"""(folder of the subject, randomness) to what was damaged, and what a person does about it who is
+told; None where there is nothing yet to be damaged."""
+
+
+def flip(path: pathlib.Path, rng: random.Random) -> None:
+    """One bit, anywhere."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def cut(path: pathlib.Path, rng: random.Random) -> None:
+    """What follows some byte."""
+    content = path.read_bytes()
+    path.write_bytes(content[: rng.randrange(len(content))])
+
+
+def vanish(path: pathlib.Path, rng: random.Random) -> None:
+    """All of it."""
+    del rng
+    path.unlink()
+
+
+HARMS = {"flipped bit": flip, "cut file": cut, "vanished file": vanish}
+
+
+def nothing() -> None:
+    """The same command is all that it takes."""
+
+
+def copy(source: pathlib.Path, target: pathlib.Path) -> None:
+    """A folder with all that is in it."""
+    shutil.copytree(source, target)
+
+
+def _inside(folder: pathlib.Path, pattern: str) -> list[pathlib.Path]:
+    found = folder.glob(pattern) if folder.exists() else []
+    return sorted(path for path in found if path.is_file() and path.stat().st_size)
+
+
+FINISHED = "when it is done"
+
+
+def files(folder: str, pattern: str, finished: bool = False) -> Mapping[str, Damage]:
+    """Harm to one of the files that a subject wrote, before or after it was done."""
+
+    def damage_by(harm):
+        def damage(out, rng):
+            paths = _inside(out / folder, pattern)
+            if not paths:
+                return None
+            path = rng.choice(paths)
+            harm(path, rng)
+            return str(path.relative_to(out)), nothing
+
+        return damage
+
+    when = f"output {FINISHED}" if finished else "output"
+    return {f"{name} in its {when}": damage_by(harm) for name, harm in HARMS.items()}
+
+
+def _checkpoint(harm):
+    def damage(out, rng):
+        folder = out / "run" / "checkpoints"
+        steps = [p for p in folder.iterdir() if p.name.isdigit()] if folder.exists() else []
+        if not steps:
+            return None
+        newest = max(steps, key=lambda path: int(path.name))
+        path = rng.choice(_inside(newest, "**/*"))
+        harm(path, rng)
+        return str(path.relative_to(out)), lambda: shutil.rmtree(folder)
+
+    return damage
+
+
+CHECKPOINT: Mapping[str, Damage] = {
+    f"{name} in the newest checkpoint": _checkpoint(harm) for name, harm in HARMS.items()
+}
+
+
+def of_input(tars: pathlib.Path) -> Mapping[str, Damage]:
+    """A bit of the listing of tars, and a tar that is away for a while."""
+
+    def listing(out, rng):
+        paths = _inside(tars, "*.index")
+        if not paths:
+            return None
+        flip(path := rng.choice(paths), rng)
+        return path.name, nothing
+
+    def away(out, rng):
+        if not _inside(out / "run" / "checkpoints", "*/checksums/*"):
+            return None  # Nothing that it has done could tell it of what is missing.
+        path = rng.choice(_inside(tars, "*.tar"))
+        aside = path.with_suffix(".away")
+        path.rename(aside)
+        return path.name, lambda: aside.rename(path)
+
+    return {"flipped bit in the index of its tars": listing, "vanished tar": away}

@@ -1,0 +1,251 @@
+"""One round of the campaign: a command, a fault, the same command again, and a comparison."""
+
+import contextlib
+import itertools
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from multiprocessing.process import BaseProcess
+from typing import NamedTuple
+
+from tests.campaign.damages import FINISHED
+from tests.campaign.subjects import Result, Subject
+from tests.imagen_jax import commands
+from tests.processes import free_port
+
+SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
+FULL = "full disk"
+PATIENCE = 600
+_ATTEMPTS = 6
+# What a command says when it notices something, in the table's words.
+_WORDS = {
+    "passing over the damaged checkpoint": "checksum, passed over",
+    "no checkpoint in": "checksum, no sound checkpoint",
+    "read back wrong": "read back",
+    "No space left": "no space left",
+    "is the disk full": "no space left",
+    "damaged": "named as damaged",
+    "should have": "hash",
+    "Timeout (": "watchdog",
+    "is being written by": "lock",
+    "was last heard": "peers",
+    "records were saved": "number of records",
+}
+
+
+class Outcome(NamedTuple):
+    """How a round went."""
+
+    name: str
+    fault: str
+    hit: bool
+    """Whether the fault came while the command ran, or found something to harm."""
+    codes: tuple[int | None, ...]
+    noticed: tuple[str, ...]
+    different: tuple[str, ...]
+    """Names of what is not as undisturbed; empty if all is the same."""
+    seconds: float
+
+    def __str__(self) -> str:
+        """A line."""
+        result = f"DIFFERENT: {', '.join(self.different)}" if self.different else "the same"
+        said = f" [{'; '.join(self.noticed)}]" if self.noticed else ""
+        hit = "" if self.hit else " (came to nothing)"
+        codes = " ".join(map(str, self.codes))
+        return (f"{self.name}, {self.fault}{hit}: exit codes {codes}{said}: {result} "
+                f"({self.seconds:.0f} s)")  # fmt: skip
+
+
+class Job:
+    """A subject's processes, as one."""
+
+    def __init__(self, subject: Subject, out: pathlib.Path, more: tuple[str, ...] = ()) -> None:
+        said = out.with_name(f"{out.name} said")
+        said.mkdir(exist_ok=True)
+        self.number = len(list(said.iterdir()))
+        name, *arguments = (*subject.arguments(out), *more)
+        if subject.processes > 1:
+            arguments += [f"--coordinator=127.0.0.1:{free_port()}",
+                          f"--num_processes={subject.processes}"]  # fmt: skip
+        self.outputs = [
+            (said / f"{self.number:03}.{i}.out", said / f"{self.number:03}.{i}.err")
+            for i in range(subject.processes)
+        ]
+        for path in itertools.chain(*self.outputs):
+            path.touch()
+        taken = out.with_name(f"{out.name} taken")
+        taken.mkdir(exist_ok=True)
+        self.processes: list[BaseProcess] = []
+        for i, outputs in enumerate(self.outputs):
+            joined = [f"--process_id={i}"] if subject.processes > 1 else []
+            self.processes.append(
+                commands.start(
+                    name, *arguments, *joined, devices=1, outputs=outputs,
+                    samples=taken if subject.notes else None,
+                )
+            )  # fmt: skip
+
+    def end(self, seconds: float = PATIENCE) -> bool:
+        """Whether all have ended within some time."""
+        deadline = time.monotonic() + seconds
+        for process in self.processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        return not any(process.is_alive() for process in self.processes)
+
+    def send(self, number: int) -> None:
+        """A signal: to one process of several, or to the only one."""
+        process = self.processes[-1]
+        if process.is_alive():
+            os.kill(process.pid or 0, number)
+
+    def kill(self) -> None:
+        """Ends all, and waits for them."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def codes(self) -> list[int | None]:
+        """The exit codes."""
+        return [process.exitcode for process in self.processes]
+
+    def said(self) -> str:
+        """All that they have written."""
+        return "".join(path.read_text(errors="replace") for pair in self.outputs for path in pair)
+
+
+def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
+    """(subject, fault) of each round: subjects in turn, each with its faults in turn, shuffled."""
+    rng = random.Random(seed)
+    faults = {}
+    for name, subject in every.items():
+        mine = [*SIGNALS, FULL, *subject.harms]
+        rng.shuffle(mine)
+        faults[name] = itertools.cycle(mine)
+    for turn in itertools.count():
+        for name, subject in every.items():
+            if subject.processes == 1 or turn % 5 == 0:  # Two take five times as long.
+                yield name, next(faults[name])
+
+
+def undisturbed(subject: Subject, out: pathlib.Path) -> tuple[Result, float, int]:
+    """What a subject writes when nothing happens, the seconds it takes, and the bytes it leaves."""
+    _begin(subject, out)
+    started = time.monotonic()
+    job = Job(subject, out)
+    assert job.end() and not any(job.codes()), (job.codes(), job.said()[-3000:])
+    seconds = time.monotonic() - started
+    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+    return _result(subject, out), seconds, size
+
+
+def train_once(subject: Subject, out: pathlib.Path, target: pathlib.Path) -> None:
+    """A trained run at `target`, for what reads one."""
+    _begin(subject, out)
+    job = Job(subject, out)
+    assert job.end() and not any(job.codes()), (job.codes(), job.said()[-3000:])
+    (out / "run").rename(target)
+
+
+def run(
+    name: str, subject: Subject, fault: str, expected: Result, seconds: float, size: int,
+    out: pathlib.Path, rng: random.Random,
+) -> Outcome:  # fmt: skip
+    """One round, of which nothing is left on the disk if all is the same."""
+    started = time.monotonic()
+    _begin(subject, out)
+    with _disk(out, int(size * rng.uniform(0.05, 0.9)) if fault == FULL else 0) as grow:
+        if fault == FULL:
+            _begin(subject, out)
+        hit, codes, said, mend = _disturb(subject, fault, seconds, out, rng, grow)
+        done = not any(codes) and fault not in subject.harms  # A stop that it slept through.
+        for attempt in range(0 if done else _ATTEMPTS):
+            job = Job(subject, out, subject.verify if fault in subject.harms else ())
+            ended = job.end()
+            job.kill()
+            codes, said = [*codes, *job.codes()], said + job.said()
+            if ended and not any(job.codes()):
+                break
+            if attempt == 0:
+                mend()  # As a person would who has read what it says.
+        unfinished = any(codes[-subject.processes :])
+        different = ["unfinished"] if unfinished else _compare(subject, out, expected)
+    noticed = list(dict.fromkeys(word for text, word in _WORDS.items() if text in said))
+    noticed += ["TRACEBACK"] if re.search(r"^Traceback", said, re.MULTILINE) else []
+    if different:
+        pathlib.Path(f"{out} said", "all").write_text(said)
+    else:
+        for path in (out, out.with_name(f"{out.name} taken"), out.with_name(f"{out.name} said")):
+            shutil.rmtree(path, ignore_errors=True)
+    took = time.monotonic() - started
+    return Outcome(name, fault, hit, tuple(codes), tuple(noticed), tuple(different), took)
+
+
+def _disturb(subject, fault, seconds, out, rng, grow):
+    """(whether it hit, exit codes, what was said, how to mend it) of a process that is harmed."""
+    job, nothing = Job(subject, out), lambda: None
+    if fault == FULL:
+        ended = job.end()
+        job.kill()
+        grow()
+        return ended and any(job.codes()), job.codes(), job.said(), nothing
+    # What harms files needs some that are there.
+    moment = rng.uniform(0.5 if fault in subject.harms else 0.1, 1.0) * seconds
+    hit = not job.end(PATIENCE if fault.endswith(FINISHED) else moment)
+    if fault == "SIGSTOP":
+        job.send(signal.SIGSTOP)
+        time.sleep(rng.uniform(0.5, 3))
+        if subject.processes == 1:
+            job.send(signal.SIGCONT)
+        job.processes[0].join(PATIENCE)  # Of two the other one ends.
+    else:
+        job.send(signal.SIGTERM if fault == "SIGTERM" else signal.SIGKILL)
+        job.end(60)
+    job.kill()
+    if fault in SIGNALS:
+        return hit, job.codes(), job.said(), nothing
+    harmed = subject.harms[fault](out, rng)
+    return harmed is not None, job.codes(), job.said(), harmed[1] if harmed else nothing
+
+
+def _begin(subject: Subject, out: pathlib.Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    if not any(out.iterdir()):
+        subject.begin(out)
+
+
+@contextlib.contextmanager
+def _disk(out: pathlib.Path, size: int):
+    """`out` as a file system of its own of this size, if it is not 0; yields what makes it grow."""
+    if not size:
+        yield lambda: None
+        return
+    shutil.rmtree(out)
+    out.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={max(size, 65536)}", "tmpfs", str(out)]
+    subprocess.run(mount, check=True)
+    try:
+        yield lambda: subprocess.run(["mount", "-o", "remount,size=1G", str(out)], check=True)
+    finally:
+        subprocess.run(["umount", "-l", str(out)], check=True)
+
+
+def _result(subject: Subject, out: pathlib.Path) -> Result:
+    taken = out.with_name(f"{out.name} taken")
+    if taken.exists():
+        shutil.copytree(taken, out / "taken", dirs_exist_ok=True)
+    return subject.result(out)
+
+
+def _compare(subject: Subject, out: pathlib.Path, expected: Result) -> list[str]:
+    try:
+        actual = _result(subject, out)
+    except Exception as error:  # Whatever the reading of what is damaged ends in.
+        return [f"unreadable ({type(error).__name__}: {error})"[:300]]
+    names = expected.keys() | actual.keys()
+    return sorted(name for name in names if expected.get(name) != actual.get(name))

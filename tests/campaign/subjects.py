@@ -1,0 +1,264 @@
+"""What the campaign disturbs: commands that write, their inputs, and what must be the same.
+
+Each is as small as it gets; programs come from the compilation cache.
+"""
+
+import contextlib
+import csv
+import hashlib
+import http.server
+import json
+import pathlib
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import safetensors.numpy
+
+from diffusion_jax import runs
+from diffusion_jax.data import digits, tars
+from diffusion_jax.machine import log
+from diffusion_jax.precache import store
+from diffusion_jax.weights import restore
+from tests.campaign import damages
+from tests.campaign.damages import Damage
+from tests.diffusion_jax.text import tiny_weights
+from tests.imagen_jax import commands
+from tests.imagen_jax.cases import random_weights
+from tests.imagen_jax.conftest import TINY
+from tests.sd_jax import tiny
+
+STEPS = 12
+Result = Mapping[str, bytes]
+
+
+class Subject(NamedTuple):
+    """A command that can be ended at any moment, and gone on with by the same command."""
+
+    arguments: Callable[[pathlib.Path], tuple[str, ...]]
+    """Of the folder that it may write into: the module and its arguments."""
+    result: Callable[[pathlib.Path], Result]
+    """Everything that matters of what it wrote, by name."""
+    harms: Mapping[str, Damage] = {}
+    """What may befall its files between two of its processes."""
+    processes: int = 1
+    verify: tuple[str, ...] = ()
+    """Flags that make it read what is there."""
+    notes: bool = False
+    """Whether the samples that it takes can be noted: those of the digits can."""
+    begin: Callable[[pathlib.Path], Any] = lambda out: None
+    """Fills a new folder with what the command expects there."""
+
+
+@contextlib.contextmanager
+def every(inputs: pathlib.Path):
+    """The subjects by their names, whose inputs lie in a folder."""
+    inputs.mkdir(parents=True)
+    broken = tars_of_digits(inputs / "tars", broken=0.05)
+    images = tars_of_digits(inputs / "images", broken=0.0)
+    weights = tiny_weights.t5_folder(inputs / "t5", width=64)
+    vae = tiny.write_vae(inputs / "vae.safetensors")
+    nemo = nemo_weights(inputs / "nemo.safetensors")
+    trained = inputs / "trained"
+    with slow_server() as (url, sums):
+        (inputs / "sums").write_text(sums)
+        digit_run = ("train", *TINY, f"--config.steps={STEPS}", "--config.save_every=2")
+        tar_run = (*digit_run, "--config.data.source=webdataset", f"--config.data.path={broken}")
+        run = lambda arguments: lambda out: (*arguments, f"--workdir={out}/run")
+        yield {
+            "training": Subject(run(digit_run), run_result, damages.CHECKPOINT, notes=True),
+            "training on broken records": Subject(
+                run(tar_run), run_result, damages.CHECKPOINT | damages.of_input(broken)
+            ),
+            "training in two processes": Subject(
+                run((*digit_run, "--config.step_timeout=20")), run_result, {}, processes=2
+            ),
+            "a store of texts": Subject(
+                lambda out: ("diffusion_jax.precache", *text_flags(weights, out / "store")),
+                store_result, damages.files("store", "shard-*", finished=True),
+                verify=("--verify",),
+            ),
+            "moments": Subject(
+                lambda out: ("sd_jax.precache", *moment_flags(images, vae), f"--out={out}/moments"),
+                lambda out: contents(out / "moments", "*.tar"),
+                damages.files("moments", "*.tar", finished=True), verify=("--verify",),
+            ),
+            "a sweep": Subject(
+                lambda out: ("evaluate", f"--workdir={out}/run", "--guidance=1,3", "--name=sweep",
+                             "--batch_size=32", "--num_heldout=1"),
+                sweep_result, damages.files("run/evaluation/sweep", "**/images_*.npz"),
+                begin=lambda out: damages.copy(trained, out / "run"),
+            ),
+            "a download": Subject(
+                lambda out: ("diffusion_jax.data.prepare", "fetch", f"--url={url}/{{a,b,c}}.bin",
+                             f"--sums={inputs}/sums", f"--out={out}/files"),
+                lambda out: contents(out / "files", "*.bin"), damages.files("files", ".*.part"),
+            ),
+            "a conversion": Subject(
+                lambda out: ("imagen_jax.weights", "convert", f"--from={nemo}", *NEMO,
+                             f"--to={out}/run"),
+                lambda out: arrays(out / "run"),
+            ),
+        }, trained  # fmt: skip
+
+
+NEMO = (
+    "--config=configs/quickstart.py", "--config.unet.embed_dim=32", "--config.unet.head_dim=32",
+    "--config.unet.cond_dim=32", "--config.text.width=32",
+)  # fmt: skip
+
+
+def run_result(out: pathlib.Path) -> Result:
+    """Parameters, averages, optimizer, position, metrics and the order of samples."""
+    lines = log.read_metrics(out / "run" / log.METRICS)
+    assert [line["step"] for line in lines] == list(range(1, STEPS + 1)), "lines of the metrics"
+    # Speed, and what a process has skipped since it began, are not of the run.
+    own = lambda name: name == "images_per_second" or name.startswith("data/")
+    keep = [{k: v for k, v in line.items() if not own(k)} for line in lines]
+    return {**arrays(out / "run"), "metrics": json.dumps(keep).encode(), "samples": samples(out)}
+
+
+def arrays(workdir: pathlib.Path) -> Result:
+    """Every array of the newest checkpoint, and the position of the data."""
+    folder = workdir / runs.CHECKPOINTS
+    root = restore.absolute(folder) / str(restore.newest_sound(folder))
+    found = {f"data/{path.name}": path.read_bytes() for path in (root / "data").glob("process_*")}
+    spec = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    for item in ("params", "optimizer", *(path.name for path in root.glob("ema_*"))):
+        tree = ocp.StandardCheckpointHandler().metadata(root / item).tree
+        read = restore.load_items(root, {item: jax.tree.map(spec, tree)})[item]
+        for path, leaf in jax.tree.leaves_with_path(read):
+            found[f"{item}{jax.tree_util.keystr(path)}"] = np.asarray(leaf).tobytes()
+    return found
+
+
+def samples(out: pathlib.Path) -> bytes:
+    """Which pictures each step took, as the last process that took it noted."""
+    taken: dict[int, Any] = {}
+    paths = sorted((out / "taken").glob("*.jsonl"), key=lambda path: int(path.stem))
+    for path in paths:
+        for line in path.read_text().rpartition("\n")[0].splitlines():
+            number, indices = json.loads(line)
+            taken[number] = indices
+    return json.dumps(sorted(taken.items())).encode()
+
+
+def store_result(out: pathlib.Path) -> Result:
+    """The keys of a store with their rows."""
+    opened = store.Store(out / "store")
+    found = {"captions": str(len(opened)).encode()}
+    for path in sorted((out / "store").glob("shard-*.safetensors")):
+        shard = safetensors.numpy.load_file(path) | {"errors": np.zeros(0)}
+        found |= {f"{path.name}/{name}": array.tobytes() for name, array in shard.items()}
+    return found
+
+
+def sweep_result(out: pathlib.Path) -> Result:
+    """The features of every image, and the table; not the seconds that they took."""
+    folder, found = out / "run" / "evaluation" / "sweep", {}
+    for path in sorted(folder.rglob("images_*.npz")):
+        with np.load(path) as features:
+            for name in set(features.files) - {"seconds"}:
+                found[f"{path.parent.name}/{path.name}/{name}"] = features[name].tobytes()
+    with (folder / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    keep = [{k: v for k, v in row.items() if k != "features_share_of_time"} for row in rows]
+    return found | {"table": json.dumps(keep).encode()}
+
+
+def contents(folder: pathlib.Path, pattern: str) -> Result:
+    """Files as they are."""
+    return {path.name: path.read_bytes() for path in sorted(folder.glob(pattern))}
+
+
+def tars_of_digits(folder: pathlib.Path, broken: float) -> pathlib.Path:
+    """Three tars of 40 digits, of which some images are no images any more."""
+    digits.write_examples(folder / "plain.tar", 120, size=16, format="webdataset")
+    index, records = tars.load_index(str(folder / "plain.tar")), []
+    whole = bytearray((folder / "plain.tar").read_bytes())
+    rng = np.random.default_rng(0)
+    images = [span for span, suffix in zip(index.span.tolist(), index.suffix, strict=True)
+              if suffix == "png"]  # fmt: skip
+    for i, (first, size) in enumerate(images):
+        image = bytes(size) if rng.random() < broken else bytes(whole[first : first + size])
+        text = digits.Digits(16).read(np.array([i]))[1][0]
+        records.append({tars.KEY: f"{i:05}".encode(), "png": image, "txt": text.encode()})
+    for path in folder.iterdir():
+        path.unlink()
+    for part in range(3):
+        tars.write(folder / f"{part}.tar", records[40 * part : 40 * part + 40])
+    return folder
+
+
+def text_flags(weights: pathlib.Path, path: pathlib.Path) -> tuple[str, ...]:
+    """The flags of a store by a tiny T5."""
+    text = {"encoder": "t5", "width": 64, "max_tokens": 16, "read_tokens": 16, "dtype": "float32"}
+    fields = [f"--config.text.{k}={v}" for k, v in {**text, "weights": weights}.items()]
+    store = (f"--config.text.store={path}", "--shard_captions=16", "--batch_tokens=128")
+    return ("--config=configs/quickstart.py", *fields, *store)
+
+
+def moment_flags(images: pathlib.Path, vae: pathlib.Path) -> tuple[str, ...]:
+    """The flags of moments by a tiny VAE."""
+    c = tiny.config(vae, data__source="webdataset", data__path=str(images))
+    said = [f"--config.vae.{name}={c.vae[name]}" for name in (*tiny.VAE_FIELDS, "weights", "dtype")]
+    unet = ("width", "channel_mult", "num_res_blocks", "attention_levels", "num_heads", "head_dim")
+    said += [f"--config.unet.{name}={c.unet[name]}" for name in unet]
+    said += [f"--config.latents.image_size={c.latents.image_size}"]
+    said += [f"--config.data.{name}={c.data[name]}" for name in ("source", "path", "threads")]
+    said += [f"--config.text.{name}={c.text[name]}" for name in ("encoder", "width", "weights")]
+    return ("--config=configs/sd1_256_pretrain.py", *said, "--shard_images=8", "--batch=4")
+
+
+def nemo_weights(path: pathlib.Path) -> pathlib.Path:
+    """A state dict of NeMo's for NEMO's config."""
+    from configs import quickstart
+    from imagen_jax.settings import read_settings
+    from imagen_jax.weights import nemo
+
+    c = quickstart.get_config()
+    c.unet.update(embed_dim=32, head_dim=32, cond_dim=32)
+    c.text.width = 32
+    s = read_settings(c.to_dict())
+    state = random_weights(s.unet, s.text.width)
+    arrays = {nemo.PREFIX + name: np.ascontiguousarray(array) for name, array in state.items()}
+    safetensors.numpy.save_file(arrays, path)
+    return path
+
+
+@contextlib.contextmanager
+def slow_server():
+    """(URL, lines of sha256sum) of a server that takes its time over a.bin, b.bin and c.bin."""
+    files = {f"/{name}.bin": np.random.default_rng(i).bytes(2**20) for i, name in enumerate("abc")}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            content = files[self.path]
+            start = int((self.headers.get("Range") or "bytes=0-")[len("bytes=") : -1])
+            if start >= len(content):
+                return self.send_error(416)
+            self.send_response(206 if start else 200)
+            self.send_header("Content-Length", str(len(content) - start))
+            self.end_headers()
+            with contextlib.suppress(OSError):  # Who asked has been killed.
+                for i in range(start, len(content), 2**15):
+                    self.wfile.write(content[i : i + 2**15])
+                    time.sleep(0.03)
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True)
+        thread.start()
+        sums = [f"{hashlib.sha256(body).hexdigest()}  {name[1:]}" for name, body in files.items()]
+        yield f"http://127.0.0.1:{server.server_port}", "\n".join(sums) + "\n"
+        server.shutdown()
+        thread.join()
+
+
+ROOT = commands.ROOT

@@ -1,0 +1,68 @@
+"""Attention's kernels compiled for accelerators that are not here, where their compilers are."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from launch import accelerators
+from launch.planner import gpu
+
+_GPU = """
+import functools
+import jax, numpy as np
+import jax.numpy as jnp
+from diffusion_jax.machine import sharding
+from diffusion_jax.nn import attention
+from jax.sharding import AxisType, Mesh
+from launch import accelerators
+from launch.planner import compiling, gpu
+
+compiling.prepare(1)
+device = gpu.devices(accelerators.parse("h100:1"))
+mesh = Mesh(np.array(device).reshape(1, 1, 1), sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+array = lambda *shape: jax.ShapeDtypeStruct(
+    shape, jnp.bool_ if len(shape) == 2 else jnp.bfloat16, sharding=sharding.replicated(mesh)
+)
+attend = functools.partial(attention.attend, implementation="{implementation}")
+gradient = lambda q, k, v, mask, out: jax.vjp(lambda *qkv: attend(*qkv, mask), q, k, v)[1](out)
+q, k = array(2, 256, 2, 64), array(2, 333, 2, 64)
+program = jax.jit(sharding.ambient(mesh, gradient)).lower(q, k, k, array(2, 77), q).compile()
+print(gpu.kernels(program.as_text()))
+"""
+
+
+def run(*command):
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["v5e", "v5p", "v6e"])
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_splash_compiles_for_tpus_forwards_and_backwards(kind):
+    ended = run("-m", "launch.planner.kernels", kind, "256", "333", "64")
+    assert ended.returncode == 0, ended.stderr
+    forward, backward = json.loads(ended.stdout.splitlines()[-1])
+    # A step is at least its products: 256 x 384 scores over 128 lanes, twice and five times.
+    assert 500 < forward < backward < 20_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["auto", "cudnn"])
+def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
+    if missing := gpu.missing(accelerators.parse("h100:1")):
+        pytest.skip(missing)
+    if not gpu.has_cudnn():
+        pytest.skip("nvidia-cudnn-cu12 (the extra plan-gpu) is not installed")
+    ended = run("-c", _GPU.format(implementation=implementation))
+    assert ended.returncode == 0, ended.stderr
+    assert "fmhaSoftmaxBackward" in ended.stdout
+
+
+def test_what_lacks_for_a_gpu_is_named(monkeypatch):
+    monkeypatch.setattr(gpu, "_installed", lambda module: "nvcc" in module)
+    message = "jax-cuda12-plugin (the extra plan-gpu) is not installed"
+    assert gpu.missing(accelerators.parse("h100:8")) == message
+    assert "numbers of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))

@@ -1,0 +1,160 @@
+"""Cycles and audits of programs as compilers print them, and a step as the sum of its blocks."""
+
+import importlib.util
+
+import jax
+import pytest
+
+from configs import base64_500m, quickstart
+from diffusion_jax.machine import flops
+from launch import accelerators
+from launch.planner import (
+    audit,
+    blocks,
+    compiling,
+    cycles,
+    estimate,
+    gpu,
+    hlo,
+    kernels,
+    profiling,
+    systems,
+)
+from tests.imagen_jax import commands
+
+# A fusion with a convolution, a copy, a loop over a reduction, a gather that is waited for at once,
+# one behind which a fusion hides, and a Pallas kernel whose metadata breaks the line.
+TEXT = """HloModule jit_step, is_scheduled=true
+
+%fused.1 (p: bf16[2,8], q: f32[8,8]) -> bf16[2,8] {
+  %p = bf16[2,8]{1,0:T(8,128)(2,1)} parameter(0)
+  ROOT %c = bf16[2,8]{1,0:T(8,128)(2,1)} convolution(%p, %p), dim_labels=bf_io->bf
+}
+
+%body (s: (s32[])) -> (s32[]) {
+  %r = f32[8]{0:T(128)} reduce(%x, %y), metadata={op_name="jit(step)/jvp(UNet)/mid_attn/norm/sum"}, backend_config={"window_config":{"estimated_cycles":"50"}}
+}
+
+ENTRY %main (a: bf16[2,8]) -> bf16[2,8] {
+  %a = bf16[2,8]{1,0:T(8,128)(2,1)} parameter(0)
+  %f = bf16[2,8]{1,0:T(8,128)(2,1)} fusion(%a), kind=kOutput, calls=%fused.1, metadata={op_name="jit(step)/transpose(jvp(UNet))/down_1_0_res/conv1/conv"}, backend_config={"window_config":{"estimated_cycles":"1000"}}
+  %copy.1 = bf16[2,8]{0,1:T(8,128)(2,1)} copy(%f), metadata={op_name="jit(step)/jvp(UNet)/down_1_1_res/conv1/conv"}, backend_config={"window_config":{"estimated_cycles":"300"}}
+  %w = (s32[]) while(%t), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"4"}}
+  %d = f32[4,4]{1,0} dot(%g1, %g2), metadata={op_name="jit(step)/jvp(UNet)/emb/dot"}
+  %g1 = f32[4,4]{1,0} add(%a, %a), metadata={op_name="jit(step)/update/add"}, backend_config={"window_config":{"estimated_cycles":"20"}}
+  %g2 = f32[4,4]{1,0} add(%a, %a)
+  %s1 = (f32[1,4]{1,0}, f32[4,4]{1,0}) all-gather-start(%a), replica_groups=[1,4]<=[4]
+  %e1 = f32[4,4]{1,0} all-gather-done(%s1)
+  %s2 = (bf16[1,4]{1,0}, bf16[4,4]{1,0}) all-gather-start(%a), replica_groups=[1,4]<=[4]
+  %f2 = bf16[2,8]{1,0:T(8,128)(2,1)} fusion(%a), kind=kOutput, calls=%fused.1
+  %e2 = bf16[4,4]{1,0} all-gather-done(%s2)
+  %splash_mha_fwd_x.1 = (f32[512,128]{1,0}, bf16[2,8,1024,64]{3,2,1,0}) custom-call(%a), custom_call_target="tpu_custom_call", operand_layout_constraints={s8[1,2,3]{2,1,0}, s8[1,2,3]{2,1,0}, bf16[2,8,1024,64]{3,2,1,0}, bf16[2,8,1152,64]{3,2,1,0}}, frontend_attributes={kernel_metadata={
+"xprof_metadata":"{}"
+}}, metadata={op_name="jit(step)/jvp(UNet)/mid_attn/splash"}
+  ROOT %out = bf16[2,8]{1,0} all-reduce(%f2), replica_groups=[1,4]<=[4]
+}
+"""  # noqa: E501
+
+
+def test_cycles_are_those_of_each_instruction_times_its_runs():
+    rows = [*cycles.costs(TEXT, lambda kernel: 7.0)]
+    assert [(row.cycles, row.kind, row.layer) for row in rows] == [
+        (1000, "matrix unit", "down_1_res"),
+        (300, "copies", "down_1_res"),
+        (4 * 50, "norm", "mid_attn"),
+        (20, "optimizer", ""),
+        (7, "attention kernel", "mid_attn"),
+    ]
+
+
+def test_an_audit_names_what_computes_nothing():
+    found = audit.audit(compiling.Program(TEXT, 0, 0.0, products=2))
+    assert (found.products, found.products_written) == (3, 2)
+    assert found.float32_products == ["jit(step)/jvp(UNet)/emb/dot"]
+    assert found.gathers == {"f32": 4 * 4 * 4, "bf16": 4 * 4 * 2}
+    assert (found.collectives, found.exposed) == (3, ["s1", "out"])
+    assert (found.copies, found.copied_bytes) == (1, 2 * 8 * 2)
+    lines = audit.lines(audit.added([(2, found), (1, found)]))
+    assert lines[0].startswith("9 convolutions and matrix products of 6 that were written: 3 more")
+    assert "3 copies and transpositions" in lines[1]
+
+
+def test_tiles_are_filled_up_along_the_axes_that_lie_together():
+    (array,) = hlo.arrays("bf16[16,8,1024,64]{3,2,1,0:T(8,128)(2,1)}")
+    assert array.padded_bytes == 2 * array.bytes == 2 * 16 * 8 * 1024 * 128
+    (array,) = hlo.arrays("f32[3,200]{0,1:T(8,128)}")  # 3 in the lanes.
+    assert array.padded_bytes == 4 * 128 * 200
+
+
+def test_the_grid_of_a_kernel_is_read_from_its_operands():
+    (instruction,) = [i for i, _ in hlo.read(TEXT).run() if cycles.is_kernel(i)]
+    # 2 x 8 rows and heads, 2 blocks of queries, 3 of keys.
+    assert kernels.grid_of(instruction) == kernels.Grid(1024, 1152, 64, 2 * 8 * 2 * 3, False)
+
+
+@pytest.mark.parametrize("config", [quickstart, pytest.param(base64_500m, marks=pytest.mark.slow)])
+def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
+    model = systems.read(config.get_config().to_dict())
+    parts = blocks.record(model, 2)
+    work = sum(len(block.names) * blocks.work(block) for block in parts)
+    frozen, batch = systems.frozen_shapes(model.task), systems.batch_shapes(model, 2)
+    loss = jax.make_jaxpr(model.task.loss)(
+        model.state.params, frozen, batch, systems.abstract_key()
+    )
+    assert work == pytest.approx(3 * flops.count(loss.jaxpr), rel=1e-6)
+    if config is base64_500m:
+        counts = {block.label: len(block.names) for block in parts}
+        assert counts["FusedAttention 2x32x32x512, 2x128x512, 2x128"] == 7
+        assert sum(counts.values()) == 65
+
+
+def test_a_profile_adds_blocks_as_often_as_they_are_called():
+    empty = audit.audit(compiling.Program(TEXT, 0, 0.0, products=3))
+    one = blocks.Measured("a", {"norm": 1e6, "matrix unit": 3e6}, {}, 4e11, 0, 1.0,
+                          [cycles.Cost(3e6, "matrix unit", "", "conv")], 0, empty)  # fmt: skip
+    update = one._replace(label="update", cycles={"optimizer": 2e6}, flops=0.0, dearest=[])
+    names = ["down_0_0_res", "down_0_1_res", "mid_res_0"]
+    block = blocks.Block("a", names, None, {}, ((), {}), True)  # pyright: ignore
+    profile = profiling.total([(block, one)], update, passes=2, kind="v5e")
+    assert profile.cycles == {"matrix unit": 18e6, "norm": 6e6, "optimizer": 2e6}
+    assert profile.layers == {"down_0_res": 16e6, "mid_res_0": 8e6, "update": 2e6}
+    assert profile.mfu == pytest.approx(6 * 4e11 / 2**17 / 26e6)
+    assert profile.busy == pytest.approx(6 * 4e11 / 2**17 / 24e6)
+    assert profile.update == pytest.approx(2e6 / 1.503e9, rel=1e-3)
+    assert profile.dearest[0].what == "6 x a: conv"
+    text = dict(profiling.table(profile))
+    assert "26.0 M cycles a step, 17.3 ms at 1.50 GHz" in text["compiler's estimate"]
+    assert "No chip ran it" in text["compiler's estimate"]
+
+
+def test_a_profile_takes_the_place_of_the_assumed_utilization():
+    model = systems.read(quickstart.get_config().to_dict())
+    traced = estimate.trace(model)
+    target = accelerators.parse("v5e:1x1")
+    f = estimate.plan(traced, target, mfu=0.5, pictures=0, update=0.25)
+    assert f["mfu"] == 0.5 and f["seconds"]["update"] == 0.25
+
+
+def test_a_gpu_is_described_as_xla_reads_it():
+    text = gpu.text(gpu.DEVICES["h100"])
+    assert "shared_memory_per_block_optin: 232448" in text and "major: 9" in text
+    assert text.count("{") == text.count("}") == 4
+
+
+def test_profiles_are_for_tpus():
+    ended = commands.run(
+        "launch.plan", "--config=configs/quickstart.py", "--target=h100:8", "--profile"
+    )
+    assert ended.code == 2 and "there are none for h100: choose from v5e, v5p" in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_a_profile_is_printed_for_a_tpu_that_is_not_here():
+    ended = commands.run(
+        "launch.plan", "--config=configs/quickstart.py", "--config.unet.embed_dim=32",
+        "--target=v5e:1x1", "--fast", "--profile", "--config.batch_size=8",
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert "the sum of 10 blocks and the update" in ended.out and "No chip ran it" in ended.out
+    assert ended.out.count("\naudit") >= 2
