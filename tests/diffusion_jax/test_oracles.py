@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guides, precond, samplers, schedules, thresholds
+from diffusion_jax.diffusion import guides, precond, samplers, schedules, spacings, thresholds
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -207,7 +207,7 @@ def test_threshold_of_a_derivative():
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas(n):
     np.testing.assert_allclose(
-        jax.jit(grids.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
+        jax.jit(spacings.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
     )
 
 
@@ -263,7 +263,7 @@ EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_chu
 def edm_case(name):
     steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
     draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    return grids.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+    return spacings.karras_sigmas(int(steps)), draws, scale, churn, s_noise
 
 
 @pytest.mark.parametrize("name", EDM)
@@ -303,7 +303,7 @@ def test_super_resolution_trajectory(name, unrolled):
         return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    sigmas = grids.karras_sigmas(6)
+    sigmas = spacings.karras_sigmas(6)
     out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
     close(out, images(SAMPLERS[f"edm/{name}/out"]))
     compare_calls(calls, f"edm/{name}")

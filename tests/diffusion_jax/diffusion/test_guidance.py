@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffusion_jax import settings
-from diffusion_jax.diffusion import grids, guidance, guides, precond, samplers, thresholds
+from diffusion_jax.diffusion import guidance, guides, precond, samplers, spacings, thresholds
 from imagen_jax import settings as imagen_settings
 from sd_jax import settings as sd_settings
 
@@ -123,7 +123,7 @@ def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
     """Kynkaanniemi et al. 2024: 0.28 to 5.42, of Karras' 30 levels from 0.0292 to 14.6."""
     s = types.SimpleNamespace(**{**vars(S), "guiding": "interval(0.28, 5.42)"})
     denoise = guidance.guided(branches, 3.0, guidance.make(s, MODEL))
-    sigmas = grids.karras_sigmas(30, 0.0292, 14.6146)
+    sigmas = spacings.karras_sigmas(30, 0.0292, 14.6146)
     ROWS.clear()
     jax.block_until_ready(jax.jit(lambda x: samplers.euler(denoise, x, sigmas, lambda i: X))(X))
     jax.effects_barrier()
@@ -234,7 +234,7 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
         sigma = sigma[:, None, None, None]
         return (0.25 * x + sigma**2 * mean) / (0.25 + sigma**2)
 
-    sigmas = grids.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
+    sigmas = spacings.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
     keys = jax.random.split(jax.random.key(0), 4)
     draws = samplers.gaussian_noise(keys, (4, 4, 3))
     out = samplers.heun(guides.classifier_free(both, 3.0), 10 * X, sigmas, draws)
