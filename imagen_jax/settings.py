@@ -58,10 +58,6 @@ class Sampler(NamedTuple):
     churn: settings.Scale = 0.0
     eta: settings.Share = 0.0
     guidance: settings.Scale = 7.5
-    guiding: Annotated[str, guidance_module.bound] = "cfg"
-    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
-    negative_prompt: str = ""
-    """What guidance leads away from; "": from no text."""
     guidance_low: Annotated[float, "[0, inf)"] = 0.0
     """Guidance acts on noise levels from low to high."""
     guidance_high: Annotated[float, "(0, inf]"] = float("inf")
@@ -72,6 +68,10 @@ class Sampler(NamedTuple):
     """Where they end: at "zero" or at "sigma_min", the least level that there is."""
     offset: Annotated[int, "[0, 1000]"] = 1
     """The first of a table's leading times."""
+    guiding: Annotated[str, guidance_module.bound] = "cfg"
+    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    negative_prompt: str = ""
+    """What guidance leads away from; "": from no text."""
 
 
 class Settings(NamedTuple):

@@ -82,11 +82,6 @@ class Sampler(NamedTuple):
     steps: Annotated[int, "[1, 1000]"] = 50
     eta: settings.Share = 0.0
     guidance: settings.Scale = 7.5
-    guiding: Annotated[str, guidance_module.bound] = "cfg"
-    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
-    guidance_low: Annotated[float, "[0, inf)"] = 0.0
-    """Guidance acts on noise levels from low to high."""
-    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
     negative_prompt: str = ""
     height: settings.Amount = 0
     width: settings.Amount = 0
@@ -103,6 +98,11 @@ class Sampler(NamedTuple):
     rho: settings.Positive = 7.0
     unit_start: bool = True
     """A latent starts as N(0, 1), whatever is left of an image there, not as sigma * eps."""
+    guiding: Annotated[str, guidance_module.bound] = "cfg"
+    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    guidance_low: Annotated[float, "[0, inf)"] = 0.0
+    """Guidance acts on noise levels from low to high."""
+    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
 
 
 class Pipeline(NamedTuple):
