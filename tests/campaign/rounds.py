@@ -9,6 +9,7 @@ import re
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.process import BaseProcess
@@ -23,6 +24,7 @@ SIGNALS = ("SIGKILL", "SIGTERM", "SIGSTOP")
 FULL = "full disk"
 PATIENCE = 600
 _ATTEMPTS = 6
+_PAGE = 4096
 # What a command says when it notices something, in the table's words.
 _WORDS = {
     "passing over the damaged checkpoint": "checksum, passed over",
@@ -122,9 +124,11 @@ class Job:
 def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
     """(subject, fault) of each round: subjects in turn, each with its faults in turn, shuffled."""
     rng = random.Random(seed)
-    faults = {}
+    faults, disks = {}, [FULL] if _can_mount() else []
+    if not disks:
+        print("no full disks: a small one cannot be mounted here (it takes root)", flush=True)
     for name, subject in every.items():
-        mine = [*SIGNALS, FULL, *subject.harms]
+        mine = [*SIGNALS, *disks, *subject.harms]
         rng.shuffle(mine)
         faults[name] = itertools.cycle(mine)
     for turn in itertools.count():
@@ -140,8 +144,7 @@ def undisturbed(subject: Subject, out: pathlib.Path) -> tuple[Result, float, int
     job = Job(subject, out)
     assert job.end() and not any(job.codes()), (job.codes(), job.said()[-3000:])
     seconds = time.monotonic() - started
-    size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    return _result(subject, out), seconds, size
+    return _result(subject, out), seconds, _size(out)
 
 
 def train_once(subject: Subject, out: pathlib.Path, target: pathlib.Path) -> None:
@@ -159,7 +162,8 @@ def run(
     """One round, of which nothing is left on the disk if all is the same."""
     started = time.monotonic()
     _begin(subject, out)
-    with _disk(out, int(size * rng.uniform(0.05, 0.9)) if fault == FULL else 0) as grow:
+    room = rng.uniform(0.05, 0.9) * (size - _size(out))  # For what the command writes.
+    with _disk(out, int(_size(out) + room) if fault == FULL else 0) as grow:
         if fault == FULL:
             _begin(subject, out)
         hit, codes, said, mend = _disturb(subject, fault, seconds, out, rng, grow)
@@ -213,10 +217,25 @@ def _disturb(subject, fault, seconds, out, rng, grow):
     return harmed is not None, job.codes(), job.said(), harmed[1] if harmed else nothing
 
 
+def _size(folder: pathlib.Path) -> int:
+    """The bytes of a folder on a disk, which holds pages and not bytes."""
+    pages = [-(-path.stat().st_size // _PAGE) + path.is_dir() for path in folder.rglob("*")]
+    return _PAGE * (sum(pages) + 1)
+
+
 def _begin(subject: Subject, out: pathlib.Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     if not any(out.iterdir()):
         subject.begin(out)
+
+
+def _can_mount() -> bool:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            with _disk(pathlib.Path(folder, "disk"), 65536):
+                return True
+        except (OSError, subprocess.CalledProcessError):
+            return False
 
 
 @contextlib.contextmanager
@@ -225,10 +244,10 @@ def _disk(out: pathlib.Path, size: int):
     if not size:
         yield lambda: None
         return
-    shutil.rmtree(out)
+    shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={max(size, 65536)}", "tmpfs", str(out)]
-    subprocess.run(mount, check=True)
+    subprocess.run(mount, check=True, capture_output=True)
     try:
         yield lambda: subprocess.run(["mount", "-o", "remount,size=1G", str(out)], check=True)
     finally:
