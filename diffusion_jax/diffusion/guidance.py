@@ -87,6 +87,7 @@ def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
         return branches(x, sigma, (COND,))[COND]
 
     def everywhere(x, sigma):
+        assert scale is not None
         return guide.combine(branches(x, sigma, guide.needs), x, sigma, scale)
 
     if scale is None or guide.acts is None:
