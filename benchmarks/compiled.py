@@ -30,6 +30,7 @@ from absl import app, flags
 from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.machine import files, log
+from diffusion_jax.train import memory
 from imagen_jax import attention, layers
 from launch import accelerators
 from launch.planner import blocks, compiling, estimate, profiling, systems
@@ -142,7 +143,7 @@ def _reduced() -> dict[str, dict[str, float]]:
     """Cycles and temporary bytes of the small set."""
     found = {}
     for name, (module, inputs) in reduced().items():
-        variables = jax.eval_shape(module.init, systems.abstract_key(), *inputs)
+        variables = jax.eval_shape(module.init, memory.abstract_key(), *inputs)
         block = blocks.Block(name, [name], module, variables, (inputs, {}), True)
         compiled = blocks.measure(block, "v5e")
         found[name] = {"cycles": compiled.total, "temporary": compiled.temporary}

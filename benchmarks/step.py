@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from benchmarks import measure
 from diffusion_jax.machine import flops, hardware, sharding
-from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train import loop, memory, optimizer
 from diffusion_jax.train.state import init_state
 from launch.planner import systems
 from launch.planner.systems import Model
@@ -80,8 +80,8 @@ def run(model: Model, mesh: Mesh) -> Timing:
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=whole)(0)
     layout = sharding.shardings(model.state, mesh, rules)
     state = jax.jit(create, out_shardings=layout)(key)
-    frozen = _filled(systems.frozen_shapes(task), lambda w: sharding.shardings(w, mesh, rules))
-    rows = systems.batch_shapes(model, model.run.batch_size)
+    frozen = _filled(memory.shapes(task.frozen), lambda w: sharding.shardings(w, mesh, rules))
+    rows = memory.batch_of(model.example, model.run.batch_size)
     batch = _filled(rows, lambda rows: jax.tree.map(lambda _: split, rows))
 
     step = loop.make_step(task, settings, tx, layout)

@@ -1,10 +1,12 @@
 """The start of every command: flags, configs, errors at the edge, processes, kept programs."""
 
 import contextlib
+import difflib
 import os
 import pathlib
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from logging import ERROR, WARNING, LogRecord
 from typing import Any
@@ -41,10 +43,34 @@ class _CompleteConfig(flags.ArgumentParser):
         self._files = files
 
     def parse(self, argument: str) -> Any:
-        config = self._files.parse(argument)
+        config = _read(self._files, argument)
         if isinstance(config, ConfigDict):  # Otherwise ml_collections' promise of an error.
             config = ConfigDict(systems.complete(config.to_dict())).lock()
         return config
+
+
+def _read(files: flags.ArgumentParser, argument: str) -> Any:
+    """What a config file gives; ValueError with the file and the line for whatever it raises."""
+    path = pathlib.Path(argument.partition(":")[0])
+    if not path.is_file():
+        near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
+        hint = f": did you mean {path.parent / near[0]}?" if near else ""
+        raise ValueError(f"--config: No such file or directory: {str(path)!r}{hint}")
+    try:
+        config = files.parse(argument)
+    except Exception as error:  # The file is a program, of which anything may go wrong.
+        own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if _same(f, path)]
+        line = getattr(error, "lineno", None) or (own or [None])[-1]
+        where = f"{path}, line {line}" if line else f"{path}"
+        said = getattr(error, "msg", None) or error
+        raise ValueError(f"{where}: {type(error).__name__}: {said}") from error
+    if config is not None and not isinstance(config, ConfigDict) and not callable(config):
+        raise ValueError(f"{path}: get_config gives {config!r}: it must give a ConfigDict")
+    return config
+
+
+def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
+    return pathlib.Path(frame.filename).absolute() == path.absolute()
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -58,7 +84,11 @@ def run(main: Callable[[list[str]], None]) -> None:
             except (AttributeError, KeyError) as error:  # What ml_collections raises.
                 raise ValueError(_unknown_field(argv, str(error))) from error
 
-    app.run(distributed.together()(main), flags_parser=parse)
+    def run_main(argv):
+        with bad_input(app.UsageError, usual=()):  # Absl's own would print all flags before it.
+            return main(argv)
+
+    app.run(distributed.together()(run_main), flags_parser=parse)
 
 
 def start(*, alone: bool = False) -> None:
@@ -80,6 +110,18 @@ def start(*, alone: bool = False) -> None:
     if not alone:
         with bad_input():
             distributed.join()
+            _check_platform()
+
+
+def _check_platform() -> None:
+    """ValueError unless there is a device of those that JAX_PLATFORMS names."""
+    try:
+        jax.devices()
+    except (RuntimeError, AssertionError) as error:  # JAX's own for a backend without a plugin.
+        raise ValueError(
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, and JAX finds no such "
+            "device: install its plugin (see README), or unset the variable"
+        ) from error
 
 
 @contextlib.contextmanager
@@ -99,14 +141,25 @@ def bad_input(
 
 def _unknown_field(argv: list[str], text: str) -> str:
     """The message for --config.unet.embd_dim=3; ml_collections' own names the last part alone."""
-    field = re.search(r"\w+", text)
-    matches = [re.match(rf"--?\w+\.([\w.]*\b{field[0]})\b", arg) for arg in argv if field]
-    path = next((match[1] for match in matches if match), None)
-    if field is None or path is None:
-        return text
-    meant = re.search(r'Did you mean "(\w+)"', text)
-    hint = f"did you mean {path.replace(field[0], meant[1])}?" if meant else "see the config's file"
-    return f"unknown config field {path}: {hint}"
+    files = [match[1] for arg in argv if (match := re.match(r"--?config=(.+)", arg))]
+    config: Any = flags.FLAGS["config"].parser.parse(files[-1]) if files else None
+    for path in (match[1] for arg in argv if (match := re.match(r"--?config\.([\w.]+)", arg))):
+        group, dot = config, ""
+        for name in path.split("."):
+            if not isinstance(group, ConfigDict) or name not in group:
+                return _nearest(dot + name, name, list(group) if hasattr(group, "keys") else [])
+            group, dot = group[name], f"{dot}{name}."
+    return text
+
+
+def _nearest(path: str, name: str, known: list[str]) -> str:
+    """The message on a field that there is not, with those that there are, the nearest first."""
+    nearest = sorted(known, key=lambda k: -difflib.SequenceMatcher(None, name, k).ratio())
+    group = path.rpartition(".")[0]
+    close = difflib.get_close_matches(name, known, 1)
+    meant = f"did you mean {f'{group}.' if group else ''}{close[0]}? " if close else ""
+    there = ", ".join(nearest) or "no fields"
+    return f"unknown config field {path}: {meant}{group or 'the config'} has {there}"
 
 
 class _Printable(logging.PythonFormatter):

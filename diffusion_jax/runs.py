@@ -59,7 +59,9 @@ CHANGES: tuple[Change, ...] = (
 )
 
 
-def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
+def claim(
+    workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
+) -> None:
     """Writes the config into a new workdir; ValueError if another config made the workdir.
 
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
@@ -76,7 +78,7 @@ def claim(workdir: str | os.PathLike[str], config: Mapping[str, Any]) -> None:
             f"{workdir} was made with another config ({different}): "
             "choose another --workdir, or give the config that it was made with"
         )
-    if jax.process_index() == 0:
+    if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
         files.write_whole(path, json.dumps(config, indent=1))
 
@@ -101,7 +103,9 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """ValueError for a URL."""
+    """ValueError for a URL, and for a file."""
+    if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
+        raise ValueError(f"workdir {workdir} is a file, or in one: name a folder")
     scheme, separator, rest = str(workdir).partition(":/")
     if separator:
         raise ValueError(
@@ -123,7 +127,10 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:
-        old = _upgraded(untrusted.parse_json(path.read_text()))
+        written = untrusted.parse_json(path.read_text())
+        if not isinstance(written, dict):
+            raise ValueError(f"it holds a {type(written).__name__}, and no config")
+        old = _upgraded(written)
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

@@ -29,7 +29,7 @@ from absl import flags
 
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import choice_flags
-from diffusion_jax.draw.command import Session, command
+from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.machine import untrusted
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
@@ -58,6 +58,8 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     choices = choice_flags.choices(Choice, _CHOICES, len(workdirs))
     stages = cascade.load(workdirs, choices, embedded=not prompts)
     captions, texts = _texts(stages, prompts)
+    if prompts:
+        warn_of_cuts(stages[0].encoder, prompts)
     low_res = _low_res(stages[0], len(captions))
 
     def draw(rows, seeds):

@@ -28,6 +28,7 @@ from launch.accelerators import Target
 
 _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
 _GROUPS = ("gke", "slurm")
+_REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 _DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
 
 
@@ -106,6 +107,8 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
             print("\n".join(rendered))
             return
         with cli.bad_input(ImportError):
+            for run in all_runs:
+                print(rehearse(job, run, launcher.folder(run.workdir), target), file=sys.stderr)
             launcher.submit(rendered)
 
     flags.mark_flag_as_required("job")
@@ -225,6 +228,29 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
         lines = ended.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "rror" in line] or lines
         raise ValueError(f"the command refuses its flags: {errors[-1]}")
+
+
+def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
+    """What a run says of itself with --rehearse, on as many devices of this machine's CPU.
+
+    Only where all that it reads is here, as on a cluster whose nodes share their folders.
+    ValueError with its own message if it refuses.
+    """
+    if job.command.rpartition(".")[2] not in _REHEARSED:
+        return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
+    away = [path for path in folders(job, run) if not os.path.exists(path)]
+    if away:
+        return f"{run.name} is not rehearsed: {', '.join(away)} is not on this machine"
+    devices = f"--xla_force_host_platform_device_count={target.devices}"
+    variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
+    whole = [sys.executable, "-m", *command(run, folder), "--rehearse"]
+    ended = subprocess.run(
+        whole, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False
+    )
+    if ended.returncode:
+        lines = ended.stderr.strip().splitlines() or ["no message"]
+        raise ValueError(f"the rehearsal of {run.name} fails: {lines[-1]}")
+    return f"{run.name}\n{ended.stdout}"
 
 
 def check_mesh(run: Run, target: Target) -> None:

@@ -26,6 +26,7 @@ from absl import app, flags, logging
 from diffusion_jax import cli
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache import workers
 from diffusion_jax.precache.moments import Work
@@ -97,7 +98,8 @@ def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_mom
         pixels = to_range(images, s.latents.pixels)
         return s.vae.apply(params, pixels, method="encode")
 
-    return lambda images: np.asarray(program(params, sharding.place(images, where)))
+    run = announced(program, "the VAE's encoder")
+    return lambda images: np.asarray(run(params, sharding.place(images, where)))
 
 
 if __name__ == "__main__":

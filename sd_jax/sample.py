@@ -26,15 +26,14 @@ import pathlib
 from typing import Any
 
 import numpy as np
-from absl import flags, logging
+from absl import flags
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
 from diffusion_jax.draw import choice_flags
-from diffusion_jax.draw.command import Session, command
+from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets, untrusted
-from diffusion_jax.text import TextEncoder
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
 from sd_jax.sampling import Preview
@@ -66,7 +65,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     pictures = _pictures(len(prompts))
     choice = _choice(pictures, _preview(out) if _PREVIEW.value else None)
     model = drawing.load(str(_WORKDIR.value or _MODEL.value), choice, file)
-    _warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
+    warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
 
     def draw(rows, seeds):
         texts = [prompts[i] for i in rows]
@@ -112,16 +111,6 @@ def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
     bicubic = Image.Resampling.BICUBIC
     same = [image if image.size == size else image.resize(size, bicubic) for image in opened]
     return np.stack([np.asarray(image) for image in same] * (num_texts // len(same)))
-
-
-def _warn_of_cuts(encoder: TextEncoder, prompts: list[str]) -> None:
-    """Logs what each prompt loses that is longer than the encoder reads."""
-    for prompt, lost in zip(prompts, encoder.cut_off(prompts), strict=True):
-        if lost:
-            kept = encoder.max_tokens
-            logging.warning(
-                "%r is longer than %d tokens, and its end is not read: %r", prompt, kept, lost
-            )
 
 
 def _card(model: Model) -> dict[str, Any]:

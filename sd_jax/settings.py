@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
-from diffusion_jax import settings, systems
+from diffusion_jax import ranges, settings, systems
 from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.noise import NOISES
@@ -220,7 +220,7 @@ def check_pipeline(p: Pipeline) -> None:
     """ValueError for values that nothing can be drawn with."""
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Not all were in a config.
         group = getattr(p, name)
-        settings.check(type(group), group._asdict(), name)
+        ranges.check(type(group), group._asdict(), name)
     if p.diffusion.noise == "zero_terminal_snr" and p.diffusion.predicts == "eps":
         raise ValueError(
             "diffusion.noise is 'zero_terminal_snr' and diffusion.predicts 'eps': no image can be "

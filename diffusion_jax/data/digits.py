@@ -197,7 +197,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--size", type=int, default=64, help="their side, a multiple of 8")
     parser.add_argument("--format", choices=("folder", "webdataset"), default="folder")
     args = parser.parse_args(arguments)
-    path = write_examples(args.out, args.num, size=args.size, format=args.format)
+    if args.num < 1:
+        parser.error(f"--num={args.num}: write 1 picture or more")
+    if args.size < 8 or args.size % 8:
+        parser.error(f"--size={args.size}: the side is a multiple of 8")
+    try:
+        path = write_examples(args.out, args.num, size=args.size, format=args.format)
+    except OSError as error:
+        parser.error(f"--out={args.out}: {error.strerror}")
     print(f"wrote {args.num} pictures with captions to {path}")
 
 

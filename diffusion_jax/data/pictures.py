@@ -81,7 +81,8 @@ class Decoded(Pictures):
 
         Of `data`, the filter of captions and the share of damaged records count.
         """
-        self._records, self._make, self._data = records, make, data
+        self._records, self._make, self._max_broken = records, make, data.max_broken
+        self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._unusable: dict[int, str] = {}
         self._num_read = self._num_broken = 0
         self._lock = threading.Lock()
@@ -150,7 +151,7 @@ class Decoded(Pictures):
             if len(self._unusable) == len(self):
                 break
             index = int(draw.integers(len(self)))
-        filters = ", ".join(f"{name}={getattr(self._data, name)}" for name in _FILTERS)
+        filters = ", ".join(f"{name}={value}" for name, value in self._filters.items())
         raise ValueError(
             f"all records that were tried are unusable, of {len(self)}: {self.skipped()}. Look at "
             f"the files named above; the filters of the config's data group are {filters}"
@@ -165,7 +166,7 @@ class Decoded(Pictures):
         if isinstance(record.text, transforms.Unusable):
             raise record.text
         if isinstance(record.text, str):
-            transforms.check_caption(record.text, self._data.min_chars)
+            transforms.check_caption(record.text, self._filters["min_chars"])
         return self._make(record.image, place=place), record.text
 
     def _count(self, index: int, name: str, error: transforms.Unusable) -> None:
@@ -178,10 +179,10 @@ class Decoded(Pictures):
         if len(self._unusable) <= _NUM_WARNINGS:
             logging.warning("skipped %s: %s", name, error)
         # Of few records one damaged is a large share of those met so far.
-        if self._num_broken > self._data.max_broken * max(seen, _FEW):
+        if self._num_broken > self._max_broken * max(seen, _FEW):
             raise ValueError(
                 f"{self._num_broken} of {seen} records are damaged: {self.skipped()}, the last is "
-                f"{name} ({error}). data.max_broken is {self._data.max_broken}"
+                f"{name} ({error}). data.max_broken is {self._max_broken}"
             )
 
 

@@ -51,9 +51,13 @@ class Batches:
         batch_size: int,
         seed: int,
         num_threads: int,
+        make: Callable[[Int[np.ndarray, "B"]], Batch],
     ):
-        """`batches[step]` is the local batch of a step; `batch_size` the global number of rows."""
-        self.pictures = pictures
+        """`batches[step]` is the local batch of a step; `batch_size` the global number of rows.
+
+        `make` makes a batch of pictures whichever.
+        """
+        self.pictures, self._make = pictures, make
         self.apart: Apart | None = None
         self._batch_size = batch_size
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
@@ -79,6 +83,13 @@ class Batches:
     def __exit__(self, *exception: object) -> None:
         """Closes it."""
         self.close()
+
+    def example(self) -> Batch:
+        """A row of each source, which takes nothing from the order of the batches."""
+        firsts = [0]
+        if isinstance(self.pictures, Mixture):
+            firsts = np.cumsum([0, *self.pictures.lengths[:-1]])
+        return self._make(np.array(firsts))
 
     def get_state(self) -> bytes:
         """The position after the last batch given out, as JSON, the same in every process."""
@@ -183,11 +194,17 @@ def make_batches(
             images = _flip(images, seed, samples)
         return {name: images, **tokenize(texts)}
 
+    def make(indices: Int[np.ndarray, "B"]) -> Batch:
+        images, texts = pictures.read(indices)
+        return {name: images, **tokenize(texts)}
+
     # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
     # whole batch can be computed together.
     local = _order(pictures, seed).batch(rows, batch_fn=np.asarray)[process_index::process_count]
     batches = local.map_with_index(load)
-    return Batches(batches, pictures, batch_size=batch_size, seed=seed, num_threads=num_threads)
+    return Batches(
+        batches, pictures, batch_size=batch_size, seed=seed, num_threads=num_threads, make=make
+    )
 
 
 def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:

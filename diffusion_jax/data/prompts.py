@@ -22,7 +22,10 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
     COCO's captions. Or the captions of a data source, "SOURCE:PATH::TEXT" (sources.open_named).
     ValueError if there is no prompt, or are fewer than `number`.
     """
-    prompts = [text for text in _read(path) if text.strip()]
+    try:
+        prompts = [text for text in _read(path) if text.strip()]
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8, as files of prompts are") from error
     if not prompts:
         raise ValueError(f"{path} holds no prompt")
     if number is None:

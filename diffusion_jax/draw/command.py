@@ -6,6 +6,7 @@ are the same for all.
 
 import json
 import pathlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,9 +17,13 @@ from jaxtyping import UInt8
 
 from diffusion_jax import cli
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import files, progress, sheets
+from diffusion_jax.machine import files, programs, progress, sheets
+from diffusion_jax.text import TextEncoder
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+
+
+_SHOWN = 5  # Texts whose losses are told one by one.
 
 
 class Session(NamedTuple):
@@ -49,11 +54,28 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         cli.start()
         out = pathlib.Path(f["out"].value)
         with cli.bad_input():
+            if not f["out"].value:
+                raise ValueError("--out is empty: name the folder to write to")
             session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), out)
+            if f["rehearse"].value:
+                print(_rehearse(session, out, f["num_images"].value))
+                return
             out.mkdir(parents=True, exist_ok=True)
         _draw(session, out, f["num_images"].value, f["seed"].value)
 
     cli.run(main)
+
+
+def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
+    """Logs how many texts the encoder does not read whole, and of the first ones what is lost."""
+    lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
+    for text, part in lost[:_SHOWN]:
+        logging.warning(
+            "%r has signs that its encoder does not know, or is longer than %d tokens, and its end "
+            "is not read: %r", text, encoder.max_tokens, part,
+        )  # fmt: skip
+    if lost:
+        logging.warning("%d of %d texts are not read whole", len(lost), len(texts))
 
 
 def _define_flags() -> dict[str, flags.FlagHolder]:
@@ -63,6 +85,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
         flags.DEFINE_string("prompts", None, "A file with one text a line."),
         whole("num_images", 1, "Images for each text.", lower_bound=1),
+        flags.DEFINE_bool("rehearse", False, "Say what would be drawn, and end."),
         whole("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
     ]
     return {holder.name: holder for holder in holders}
@@ -70,8 +93,37 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
 
 def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     """The prompts of flags, and the lines of a UTF-8 file that are not blank."""
-    lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines() if path else []
+    if path is None:
+        return list(prompts)
+    try:
+        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts={path} is no text in UTF-8: give one prompt a line") from error
+    except OSError as error:
+        raise ValueError(f"--prompts={path}: {error.strerror}") from error
+    if not any(map(str.strip, lines)):
+        raise ValueError(f"--prompts={path} holds no text: give one prompt a line")
     return [*prompts, *(line for line in lines if line.strip())]
+
+
+def _rehearse(session: Session, out: pathlib.Path, num_images: int) -> str:
+    """Draws the first text in the abstract: lines that say what would be drawn."""
+    start = time.time()
+    with programs.rehearsal():
+        ((images, *larger),) = session.draw([0], [0])
+    sizes = " to ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (images, *larger))
+    total, device = len(session.captions) * num_images, jax.devices()[0]
+    rows = [
+        ("device", f"{jax.device_count()} x {device.device_kind}"),
+        ("draws", f"{total:,} images of {sizes}, of {len(session.captions):,} texts, into {out}"),
+        *((name, str(value)) for name, value in session.card.items() if name != "stages"),
+        *(
+            ("stage", ", ".join(f"{k} {v}" for k, v in s.items()))
+            for s in session.card.get("stages", ())
+        ),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
@@ -24,7 +25,7 @@ _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherw
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     """Jits a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
-    `guidance` None draws without guidance, at half the cost. Compiles once for each B.
+    `guidance` None draws without guidance, at half the cost. Compiles once for each B, and says so.
     """
     where = batch_sharding(mesh)
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -34,11 +35,13 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
         keys = jax.vmap(jax.random.key)(seeds)
         return ambient(mesh, sample)(params, frozen, batch, keys, guidance)
 
+    compiled = announced(from_seeds, "the sampler")
+
     def draw(params, batch, seeds, guidance):
         rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.
-        inputs = {"batch": batch, "seeds": np.asarray(seeds, np.uint32), "guidance": guidance}
+        inputs = batch, np.asarray(seeds, np.uint32), guidance
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
-        images = from_seeds(params, frozen, **inputs)
+        images = compiled(params, frozen, *inputs)
         return jax.device_get(images)[: len(seeds)]
 
     return draw

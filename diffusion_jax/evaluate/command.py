@@ -9,6 +9,7 @@ import functools
 import hashlib
 import itertools
 import pathlib
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli, runs
+from diffusion_jax import cli, ranges, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, sharding, sheets
+from diffusion_jax.machine import files, programs, progress, sharding, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
@@ -141,8 +142,10 @@ def command(
         cli.start()
         with cli.bad_input():
             scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
+            ranges.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
             subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
             check_names(subjects)
+            check_folder(f["name"].value)
             if f["out"].value:
                 subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
@@ -151,6 +154,11 @@ def command(
             scales or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
             f["name"].value, f["size"].value,
         )  # fmt: skip
+        with cli.bad_input():
+            told = [rehearse(subject, scorer, plan) for subject in subjects]
+        if f["rehearse"].value:
+            print("\n\n".join(told))
+            return
         out, workdir = evaluate(subjects, scorer, plan), subjects[0].workdir
         page = workdir / "report.html"
         if jax.process_index() == 0:
@@ -158,6 +166,25 @@ def command(
         logging.info("wrote %s, and all of it as a page to %s", out, page)
 
     cli.run(main)
+
+
+def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
+    """Draws and scores a batch in the abstract; ValueError or a note for what would fail."""
+    start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
+    most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
+    compute = loop.drawing(scorer, point.draw, plan.guidance[0], most, size=plan.size)
+    with programs.rehearsal():
+        features = compute(np.arange(most))
+    judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
+    images = len(subject.points) * len(plan.guidance) * total
+    rows = [
+        ("model", f"{subject.workdir}, by {point.card['sampler']}"),
+        ("draws", f"{images:,} images of {subject.size}x{subject.size}, {most} at once"),
+        ("prompts", f"{total:,}, at guidance {', '.join(f'{g:g}' for g in plan.guidance)}"),
+        ("features", ", ".join(judged)),
+        ("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"),
+    ]
+    return progress.block(rows)
 
 
 def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
@@ -271,7 +298,15 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
+        if given := [n for n in ("reference", "inception", "clip", "clip_reference") if value(n)]:
+            raise ValueError(
+                f"--{given[0]} is for pictures of a file of prompts, and the digits have a judge "
+                "of their own: give --prompts=FILE too, or leave it out"
+            )
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
+    for name in ("num_seen", "num_heldout"):
+        if f[name].present:
+            logging.warning("--%s is for the digits' own prompts: nothing reads it here", name)
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
              "dinov2_reference", "metrics")  # fmt: skip
@@ -286,6 +321,12 @@ def check_names(subjects: Sequence[Subject]) -> None:
         raise ValueError(
             f"two of the models are called {same[0]}: their folders' names must differ"
         )
+
+
+def check_folder(name: str | None) -> None:
+    """ValueError for a --name that is no folder of its own under evaluation/."""
+    if name is not None and (name in ("", ".", "..") or pathlib.PurePath(name).name != name):
+        raise ValueError(f"--name={name}: give the name of a folder under evaluation/, not a path")
 
 
 def common_size(subjects: Sequence[Subject]) -> int:
@@ -334,6 +375,7 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
         whole("batch_size", None, "Images drawn at once."),
         flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
+        flags.DEFINE_bool("rehearse", False, "Say what would be scored, and end."),
         flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
         flags.DEFINE_string(
             "prompts", None, "Prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."

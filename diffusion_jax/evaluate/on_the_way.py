@@ -42,7 +42,13 @@ def open_evaluation(
 
         return score_now(scorer, images, evaluation.guidance, batch_size)
 
-    return training.Scoring(evaluation.every, score)
+    def rehearse(draw, params):
+        def images(prompts, seeds, scale):
+            return draw(params, tokenize(list(prompts)), seeds, np.full(len(seeds), scale))
+
+        loop.drawing(scorer, images, evaluation.guidance[0], batch_size)(np.arange(batch_size))
+
+    return training.Scoring(evaluation.every, score, rehearse)
 
 
 def score_now(

@@ -1,5 +1,6 @@
 """The accelerators: their peak arithmetic, and the memory in use."""
 
+import os
 from typing import Any, NamedTuple
 
 # Dense bfloat16 FLOP/s of one device as its maker gives them (without sparsity), by what is found
@@ -49,3 +50,8 @@ def memory(device: Any) -> Memory | None:
         return None
     used = stats["bytes_in_use"]
     return Memory(used, stats.get("peak_bytes_in_use", used), stats["bytes_limit"])
+
+
+def host_memory() -> int:
+    """The bytes of this machine's memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -79,7 +79,13 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; one that a kill cut off at the end is left out."""
     *lines, rest = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
     del rest  # Empty, or a line without its end.
-    return [json.loads(line) for line in lines]
+    read = []
+    for number, line in enumerate(lines, 1):
+        try:
+            read.append(json.loads(line))
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged: {line[:80]!r}") from error
+    return read
 
 
 def write_manifest(

@@ -106,3 +106,8 @@ def _clock(seconds: float) -> str:
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{second:02}"
+
+
+def block(rows: Iterable[tuple[str, object]]) -> str:
+    """Names and what is told of them, a line each."""
+    return "\n".join(f"{name:<14} {text}" for name, text in rows)

@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Num, UInt8
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import batch_sharding, place, replicated
 from diffusion_jax.metrics import inception, preprocess
 from diffusion_jax.metrics.features import Rows, Stream
@@ -133,10 +134,11 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
         # Marked here, since maxima in a network might hide a NaN.
         return extractor.prepare(images), jnp.isfinite(images.reshape(len(images), -1)).all(1)
 
-    prepare = jax.jit(prepare, out_shardings=(where, where))
-    apply = jax.jit(extractor.apply, out_shardings=where)
+    prepare = announced(jax.jit(prepare, out_shardings=(where, where)))
+    what = f"the extractor {extractor.name}"
+    apply = announced(jax.jit(extractor.apply, out_shardings=where), what)
     mark = lambda rows, fine: jnp.where(fine[:, None], rows, jnp.nan)
-    gather = jax.jit(mark, out_shardings=replicated(mesh))
+    gather = announced(jax.jit(mark, out_shardings=replicated(mesh)))
 
     def run(params: Any, images: jax.Array) -> jax.Array:
         prepared, fine = prepare(images)

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Int
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
@@ -28,6 +29,7 @@ def make_encode(
     """
     where = sharding.batch_sharding(mesh)
     program = jax.jit(functools.partial(_encode, encoder, format), out_shardings=where)
+    program = announced(program, f"the encoder {encoder.name}")
 
     def encode(texts):
         tokens = encoder.tokenize(texts)

@@ -16,7 +16,7 @@ from jaxtyping import Float, UInt8
 from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources import moments
-from diffusion_jax.machine import checksums, claims, files, progress
+from diffusion_jax.machine import checksums, claims, files, programs, progress
 from diffusion_jax.precache import workers
 from diffusion_jax.precache.workers import Share
 
@@ -51,6 +51,8 @@ def run(
     missing = list(work.share.missing(paths))
     logging.info("%d of %d shards are there", total - len(missing), total)
     if work.dry_run:
+        with programs.rehearsal():
+            next(_encoded(source, encode, range(min(work.batch, len(source))), work.batch), None)
         print(f"would encode {len(missing)} of {total} shards of {work.shard} images into {out}")
         return total - len(missing)
     for shard in progress.reported(missing, len(missing), "shards"):

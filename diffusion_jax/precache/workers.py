@@ -41,10 +41,11 @@ class Share(NamedTuple):
 
 
 def define_flags() -> None:
-    """The flags of a command whose work is shared, and --dry_run."""
+    """The flags of a command whose work is shared, and --dry_run or --rehearse."""
     flags.DEFINE_integer("worker", None, "The number of this process.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "How many processes do this.", lower_bound=1)
     flags.DEFINE_bool("dry_run", False, "Say what would be done, and write nothing.")
+    flags.DEFINE_alias("rehearse", "dry_run")
 
 
 def share(worker: int | None, workers: int | None) -> Share:

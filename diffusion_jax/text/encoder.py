@@ -43,7 +43,8 @@ class TextEncoder(NamedTuple):
     cut: bool = False
     """Whether all of a batch's arrays [B, L] may be cut to its longest text, with equal results."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
-    """The end that each text loses, "" where all of it fits, or where an encoder cannot tell."""
+    """What each text loses, signs that stand for nothing and its end where it is too long; "" where
+    nothing is lost, or where an encoder cannot tell."""
 
 
 def check_fits(kind: str, folder: object, network: Network, vocab_size: int, width: int) -> None:

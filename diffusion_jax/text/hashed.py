@@ -7,6 +7,7 @@ at right angles (their cosine is about 1 / sqrt(D)).
 import functools
 import hashlib
 import re
+import unicodedata
 from collections.abc import Sequence
 
 import jax
@@ -28,7 +29,8 @@ def encoder(width: int, max_tokens: int) -> TextEncoder:
         return embeddings(ids, mask, width), mask
 
     tokenize_to = functools.partial(tokenize, max_tokens=max_tokens)
-    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode, cut=True)
+    lost = functools.partial(cut_off, max_tokens=max_tokens)
+    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode, cut=True, cut_off=lost)
 
 
 def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
@@ -43,6 +45,16 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
         ids[row, : len(words)] = words
         mask[row, : len(words)] = True
     return {"text_ids": ids, "text_mask": mask}
+
+
+def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
+    """Symbols that are no words, such as emoji, and the words of each text that do not fit."""
+    lost = []
+    for text in texts:
+        symbols = "".join(sign for sign in text if unicodedata.category(sign) == "So")
+        beyond = [*_WORD.finditer(text)][max_tokens:]
+        lost.append(symbols + (text[beyond[0].start() :] if beyond else ""))
+    return lost
 
 
 def embeddings(

@@ -119,7 +119,8 @@ def encoder(
         return jnp.where(kept[..., None], text, 0), kept
 
     to_ids = functools.partial(tokenizer, length=read_tokens)
-    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode, cut=True)
+    cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
+    return TextEncoder("t5", width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
 
 
 def from_state(

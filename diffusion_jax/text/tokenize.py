@@ -40,6 +40,7 @@ class Tokenize:
         tokenizer.no_truncation()
         self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
         self.begin, self.end, self.pad = begin, end, pad
+        self._unknown = tokenizer.token_to_id("<unk>")
 
     @property
     def vocab_size(self) -> int:
@@ -59,12 +60,14 @@ class Tokenize:
         return {"text_ids": ids, "text_mask": mask}
 
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
-        """The end that each text loses, "" where all of it fits."""
-        room = length - 1 - (self.begin is not None)
-        return [
-            text[encoding.offsets[room][0] :] if len(encoding.ids) > room else ""
-            for text, encoding in self._encode(texts)
-        ]
+        """What of each text stands for nothing: unknown signs, then the end that does not fit."""
+        room, lost = length - 1 - (self.begin is not None), []
+        for text, encoding in self._encode(texts):
+            pairs = zip(encoding.ids[:room], encoding.offsets, strict=False)
+            unknown = "".join(text[a:b] for id, (a, b) in pairs if id == self._unknown)
+            end = text[encoding.offsets[room][0] :] if len(encoding.ids) > room else ""
+            lost.append(unknown + end)
+        return lost
 
     def _encode(self, texts: Sequence[Any]) -> Iterable[tuple[str, Encoding]]:
         cleaned = [self._clean(_checked(text)) for text in texts]

@@ -178,6 +178,13 @@ class Checkpointer:
             deleted.rmtree()
 
 
+def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
+    """ValueError unless the checkpoint of a step is of a state of these shapes; nothing is read."""
+    root = restore.absolute(directory) / str(step)
+    restore.check_averages(root, list(state.ema))
+    restore.check_items(root, _items(state))
+
+
 class _BytesHandler(ocp.CheckpointHandler):
     """A file of bytes for each process."""
 

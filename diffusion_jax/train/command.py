@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
 
@@ -16,10 +17,13 @@ from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
 from diffusion_jax.train.out_of_memory import OutOfMemory
+from diffusion_jax.train.rehearse import rehearse
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.train.trace import FOLDER, Trace, parse
+from diffusion_jax.unread import watched
 from diffusion_jax.weights import restore
 
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data")  # Their readers are chosen by name.
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
 
@@ -36,6 +40,7 @@ def command(
     workdir = flags.DEFINE_string(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
+    alone = flags.DEFINE_bool("rehearse", False, "Say what the run would be, and end.")
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
         "profile_steps", "", "Steps to trace for xprof into the workdir's `profile`: 100:105."
@@ -48,15 +53,22 @@ def command(
         folder = pathlib.Path(workdir.value)
         with contextlib.ExitStack() as held:
             with cli.bad_input():
+                if not workdir.value:
+                    raise ValueError("--workdir is empty: name the folder of this run")
                 trace = Trace(folder / FOLDER, parse(profiled.value))
-                s = read(config.value.to_dict())
+                s, unread = watched(read(config.value.to_dict()), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
                 passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
                 inputs = prepare(s, mesh)
+                held.enter_context(inputs.batches)
+                runs.claim(folder, config.value.to_dict(), write=False)
+                told = rehearse(inputs, s.run, passes, mesh, folder)
+                _say(told, unread())
+                if alone.value:
+                    return
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
             distributed.advise(lambda: how_to_go_on(folder))
-            held.enter_context(inputs.batches)
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
@@ -67,6 +79,14 @@ def command(
         logging.info("done: %s", folder)
 
     cli.run(main)
+
+
+def _say(told: str, unread: Mapping[str, Any]) -> None:
+    """The block of a rehearsal, and a warning of each field that it did not need."""
+    if jax.process_index() == 0:
+        print(told, flush=True)
+        for field, value in unread.items():
+            logging.warning("%s is %r, which nothing here reads", field, value)
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:

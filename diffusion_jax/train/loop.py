@@ -67,6 +67,8 @@ class Scoring(NamedTuple):
 
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
+    rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
+    """Draws and scores one batch of whatever `draw` gives."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
         """Whether this step passed a multiple of `every`."""
@@ -177,6 +179,7 @@ def make_step(
 
 def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any, float]:
     """The compiled step, and the floating-point operations of one as the program counts them."""
+    logging.info("compiling the step ...")
     times = [time.time()]
     traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
     times.append(time.time())

@@ -139,15 +139,20 @@ def check_averages(root: epath.Path, wanted: list[str]) -> None:
 
 def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     """The items of a step's folder named in `abstract`, placed as its leaves say."""
+    check_items(root, abstract)
+    placed = jax.tree.map(_placed, abstract)
+    with _readable(root), ocp.StandardCheckpointer() as checkpointer:
+        return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
+
+
+def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
+    """ValueError unless a step's folder holds these items, in these shapes."""
     with _readable(root):
         # The handler, not a checkpointer: the latter warns about a file that items do not have.
         handler = ocp.StandardCheckpointHandler()
         saved = {name: _shapes(handler.metadata(root / name).tree) for name in abstract}
     for name, tree in abstract.items():
         _check_shapes(root / name, saved[name], tree)
-    placed = jax.tree.map(_placed, abstract)
-    with _readable(root), ocp.StandardCheckpointer() as checkpointer:
-        return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.machine import flops, sharding
-from diffusion_jax.train import loop, optimizer
-from launch.planner import audit, compiling, cycles, kernels, systems
+from diffusion_jax.train import loop, memory, optimizer
+from launch.planner import audit, compiling, cycles, kernels
 from launch.planner.audit import Audit
 from launch.planner.cycles import Cost
 from launch.planner.systems import Model
@@ -105,8 +105,8 @@ def record(model: Model, samples: int) -> list[Block]:
         with nn.intercept_methods(see):
             return model.task.loss(params, *rest)
 
-    frozen, batch = systems.frozen_shapes(model.task), systems.batch_shapes(model, samples)
-    jax.eval_shape(loss, model.state.params, frozen, batch, systems.abstract_key())
+    frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, samples)
+    jax.eval_shape(loss, model.state.params, frozen, batch, memory.abstract_key())
     if not found:
         raise ValueError("the loss calls no flax module whose blocks could be compiled")
     return list(found.values())
@@ -151,7 +151,7 @@ def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
     settings = model.optimizer._replace(accumulate=1, micro_batch=0)
     tx = optimizer.make_optimizer(settings, model.run.steps)
     step = loop.make_step(task, settings, tx, jax.tree.map(lambda _: whole, state))
-    key = sharding.placed(systems.abstract_key(), whole)
+    key = sharding.placed(memory.abstract_key(), whole)
     lowered = step.lower(state, {}, state.params, key)
     found = measured(compiling.compile_for(lowered, kind), kind, UPDATE, 0.0)
     dearest = [row._replace(kind=cycles.OPTIMIZER) for row in found.dearest]
@@ -208,7 +208,7 @@ def _programs(block: Block) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
         out, pull = jax.vjp(run, variables, real)
         return out, pull(cotangents)
 
-    arguments = block.variables, real, whole, systems.abstract_key()
+    arguments = block.variables, real, whole, memory.abstract_key()
     cotangents = jax.eval_shape(forward, *arguments)
     return (forward, arguments), (gradient, (*arguments, cotangents))
 

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.machine import sharding
+from diffusion_jax.train import memory
 from launch.accelerators import Target
 from launch.planner import estimate
 from launch.planner.estimate import Step, Traced
@@ -43,7 +44,7 @@ def _choice(traced: Traced, target: Target, shape: tuple[int, int], mfu: float) 
     mesh = AbstractMesh((*shape, 1), sharding.AXES)
     if traced.model.run.batch_size % sharding.batch_ways(mesh):
         return None
-    micro = estimate.largest_micro_batch(traced, mesh, estimate.USABLE * target.kind.memory)
+    micro = estimate.largest_micro_batch(traced, mesh, memory.USABLE * target.kind.memory)
     if not micro:
         return None
     changed = estimate.with_micro_batch(traced, micro)
@@ -96,7 +97,7 @@ def _flags(choice: Choice, traced: Traced, remat: bool) -> str:
 
 def _cost(choice: Choice, target: Target) -> str:
     parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
-    limit = _gib(estimate.USABLE * target.kind.memory)
+    limit = _gib(memory.USABLE * target.kind.memory)
     room = f"{_gib(choice.bytes)} of {limit} GiB"
     return f"{_ms(choice.step.exposed)} a step with nothing hidden ({parts}), {room}"
 

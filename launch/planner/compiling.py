@@ -18,9 +18,9 @@ from jax.experimental import topologies
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from diffusion_jax.machine import files, log, sharding, tuning
-from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train import loop, memory, optimizer
 from launch.accelerators import KINDS, Target
-from launch.planner import gpu, systems, traffic
+from launch.planner import gpu, traffic
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
@@ -111,9 +111,9 @@ def _devices(target: Target) -> list[Any]:
 def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     """The train step of the loop, on devices that need not be here."""
     where = sharding.shardings(model.state, mesh, model.task.rules)
-    frozen = systems.frozen_shapes(model.task)
+    frozen = memory.shapes(model.task.frozen)
     by_rules = sharding.shardings(frozen, mesh, model.task.rules)
-    batch = systems.batch_shapes(model, model.run.batch_size)
+    batch = memory.batch_of(model.example, model.run.batch_size)
     split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     settings = optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh)
     tx = optimizer.make_optimizer(settings, model.run.steps)
@@ -122,7 +122,7 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
         sharding.placed(model.state, where),
         sharding.placed(frozen, by_rules),
         sharding.placed(batch, jax.tree.map(lambda _: split, batch)),
-        sharding.placed(systems.abstract_key(), whole),
+        sharding.placed(memory.abstract_key(), whole),
     )
 
 

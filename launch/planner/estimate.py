@@ -1,54 +1,36 @@
 """Figures of a config on a target: memory, arithmetic, communication, time, disk."""
 
 import bisect
-import math
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh
 
-from diffusion_jax.machine import flops, sharding
+from diffusion_jax.machine import sharding, traced_memory
 from diffusion_jax.precache import cost
-from diffusion_jax.train import optimizer
+from diffusion_jax.train import memory, optimizer
+from diffusion_jax.train.memory import Bytes
 from launch import accelerators
 from launch.accelerators import Target
-from launch.planner import memory, systems, traffic
+from launch.planner import systems, traffic
 from launch.planner.compiling import Compiled
-from launch.planner.memory import Lifetimes, Program
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
-USABLE = 0.9
-"""The share of a device's memory that arrays may fill: the runtime and gaps take the rest."""
-_COPIES = 1.25  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
-_SAMPLES = 1009  # A prime, so that a size which it divides is one of the batch.
 _TOKENS, _CAPTION = 25, 100  # Of a caption, on average: T5 tokens, bytes.
 
 
 class Traced(NamedTuple):
-    """A model and the program of its loss and gradient; no number of it depends on a batch."""
+    """A model and the program of its loss and gradient."""
 
     model: Model
-    program: Program
-    flops: float
-    """A training sample's, forward and backward."""
-
-
-class Bytes(NamedTuple):
-    """The memory that a device needs, by what it holds."""
-
-    parameters: int
-    optimizer: int
-    ema: int
-    frozen: int
-    batch: int
-    temporary: int
+    step: memory.Traced
 
     @property
-    def total(self) -> int:
-        """The bytes of all kinds together."""
-        return sum(self)
+    def flops(self) -> float:
+        """A training sample's, forward and backward."""
+        return self.step.flops
 
 
 class Step(NamedTuple):
@@ -74,15 +56,7 @@ class Step(NamedTuple):
 
 def trace(model: Model) -> Traced:
     """Traces loss and gradient once, for all batches and meshes: seconds, and no compiling."""
-    gradient = jax.value_and_grad(model.task.loss, has_aux=True)
-    closed = jax.make_jaxpr(gradient)(
-        model.state.params,
-        systems.frozen_shapes(model.task),
-        systems.batch_shapes(model, _SAMPLES),
-        systems.abstract_key(),
-    )
-    work = flops.count(closed.jaxpr) / _SAMPLES
-    return Traced(model, memory.flatten(closed.jaxpr), work)
+    return Traced(model, memory.trace(model.task, model.state, model.example))
 
 
 def mesh_of(model: Model, devices: int) -> AbstractMesh:
@@ -101,55 +75,20 @@ def local_batch(model: Model, mesh: AbstractMesh) -> int:
 
 
 def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
-    """Where the memory goes, the temporary part by launch/planner/memory.py's model."""
+    """Where the memory goes, the temporary part by the model of traced_memory.py."""
     model = traced.model
-    held = lambda shapes: _bytes(model, shapes, mesh)
-    samples = local_batch(model, mesh)
-    example = sum(leaf.nbytes for leaf in model.example.values())
-    parameters = held(model.state.params)
-    temporary = int(_COPIES * memory.peak(lifetimes(traced, mesh), samples))
-    parts = passes(model, mesh)
-    if parts > 1:  # The sum of the gradients so far.
-        temporary += parameters
-    return Bytes(
-        parameters=parameters,
-        optimizer=held(model.state.opt_state),
-        ema=held(model.state.ema),
-        frozen=held(systems.frozen_shapes(model.task)),
-        batch=example * samples * parts,
-        temporary=temporary,
-    )
-
-
-def lifetimes(traced: Traced, mesh: AbstractMesh) -> Lifetimes:
-    """When each array of the step lives, on a device of this mesh."""
-    params, program = traced.model.state.params, traced.program
-    frozen = systems.frozen_shapes(traced.model.task)
-    layout = sharding.shardings((params, frozen), mesh, traced.model.task.rules)
-    leaves, places = jax.tree.leaves((params, frozen)), jax.tree.leaves(layout)
-    gathered = _inputs_over("fsdp", program, places)
-    halves, _ = memory.split(program, _inputs_over("tensor", program, places))
-    trained = len(jax.tree.leaves(params))
-    gradients = zip(program.outputs[-trained:], leaves, places, strict=False)
-    results = {v: _shard_bytes(leaf, place) for v, leaf, place in gradients}
-    ways = {v: mesh.shape["tensor"] for v in halves}
-    return memory.lifetimes(program, _SAMPLES, gathered, results, ways)
-
-
-def _inputs_over(axis: str, program: Program, places: list[Any]) -> set[int]:
-    """The inputs that this axis of the mesh splits, of weights in these places."""
-    pairs = zip(program.inputs, places, strict=False)
-    return {v for v, place in pairs if axis in traffic.axes(place.spec)}
+    return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
 
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
     """The largest global batch, of one micro batch, whose memory is below `limit`; 0 if none."""
-    ways, arrays = sharding.batch_ways(mesh), lifetimes(traced, mesh)
-    one = traced.model._replace(run=traced.model.run._replace(batch_size=ways))
-    rest = bytes_per_device(with_micro_batch(traced._replace(model=one), 1), mesh)
-    fixed, each = rest.total - rest.temporary - rest.batch, rest.batch
-    need = lambda samples: fixed + samples * each + _COPIES * memory.peak(arrays, samples)
-    return bisect.bisect_right(range(1, 2**20), limit, key=need) * ways
+    arrays, one = (
+        memory.lifetimes(traced.step, mesh),
+        memory.bytes_per_device(traced.step, mesh, 1, 1),
+    )
+    fixed = one.total - one.temporary - one.batch
+    need = lambda samples: fixed + samples * one.batch + memory.peak(arrays, samples)
+    return bisect.bisect_right(range(1, 2**20), limit, key=need) * sharding.batch_ways(mesh)
 
 
 def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
@@ -169,14 +108,18 @@ def with_micro_batch(traced: Traced, samples: int) -> Traced:
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
     """The exchanges that the parameters' places demand; each micro batch's gradients are summed."""
-    model, program = traced.model, traced.program
+    model, program = traced.model, traced.step.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
     sizes = tuple(mesh.shape[axis] for axis in sharding.AXES)
     exchanges = traffic.of_state(model.state.params, layout, sizes, model.itemsize)
     if mesh.shape["tensor"] > 1:
-        over_tensor = _inputs_over("tensor", program, jax.tree.leaves(layout))
-        _, summed = memory.split(program, over_tensor)
-        size = sum(memory.size(program, v) for v in summed) // _SAMPLES * local_batch(model, mesh)
+        over_tensor = memory.inputs_over("tensor", program, jax.tree.leaves(layout))
+        _, summed = traced_memory.split(program, over_tensor)
+        size = (
+            sum(traced_memory.size(program, v) for v in summed)
+            // memory.SAMPLES
+            * local_batch(model, mesh)
+        )
         groups = np.arange(mesh.size).reshape(-1, mesh.shape["tensor"])
         exchanges.append(traffic.Collective("all-reduce", size, groups))
     times = passes(model, mesh)
@@ -196,9 +139,8 @@ def step_time(
     samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
     if update is None:
-        state, params = model.state, model.state.params
-        moved = 2 * _bytes(model, state, mesh) + _bytes(model, params, mesh)
-        update = moved / kind.memory_bandwidth
+        held = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
+        update = (2 * held(model.state) + held(model.state.params)) / kind.memory_bandwidth
     return Step(arithmetic, update, traffic.seconds(exchanges, target))
 
 
@@ -219,7 +161,7 @@ def plan(
     modelled = need.temporary
     if temporary is not None:
         need = need._replace(temporary=temporary)
-    limit = USABLE * target.kind.memory
+    limit = memory.USABLE * target.kind.memory
     step = step_time(traced, mesh, target, mfu, exchanges, update)
     batch, steps = model.run.batch_size, model.run.steps
     hours = step.exposed * steps / 3600
@@ -268,13 +210,3 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
         "pictures": pictures,
         "data": int(pictures * (model.stored + text)),
     }
-
-
-def _bytes(model: Model, shapes: Any, mesh: AbstractMesh) -> int:
-    """Bytes of these arrays on a device."""
-    layout = sharding.shardings(shapes, mesh, model.task.rules)
-    return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, shapes, layout)))
-
-
-def _shard_bytes(leaf: Any, place: Any) -> int:
-    return leaf.dtype.itemsize * math.prod(place.shard_shape(leaf.shape))

@@ -11,6 +11,7 @@ import numpy as np
 from diffusion_jax import systems
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
+from diffusion_jax.train import memory
 from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import TrainState, init_state
 from launch.planner import encoders
@@ -60,7 +61,7 @@ def read(config: Mapping[str, Any]) -> Model:
         example={**example, **encoder.tokenize(["a cat"])},
         stored=_stored(example, s.data.resize),
         itemsize=jnp.dtype(s.unet.dtype).itemsize,
-        state=jax.eval_shape(create, abstract_key()),
+        state=jax.eval_shape(create, memory.abstract_key()),
         notes=notes,
     )
 
@@ -75,21 +76,3 @@ def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
 def parameters(model: Model) -> int:
     """The numbers that are trained."""
     return sum(leaf.size for leaf in jax.tree.leaves(model.state.params))
-
-
-def abstract_key() -> jax.ShapeDtypeStruct:
-    """The shape of a random key."""
-    return jax.eval_shape(lambda: jax.random.key(0))
-
-
-def batch_shapes(model: Model, size: int) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of this size."""
-    return {
-        name: jax.ShapeDtypeStruct((size, *array.shape[1:]), array.dtype)
-        for name, array in model.example.items()
-    }
-
-
-def frozen_shapes(task: Task) -> Any:
-    """The weights that are not trained."""
-    return jax.tree.map(lambda w: jax.ShapeDtypeStruct(w.shape, w.dtype), task.frozen)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import make_draw
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import check
+from diffusion_jax.ranges import check
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task

@@ -243,7 +243,7 @@ def refused(tmp_path):
         ("--config.unet.embd_dim=32", "unknown config field unet.embd_dim: did you mean "
                                       "unet.embed_dim?"),
         ("--config.optimiser.lr=1", "unknown config field optimiser: did you mean optimizer?"),
-        ("--config.nope=1", "unknown config field nope: see the config's file"),
+        ("--config.nope=1", "unknown config field nope: the config has "),
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
         ("--config.batch_size=12", "batch_size 12 does not divide over accumulate 1 x replica 1 x "
                                    "fsdp 8 = 8: the nearest batch sizes that do are 8 or 16"),

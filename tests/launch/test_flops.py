@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from diffusion_jax.machine import flops
+from diffusion_jax.train import memory
 from launch.planner import systems
 from sd_jax.unet import UNet
 
@@ -33,7 +34,7 @@ def count(function, *shapes):
 def test_the_models_cost_what_is_known_of_them(name):
     model = systems.read(importlib.import_module(f"configs.{name}").get_config().to_dict())
     loss = jax.make_jaxpr(lambda p, b, k: model.task.loss(p, (), b, k))
-    forward = loss(model.state.params, systems.batch_shapes(model, 1), systems.abstract_key())
+    forward = loss(model.state.params, memory.batch_of(model.example, 1), memory.abstract_key())
     assert 3 * flops.count(forward.jaxpr) / 1e12 == pytest.approx(KNOWN[name], rel=0.006)
 
 

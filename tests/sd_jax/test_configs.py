@@ -14,7 +14,7 @@ from configs import sd2_mlperf, sd_quickstart, sd_quickstart_vae
 from diffusion_jax.settings import Optimizer
 from diffusion_jax.train import loop, optimizer
 from sd_jax import train_vae
-from sd_jax.settings import read_settings
+from sd_jax.settings import Diffusion, read_settings
 from sd_jax.weights import names
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -62,7 +62,7 @@ def test_nemos_configs_are_its_launchers(name):
     )  # fmt: skip
     assert s.optimizer.warmup == warmup and s.text.drop_prob == drop
     assert (s.latents.scale, s.latents.pixels) == (0.18215, "symmetric")
-    assert s.diffusion == ("eps", 0.0, 0.0, "scaled_linear")
+    assert s.diffusion == Diffusion("eps", 0.0, 0.0, "scaled_linear")
     assert (s.sampler.name, s.sampler.steps, s.sampler.guidance) == ("plms", 50, 7.5)
     two = name.startswith("sd2")
     assert s.text.encoder == ("clip_penultimate" if two else "clip")

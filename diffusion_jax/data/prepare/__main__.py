@@ -138,7 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     arg("--out", required=True, help="folder for the files")
     arg("--sums", action="append", default=[], help="a file of sha1sum, sha256sum or sha512sum")
     arg("--hash", help="of the one file: sha1, sha256 or sha512")
-    arg("--threads", type=int, default=4, help="files at once")
+    arg("--threads", type=_count, default=4, help="files at once")
     arg("--verify", action="store_true", help="also hash the files that are there")
     arg("--dry_run", action="store_true", help="print the URLs and hashes")
 
@@ -150,8 +150,8 @@ def _parser() -> argparse.ArgumentParser:
     arg("--caption_column", default="TEXT")
     arg("--size", type=int, default=0, help="of the smaller side; 0 leaves images as they are")
     arg("--num", type=int, default=10_000, help="images a tar")
-    arg("--processes", type=int, default=16)
-    arg("--threads", type=int, default=64, help="of each process")
+    arg("--processes", type=_count, default=16)
+    arg("--threads", type=_count, default=64, help="of each process")
     arg("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing")
     arg("--dry_run", action="store_true", help="print img2dataset's call and do not run it")
 
@@ -165,7 +165,7 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("index", _index, "Makes what training opens tars by, and counts what they hold.")
     arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
     arg("--text", default="txt", help="data.text of a config that reads them")
-    arg("--threads", type=int, default=8)
+    arg("--threads", type=_count, default=8)
 
     arg = add("merge", _merge, "Tars of images and tars of embeddings to tars of both.")
     arg("--images", required=True, help="as --path of index")
@@ -174,18 +174,28 @@ def _parser() -> argparse.ArgumentParser:
     arg("--key", default="", help="of the array in pickles, such as embeddings_t5_xxl/encodings")
 
     arg = add("validate", _validate, "Reads a data set: counts, sizes, broken records, samples.")
-    _add_source(arg)
+    _add_source(arg, Data._field_defaults["max_broken"])
     arg("--out", required=True, help="folder for report.json and samples.png")
     arg("--num", type=int, default=0, help="records to read, drawn at random; 0 for all")
-    arg("--threads", type=int, default=4)
+    arg("--threads", type=_count, default=4)
     return parser
 
 
-def _add_source(arg) -> None:
+def _count(text: str) -> int:
+    """A whole number above 0; argparse names the flag of any other."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not above 0")
+    return number
+
+
+def _add_source(arg, max_broken: float = 1.0) -> None:
     arg("--source", choices=tuple(sources.SOURCES), required=True)
     arg("--path", required=True, help="data.path of a config")
     arg("--text", default="txt", help="data.text of a config")
-    arg("--max_broken", type=float, default=1.0, help="share of damaged records that is no error")
+    arg(
+        "--max_broken", type=float, default=max_broken,
+        help="share of damaged records that is no error",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from configs import quickstart, sr256_600m
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import sharding, traced_memory
 from diffusion_jax.nn import layers
-from diffusion_jax.train import optimizer
+from diffusion_jax.train import memory, optimizer
 from diffusion_jax.train.state import init_state
 from imagen_jax.layers import ResBlock
-from launch.planner import compiling, estimate, memory, systems, traffic
+from launch.planner import compiling, estimate, systems, traffic
 
 SAMPLES = 1009
 ROW = 4 * 16  # Bytes of a sample's row of 16 numbers.
@@ -20,10 +20,10 @@ ROW = 4 * 16  # Bytes of a sample's row of 16 numbers.
 
 def peak(function, *shapes, batch, parts=(), results=()):
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    program = memory.flatten(jax.make_jaxpr(function)(*arguments).jaxpr)
+    program = traced_memory.flatten(jax.make_jaxpr(function)(*arguments).jaxpr)
     parts = {program.inputs[i] for i in parts}
     results = dict(zip(program.outputs, results, strict=False))
-    return memory.peak(memory.lifetimes(program, SAMPLES, parts, results), batch)
+    return traced_memory.peak(traced_memory.lifetimes(program, SAMPLES, parts, results), batch)
 
 
 def test_a_chain_of_products_holds_two_arrays_at_a_time():
@@ -59,15 +59,17 @@ def test_what_is_split_takes_its_share_until_a_product_sums_over_it():
     shapes = (SAMPLES, 16), (16, 64), (64, 16)
     arguments = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     gradient = jax.make_jaxpr(lambda *a: jax.vjp(layers, *a)[1](a[0]))(*arguments)
-    program = memory.flatten(gradient.jaxpr)
+    program = traced_memory.flatten(gradient.jaxpr)
     _, first, second = program.inputs
-    found, summed = memory.split(program, {first, second})
+    found, summed = traced_memory.split(program, {first, second})
     name = {v: equation.name for equation in program.equations for v in equation.outputs}
     # x @ first, the gradient of that, and those of both kernels are; the gradient of x is a sum.
     assert sorted(name[v] for v in found - {first, second}).count("dot_general") == 4
-    assert [memory.size(program, v) for v in summed] == [SAMPLES * ROW]
-    alive = lambda ways: memory.lifetimes(program, SAMPLES, set(), {}, dict.fromkeys(found, ways))
-    assert memory.peak(alive(1), 5) - memory.peak(alive(4), 5) >= 3 * 5 * ROW
+    assert [traced_memory.size(program, v) for v in summed] == [SAMPLES * ROW]
+    alive = lambda ways: traced_memory.lifetimes(
+        program, SAMPLES, set(), {}, dict.fromkeys(found, ways)
+    )
+    assert traced_memory.peak(alive(1), 5) - traced_memory.peak(alive(4), 5) >= 3 * 5 * ROW
 
 
 def test_results_stay_to_the_end_with_the_bytes_that_are_given():
@@ -117,7 +119,7 @@ def blocks(c):
     made = model.task._replace(init=init, loss=loss)
     tx = optimizer.make_optimizer(model.optimizer, model.run.steps)
     create = lambda key: init_state(made.init(key), tx, model.optimizer.ema_decays)
-    state = jax.eval_shape(create, systems.abstract_key())
+    state = jax.eval_shape(create, memory.abstract_key())
     return model._replace(task=made, example={"image": image}, state=state)
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from configs import base64_500m, quickstart
 from diffusion_jax.machine import flops
+from diffusion_jax.train import memory
 from launch import accelerators
 from launch.planner import (
     audit,
@@ -97,10 +98,8 @@ def test_the_blocks_of_a_model_have_the_operations_of_its_loss(config):
     model = systems.read(config.get_config().to_dict())
     parts = blocks.record(model, 2)
     work = sum(len(block.names) * blocks.work(block) for block in parts)
-    frozen, batch = systems.frozen_shapes(model.task), systems.batch_shapes(model, 2)
-    loss = jax.make_jaxpr(model.task.loss)(
-        model.state.params, frozen, batch, systems.abstract_key()
-    )
+    frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, 2)
+    loss = jax.make_jaxpr(model.task.loss)(model.state.params, frozen, batch, memory.abstract_key())
     assert work == pytest.approx(3 * flops.count(loss.jaxpr), rel=1e-6)
     if config is base64_500m:
         counts = {block.label: len(block.names) for block in parts}

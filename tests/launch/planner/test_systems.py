@@ -8,6 +8,7 @@ import pytest
 from configs import base64_500m_online, sd2_512_base, sd2_mlperf, sd_quickstart_vae
 from diffusion_jax.machine import flops
 from diffusion_jax.settings import Text
+from diffusion_jax.train import memory
 from launch.planner import encoders, systems
 
 
@@ -39,9 +40,9 @@ def test_an_encoder_of_no_known_shape_is_an_error():
 
 
 def forward_flops(model):
-    frozen = systems.frozen_shapes(model.task)
+    frozen = memory.shapes(model.task.frozen)
     loss = jax.make_jaxpr(model.task.loss)
-    batch, key = systems.batch_shapes(model, 1), systems.abstract_key()
+    batch, key = memory.batch_of(model.example, 1), memory.abstract_key()
     return flops.count(loss(model.state.params, frozen, batch, key).jaxpr)
 
 

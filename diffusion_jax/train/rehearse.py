@@ -1,0 +1,163 @@
+"""The whole life of a run in the abstract, before its first step: seconds, nothing compiled.
+
+Loss, step, sampler and evaluation are traced with real texts and a real record of each source;
+the checkpoints that are there are compared with what the run would write. What cannot be is an
+error; what is told of the rest is a block of lines.
+"""
+
+import datetime
+import os
+import pathlib
+import shutil
+import time
+from typing import Any
+
+import jax
+import numpy as np
+from absl import logging
+from jax.sharding import Mesh
+
+from diffusion_jax import runs
+from diffusion_jax.draw.program import Draw, make_draw
+from diffusion_jax.machine import hardware, log, programs, progress, sharding
+from diffusion_jax.settings import Optimizer, Run
+from diffusion_jax.task import Params
+from diffusion_jax.train import checkpoint, loop, memory
+from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.state import TrainState, init_state
+from diffusion_jax.weights import restore
+
+Rows = list[tuple[str, str]]
+
+
+def rehearse(
+    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path
+) -> str:
+    """What the run is, in lines; ValueError, or a note on where, for what it would fail at."""
+    start, task = time.time(), inputs.task
+    tx = make_optimizer(settings, run.steps)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    state = jax.eval_shape(create, memory.abstract_key())
+    layout = sharding.shardings(state, mesh, task.rules)
+    example = inputs.batches.example()
+    batch = memory.batch_of(example, run.batch_size)
+    frozen = memory.shapes(task.frozen)
+    with _named("a training step"):
+        step = loop.make_step(task, settings, tx, layout)
+        jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
+        traced = memory.trace(task, state, example)
+    drawn = _rehearse_drawing(inputs, state.params, mesh)
+    samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
+    need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
+    rows = [
+        ("device", _devices(mesh)),
+        ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
+        ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
+        ("batch", f"{run.batch_size:,}: {settings.accumulate} x {samples} a device and step"),
+        ("memory", _memory(need)),
+        ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
+        ("drawing", drawn),
+        *_workdir(workdir, run, state),
+    ]
+    rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
+    return progress.block(rows)
+
+
+def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
+    """Draws the examples with and without guidance and scores a batch, all of it in zeros."""
+    examples, evaluation, said = inputs.examples, inputs.evaluation, "nothing on the way"
+    with programs.rehearsal():
+        draw = make_draw(inputs.task.sample, memory.shapes(inputs.task.frozen), mesh)
+        if examples.captions:
+            with _named("drawing"):
+                size = _draw(draw, params, examples)
+            said = f"{len(examples.captions)} examples of {size[1]}x{size[0]}"
+        if evaluation:
+            with _named("the evaluation"):
+                evaluation.rehearse(draw, params)
+            said += f", scores after each {evaluation.every:,} images"
+    return said
+
+
+def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
+    seeds, texts = list(range(len(examples.captions))), examples.batch
+    images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
+    if draw(params, texts, seeds, None).shape != images.shape or images.shape[3] != 3:
+        raise ValueError(f"the sampler draws {images.shape[1:]} in place of pictures")
+    return images.shape[1:3]
+
+
+class _named:
+    """A context that says at an error, of whatever kind, what was rehearsed."""
+
+    def __init__(self, what: str) -> None:
+        """`what` goes on "while rehearsing ..."."""
+        self._what = what
+
+    def __enter__(self) -> None:
+        """Nothing yet."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Adds the note."""
+        if error is not None:
+            error.add_note(f"(while rehearsing {self._what}, before anything was compiled)")
+
+
+def _devices(mesh: Mesh) -> str:
+    kind = mesh.devices.flat[0].device_kind
+    sizes = ", ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
+    return f"{mesh.size} x {kind}, {jax.process_count()} processes; mesh: {sizes}"
+
+
+def _count(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
+
+
+def _shapes_of(example: dict[str, np.ndarray]) -> str:
+    """The arrays of a row, and how many tokens of it a text fills."""
+    shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
+    masks = [x for name, x in example.items() if name.endswith("mask")]
+    lengths = [int(n) for mask in masks for n in mask.sum(1)]
+    filled = f"; texts of {min(lengths)} to {max(lengths)} tokens" if lengths else ""
+    return ", ".join(shapes) + filled
+
+
+def _memory(need: memory.Bytes) -> str:
+    device = jax.local_devices()[0]
+    stats = hardware.memory(device)
+    limit = stats.limit if stats else hardware.host_memory() // jax.local_device_count()
+    parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
+    said = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
+    if need.total > memory.USABLE * limit:
+        logging.warning(
+            "the step may not fit: %s. Lower optimizer.micro_batch, or set unet.remat=True", said
+        )
+    return said
+
+
+def _workdir(workdir: pathlib.Path, run: Run, state: TrainState) -> Rows:
+    """What the workdir holds and what would be written there; ValueError if that cannot be."""
+    each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{there} cannot be written to: choose another --workdir")
+    steps, free = restore.steps(workdir / runs.CHECKPOINTS), shutil.disk_usage(there).free
+    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
+    disk = f"{kept} checkpoints of {each / 1e9:.2f} GB at most; {free / 1e9:,.1f} GB are free"
+    if (kept + 1 - len(steps)) * each > free:
+        logging.warning("the disk may fill up: %s", disk)
+    if steps:
+        checkpoint.check(workdir / runs.CHECKPOINTS, steps[-1], state)
+    begin = f"goes on from step {steps[-1]:,}" if steps else "starts anew"
+    left = _time_left(workdir, run, steps[-1] if steps else 0)
+    return [("workdir", f"{workdir}: {begin}"), ("disk", disk), ("time", left)]
+
+
+def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
+    path = workdir / log.METRICS
+    lines = log.read_metrics(path) if path.exists() else []
+    speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
+    if not speeds:
+        return f"{run.steps:,} steps; how long they take is measured as they run"
+    left = datetime.timedelta(seconds=round((run.steps - step) * run.batch_size / speeds[-1]))
+    return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last time: {left}"

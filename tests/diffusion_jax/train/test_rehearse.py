@@ -1,0 +1,112 @@
+"""What a rehearsal tells of a run, and that it meets what the run would meet later."""
+
+import logging
+import os
+import pathlib
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.machine import sharding
+from diffusion_jax.train import loop
+from diffusion_jax.train.rehearse import rehearse
+from tests.diffusion_jax import toy
+from tests.diffusion_jax.train.test_loop import EXAMPLES, OPTIMIZER, RUN, TASK, train
+
+
+@pytest.fixture
+def compiled(caplog):
+    """The messages of JAX on each program that it compiles."""
+    with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
+        yield lambda: [r.message for r in caplog.records if "XLA compilation" in r.message]
+
+
+def told(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER):
+    """The lines by their names."""
+    batches = pipeline.make_batches(
+        digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
+    )
+    mesh = sharding.make_mesh(*sizes)
+    with batches:
+        before = batches.get_state()
+        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation)
+        text = rehearse(inputs, run, settings, mesh, workdir)
+        assert batches.get_state() == before  # No sample is taken from the run.
+    return {line[:14].strip(): line[15:] for line in text.splitlines()}
+
+
+def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
+    lines = told(tmp_path / "new", sizes=(1, 2, 1))
+    trained = sum(leaf.size for leaf in jax.tree.leaves(toy.init(jax.random.key(0))))
+    once = len(compiled())  # Of the toy's own numbers alone.
+    told(tmp_path / "new", sizes=(1, 2, 1))
+    assert [m for m in compiled()[once:] if "train_step" in m or "from_seeds" in m] == []
+    assert lines["parameters"] == f"{trained:,} trained, {toy.WIDTH**2:,} frozen"
+    assert lines["device"] == "2 x cpu, 1 processes; mesh: replica 1, fsdp 2, tensor 1"
+    assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
+    assert lines["batch"] == "8: 1 x 4 a device and step"
+    assert lines["drawing"] == "3 examples of 8x8"
+    assert lines["workdir"] == f"{tmp_path / 'new'}: starts anew"
+    assert lines["rehearsed"].endswith("nothing was compiled")
+    assert not (tmp_path / "new").exists()
+
+
+def test_the_scores_on_the_way_are_rehearsed_with_zeros(tmp_path):
+    seen = []
+
+    def score(draw, params):
+        seen.append(draw(params, EXAMPLES.batch, [0, 1, 2], None))
+
+    lines = told(tmp_path, evaluation=loop.Scoring(16, lambda *_: {}, score))
+    assert lines["drawing"].endswith("scores after each 16 images")
+    assert seen[0].shape == (3, 8, 8, 3) and not seen[0].any()
+
+
+def broken(**parts):
+    """The task with a part that fails, or draws no pictures."""
+    return TASK._replace(**parts)
+
+
+@pytest.mark.parametrize(
+    ("task", "error", "note"),
+    [
+        (broken(loss=lambda p, f, b, k: p["nothing"]), KeyError, "a training step"),
+        (broken(sample=lambda *_: jnp.ones((3, 8)) @ jnp.ones((3, 8))), TypeError, "drawing"),
+        (broken(sample=lambda *_: jnp.ones((3, 8, 8, 4))), ValueError, "drawing"),
+    ],
+)
+def test_what_would_fail_later_fails_at_once_and_says_where(tmp_path, task, error, note):
+    with pytest.raises(error) as raised:
+        told(tmp_path, task)
+    assert raised.value.__notes__[-1] == f"(while rehearsing {note}, before anything was compiled)"
+
+
+def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
+    train(tmp_path, steps=2, log_every=1)
+    lines = told(tmp_path)
+    assert lines["workdir"] == f"{tmp_path}: goes on from step 2"
+    assert lines["time"].startswith("5 steps at ") and "images/s, as last time: " in lines["time"]
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_before_the_run(tmp_path):
+    train(tmp_path, steps=1)
+    wider = TASK._replace(init=lambda key: {**TASK.init(key), "more": {"bias": jnp.zeros(2)}})
+    with pytest.raises(ValueError, match=r"another architecture; 1 of \d+ arrays differ"):
+        told(tmp_path, wider)
+
+
+def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("diffusion_jax.machine.hardware.host_memory", lambda: 10**6)
+    usage = shutil.disk_usage(tmp_path)._replace(free=10**6)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
+    told(tmp_path)
+    assert "the step may not fit: " in caplog.text and "the disk may fill up: " in caplog.text
+
+
+def test_a_workdir_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: pathlib.Path(path) != tmp_path)
+    with pytest.raises(ValueError, match=f"{tmp_path} cannot be written to: choose another"):
+        told(tmp_path / "run")

@@ -1,0 +1,198 @@
+"""What a user may get wrong, through the real commands: one line that names it, and exit code 2."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tarfile
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from tests.imagen_jax import commands
+
+ROOT = pathlib.Path(__file__).parent
+# What `python -m` runs, with the flags that it cannot do without; D is the folder of `files`.
+COMMANDS = {
+    "train": "imagen_jax.train --config=configs/quickstart.py --workdir=D/new",
+    "sd_train": "sd_jax.train --config=configs/sd_quickstart.py --workdir=D/new",
+    "vae": "sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=D/new",
+    "sample": "imagen_jax.sample --workdir=D/imagen --out=D/out",
+    "sd_sample": "sd_jax.sample --workdir=D/sd --out=D/out",
+    "evaluate": "imagen_jax.evaluate --workdir=D/imagen",
+    "precache": "diffusion_jax.precache --config=configs/quickstart.py --config.text.store=D/store",
+    "moments": "sd_jax.precache --out=D/moments",
+    "prepare": "diffusion_jax.data.prepare",
+    "digits": "diffusion_jax.data.digits --out=D/digits",
+    "report": "diffusion_jax.report",
+    "plan": "launch.plan --config=configs/quickstart.py",
+}
+TABLE = """
+train --config=D/syntax.py | D/syntax.py, line 2: SyntaxError: invalid syntax
+train --config=D/raises.py | D/raises.py, line 2: ZeroDivisionError: division by zero
+train --config=D/seven.py | D/seven.py: get_config gives 7: it must give a ConfigDict
+train --config=configs/quikstart.py | 'configs/quikstart.py': did you mean configs/quickstart.py?
+train --config.text.path=x | unknown config field text.path: text has 
+train --config.unet.embd_dim=3 | unknown config field unet.embd_dim: did you mean unet.embed_dim?
+train --config.unit.patch=3 | unknown config field unit: did you mean unet?
+train --config.zzz=3 | unknown config field zzz: the config has
+train --nosuch=1 | Unknown command line flag 'nosuch'
+train word | unknown arguments ['word']
+train --config=configs/sd_quickstart.py | the config is of the system sd_jax, not imagen_jax
+sd_train --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
+train --workdir=D/file | workdir D/file is a file, or in one: name a folder
+train --workdir=D/file/in | workdir D/file/in is a file, or in one: name a folder
+train --workdir= | --workdir is empty
+train --workdir=/proc/none/x | /proc/none
+train --workdir=D/damaged | D/damaged/config.json: Expecting property name
+train --config.steps=0 | steps is 0: it must be above 0
+train --config.steps=abc | steps
+train --config.seed=-1 | seed is -1: it must be from 0 to 4294967295
+train --config.seed=4294967296 | seed is 4294967296: it must be from 0
+train --config.batch_size=7 --config.optimizer.accumulate=2 | batch_size 7 does not divide
+train --config.mesh.fsdp=0 | mesh.fsdp is 0: it must be above 0, or -1
+train --config.mesh.fsdp=3 | mesh replica=1, fsdp=3, tensor=1 does not fit 1 devices
+train --config.unet.channel_mult=() | unet.channel_mult is empty
+train --config.unet.image_size=0 | unet.image_size is 0: it must be above 0
+train --config.unet.patch=0 | unet.patch is 0: it must be above 0
+train --config.unet.dropout=1.5 | unet.dropout is 1.5: it must be from 0 to below 1
+train --config.unet.dtype=bf16 | unet.dtype is 'bf16': did you mean 'bfloat16'?
+train --config.unet.dtype=int8 | unet.dtype is 'int8': choose from float32
+train --config.optimizer.b1=1.0 | optimizer.b1 is 1.0: it must be from 0 to below 1
+train --config.optimizer.eps=-1.0 | optimizer.eps is -1.0: it must be above 0
+train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or more
+train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
+train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
+train --config.data.threads=-1 | data.threads is -1: it must be 0 or more
+train --config.diffusion.p_mean=nan | diffusion.p_mean is nan: it must be finite
+train --config.sampler.sigma_max=inf | sampler.sigma_max is inf: it must be above 0 and finite
+train --config.sampler.guidance_low=5.0 --config.sampler.guidance_high=2.0 | guidance_high is 2.0
+train --config.sampler.name=huen | sampler.name is 'huen': did you mean 'heun'?
+train --config.prompts=(1,2) | prompts is (1, 2): it must be a tuple, each a text
+train --config.prompts=() | prompts is empty: give texts to draw on the way
+train --config.text.encoder=t6 | text.encoder is 't6': choose from hashed, t5
+train --config.text.encoder=t5 | weights
+train --config.evaluation.guidance=() --config.evaluation.every=8 | evaluation.guidance is empty
+train --config.evaluation.every=8 --config.evaluation.prompts=D/none.txt | D/none.txt
+train --config.data.source=digitz | there is no data source 'digitz'
+train --config.data.source=folder --config.data.path=/nowhere | /nowhere
+train --config.data.source=folder --config.data.path=D/empty | D/empty
+train --config.data.source=folder --config.data.path=D/images --config.data.min_size=99 | too_small
+train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
+train --config.data.source=mixture | the data source 'mixture' needs data.mixture
+sd_train --config.vae.weights= | vae.weights is empty: say where the VAE is
+sd_train --config.vae.weights=/nowhere | /nowhere
+vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
+sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
+sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
+sample --workdir=D/damaged --prompt=a | D/damaged/config.json: Expecting property name
+sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, and no config
+sample --workdir=D/none --prompt=a | D/none holds no config.json
+sample --prompts=D/binary.txt | --prompts=D/binary.txt is no text in UTF-8
+sample --prompts=D/empty.txt | --prompts=D/empty.txt holds no text
+sample --prompts=D/none.txt | --prompts=D/none.txt: No such file or directory
+sample --prompts=D/empty | --prompts=D/empty: Is a directory
+sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
+sample --prompt=a --out= | --out is empty
+sample --prompt=a --sampler=huen | sampler.name is 'huen': did you mean 'heun'?
+sample --prompt=a --steps=0 | --steps=0: give numbers from 1 on
+sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to 1000
+sample --prompt=a --checkpoint=7 | no checkpoint of step 7
+sample --prompt=a --num_images=0 | num_images
+sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
+sd_sample --prompt=a --height=13 | sampler.height is 13
+sd_sample --prompt=a --image=D/none.png | D/none.png
+sd_sample --prompt=a --image=D/file | D/file
+sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength 0.0 of
+sd_sample --prompt=a --model=D/file | give --workdir=FOLDER of a training run, or --model=PATH
+evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path
+evaluate --name= | --name=: give the name of a folder
+evaluate --guidance=x | --guidance=x is no number
+evaluate --guidance=-3 | guidance is (-3.0,): it must be from 0 to 1000
+evaluate --checkpoint=x | --checkpoint=x is no number
+evaluate --reference=D/none.npz | --reference is for pictures of a file of prompts
+evaluate --prompts=D/binary.txt | D/binary.txt is no text in UTF-8
+evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
+precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0
+precache --captions=D/none | D/none
+moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
+prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: 0 is not above 0
+prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
+digits --size=7 | --size=7: the side is a multiple of 8
+digits --num=0 | --num=0: write 1 picture or more
+report D/metrics | D/metrics/metrics.jsonl, line 2 is damaged: '{"step": '
+report D/none | D/none holds neither metrics.jsonl nor evaluation/*/sweep.csv
+plan --target=h10:8 | h10
+"""
+ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Runs that draw, and things that are not what they are taken for."""
+    folder = tmp_path_factory.mktemp("bad")
+    for name, packed in (("imagen", "imagen_cc541fd"), ("sd", "sd_cc541fd")):
+        with tarfile.open(ROOT / f"fixtures/earlier_runs/{packed}.tar.xz") as tar:
+            tar.extractall(folder, filter="data")
+        (folder / packed).rename(folder / name)
+    config = "def get_config():\n    return {}\n"
+    for name, value in (("raises", "1 / 0"), ("seven", "7"), ("syntax", "(")):
+        (folder / f"{name}.py").write_text(config.format(value))
+    (folder / "syntax.py").write_text("x = 1\ndef get_config(:\n    return x\n")
+    for name, text in (("damaged", '{"system": "imagen_jax", '), ("list", "[1]")):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(text)
+    for name in ("empty", "images", "metrics"):
+        (folder / name).mkdir()
+    lines = ['{"step": 1, "loss": 2}', '{"step": ', json.dumps({"step": 3}), ""]
+    (folder / "metrics" / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "metrics" / "config.json").write_text((folder / "imagen/config.json").read_text())
+    (folder / "file").write_text("no folder")
+    (folder / "binary.txt").write_bytes(bytes(range(256)))
+    (folder / "empty.txt").write_text("\n \n")
+    Image.new("RGB", (20, 20)).save(folder / "images" / "0.png")
+    (folder / "images" / "0.txt").write_text("a cat")
+    pq.write_table(pa.table({"image": [b"x"], "caption": ["a"]}), folder / "table.parquet")
+    return folder
+
+
+@pytest.mark.parametrize(("line", "message"), ROWS, ids=[line for line, _ in ROWS])
+def test_bad_input_is_one_line_and_exit_code_2(files, line, message):
+    name, _, rest = line.partition(" ")
+    module, *first = COMMANDS[name].replace("D/", f"{files}/").split()
+    given = rest.replace("D/", f"{files}/").split()
+    replaced = {argument.partition("=")[0] for argument in given}
+    kept = [argument for argument in first if argument.partition("=")[0] not in replaced]
+    ended = commands.run(module, *kept, *given, devices=1)
+    assert ended.code == 2 and "Traceback" not in ended.err, ended.err
+    assert message.replace("D/", f"{files}/") in ended.err and ended.err.count("\n") <= 6, ended.err
+    assert not (files / "new").exists() and not (files / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_platform_that_is_not_here_is_one_line(tmp_path):
+    command = [sys.executable, "-m", *COMMANDS["train"].replace("D/", f"{tmp_path}/").split()]
+    ended = subprocess.run(
+        command, cwd=ROOT.parent, env=os.environ | {"JAX_PLATFORMS": "cuda"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 2 and "Traceback" not in ended.stderr, ended.stderr
+    assert "error: " in ended.stderr and "'cuda'" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("prompt", "lost"), [("a red seven 🎉", "🎉"), ("red " * 500, "red"), ("a red seven", "")]
+)
+def test_words_that_are_not_read_are_counted_and_drawn_without(files, tmp_path, prompt, lost):
+    ended = commands.run(
+        "sample", f"--workdir={files}/imagen", f"--prompt={prompt}", f"--out={tmp_path}/out",
+        "--rehearse", devices=1,
+    )  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert bool(lost) == bool(re.search(r"1 of 1 texts are not read whole", ended.err)), ended.err
+    assert f"its end is not read: '{lost}" in ended.err or not lost
+    assert "draws          1 images of 16x16, of 1 texts" in ended.out
