@@ -28,10 +28,11 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
     kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
     kind = kind if ranges else hint
     if ranges and callable(ranges[0]):
-        call = ranges[0](field, value)
-        parameters = inspect.signature(call.func).parameters
-        for name, bound in call.keywords.items():
-            _check_value(f"{field}: {name}", bound, parameters[name].annotation)
+        calls = ranges[0](field, value)
+        for call in calls if isinstance(calls, list) else [calls]:
+            parameters = inspect.signature(call.func).parameters
+            for name, bound in call.keywords.items():
+                _check_value(f"{field}: {name}", bound, parameters[name].annotation)
         return
     others = [known for known in ranges if not isinstance(known, str)]
     if any(value in known for known in others):

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.diffusion.guidance import THRESHOLDS
+from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches
@@ -79,7 +80,11 @@ def load_model(
         encoder, frozen = lookup.open_encoder(s.text, embedded), ()
     else:
         encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
-    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
+    init_of = lambda run: task.make_task(run, encoder).init
+    guide = model.load_guide(choice, "imagen_jax", s, init_of, mesh, task.RULES)
+    if guide:
+        frozen = {"text": frozen, "guide": guide[1]}
+    imagen = task.make_task(s, encoder, guide and guide[0])._replace(frozen=frozen)
     return model.load_model(workdir, choice, s, encoder, imagen, mesh)
 
 
@@ -134,15 +139,14 @@ def draw_batches(
     """Yields the images of a few rows at a time, as every stage drew them, in the rows' order.
 
     `texts` holds each stage's tokens, `sizes` how many images each stage draws at once; `low_res`
-    is what the first stage enlarges. `guidance` is one scale for all stages, by the same program
-    for any value; without it each stage takes its own, and skips the work where that is 1.
+    is what the first stage enlarges. `guidance` is one scale for all stages; without it each stage
+    takes its own. Where the scale is 1, half of the work is skipped.
     """
     stage, batch = stages[0], dict(texts[0])
     if low_res is not None:
         batch["low_res"] = low_res
     scale = stage.settings.sampler.guidance if guidance is None else guidance
-    unguided = guidance is None and scale == 1
-    scales = None if unguided else np.full(len(seeds), scale, np.float32)
+    scales = scales_of(stage.settings.sampler, scale, len(seeds))
     first = 0
     for images in in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
         rows = slice(first, first + len(images))
@@ -164,6 +168,7 @@ def describe(stage: Model) -> dict[str, Any]:
     if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
+    described |= {"guide": stage.guide} if stage.guide else {}
     described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
     if s.super_resolution.factor > 1:
         described["aug_sigma"] = s.super_resolution.aug_sigma

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
+from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
@@ -60,13 +61,17 @@ class Sampler(NamedTuple):
     guidance_low: Annotated[float, "[0, inf)"] = 0.0
     """Guidance acts on noise levels from low to high."""
     guidance_high: Annotated[float, "(0, inf]"] = float("inf")
-    threshold: Annotated[str, THRESHOLDS] = "dynamic"
+    threshold: Annotated[str, named.checked(THRESHOLDS)] = "dynamic"
     grid: Annotated[str, GRIDS] = ""
     """The noise levels of the steps, a key of grids.GRIDS; "" takes that of noise and sampler."""
     end: Annotated[str, ENDS] = ""
     """Where they end: at "zero" or at "sigma_min", the least level that there is."""
     offset: Annotated[int, "[0, 1000]"] = 1
     """The first of a table's leading times."""
+    guiding: Annotated[str, guidance_module.bound] = "cfg"
+    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    negative_prompt: str = ""
+    """What guidance leads away from; "": from no text."""
 
 
 class Settings(NamedTuple):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from diffusion_jax.diffusion import guidance, noise, objective, precond, samplers
+from diffusion_jax.diffusion import guidance, named, noise, objective, precond, samplers
 from diffusion_jax.diffusion.objective import Objective
-from diffusion_jax.diffusion.precond import Images
+from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Measure,
@@ -29,8 +29,10 @@ from imagen_jax.settings import Settings
 from imagen_jax.super_resolution import LowRes
 
 
-def make_task(s: Settings, encoder: TextEncoder) -> Task:
+def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) -> Task:
     """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
+
+    If a model of `guide` leads its sampler, frozen are {"text", "guide"}: both models' weights.
 
     A super-resolution model makes its small images from the large ones in training. Its sampler
     takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
@@ -85,7 +87,7 @@ def make_task(s: Settings, encoder: TextEncoder) -> Task:
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    sample = _make_sample(s, encoder, goal, sampling_low_res)
+    sample = _make_sample(s, encoder, goal, sampling_low_res, guide)
     return Task(init, loss, sample, encoder.frozen, RULES, measure)
 
 
@@ -100,34 +102,54 @@ def _make_sample(
     encoder: TextEncoder,
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
+    guide: Settings | None,
 ) -> Sample:
     unet, factor = s.unet, s.super_resolution.factor
+    threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
+    words = s.sampler.negative_prompt
+    negative_tokens = encoder.tokenize([words]) if words else {}
+
+    def negative(frozen, text, mask):
+        """The negative prompt for each image; zeros under the text's own mask stand for none."""
+        if not words:
+            return jnp.zeros_like(text), mask
+        rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
+        return encoder.encode(frozen, rows)
 
     def sample(params, frozen, batch, keys, scale):
-        text, mask = encoder.encode(frozen, batch)
-        if scale is not None:  # Without text is with zeros and the same mask.
-            text = guidance.with_and_without(text, jnp.zeros_like(text))  # [2 B, L, D]
-            mask = guidance.with_and_without(mask, mask)
+        of_text = frozen["text"] if guide else frozen
+        text, mask = encoder.encode(of_text, batch)
         shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
         if factor > 1:
             small = batch["low_res"]  # [B, h, w, 3]
             shape = (factor * small.shape[1], factor * small.shape[2], 3)
             keys, low_keys = super_resolution.own_keys(keys, shape[0])
             low_res = make_low_res(small, low_keys)
-            low_res = jax.tree.map(lambda row: row.repeat(len(text) // len(row), axis=0), low_res)
-
-        def network(x, time) -> Any:
-            return unet.apply(params, x, time, text, mask, *low_res)
-
+        conditions = {
+            guidance.COND: lambda: (text, mask, *low_res),
+            guidance.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
+            guidance.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
+        }
         sigmas, time = samplers.sampling_grid(goal.noise, s.sampler)  # [steps + 1]
         on_grid = goal.precond(time)
-        denoise = guidance.guided(
-            precond.denoiser(network, on_grid), scale, low=s.sampler.guidance_low,
-            high=s.sampler.guidance_high, threshold=s.sampler.threshold,
+        leader = guide and _denoiser_of(guide, frozen["guide"])
+        denoise = guidance.led(
+            s.sampler, guidance.Model(on_grid, sigmas), scale,
+            _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
+        denoise = threshold(denoise)
         sampler = samplers.make(s.sampler)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])
 
     return sample
+
+
+def _denoiser_of(
+    s: Settings, params: Any, scalings: Precond | None = None
+) -> Callable[[Any], Denoiser]:
+    """D of a model, given what it is conditioned on: text, mask, small image and its time."""
+    scalings = scalings or objective.make(s.diffusion).scalings
+    network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
+    return lambda inputs: precond.denoiser(network(inputs), scalings)

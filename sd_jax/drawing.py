@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import UInt8
 
+from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
@@ -83,12 +84,21 @@ def draw_batches(
     sampler = model.settings.sampler
     negative = sampler.negative_prompt if negative_prompt is None else negative_prompt
     scale = sampler.guidance if guidance is None else guidance
-    scales = None if scale == 1 else np.full(len(seeds), scale, np.float32)
+    scales = scales_of(sampler, scale, len(seeds))
     batch = dict(sampling.prompts(model.encoder, prompts, negative))
     if images is not None:
         batch[sampling.IMAGE] = images
     size = min(batch_size or default_batch_size(model), len(seeds))
     yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
+
+
+def describe_guidance(model: Model) -> dict[str, Any]:
+    """The fields of guidance for cards, where it is not classifier-free and at every level."""
+    s: settings.Sampler = model.settings.sampler
+    given = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
+    given |= {"guidance_high": s.guidance_high < float("inf")}
+    fields = {name: getattr(s, name) for name, differs in given.items() if differs}
+    return fields | ({"guide": model.guide} if model.guide else {})
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:

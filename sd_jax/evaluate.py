@@ -69,7 +69,7 @@ def _subject(
     if height != width:
         raise ValueError(f"{model.workdir} draws {width}x{height}: only squares are scored")
     described |= {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
-    described |= drawing.describe_grid(s)
+    described |= drawing.describe_grid(s) | drawing.describe_guidance(model)
     name = pathlib.Path(model.workdir).name
     sizes = height, height
     return evaluation.of_models([model], _draw, lambda _: described, source, sizes, weights, name)

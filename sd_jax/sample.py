@@ -120,7 +120,7 @@ def _card(model: Model) -> dict[str, Any]:
     height, width = p.output_shape
     card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
     card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
-    card |= drawing.describe_grid(p.sampler)
+    card |= drawing.describe_grid(p.sampler) | drawing.describe_guidance(model)
     card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
     return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
 

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
 from diffusion_jax.diffusion import guidance, objective, precond, samplers
-from diffusion_jax.diffusion.precond import Denoiser, Images
+from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
-from sd_jax.settings import Pipeline
+from sd_jax.settings import Pipeline, Settings
 
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
@@ -21,14 +21,18 @@ _PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 Ki
 
 
 def make_sample(
-    p: Pipeline, encoder: TextEncoder, preview: Preview | None = None
+    p: Pipeline,
+    encoder: TextEncoder,
+    preview: Preview | None = None,
+    guide: Settings | None = None,
 ) -> Callable[..., Images]:
     """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images.
 
-    `frozen` holds the weights of "text" and "vae", `batch` what `prompts` returns, and, of
-    image-to-image, "image" [B, H, W, 3] of uint8: noise is put on it that the last
-    p.strength of the steps take off again. `preview` is called on the host at each evaluation of
-    the denoiser with sketches of what it sees, as large as latents, and the noise level.
+    `frozen` holds the weights of "text" and "vae", and of a model of `guide` that leads this one,
+    "guide"; `batch` what `prompts` returns, and, of image-to-image, "image" [B, H, W, 3] of uint8:
+    noise is put on it that the last p.strength of the steps take off again. `preview` is called on
+    the host at each evaluation of the denoiser with sketches of what it sees, as large as latents,
+    and the noise level.
     """
     unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
@@ -48,17 +52,21 @@ def make_sample(
         return z + samplers.initial_noise(keys, _size(z), sigmas[0])
 
     def sample(params, frozen, batch, keys, scale):
-        text = attended(p, encoder, frozen, batch)  # [B, L, D]
-        if scale is not None:
-            negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
-                         if k.startswith(NEGATIVE)}  # fmt: skip
-            negative = attended(p, encoder, frozen, negatives)
-            text = guidance.with_and_without(text, negative)  # [2 B, L, D]
-
-        def network(x, time) -> Any:
-            return unet.apply(params, x, time, text)
-
-        denoise = guidance.guided(precond.denoiser(network, scalings), scale)
+        negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
+                     if k.startswith(NEGATIVE)}  # fmt: skip
+        empty = lambda: prompts(encoder, [""] * len(keys), "")
+        conditions = {
+            guidance.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
+            guidance.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
+            guidance.EMPTY: lambda: attended(p, encoder, frozen, empty()),
+        }
+        leader = guide and _denoiser_of(
+            guide.unet, frozen["guide"], objective.make(guide.diffusion).scalings
+        )
+        denoise = guidance.led(
+            p.sampler, guidance.Model(scalings, sigmas), scale,
+            _denoiser_of(unet, params, scalings), conditions, leader,
+        )  # fmt: skip
         if preview is not None:
             denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
         x = start(frozen, batch, keys)
@@ -69,6 +77,12 @@ def make_sample(
         return vae_module.decode_in_slices(decode, z, at_once)
 
     return sample
+
+
+def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
+    """D of a network, given the text that it is conditioned on."""
+    network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
+    return lambda text: precond.denoiser(network(text), scalings)
 
 
 def _size(images: Images) -> tuple[int, int, int]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import ranges, settings, systems
+from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion import named, samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.noise import NOISES
@@ -97,6 +98,11 @@ class Sampler(NamedTuple):
     rho: settings.Positive = 7.0
     unit_start: bool = True
     """A latent starts as N(0, 1), whatever is left of an image there, not as sigma * eps."""
+    guiding: Annotated[str, guidance_module.bound] = "cfg"
+    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    guidance_low: Annotated[float, "[0, inf)"] = 0.0
+    """Guidance acts on noise levels from low to high."""
+    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
 
 
 class Pipeline(NamedTuple):

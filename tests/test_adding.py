@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import quickstart
-from diffusion_jax.diffusion import grids, noise, precond, samplers
+from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
 from diffusion_jax.text import hashed
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
@@ -74,13 +74,25 @@ def test_a_sampler_is_a_function_and_a_line(system, monkeypatch):
         calls.append((len(sigmas), steps, share))
         return denoise(x, jnp.full(len(x), sigmas[0])) + sigmas[-1] * draws(0)
 
+    def halved(guide, model, *, by=2.0):
+        """Guidance of a part of its scale."""
+        combine = lambda d, x, sigma, scale: guide.combine(d, x, sigma, scale / by)
+        scales.append(by)
+        return guide._replace(combine=combine)
+
+    scales = []
+    monkeypatch.setitem(guidance.GUIDANCE, "halved", halved)
     method = samplers.Method(last_guess)
     monkeypatch.setitem(samplers.SAMPLERS, "last_guess", method)
-    model = MODELS[system](sampler__name="last_guess(share=0.5)", sampler__steps=3)
+    model = MODELS[system](
+        sampler__name="last_guess(share=0.5)",
+        sampler__steps=3,
+        sampler__guiding="halved(by=4)+rescale",
+    )
     loss, norm, images, _ = train_and_sample(*model)
     assert np.isfinite([loss, norm]).all() and norm > 0
     assert images.shape == (2, 8, 8, 3) and np.isfinite(images).all()
-    assert calls == [(4, 3, 0.5)]
+    assert calls == [(4, 3, 0.5)] and scales == [4]
 
 
 LEVELS = jnp.array([9.0, 3.0, 1.0])

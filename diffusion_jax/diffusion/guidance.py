@@ -1,83 +1,166 @@
-"""Wrappers from denoiser to denoiser: what Imagen and Stable Diffusion add around D."""
+"""Guidance and thresholds: what stands between a network under several texts and the D of samplers.
 
-from collections.abc import Callable, Mapping
+A network gives D under the text, under the negative text and, for some, under the empty one; for
+the negative text a second network may stand (autoguidance, Karras et al. 2024). A Guide makes one D
+of these, and wrappers change Guides.
+"""
 
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.diffusion.noise import Scalar
-from diffusion_jax.diffusion.precond import Denoiser, Sigma
+from diffusion_jax.diffusion import named, precond
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
+from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 
 Scale = Scalar | Float[Array, "B"]
-Schedule = Callable[[Sigma], Float[Array, "B"]]
+COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
+Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
+"""(x, sigma, names) to D under each of them."""
 
 
-def guided(
-    denoise: Denoiser,
+class Guide(NamedTuple):
+    """How several D become the one that samplers see."""
+
+    combine: Callable[[Mapping[str, Images], Images, Sigma, Scale], Images]
+    """(D by name, x, sigma, scale) to D."""
+    other: str = NEGATIVE
+    """What is led away from: NEGATIVE, or GUIDE."""
+    needs: tuple[str, ...] = (COND, NEGATIVE)
+    """The D that it combines."""
+    acts: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
+    """Whether it does at a level, None for all; elsewhere D is that of the text."""
+    neutral: float | None = 1.0
+    """The scale at which it changes nothing, if there is one."""
+
+
+class Model(NamedTuple):
+    """What a wrapper may ask of the model that it guides."""
+
+    scalings: Precond
+    sigmas: Sigmas
+    """The levels of sampling."""
+
+
+def outward(other: str = NEGATIVE) -> Guide:
+    """D_other + scale * (D_cond - D_other) (Ho & Salimans 2022, equation 6).
+
+    `scale` is one number or one an image; at 1 the result is D_cond to the last bit.
+    """
+
+    def combine(d, x, sigma, scale):
+        excess = jnp.asarray(scale, x.dtype) - 1
+        return d[COND] + excess.reshape(-1, 1, 1, 1) * (d[COND] - d[other])
+
+    return Guide(combine, other, (COND, other))
+
+
+def led(
+    s: Any,
+    model: Model,
     scale: Scale | None,
-    *,
-    low: Scalar = 0.0,
-    high: Scalar = float("inf"),
-    threshold: str = "none",
+    denoiser_of: Callable[[Any], Denoiser],
+    conditions: Mapping[str, Callable[[], Any]],
+    guide_of: Callable[[Any], Denoiser] | None = None,
 ) -> Denoiser:
-    """`denoise` with guidance from `low` to `high`, then a threshold by its name in THRESHOLDS.
+    """The D that samplers see, as a config's `sampler` says; without guidance where scale is None.
 
-    `denoise` is conditioned on rows ordered as by `with_and_without`; where `scale` is None, for no
-    guidance, on one row an image.
+    `conditions` make what a network is conditioned on, a row an image; `denoiser_of` and `guide_of`
+    make D of it, of the network and of a second one that guides with the same text.
     """
-    if scale is not None:
-        denoise = classifier_free(denoise, interval(scale, low, high))
-    return THRESHOLDS[threshold](denoise)
+    guide = make(s, model, GUIDE if guide_of else NEGATIVE)
+    names = (COND,) if scale is None else guide.needs
+    made = {name: condition() for name, condition in conditions.items() if name in names}
+    second = guide_of(made[COND]) if guide_of else None
+    return guided(conditional(denoiser_of, made, second), scale, guide)
 
 
-def with_and_without(cond: Array, uncond: Array) -> Array:
-    """[B, ...] twice to [2 B, ...]: row 2i is cond[i], row 2i + 1 is uncond[i]."""
-    return jnp.stack([cond, uncond], axis=1).reshape(-1, *cond.shape[1:])
+def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
+    """The D that samplers see; of the text alone where `scale` is None."""
+
+    def plain(x, sigma):
+        return branches(x, sigma, (COND,))[COND]
+
+    def everywhere(x, sigma):
+        assert scale is not None
+        return guide.combine(branches(x, sigma, guide.needs), x, sigma, scale)
+
+    if scale is None or guide.acts is None:
+        return plain if scale is None else everywhere
+    acts = guide.acts
+    return lambda x, sigma: jax.lax.cond(acts(sigma[0]), everywhere, plain, x, sigma)
 
 
-def classifier_free(denoise_both: Denoiser, scale: Scale | Schedule) -> Denoiser:
-    """D_uncond + scale * (D_cond - D_uncond) (Ho & Salimans 2022, equation 6).
+def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
+    """The guidance of a config's `sampler`: `guiding` within guidance_low and guidance_high."""
+    guide = outward(other)
+    for wrapper in bound("sampler.guiding", s.guiding):
+        guide = wrapper(guide, model)
+    if (s.guidance_low, s.guidance_high) != (0, float("inf")):
+        within = named.Call("interval", (s.guidance_low, s.guidance_high))
+        guide = named.bind("sampler.guiding", within, GUIDANCE)(guide, model)
+    return guide
 
-    `denoise_both` sees each image twice, ordered as by `with_and_without`: neighbours, so that a
-    sharded batch stays where it is. `scale` is one number, one per image, or a function of sigma
-    such as `interval`; at 1 the result is D_cond to the last bit.
+
+def bound(field: str, text: str) -> list[functools.partial]:
+    """The wrappers that a config's field names, as its annotation has them: see named.bound."""
+    return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text)]
+
+
+def scales(s: Any, scale: int | float, rows: int) -> Float[np.ndarray, "N"] | None:
+    """A scale for each image; None where guidance changes nothing, and need not be computed."""
+    unused = Model(precond.epsilon(precond.log_snr), jnp.ones(1))
+    return None if scale == make(s, unused).neutral else np.full(rows, scale, np.float32)
+
+
+def conditional(
+    denoiser_of: Callable[[Any], Denoiser],
+    conditions: Mapping[str, Any],
+    guide: Denoiser | None = None,
+) -> Branches:
+    """D of one network under several conditions, in one evaluation, and that of a guide.
+
+    `conditions` hold a row an image. Under all of them a network sees each image as often, as
+    neighbours, so that a sharded batch stays where it is.
     """
+    join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
+    every = jax.tree.map(join, *conditions.values())  # Row n i + k is row i of the k-th.
 
-    def denoise(x, sigma):
-        both = denoise_both(x.repeat(2, axis=0), sigma.repeat(2))
-        pairs = both.reshape(-1, 2, *x.shape[1:])  # [B, 2, H, W, C]
-        cond, uncond = pairs[:, 0], pairs[:, 1]
-        excess = jnp.asarray(scale(sigma) if callable(scale) else scale, x.dtype) - 1
-        return cond + excess.reshape(-1, 1, 1, 1) * (cond - uncond)
+    def branches(x, sigma, names):
+        own = [name for name in conditions if name in names]
+        rows = every if len(own) == len(conditions) else conditions[COND]
+        found = by_rows(denoiser_of(rows))(x, sigma, own)
+        return {**found, GUIDE: guide(x, sigma)} if guide and GUIDE in names else found
 
-    return denoise
-
-
-def interval(scale: Scale, low: Scalar, high: Scalar) -> Schedule:
-    """The scale where low <= sigma <= high, and 1 elsewhere (Kynkaanniemi et al. 2024)."""
-    return lambda sigma: jnp.where((low <= sigma) & (sigma <= high), scale, 1.0)
+    return branches
 
 
-def dynamic_threshold(denoise: Denoiser, percentile: Scalar = 99.5) -> Denoiser:
-    """Clips x0 to its own percentile s >= 1, then divides by s (Imagen, section 2.3)."""
+def by_rows(denoise: Denoiser) -> Branches:
+    """Of a D whose rows are under each name in turn."""
 
-    def thresholded(x, sigma):
-        x0 = denoise(x, sigma)
-        s = jnp.percentile(jnp.abs(x0), percentile, axis=(1, 2, 3), keepdims=True)
-        s = jnp.maximum(s, 1)
-        return jnp.clip(x0, -s, s) / s
+    def branches(x, sigma, names):
+        d = denoise(x.repeat(len(names), axis=0), sigma.repeat(len(names)))
+        each = d.reshape(-1, len(names), *x.shape[1:])  # [B, names, H, W, C]
+        return {name: each[:, i] for i, name in enumerate(names)}
 
-    return thresholded
-
-
-def static_threshold(denoise: Denoiser) -> Denoiser:
-    """Clips x0 to [-1, 1] (Imagen, section 2.3)."""
-    return lambda x, sigma: jnp.clip(denoise(x, sigma), -1, 1)
+    return branches
 
 
 # By sampler.threshold of a config. Imagen's alone: latents have no range to be held in.
-THRESHOLDS: Mapping[str, Callable[[Denoiser], Denoiser]] = {
-    "dynamic": dynamic_threshold,
-    "static": static_threshold,
+THRESHOLDS: Mapping[str, Callable[..., Denoiser] | str] = {
+    "dynamic": "diffusion_jax.diffusion.thresholds:dynamic",
+    "static": "diffusion_jax.diffusion.thresholds:static",
     "none": lambda denoise: denoise,
+}
+_GUIDES = "diffusion_jax.diffusion.guides"
+# By sampler.guiding of a config, in both systems; several are joined by +, the first innermost.
+# Functions of a Guide and a Model; their own parameters follow `*` (see named).
+GUIDANCE: Mapping[str, Callable[..., Guide] | str] = {
+    name: f"{_GUIDES}:{name}"
+    for name in ("cfg", "interval", "apg", "cfg_pp", "rescale", "perp_neg")
 }

@@ -169,21 +169,6 @@ def ddim(
     return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
 
 
-def inverted(denoise: Denoiser, x: Images, sigmas: Sigmas) -> Images:
-    """DDIM backwards (Song et al. 2021, section 4.3): x at sigmas[-1], above 0, to x at sigmas[0].
-
-    `euler` from what it returns comes back to x, but for the step's error: each step takes eps
-    where it begins.
-    """
-
-    def step(x, inputs):
-        sigma, sigma_next = inputs
-        x0 = denoise(x, same_level(sigma, x))
-        return x0 + sigma_next / sigma * (x - x0), None
-
-    return jax.lax.scan(step, x, (sigmas[:0:-1], sigmas[-2::-1]))[0]
-
-
 def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """Euler's method in sigma: `ddim` with eta = 0."""
     return ddim(denoise, x, sigmas, noise)

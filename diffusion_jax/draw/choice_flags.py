@@ -1,6 +1,7 @@
 """The flags of a Choice: one for each of its fields that has a help text."""
 
 import dataclasses
+import re
 import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -52,7 +53,11 @@ def choices(kind: type[C], holders: Holders, models: int) -> list[C]:
 
 
 def each(name: str, given: Sequence[str], kind: Callable[[str], Any], models: int) -> list[Any]:
-    """A flag's values, one a model: it may hold one for all, one for each, or none (None)."""
+    """A flag's values, one a model: it may hold one for all, one for each, or none (None).
+
+    A comma between brackets, as in apg(eta=0, norm=5), separates none.
+    """
+    given = [part.strip() for part in re.split(r",(?![^(]*\))", ",".join(given)) if part]
     written = f"--{name}={','.join(given)}"
     if len(given) not in (0, 1, models):
         raise ValueError(

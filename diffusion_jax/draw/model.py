@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
+from diffusion_jax.diffusion.guidance import GUIDANCE
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
@@ -47,6 +48,12 @@ class Choice:
     steps: int | None = replaces("sampler.steps", "Sampling steps.")
     grid: str | None = replaces("sampler.grid", f"Their noise levels: one of {', '.join(GRIDS)}.")
     end: str | None = replaces("sampler.end", f"Where these end: {' or '.join(ENDS)}.")
+    guiding: str | None = replaces(
+        "sampler.guiding", f"How guidance acts, joined by +: {', '.join(GUIDANCE)}."
+    )
+    guide: str | None = chosen(
+        None, "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative text."
+    )
     text_weights: str | None = replaces(
         "text.weights", "Folder or Hugging Face name of the text encoder's weights."
     )
@@ -72,6 +79,8 @@ class Model(NamedTuple):
     params: Any
     ema: str
     step: int
+    guide: str = ""
+    """The run whose model guides this one, if any."""
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice, system: str) -> Any:
@@ -98,8 +107,31 @@ def load_model(
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
     draw = make_draw(task.sample, task.frozen, mesh)
-    model = Model(str(workdir), s, encoder, draw, placed, "", 0)
+    model = Model(str(workdir), s, encoder, draw, placed, "", 0, choice.guide or "")
     return with_weights(model, choice.ema, choice.checkpoint)
+
+
+def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, rules: Any) -> Any:
+    """(settings, parameters) of choice.guide, the average of its checkpoint; None without one.
+
+    `init_of` makes a Task's `init` of settings. ValueError if it is of other images or texts than
+    the model of `s`, FileNotFoundError if there is no such run.
+    """
+    if not choice.guide:
+        return None
+    workdir, at, step = choice.guide.rpartition("@")
+    workdir, number = (workdir, int(step)) if at and step.isdigit() else (choice.guide, None)
+    guide = read_run(workdir, Choice(text_weights=choice.text_weights), system)
+    seen = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
+    if seen(guide) != seen(s):
+        raise ValueError(
+            f"--guide={choice.guide} has the encoder, its width and tokens, and the size of images "
+            f"{seen(guide)}, and the model that it is to guide {seen(s)}: they must be the same"
+        )
+    shapes = jax.eval_shape(init_of(guide), jax.random.key(0))
+    placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
+    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
+    return guide, restore.load_params(folder, placed, "ema", number)
 
 
 def with_weights(model: Model, ema: str, step: int | None) -> Model:

@@ -20,7 +20,7 @@ from absl import logging
 
 _BEAT = 2.0  # Seconds between signs of life.
 _SLOW = 8.0  # Seconds without one after which a process is named as silent.
-_GONE = 90.0  # And as dead: its machine may be.
+_GONE = 60.0  # And as dead, well before JAX ends all by a signal (100 s).
 _REFUSED = 2  # The exit code for input that cannot be.
 _GRACE = 2.0  # Seconds that a process has to end by itself when another has.
 

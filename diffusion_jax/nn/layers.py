@@ -3,6 +3,7 @@
 Channels last; B batch, C channels.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -92,10 +93,9 @@ def dense(
 
 
 class ToHeads(nn.Module):
-    """A linear layer whose results are attention's: `parts` arrays of heads, such as q, k and v.
+    """`parts` arrays of attention's heads, such as q, k and v: `dense`, then a reshape.
 
-    It is `dense`, then a reshape. But with the heads as an axis of the product itself a TPU writes
-    them as its kernel wants them; of a reshaped result it makes a copy, and of its gradient too.
+    With the heads as an axis of the product a TPU copies neither the results nor their gradients.
     """
 
     parts: int
@@ -107,35 +107,31 @@ class ToHeads(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"]) -> list[Float[Array, "B T N K"]]:
         """N heads, K their width."""
-        c, width = x.shape[-1], self.parts * self.num_heads * self.head_dim
-        heads = (self.parts, self.num_heads, self.head_dim)
-        kernel = self.param("kernel", uniform(c), (c, width)).astype(self.dtype)
-        kernels, x = kernel.reshape(c, *heads), x.astype(self.dtype)
-        out = [jnp.einsum("btc,cnk->btnk", x, kernels[:, i]) for i in range(self.parts)]
+        c, heads = x.shape[-1], (self.parts, self.num_heads, self.head_dim)
+        kernel = self.param("kernel", uniform(c), (c, math.prod(heads))).astype(self.dtype)
+        x, kernel = x.astype(self.dtype), kernel.reshape(c, *heads)
+        out = [jnp.einsum("btc,cnk->btnk", x, kernel[:, i]) for i in range(self.parts)]
         if self.bias:
-            bias = self.param("bias", uniform(c), (width,)).reshape(heads)
+            bias = self.param("bias", uniform(c), (math.prod(heads),)).reshape(heads)
             out = [ops.add_broadcast(y, b) for y, b in zip(out, bias, strict=True)]
         return [checkpoint_name(y, _PRODUCT) for y in out]
 
 
 class FromHeads(nn.Module):
-    """The linear layer after attention, of all heads together: a reshape, then `dense`."""
+    """The linear layer after attention, of all heads together; `zero`: it starts at zero."""
 
     width: int
     zero: bool = False
-    """It starts at zero."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T N K"]) -> Float[Array, "B T {self.width}"]:
         """See ToHeads."""
-        heads = x.shape[2:]
-        wide = heads[0] * heads[1]
-        init = nn.initializers.zeros if self.zero else uniform(wide)
-        kernel = self.param("kernel", init, (wide, self.width)).astype(self.dtype)
+        n, k = x.shape[2:]
+        init = nn.initializers.zeros if self.zero else uniform(n * k)
+        kernel = self.param("kernel", init, (n * k, self.width)).astype(self.dtype)
+        out = jnp.einsum("btnk,nkc->btc", x.astype(self.dtype), kernel.reshape(n, k, self.width))
         bias = self.param("bias", init, (self.width,))
-        kernel = kernel.reshape(*heads, self.width)
-        out = jnp.einsum("btnk,nkc->btc", x.astype(self.dtype), kernel)
         return checkpoint_name(ops.add_broadcast(out, bias), _PRODUCT)
 
 

@@ -81,7 +81,8 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
     grid = np.array(devices).reshape(tuple(mesh.shape.values()))
     mesh_here = Mesh(grid, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
     version = devices[0].client.platform_version if missing else devices[0].device_kind
-    program = compile_for(lower_step(model, mesh_here), target, version)
+    fallback = gpu.FALLBACK if not missing and not target.is_tpu else None
+    program = compile_for(lower_step(model, mesh_here), target, version, fallback=fallback)
     exchanges = traffic.of_hlo(program.text)
     if missing:
         note = f"{missing}: memory is the model's, and the collectives are the CPU's"
@@ -126,14 +127,25 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
     )
 
 
-def compile_for(lowered: jax.stages.Lowered, *place: Any) -> Program:
-    """Compiles a program for a place, or reads what was kept of it beside JAX's own programs."""
+def compile_for(
+    lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None
+) -> Program:
+    """Compiles a program for a place, or reads what was kept of it beside JAX's own programs.
+
+    `fallback` are options of the compiler for a second try, where the first fails.
+    """
 
     written = lowered.as_text()
 
     def compile_it() -> dict[str, Any]:
         start = time.time()
-        program: Any = lowered.compile()
+        program: Any = None
+        try:
+            program = lowered.compile()
+        except jax.errors.JaxRuntimeError:
+            if not fallback:
+                raise
+            program = lowered.compile(compiler_options=fallback)
         seconds = time.time() - start
         packed = base64.b64encode(zlib.compress(program.as_text().encode())).decode()
         temporary = program.memory_analysis().temp_size_in_bytes

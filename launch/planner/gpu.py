@@ -50,6 +50,9 @@ DEVICES: Mapping[str, Device] = {
     "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
                    132_644_864, 233_472, 10),
 }  # fmt: skip
+# Without a device to tune on, XLA finds no tiles for some float32 products, such as those of the
+# bicubic filter of super-resolution: "Couldn't find output tile sizes". cuBLAS has them all.
+FALLBACK = {"xla_gpu_enable_triton_gemm": False}
 _TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
   shared_memory_per_block: 49152 shared_memory_per_core: {d.shared}

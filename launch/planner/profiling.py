@@ -157,7 +157,7 @@ def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kin
 
 def table(profile: Profile) -> list[tuple[str, str]]:
     """Rows for people: a name, and a text."""
-    million = lambda n: f"{n / 1e6:,.1f} M"
+    million = lambda n: f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n / 1e3:,.1f} k"
     shares = lambda counts: ", ".join(
         f"{name} {100 * n / profile.total:.0f} %"
         for name, n in list(counts.items())[:12]

@@ -52,6 +52,8 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     ValueError or FileNotFoundError that says what is missing or wrong.
     """
     check(Sampler, choice.fields_of("sampler"), "sampler")  # Before reading.
+    if choice.guide:
+        raise ValueError("--guide leads a run of training, --workdir, and no other model")
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice)
     p = _pipeline(path, opened, file, unet.network, vae.network)

@@ -59,9 +59,12 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
     encoder, text = model.open_encoder(s.text, mesh, task.RULES)
     vae_params = read_vae(s.vae_weights, s.vae)
     p = s.pipeline._replace(strength=choice.strength)
+    init_of = lambda run: task.make_task(run, encoder, None).init
+    guide = model.load_guide(choice, "sd_jax", s, init_of, mesh, task.RULES)
+    frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
     drawn = task.make_task(s, encoder, vae_params)._replace(
-        frozen={"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)},
-        sample=make_sample(p, encoder, choice.preview),
+        frozen=frozen | ({"guide": guide[1]} if guide else {}),
+        sample=make_sample(p, encoder, choice.preview, guide and guide[0]),
     )
     return model.load_model(workdir, choice, p, encoder, drawn, mesh)
 

@@ -37,6 +37,7 @@ _WORDS = {
     "Timeout (": "watchdog",
     "is being written by": "lock",
     "was last heard": "peers",
+    "it gave no sign": "peers",
     "records were saved": "number of records",
 }
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, precond, samplers, schedules
+from diffusion_jax.diffusion import guides, precond, samplers, schedules, spacings, thresholds
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -89,7 +89,7 @@ def test_edm_denoiser():
 
 
 def test_edm_denoiser_with_guidance():
-    guided = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
+    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
     actual = guided(images(FUNCTIONS["edm/D_x"]), jnp.array([0.7, 0.7]))
     close(actual, images(FUNCTIONS["edm/D_y_cfg7.5_scalar_sigma"]))
 
@@ -186,7 +186,7 @@ def test_ddpm_loss(schedule, objective, make, distance):
     np.testing.assert_allclose(losses.mean(), expected, rtol=1e-5)
 
 
-THRESHOLDS = {"dynamic": guidance.dynamic_threshold, "static": guidance.static_threshold}
+THRESHOLDS = {"dynamic": thresholds.dynamic, "static": thresholds.static}
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -199,7 +199,7 @@ def test_threshold(name):
 def test_threshold_of_a_derivative():
     """The slope (x - D) / sigma once D = x - sigma * d is thresholded."""
     x, d, sigma = images(FUNCTIONS["thr/x"]), images(FUNCTIONS["thr/d"]), FUNCTIONS["thr/sigma"]
-    threshold = guidance.dynamic_threshold(lambda x, _: x - sigma * d)
+    threshold = thresholds.dynamic(lambda x, _: x - sigma * d)
     slope = (x - threshold(x, jnp.full(3, sigma))) / sigma
     close(slope, images(FUNCTIONS["thr/derivative_dynamic"]))
 
@@ -207,7 +207,7 @@ def test_threshold_of_a_derivative():
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas(n):
     np.testing.assert_allclose(
-        jax.jit(grids.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
+        jax.jit(spacings.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
     )
 
 
@@ -240,8 +240,8 @@ def start(sigmas):
 
 @jax.jit
 def edm_denoise(x, sigma, scale):
-    guided = guidance.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
-    return guidance.dynamic_threshold(guided)(x, sigma)
+    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
+    return thresholds.dynamic(guided)(x, sigma)
 
 
 @jax.jit
@@ -263,7 +263,7 @@ EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_chu
 def edm_case(name):
     steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
     draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    return grids.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+    return spacings.karras_sigmas(int(steps)), draws, scale, churn, s_noise
 
 
 @pytest.mark.parametrize("name", EDM)
@@ -287,8 +287,8 @@ def super_resolution_denoise(x, sigma, low_res_cond, low_res_uncond):
         uncond = toy(x[1::2], time[1::2], **low_res_uncond)
         return jnp.stack([cond, uncond], axis=1).reshape(x.shape)
 
-    guided = guidance.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
-    return guidance.dynamic_threshold(guided)(x, sigma)
+    guided = guides.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
+    return thresholds.dynamic(guided)(x, sigma)
 
 
 @pytest.mark.parametrize("name", ["sr_s6_cfg8_noaug", "sr_s6_cfg8_aug"])
@@ -303,7 +303,7 @@ def test_super_resolution_trajectory(name, unrolled):
         return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    sigmas = grids.karras_sigmas(6)
+    sigmas = spacings.karras_sigmas(6)
     out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
     close(out, images(SAMPLERS[f"edm/{name}/out"]))
     compare_calls(calls, f"edm/{name}")
@@ -312,7 +312,7 @@ def test_super_resolution_trajectory(name, unrolled):
 @functools.partial(jax.jit, static_argnums=3)
 def ddpm_denoise(x, sigma, scale, threshold):
     denoise = precond.denoiser(toy_both, precond.epsilon(precond.log_snr))
-    denoise = guidance.classifier_free(denoise, scale)
+    denoise = guides.classifier_free(denoise, scale)
     return (THRESHOLDS[threshold](denoise) if threshold else denoise)(x, sigma)
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, guidance, multistep, precond, samplers, schedules
+from diffusion_jax.diffusion import guides, multistep, precond, samplers, schedules, spacings
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
@@ -37,7 +37,7 @@ def denoiser(predicts, scale):
     if scale == 1:
         return precond.denoiser(lambda x, t: toy(x, t, text), scalings)
     both = jnp.stack([text, null], axis=1).reshape(-1)
-    return guidance.classifier_free(precond.denoiser(lambda x, t: toy(x, t, both), scalings), scale)
+    return guides.classifier_free(precond.denoiser(lambda x, t: toy(x, t, both), scalings), scale)
 
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
@@ -74,13 +74,13 @@ def test_plms(name):
 def test_dpmpp_2m_at_times_between_steps(name):
     predicts, scale, _, times = INFO[name]
     sampler = functools.partial(multistep.dpmpp_2m, steps=len(times))
-    ours = grids.even_times(len(times))
+    ours = spacings.even_times(len(times))
     np.testing.assert_allclose(ours[:-1], times, rtol=1e-6)
     close(run(predicts, scale, ours, sampler), name)
 
 
 def test_diffusers_pndm_is_plms_and_its_ddim_ours():
-    times = grids.leading_times(50)
+    times = spacings.leading_times(50)
     close(run("eps", 2.5, times, multistep.plms), "diffusers_pndm_eps_50_cfg")
     close(run("eps", 2.5, times, samplers.ddim), "diffusers_ddim_eps_50_cfg")
     close(run("v", 2.5, times, samplers.ddim), "diffusers_ddim_v_50_cfg")

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers, schedules
+from diffusion_jax.diffusion import guides, noise, precond, samplers, schedules, spacings
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Measure, Task, loss_by_noise_level, to_range
 from diffusion_jax.text import hashed
@@ -53,8 +53,8 @@ def task(encoder=ENCODER):
             text = text.repeat(2, axis=0).at[1::2].set(0)
         denoise = precond.denoiser(network(params, text), EDM)
         if scale is not None:
-            denoise = guidance.classifier_free(denoise, scale)
-        sigmas = grids.karras_sigmas(4, 0.1, 3.0)
+            denoise = guides.classifier_free(denoise, scale)
+        sigmas = spacings.karras_sigmas(4, 0.1, 3.0)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
 

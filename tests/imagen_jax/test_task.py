@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
-from diffusion_jax.diffusion import grids, objective, samplers, schedules
 from diffusion_jax.diffusion import noise as noises
+from diffusion_jax.diffusion import objective, samplers, schedules, spacings
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
@@ -246,7 +246,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         return np.asarray(samplers.sampling_grid(noises.make(s.diffusion), s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
-    np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
+    np.testing.assert_array_equal(karras, spacings.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
     np.testing.assert_allclose(
         ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import grids, noise, samplers, schedules
+from diffusion_jax.diffusion import noise, samplers, schedules, spacings
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
@@ -109,7 +109,7 @@ def test_guidance_1_is_the_conditional_model(draw, name):
 def test_every_number_of_steps_is_taken_exactly(name):
     for steps in range(1, 1001):
         leading = SAMPLERS[name].grid == "ldm"
-        times = (grids.leading_times if leading else grids.even_times)(steps)
+        times = (spacings.leading_times if leading else spacings.even_times)(steps)
         assert len(times) == steps + 1 and times[0] <= 999 and times[-1] == 0
         assert (np.diff(times) < 0).all()
     for steps in (1, 37):

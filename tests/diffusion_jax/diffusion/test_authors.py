@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import multistep, precond, samplers, schedules, stochastic
+from diffusion_jax.diffusion import inversion, multistep, precond, samplers, schedules, stochastic
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 SAVED = {k: jnp.asarray(v) for k, v in np.load(FIXTURES / "authors_samplers.npz").items()}
@@ -79,7 +79,7 @@ def test_ddim_backwards_is_diffusers():
         told = lambda s, t=times[k]: jnp.full_like(s, float(t))
         d = precond.denoiser(unet, precond.epsilon(told))
         x = z * jnp.float32(np.sqrt(1 + sigma(start) ** 2))
-        x = samplers.inverted(d, x, jnp.float32([sigma(end), sigma(start)]))
+        x = inversion.ddim(d, x, jnp.float32([sigma(end), sigma(start)]))
         z = samplers.in_own_coordinates(x, jnp.float32(sigma(end)))
         close(z, SAVED["inverse"][k + 1])
 

@@ -1,5 +1,9 @@
 """Guidance and thresholds: identities, closed forms, and where the rows of a batch go."""
 
+import itertools
+import pathlib
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +11,12 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.diffusion import grids, guidance, samplers
+from diffusion_jax import settings
+from diffusion_jax.diffusion import guidance, guides, precond, samplers, spacings, thresholds
+from imagen_jax import settings as imagen_settings
+from sd_jax import settings as sd_settings
+
+FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
 X = jax.random.normal(jax.random.key(0), (4, 4, 4, 3))
 SIGMA = jnp.array([0.1, 0.5, 2.0, 30.0])
@@ -21,7 +30,7 @@ def denoise_both(x, sigma):
 
 
 def guided(scale):
-    return guidance.classifier_free(denoise_both, scale)(X, SIGMA)
+    return guides.classifier_free(denoise_both, scale)(X, SIGMA)
 
 
 def test_guidance_1_is_the_conditional_model_to_the_last_bit():
@@ -62,23 +71,159 @@ def test_both_rows_of_an_image_carry_its_noise_level():
         seen.update(x=x, sigma=sigma)
         return x
 
-    guidance.classifier_free(spy, 2.0)(X, SIGMA)
+    guides.classifier_free(spy, 2.0)(X, SIGMA)
     for half in (slice(0, None, 2), slice(1, None, 2)):
         np.testing.assert_array_equal(seen["x"][half], X)
         np.testing.assert_array_equal(seen["sigma"][half], SIGMA)
 
 
-def test_interval_guides_inside_its_bounds_only():
-    scale = guidance.interval(3.0, 0.5, 2.0)
-    np.testing.assert_array_equal(scale(SIGMA), [1, 3, 3, 1])  # Both bounds belong to it.
-    actual = guided(scale)
-    np.testing.assert_array_equal(actual[jnp.array([0, 3])], COND[jnp.array([0, 3])])
-    np.testing.assert_array_equal(actual[1:3], guided(3.0)[1:3])
+S = types.SimpleNamespace(guiding="cfg", guidance_low=0.0, guidance_high=float("inf"))
+LEVELS = jnp.array([30.0, 2.0, 0.5, 0.1, 0.0])
+MODEL = guidance.Model(precond.velocity(precond.log_snr), LEVELS)
+D = dict(
+    zip(
+        ("cond", "negative", "empty"),
+        jax.random.normal(jax.random.key(1), (3, 4, 4, 4, 3)),
+        strict=True,
+    )
+)
 
 
-def test_interval_takes_a_scale_for_each_image():
-    scale = guidance.interval(jnp.array([2.0, 3.0, 4.0, 5.0]), 0.3, 10.0)
-    np.testing.assert_array_equal(scale(SIGMA), [1, 3, 4, 1])
+def combined(guiding, scale, sigma=SIGMA, **fields):
+    """What a guidance makes of D."""
+    s = types.SimpleNamespace(**{**vars(S), "guiding": guiding, **fields})
+    guide = guidance.make(s, MODEL)
+    return np.float64(guide.combine(D, X, sigma, scale)), guide
+
+
+def branches(x, sigma, names):
+    """D under each name, as made of x; the number of rows that a network sees is recorded."""
+    jax.debug.callback(lambda: ROWS.append(len(names)), ordered=True)
+    return {name: x * (i + 1) for i, name in enumerate(("cond", "negative")) if name in names}
+
+
+ROWS = []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"guidance_low": 0.5, "guidance_high": 2.0}, {"guiding": "interval(0.5, 2)"}]
+)
+def test_interval_guides_inside_its_bounds_only_and_computes_no_half_outside(fields):
+    guide = guidance.make(types.SimpleNamespace(**{**vars(S), **fields}), MODEL)
+    denoise = jax.jit(guidance.guided(branches, jnp.full(4, 3.0), guide))
+    for level, inside in ((0.1, False), (0.5, True), (2.0, True), (30.0, False)):
+        ROWS.clear()
+        out = denoise(X, jnp.full(4, level))
+        jax.effects_barrier()
+        assert [2 if inside else 1] == ROWS  # Both bounds belong to it.
+        np.testing.assert_array_equal(out, X + 2 * (X - 2 * X) if inside else X)
+
+
+def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
+    """Kynkaanniemi et al. 2024: 0.28 to 5.42, of Karras' 30 levels from 0.0292 to 14.6."""
+    s = types.SimpleNamespace(**{**vars(S), "guiding": "interval(0.28, 5.42)"})
+    denoise = guidance.guided(branches, 3.0, guidance.make(s, MODEL))
+    sigmas = spacings.karras_sigmas(30, 0.0292, 14.6146)
+    ROWS.clear()
+    jax.block_until_ready(jax.jit(lambda x: samplers.euler(denoise, x, sigmas, lambda i: X))(X))
+    jax.effects_barrier()
+    inside = int(((sigmas >= 0.28) & (sigmas <= 5.42)).sum())
+    assert len(ROWS) == 30 and sum(ROWS) == 30 + inside
+    print(sum(ROWS) / 60)
+    assert 0.6 < sum(ROWS) / 60 < 0.8
+
+
+def test_apg_is_diffusers():
+    """adaptive_projected_guidance of diffusers 0.42; its scale is ours less 1."""
+    saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
+    d = {"cond": jnp.asarray(saved["cond"]), "negative": jnp.asarray(saved["uncond"])}
+    for guiding, name in (("apg", "apg/0.0/0.0"), ("apg(eta=0.3, norm=5)", "apg/0.3/5.0")):
+        guide = guidance.make(types.SimpleNamespace(**{**vars(S), "guiding": guiding}), MODEL)
+        out = guide.combine(d, d["cond"], jnp.ones(2), 7.5)
+        np.testing.assert_allclose(out, saved[name], atol=2e-5)
+
+
+def test_apg_without_projection_is_classifier_free_guidance():
+    np.testing.assert_allclose(combined("apg(eta=1)", 3.0)[0], combined("cfg", 3.0)[0], atol=1e-5)
+
+
+def test_rescale_is_diffusers_of_what_the_network_predicts():
+    """rescale_noise_cfg of diffusers 0.42, on predictions of v."""
+    saved = dict(np.load(FIXTURES / "authors_samplers.npz"))
+    x, sigma = jnp.asarray(saved["x"]), jnp.array([0.5, 3.0])
+    c_skip, c_out, *_ = (c[:, None, None, None] for c in MODEL.scalings(sigma))
+    d = {
+        "cond": c_skip * x + c_out * saved["cond"],
+        "negative": c_skip * x + c_out * saved["uncond"],
+    }
+    guide = guidance.make(types.SimpleNamespace(**{**vars(S), "guiding": "rescale(0.7)"}), MODEL)
+    out = (guide.combine(d, x, sigma, 7.5) - c_skip * x) / c_out
+    np.testing.assert_allclose(out, saved["rescaled"], atol=2e-4)
+
+
+def test_cfg_plus_plus_takes_the_unconditional_noise_in_a_step_of_ddim():
+    """Its Algorithm 2: x' = D_lambda + sigma' eps_uncond, at each level of the grid."""
+    guide = combined("cfg_pp", 0.6)[1]
+    assert guide.neutral is None
+    for sigma, later in itertools.pairwise(LEVELS):
+        d = guide.combine(D, X, jnp.full(4, sigma), jnp.full(4, 0.6))
+        stepped = d + later / sigma * (X - d)
+        mixed = D["negative"] + 0.6 * (D["cond"] - D["negative"])
+        expected = mixed + later * (X - D["negative"]) / sigma
+        np.testing.assert_allclose(stepped, expected, atol=2e-5)
+
+
+def test_perp_neg_leads_away_only_from_what_the_prompt_does_not_say():
+    out, guide = combined("perp_neg(weight=1.5)", 4.0)
+    assert guide.needs == ("cond", "empty", "negative")
+    c, n, e = (np.float64(D[name]) for name in ("cond", "negative", "empty"))
+    a, b = c - e, n - e
+    along = (a * b).sum((1, 2, 3), keepdims=True) / (a**2).sum((1, 2, 3), keepdims=True) * a
+    np.testing.assert_allclose(out, e + 4 * (a - 1.5 * (b - along)), atol=1e-5)
+    np.testing.assert_allclose(((b - along) * a).sum((1, 2, 3)), 0, atol=1e-9)
+
+
+def test_wrappers_compose_in_the_order_of_their_names():
+    both = combined("apg(norm=2)+rescale(0.5)", 5.0)[0]
+    c_skip, c_out, *_ = (np.float64(c)[:, None, None, None] for c in MODEL.scalings(SIGMA))
+    to_f = lambda d: (d - c_skip * np.float64(X)) / c_out
+    f, f_cond = to_f(combined("apg(norm=2)", 5.0)[0]), to_f(np.float64(D["cond"]))
+    std = lambda x: x.std((1, 2, 3), keepdims=True)
+    expected = c_skip * np.float64(X) + c_out * f * (0.5 * std(f_cond) / std(f) + 0.5)
+    np.testing.assert_allclose(both, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_second_model_guides_in_place_of_the_negative_text():
+    """Autoguidance (Karras et al. 2024): D_guide + w (D - D_guide), with the same text."""
+    denoiser_of = lambda text: lambda x, sigma: x * text[:, None, None, None]
+    guide_of = lambda text: lambda x, sigma: x * text[:, None, None, None] / 2
+    conditions = {"cond": lambda: jnp.arange(4.0), "negative": lambda: 1 / 0}
+    denoise = guidance.led(S, MODEL, 3.0, denoiser_of, conditions, guide_of)
+    text = jnp.arange(4.0)[:, None, None, None]
+    np.testing.assert_allclose(denoise(X, SIGMA), X * text / 2 + 3 * (X * text / 2), rtol=1e-5)
+    alone = guidance.led(S, MODEL, None, denoiser_of, conditions, guide_of)
+    np.testing.assert_array_equal(alone(X, SIGMA), X * text)
+
+
+def test_at_a_scale_that_changes_nothing_nothing_is_computed():
+    assert guidance.scales(S, 1, 3) is None
+    np.testing.assert_array_equal(guidance.scales(S, 2, 3), [2, 2, 2])
+    s = types.SimpleNamespace(**{**vars(S), "guiding": "cfg_pp"})
+    np.testing.assert_array_equal(guidance.scales(s, 1, 3), [1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    ("guiding", "message"),
+    [
+        ("apgg", r"sampler.guiding is 'apgg': did you mean 'apg'\?"),
+        ("cfg+apg(eta=3)", "sampler.guiding: eta is 3: it must be from 0 to 1"),
+        ("rescale(phi=-1)", "sampler.guiding: phi is -1: it must be from 0 to 1"),
+    ],
+)
+def test_what_is_no_guidance_is_one_line(guiding, message):
+    for kind in (imagen_settings.Sampler, sd_settings.Sampler):
+        with pytest.raises(ValueError, match=message):
+            settings.read(kind, {"guiding": guiding}, "sampler")
 
 
 def test_guided_gaussians_flow_to_the_extrapolated_mean():
@@ -89,10 +234,10 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
         sigma = sigma[:, None, None, None]
         return (0.25 * x + sigma**2 * mean) / (0.25 + sigma**2)
 
-    sigmas = grids.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
+    sigmas = spacings.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
     keys = jax.random.split(jax.random.key(0), 4)
     draws = samplers.gaussian_noise(keys, (4, 4, 3))
-    out = samplers.heun(guidance.classifier_free(both, 3.0), 10 * X, sigmas, draws)
+    out = samplers.heun(guides.classifier_free(both, 3.0), 10 * X, sigmas, draws)
     mean = 0.2 + 3 * (0.5 - 0.2)
     exact = mean + (10 * X - mean) * 0.5 / np.sqrt(0.25 + 100)
     np.testing.assert_allclose(out, exact, atol=1e-3)  # Heun's own error at 64 steps.
@@ -102,7 +247,7 @@ def test_a_sharded_batch_stays_where_it_is():
     """Neighbouring rows need no exchange between devices: no collective in the program."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = NamedSharding(mesh, P("data"))
-    f = guidance.classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)
+    f = guides.classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)
     jitted = jax.jit(f, in_shardings=(rows, rows), out_shardings=rows)
     text = jitted.lower(X, SIGMA).compile().as_text()
     for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):
@@ -111,7 +256,7 @@ def test_a_sharded_batch_stays_where_it_is():
 
 @pytest.mark.parametrize("percentile", [99.5, 90.0])
 def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
-    actual = guidance.dynamic_threshold(lambda x, sigma: 3 * x, percentile)(X, SIGMA)
+    actual = thresholds.dynamic(lambda x, sigma: 3 * x, percentile=percentile)(X, SIGMA)
     for image, out in zip(np.float64(3 * X), actual, strict=True):
         s = np.quantile(np.abs(image), percentile / 100)
         assert s > 1
@@ -120,10 +265,10 @@ def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
 
 
 def test_dynamic_threshold_leaves_images_in_range_alone():
-    keep = guidance.dynamic_threshold(lambda x, sigma: jnp.tanh(x))
+    keep = thresholds.dynamic(lambda x, sigma: jnp.tanh(x))
     np.testing.assert_array_equal(keep(X, SIGMA), jnp.tanh(X))
 
 
 def test_static_threshold_clips_to_the_range_of_images():
-    actual = guidance.static_threshold(lambda x, sigma: 5 * x)(X, SIGMA)
+    actual = thresholds.static(lambda x, sigma: 5 * x)(X, SIGMA)
     np.testing.assert_array_equal(actual, np.clip(5 * X, -1, 1))

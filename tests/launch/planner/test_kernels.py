@@ -4,11 +4,14 @@ import importlib.util
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
+import jax
 import pytest
 
 from launch import accelerators
-from launch.planner import gpu
+from launch.planner import compiling, gpu
 
 _GPU = """
 import functools
@@ -59,6 +62,30 @@ def test_attention_is_cudnns_when_it_is_compiled_for_an_h100(implementation):
     ended = run("-c", _GPU.format(implementation=implementation))
     assert ended.returncode == 0, ended.stderr
     assert "fmhaSoftmaxBackward" in ended.stdout
+
+
+def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options(monkeypatch):
+    class Compiled:
+        as_text = staticmethod(lambda: "ENTRY")
+        memory_analysis = staticmethod(lambda: SimpleNamespace(temp_size_in_bytes=7))
+
+    class Lowered:
+        as_text = staticmethod(lambda: "stablehlo.dot_general")
+
+        def compile(self, **options):
+            tried.append(options)
+            if not options:
+                raise jax.errors.JaxRuntimeError("Couldn't find output tile sizes")
+            return Compiled()
+
+    tried: list = []
+    lowered: Any = Lowered()
+    monkeypatch.setattr(compiling, "kept", lambda name, parts, make: make())
+    found = compiling.compile_for(lowered, "h100", fallback=gpu.FALLBACK)
+    assert (found.temporary, found.products) == (7, 1)
+    assert tried == [{}, {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}]
+    with pytest.raises(jax.errors.JaxRuntimeError, match="tile sizes"):
+        compiling.compile_for(lowered, "h100")
 
 
 def test_what_lacks_for_a_gpu_is_named(monkeypatch):

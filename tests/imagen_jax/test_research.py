@@ -1,0 +1,66 @@
+"""What a researcher swaps, through the real commands: objective, sampler, guidance, a guide."""
+
+import csv
+import json
+
+import pytest
+
+from diffusion_jax.machine import log
+from tests.imagen_jax import commands
+
+TINY = (
+    "--config.steps=4", "--config.batch_size=8", "--config.log_every=1", "--config.save_every=2",
+    "--config.sample_every=0", "--config.optimizer.warmup=0", "--config.data.heldout=0.01",
+    "--config.heldout.every=4", "--config.heldout.records=8", "--config.heldout.levels=2",
+)  # fmt: skip
+SMALL = (
+    "--config.unet.embed_dim=32", "--config.unet.image_size=8", "--config.unet.cond_dim=32",
+)  # fmt: skip
+
+
+def run(name, *arguments, code=0):
+    ended = commands.run(name, *map(str, arguments), devices=1)
+    assert ended.code == code, ended.err
+    return ended
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """flow, a run of rectified flow with a learned weight; other, a smaller one that may guide."""
+    root = tmp_path_factory.mktemp("research")
+    config = "--config=configs/quickstart.py"
+    objective = (
+        "--config.diffusion.noise=logit_normal(mean=0.2, shift=2)",
+        "--config.diffusion.precond=flow", "--config.diffusion.weight=uncertainty(channels=16)",
+        "--config.diffusion.offset_noise=0.1", "--config.sampler.steps=4",
+        "--config.sampler.name=dpmpp_2m_sde(strength=0.5)",
+    )  # fmt: skip
+    run("train", config, *TINY, *SMALL, *objective, f"--workdir={root / 'flow'}")
+    smaller = (*SMALL, "--config.unet.head_dim=16", "--config.seed=1")
+    run("train", config, *TINY, *smaller, f"--workdir={root / 'other'}")
+    return root
+
+
+@pytest.mark.slow
+def test_an_objective_is_trained_measured_sampled_and_swept(runs, tmp_path):
+    flow, other = f"--workdir={runs / 'flow'}", runs / "other"
+    rows = log.read_metrics(runs / "flow" / "metrics.jsonl")
+    assert rows[-1]["heldout/raw/v_loss"] > 0 and len(rows) == 5
+    prompt = "--prompt=a red seven on gray paper"
+    guided = ("--guiding=apg(eta=0.5, norm=5)+rescale(0.7)", f"--guide={other}@2", "--guidance=3")
+    run("sample", flow, prompt, *guided, f"--out={tmp_path / 'a'}")
+    (line,) = (tmp_path / "a" / "metadata.jsonl").read_text().splitlines()
+    (stage,) = json.loads(line)["stages"]
+    assert stage["sampler"] == "dpmpp_2m_sde(strength=0.5)" and stage["guide"] == f"{other}@2"
+    assert stage["guiding"] == "apg(eta=0.5,norm=5)+rescale(0.7)"
+    run("sample", flow, prompt, "--guidance=3", f"--out={tmp_path / 'b'}")
+    image = lambda name: (tmp_path / name / "seed_000000.png").read_bytes()
+    assert image("a") != image("b")
+    run(
+        "evaluate", flow, "--guiding=cfg_pp", "--guidance=0.5,1", "--num_seen=4",
+        "--num_heldout=4", "--sampler=deis", "--name=pp",
+    )  # fmt: skip
+    with (runs / "flow" / "evaluation" / "pp" / "sweep.csv").open() as file:
+        assert [row["guidance"] for row in csv.DictReader(file)] == ["0.5", "1.0"]
+    ended = run("sample", flow, prompt, "--guiding=apgg", f"--out={tmp_path}", code=2)
+    assert "sampler.guiding is 'apgg': did you mean 'apg'?" in ended.err
