@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 
 from diffusion_jax import cli, runs, systems
 from diffusion_jax.data.pipeline import Batches
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import programs, sharding
 from diffusion_jax.settings import Heldout
 from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import restore
@@ -49,6 +49,11 @@ class Records(NamedTuple):
     """Each record's own, which its noise is drawn from."""
     sigmas: Float[np.ndarray, "L"]
     """The noise levels, all of each record."""
+
+    def first(self) -> "Records":
+        """The first record alone."""
+        batch = {name: array[:1] for name, array in self.batch.items()}
+        return self._replace(batch=batch, numbers=self.numbers[:1])
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
@@ -88,6 +93,7 @@ def make_scorer(
         keys = fold(jax.vmap(lambda _: jax.random.key(_SEED))(numbers), numbers)
         return errors(params, frozen, batch, fold(keys, levels), sigma)
 
+    of_rows = programs.announced(of_rows, "the held-out loss")
     count, sigmas = len(records.numbers), records.sigmas
 
     def score(params: Params) -> dict[str, float]:

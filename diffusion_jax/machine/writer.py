@@ -81,9 +81,7 @@ class Writer:
     def _is_gone(self, number: int, holder: dict[str, Any]) -> bool:
         """Whether a writer has ended; of another machine, after at most `stale` seconds."""
         if holder.get("machine") == self._said["machine"]:
-            pid = holder.get("pid")
-            started = _started(pid)
-            return pid == os.getpid() or started is None or started != holder.get("started")
+            return _has_ended(holder)
         path, deadline = _path(self._folder, number), time.monotonic() + self._stale
         if not path.exists():
             return True
@@ -118,6 +116,23 @@ class Writer:
                 files.write_whole(_path(self._folder, self._number), said)
             except OSError as error:  # A full disk, a network that is away: it may come back.
                 logging.warning("no heartbeat of the writer in %s: %s", self._folder, error)
+
+
+def refusal(folder: files.Path) -> str | None:
+    """What a second writer would be told now; None if there is no lock, or one of a dead process.
+
+    Whether the writer of another machine is alive is not waited for: it counts as alive.
+    """
+    folder = pathlib.Path(folder)
+    number, holder = _highest(folder) if folder.is_dir() else (0, {})
+    gone = holder.get("machine") == _machine() and _has_ended(holder)
+    return _refusal(folder, holder) if number and not gone else None
+
+
+def _has_ended(holder: dict[str, Any]) -> bool:
+    """Whether a writer of this machine has ended, or is this process's own of before."""
+    started = _started(holder.get("pid"))
+    return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")
 
 
 def _refusal(folder: pathlib.Path, holder: dict[str, Any]) -> str:

@@ -107,11 +107,10 @@ def train(
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
-        watchdog = closing(
-            Watchdog(run.step_timeout, distributed.hanging)
-        )  # Before what it is to see the end of.
-        folder = workdir / runs.CHECKPOINTS
-        checkpoints = closing(Checkpointer(folder, run.keep_last, run.keep_every))
+        # Before what it is to see the end of.
+        watchdog = closing(Watchdog(run.step_timeout, distributed.hanging))
+        kept = workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every
+        checkpoints = closing(Checkpointer(*kept))
         state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
         first = int(state.step)
         writer = closing(MetricWriter(workdir, config, first))
@@ -119,13 +118,12 @@ def train(
         if first >= run.steps:
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
-        rows = run.batch_size // settings.accumulate
+        rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
         occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
-        where = batch_sharding(mesh)
         batch = to_global(next(batches), where)
-        samples = run.batch_size // batch_ways(mesh) // settings.accumulate
-        parts = {**state._asdict(), "frozen": frozen, "batch": batch}
-        sizes = stack.enter_context(out_of_memory.explained(workdir, parts, samples))
+        held = {**state._asdict(), "frozen": frozen, "batch": batch}
+        told = out_of_memory.explained(workdir, held, rows // batch_ways(mesh))
+        sizes = stack.enter_context(told)
         step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
         sizes["the step's temporaries"] = step_fn.memory_analysis().temp_size_in_bytes
         closing(trace)
@@ -140,15 +138,14 @@ def train(
                 results.append(metrics)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
+            aside = [write for is_due, write in occasions if is_due(step) or step == run.steps]
             if found := lookout.failed(step, batch, metrics, last):
-                with progress.paused(), watchdog.paused():
-                    explain(*found, step, state.params)
+                aside.insert(0, functools.partial(explain, *found))
             if step % run.log_every == 0 or last:
                 progress.report(step)
-            for is_due, write in occasions:
-                if is_due(step) or step == run.steps:
-                    with progress.paused(), watchdog.paused():
-                        write(step, state)
+            for write in aside:
+                with progress.paused(), watchdog.paused():
+                    write(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
                     checkpoints.save(step, state, batches, config)
@@ -214,16 +211,16 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
 
 
 def _explainer(task, frozen, key, settings, batches, workdir, mesh):
-    """explain(step, batch, now, params), which writes the report of a step that is not finite."""
+    """explain(step, batch, now, state), which writes the report of a step that is not finite."""
     everywhere, accumulate = replicated(mesh), settings.accumulate
 
-    def explain(step, batch, now, params):
+    def explain(step, batch, now, state):
         logging.warning("step %d is not finite: its batch runs again, to say where", step)
         step_key = jax.random.fold_in(key, step - 1)
         key_of = lambda index: micro_key(step_key, index, accumulate, settings.micro_batch > 0)
         keys = [key_of(index) for index in range(accumulate)]
         try:
-            seen = not_finite.watch(task.loss, params, frozen, batch, keys, everywhere)
+            seen = not_finite.watch(task.loss, state.params, frozen, batch, keys, everywhere)
         except jax.errors.JaxRuntimeError as error:  # Out of memory, mostly: the run goes on.
             logging.warning("step %d is not finite, and could not run again: %s", step, error)
             return

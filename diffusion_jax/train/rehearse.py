@@ -17,9 +17,9 @@ import numpy as np
 from absl import logging
 from jax.sharding import Mesh
 
-from diffusion_jax import runs
+from diffusion_jax import heldout, runs
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import hardware, log, programs, progress, sharding
+from diffusion_jax.machine import hardware, log, programs, progress, sharding, writer
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
@@ -47,6 +47,10 @@ def rehearse(
         jax.eval_shape(step, state, frozen, batch, memory.abstract_key())
         traced = memory.trace(task, state, example)
     drawn = _rehearse_drawing(inputs, state.params, mesh)
+    if inputs.records:
+        with _named("the held-out loss"), programs.rehearsal():
+            one = inputs.records.first()
+            heldout.make_scorer(task, frozen, mesh, one, run.batch_size)(state.params)
     samples = run.batch_size // (sharding.batch_ways(mesh) * settings.accumulate)
     need = memory.bytes_per_device(traced, mesh, samples, settings.accumulate)
     rows = [
@@ -146,11 +150,15 @@ def _workdir(workdir: pathlib.Path, run: Run, state: TrainState) -> Rows:
     disk = f"{kept} checkpoints of {each / 1e9:.2f} GB at most; {free / 1e9:,.1f} GB are free"
     if (kept + 1 - len(steps)) * each > free:
         logging.warning("the disk may fill up: %s", disk)
+    step, begin = 0, "starts anew"
     if steps:
-        checkpoint.check(workdir / runs.CHECKPOINTS, steps[-1], state)
-    begin = f"goes on from step {steps[-1]:,}" if steps else "starts anew"
-    left = _time_left(workdir, run, steps[-1] if steps else 0)
-    return [("workdir", f"{workdir}: {begin}"), ("disk", disk), ("time", left)]
+        step = restore.newest_sound(workdir / runs.CHECKPOINTS)
+        checkpoint.check(workdir / runs.CHECKPOINTS, step, state)
+        begin = f"goes on from step {step:,}, whose checkpoint is sound"
+    rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
+    if held := writer.refusal(workdir):
+        rows.append(("in use", held))
+    return [*rows, ("time", _time_left(workdir, run, step))]
 
 
 def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:

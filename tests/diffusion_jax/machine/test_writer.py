@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -55,6 +56,7 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
     )
     with pytest.raises(writer.Held, match=message), writer.Writer(tmp_path):
         pass
+    assert re.fullmatch(message, str(writer.refusal(tmp_path)))
     os.kill(process.pid, signal.SIGSTOP)  # It may go on at any time.
     with pytest.raises(writer.Held, match=message), writer.Writer(tmp_path):
         pass
@@ -65,6 +67,7 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_stale_at_once(tmp_path):
     process = hold(tmp_path)
     process.kill()  # Nobody has waited for it yet: it is a zombie.
     time.sleep(0.3)
+    assert writer.refusal(tmp_path) is None is writer.refusal(tmp_path / "nothing")
     started = time.monotonic()
     with writer.Writer(tmp_path):
         assert [path.name for path in tmp_path.iterdir()] == ["writer-2.json"]

@@ -13,7 +13,10 @@ from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
 from diffusion_jax.train.rehearse import rehearse
+from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
+from tests.diffusion_jax.machine.test_writer import end, hold
+from tests.diffusion_jax.test_heldout import records
 from tests.diffusion_jax.train.test_loop import EXAMPLES, OPTIMIZER, RUN, TASK, train
 
 
@@ -24,7 +27,9 @@ def compiled(caplog):
         yield lambda: [r.message for r in caplog.records if "XLA compilation" in r.message]
 
 
-def told(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER):
+def told(
+    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None
+):  # fmt: skip
     """The lines by their names."""
     batches = pipeline.make_batches(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
@@ -32,7 +37,7 @@ def told(workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings
     mesh = sharding.make_mesh(*sizes)
     with batches:
         before = batches.get_state()
-        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation)
+        inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, records=records)
         text = rehearse(inputs, run, settings, mesh, workdir)
         assert batches.get_state() == before  # No sample is taken from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
@@ -84,11 +89,34 @@ def test_what_would_fail_later_fails_at_once_and_says_where(tmp_path, task, erro
     assert raised.value.__notes__[-1] == f"(while rehearsing {note}, before anything was compiled)"
 
 
+def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
+    held, _ = records()
+    told(tmp_path, records=held)
+    assert not [message for message in compiled() if "of_rows" in message]
+    task = TASK._replace(measure=TASK.measure._replace(errors=lambda *_: 1 // 0))
+    with pytest.raises(ZeroDivisionError) as raised:
+        told(tmp_path, task, records=held)
+    assert "while rehearsing the held-out loss" in raised.value.__notes__[-1]
+
+
 def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
     train(tmp_path, steps=2, log_every=1)
     lines = told(tmp_path)
-    assert lines["workdir"] == f"{tmp_path}: goes on from step 2"
+    assert lines["workdir"] == f"{tmp_path}: goes on from step 2, whose checkpoint is sound"
     assert lines["time"].startswith("5 steps at ") and "images/s, as last time: " in lines["time"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_a_writer_at_work_is_named(tmp_path, caplog):
+    train(tmp_path, steps=2, save_every=1)
+    (tmp_path / "checkpoints" / "2" / "checksums" / "0-of-1.json").write_text("{")
+    caplog.clear()
+    process = hold(tmp_path)
+    lines = told(tmp_path)
+    end(process)
+    assert lines["workdir"] == f"{tmp_path}: goes on from step 1, whose checkpoint is sound"
+    assert "passing over the damaged checkpoint" in caplog.text
+    assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
+    assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]  # Nothing is moved yet.
 
 
 def test_a_checkpoint_of_another_architecture_is_refused_before_the_run(tmp_path):
