@@ -1,0 +1,53 @@
+"""A job is rehearsed before it is handed over: sbatch here writes down what it is given."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch.launching import SWEEP
+
+SBATCH = '#!/bin/sh\ncat >> "$TAKEN"\n'
+
+
+def launch(folder, *arguments):
+    """The command, with an sbatch in front of any other; and what that got."""
+    (folder / "bin").mkdir()
+    program, taken = folder / "bin" / "sbatch", folder / "taken.sh"
+    program.write_text(SBATCH)
+    program.chmod(0o755)
+    environ = os.environ | {"PATH": f"{program.parent}:{os.environ['PATH']}", "TAKEN": str(taken)}
+    whole = [sys.executable, "-m", "launch.slurm", SWEEP, "--job.accelerator=h100:8", *arguments]
+    ended = subprocess.run(whole, env=environ, capture_output=True, text=True, timeout=600)
+    return ended, taken.read_text() if taken.exists() else ""
+
+
+@pytest.mark.slow
+def test_each_run_is_rehearsed_and_then_submitted(tmp_path):
+    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=((),)")
+    assert ended.returncode == 0, ended.stderr
+    assert "parameters     3,323,889 trained, 0 frozen\n" in ended.stderr
+    assert f"workdir        {tmp_path}/runs/0: starts anew\n" in ended.stderr
+    assert "mesh: replica 1, fsdp 8, tensor 1" in ended.stderr  # As on the eight GPUs.
+    assert taken.count("#!/bin/bash") == 1 and "imagen_jax.train" in taken
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.slow
+def test_what_a_rehearsal_refuses_is_not_submitted(tmp_path):
+    ended, taken = launch(
+        tmp_path, f"--job.workdir={tmp_path}/runs", "--job.sweep=(('sampler.name=heun(wrong=1)',),)"
+    )
+    assert ended.returncode == 2 and taken == ""
+    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
+    assert line.startswith("error: the rehearsal of quickstart-0 fails: error: ")
+    assert "heun" in line and "wrong" in line
+
+
+@pytest.mark.slow
+def test_a_run_whose_data_are_elsewhere_is_submitted_unrehearsed(tmp_path):
+    given = "--job.sweep=(('data.source=webdataset','data.path=/nowhere/x.tar'),)"
+    ended, taken = launch(tmp_path, f"--job.workdir={tmp_path}/runs", given)
+    assert ended.returncode == 0 and "imagen_jax.train" in taken
+    assert "quickstart-0 is not rehearsed: /nowhere is not on this machine" in ended.stderr
