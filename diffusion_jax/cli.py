@@ -141,10 +141,11 @@ def bad_input(
 
 def _unknown_field(argv: list[str], text: str) -> str:
     """The message for --config.unet.embd_dim=3; ml_collections' own names the last part alone."""
-    files = [match[1] for arg in argv if (match := re.match(r"--?config=(.+)", arg))]
-    config: Any = flags.FLAGS["config"].parser.parse(files[-1]) if files else None
-    for path in (match[1] for arg in argv if (match := re.match(r"--?config\.([\w.]+)", arg))):
-        group, dot = config, ""
+    matches = lambda pattern: filter(None, (re.match(pattern, arg) for arg in argv))
+    files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers read jobs.
+    for flag, path in (m.groups() for m in matches(r"--?(config|job)\.([\w.]+)")):
+        parser: Any = flags.FLAGS[flag].parser
+        group, dot = parser.parse(files[flag]) if flag in files else None, ""
         for name in path.split("."):
             if not isinstance(group, ConfigDict) or name not in group:
                 known = [*group.keys()] if isinstance(group, ConfigDict) else []

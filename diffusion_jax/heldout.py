@@ -93,7 +93,7 @@ def make_scorer(
         keys = fold(jax.vmap(lambda _: jax.random.key(_SEED))(numbers), numbers)
         return errors(params, frozen, batch, fold(keys, levels), sigma)
 
-    of_rows = programs.announced(of_rows, "the held-out loss")
+    errors_of = programs.announced(of_rows, "the held-out loss")
     count, sigmas = len(records.numbers), records.sigmas
 
     def score(params: Params) -> dict[str, float]:
@@ -106,7 +106,7 @@ def make_scorer(
             placed = jax.tree.map(
                 lambda x: sharding.place(x, where), (inputs, numbers, at, sigmas[level])
             )
-            parts.append(jax.device_get(of_rows(params, frozen, *placed)))
+            parts.append(jax.device_get(errors_of(params, frozen, *placed)))
         both = np.concatenate(parts, axis=1)[:, : count * len(sigmas)].astype(np.float64)
         return _named(both.reshape(2, len(sigmas), count).mean(2), sigmas)
 

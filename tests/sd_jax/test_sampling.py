@@ -28,7 +28,7 @@ from sd_jax.weights import formats, names
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise of their own; and averages of v are not of eps.
-SWAYED = {"ddpm", "euler_ancestral", "plms_v"}
+SWAYED = {"ddpm", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "plms_v", "restart"}
 TABLE = schedules.scaled_linear()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
 PIPELINE = Pipeline(

@@ -25,7 +25,7 @@ def twice(traced):
 
 
 def test_each_shape_is_compiled_and_said_once(twice, caplog):
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO, "absl"):
         for size in (3, 3, 4):
             np.testing.assert_array_equal(twice(jnp.ones(size), None)["y"], np.full(size, 2.0))
         np.testing.assert_array_equal(twice(jnp.ones(3), jnp.float32(5))["y"], np.full(3, 5.0))
@@ -34,7 +34,7 @@ def test_each_shape_is_compiled_and_said_once(twice, caplog):
 
 
 def test_a_rehearsal_traces_and_gives_zeros_and_compiles_nothing(twice, traced, caplog):
-    with caplog.at_level(logging.INFO), programs.rehearsal():
+    with caplog.at_level(logging.INFO, "absl"), programs.rehearsal():
         zeros = twice(jax.ShapeDtypeStruct((7,), jnp.float32), None)["y"]
         with pytest.raises(TypeError, match=r"mul got incompatible shapes"):
             twice(jnp.ones(3), jnp.ones(2))
