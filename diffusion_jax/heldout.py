@@ -162,6 +162,8 @@ def measure_run(
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)
     rows = -(-s.run.batch_size // s.optimizer.accumulate // ways) * ways
+    if s.optimizer.micro_batch:
+        rows = s.optimizer.micro_batch * ways
     score = make_scorer(task, frozen, mesh, held, rows)
     folder = restore.absolute(workdir) / runs.CHECKPOINTS
     step = restore.newest_sound(folder) if step is None else step

@@ -238,18 +238,28 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
-    away = [path for path in folders(job, run) if not os.path.exists(path)]
+    disk = "/".join(folder.split("/")[:2])  # Such as /shared or /gcs.
+    away = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
     if away:
         return f"{run.name} is not rehearsed: {', '.join(away)} is not on this machine"
     devices = f"--xla_force_host_platform_device_count={target.devices}"
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
-    whole = [sys.executable, "-m", *command(run, folder), "--rehearse"]
-    ended = subprocess.run(
-        whole, env=os.environ | variables, capture_output=True, text=True, timeout=600, check=False
-    )
+    unet = (config_of(run) or {}).get("unet", {})
+    kernels = unet.get("attention_impl") in ("cudnn", "splash")  # Which no CPU can trace.
+    plain = ["--config.unet.attention_impl=blockwise"] if kernels else []
+    whole = [sys.executable, "-m", *command(run, folder), *plain, "--rehearse"]
+    environ = os.environ | variables
+    try:
+        ended = subprocess.run(
+            whole, env=environ, capture_output=True, text=True, timeout=600, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"{run.name} is not rehearsed: it takes more than ten minutes here"
+    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
+    if ended.returncode == 2:
+        raise ValueError(f"the rehearsal of {run.name} fails: {last}")
     if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no message"]
-        raise ValueError(f"the rehearsal of {run.name} fails: {lines[-1]}")
+        return f"{run.name} is not rehearsed: it ended with code {ended.returncode}, {last}"
     return f"{run.name}\n{ended.stdout}"
 
 

@@ -30,6 +30,10 @@ class Pictures(abc.ABC):
     def __len__(self) -> int:
         """The number of pictures."""
 
+    def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
+        """Lets none of these, sorted, stand in for an unusable one; most lists replace none."""
+        del indices
+
     @abc.abstractmethod
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
@@ -84,8 +88,13 @@ class Decoded(Pictures):
         self._records, self._make, self._max_broken = records, make, data.max_broken
         self._filters = {name: getattr(data, name) for name in _FILTERS}
         self._unusable: dict[int, str] = {}
+        self._apart = np.zeros(0, np.int64)
         self._num_read = self._num_broken = 0
         self._lock = threading.Lock()
+
+    def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
+        """These, sorted, replace no other."""
+        self._apart = indices
 
     def __len__(self) -> int:
         """The number of records, unusable ones among them."""
@@ -151,6 +160,10 @@ class Decoded(Pictures):
             if len(self._unusable) == len(self):
                 break
             index = int(draw.integers(len(self)))
+            while (at := np.searchsorted(self._apart, index)) < len(self._apart) and (
+                self._apart[at] == index
+            ):
+                index = int(draw.integers(len(self)))
         filters = ", ".join(f"{name}={value}" for name, value in self._filters.items())
         raise ValueError(
             f"all records that were tried are unusable, of {len(self)}: {self.skipped()}. Look at "

@@ -15,7 +15,7 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """(for training, held out): about this share of the records, chosen by a hash of their numbers.
 
     The choice is the same in every run and process, and stays when records are added at the end.
-    Of a mixture each part is split. What replaces a damaged record in training is drawn from all.
+    Of a mixture each part is split. What replaces an unusable record in training is never held out.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
@@ -25,6 +25,7 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
         return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
     apart = np.concatenate([chunk[_hashed(chunk) < share] for chunk in chunks])
+    pictures.keep_apart(apart)
     return Subset(pictures, apart, others=True), Subset(pictures, apart)
 
 

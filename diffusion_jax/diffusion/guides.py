@@ -48,6 +48,8 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
     is at most `norm` long before the scale, for each image (0: any length).
     """
     del model
+    if EMPTY in guide.needs:
+        raise ValueError("perp_neg+apg: what perp_neg adds would not be projected: apg+perp_neg")
 
     def combine(d, x, sigma, scale):
         difference = d[COND] - d[guide.other]
@@ -66,7 +68,8 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
 
     It takes D_lambda = D_uncond + lambda (D_cond - D_uncond) for the image and the unconditional
     eps for the noise: x' = D_lambda + r (x - D_uncond) with r = sigma' / sigma of a step of DDIM.
-    That is DDIM's step x' = D + r (x - D) with a scale lambda / (1 - r).
+    That is DDIM's step x' = D + r (x - D) with a scale lambda / (1 - r). It is for samplers that
+    evaluate D at the grid's levels alone: not for `restart`, nor for `heun` with churn.
     """
 
     def combine(d, x, sigma, scale):
@@ -107,7 +110,8 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
         cond = d[COND] - weight * (b - projected(b, a))
         return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, scale)
 
-    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE))
+    neutral = None if weight else guide.neutral
+    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE), neutral=neutral)
 
 
 def classifier_free(denoise_both: Denoiser, scale: Scale) -> Denoiser:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion.noise import Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images
-from diffusion_jax.diffusion.samplers import Draws, same_level
+from diffusion_jax.diffusion.samplers import NO_SIGNAL, Draws, same_level
 
 Turn = Callable[[Images, Images, Float[Array, ""]], Images]
 """(slope or what stands for it, x, its level) to the other of the two."""
@@ -44,8 +44,8 @@ def plms(
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
-    # A single step to 0, where there is no slope, is not corrected.
-    corrected = sigmas[1] > 0
+    # A single step to 0, where there is no slope, is not corrected; nor one from noise alone.
+    corrected = (sigmas[1] > 0) & (sigmas[0] < NO_SIGNAL)
     second = jnp.where(corrected, sigmas[1], sigmas[0])
     levels = jnp.concatenate([sigmas[:1], second[None], sigmas[1:-1]])
     starts = jnp.concatenate([sigmas[:1], sigmas[:1], sigmas[1:-1]])

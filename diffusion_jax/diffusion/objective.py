@@ -85,6 +85,12 @@ def make(d: Any) -> Objective:
     What the network predicts is the field `precond` of Imagen, `predicts` of Stable Diffusion.
     """
     predicts = "precond" if hasattr(d, "precond") else "predicts"
+    name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
+    if name("noise") in _TO_NOISE_ALONE and name(predicts) == "eps":
+        raise ValueError(
+            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} 'eps': no image can be told "
+            "from its noise where there is nothing else; predict v, or flow"
+        )
     return Objective(
         noise.make(d),
         named.bound(f"diffusion.{predicts}", getattr(d, predicts), precond.PRECONDS, d),
@@ -94,6 +100,7 @@ def make(d: Any) -> Objective:
     )
 
 
+_TO_NOISE_ALONE = ("zero_terminal_snr", "logit_normal", "uniform_flow")
 _WEIGHTINGS = "diffusion_jax.diffusion.weightings"
 # By diffusion.weight of a config; their own parameters follow `*` (see named).
 WEIGHTINGS: Mapping[str, Callable[..., Weighting] | str] = {

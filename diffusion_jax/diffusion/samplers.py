@@ -108,7 +108,7 @@ def heun(
 
     It holds D twice, and so would the program. The scan is over evaluations in place of steps:
     k = 2 i is Euler's, k = 2 i + 1 the correction, and the network is compiled once. A last step
-    to a level above 0 is Euler's too.
+    to a level above 0 is Euler's too, and so is one from a level of nothing but noise (NO_SIGNAL).
     """
     inside = (s_min <= sigmas) & (sigmas <= s_max)
     gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
@@ -138,7 +138,8 @@ def heun_steps(
 
         d_here = (x - denoise(x, same_level(level, x))) / level
         x_hat = jnp.where(first, x, x_hat)
-        slope = jnp.where(first, d_here, (d + d_here) / 2)
+        mean = jnp.where(sigma_hat > NO_SIGNAL, d, (d + d_here) / 2)
+        slope = jnp.where(first, d_here, mean)
         return (x_hat + (sigma_next - sigma_hat) * slope, x_hat, d_here), None
 
     return jax.lax.scan(evaluate, (x, x, jnp.zeros_like(x)), jnp.arange(2 * n - 1))[0][0]
@@ -206,6 +207,10 @@ def _normal(keys: Key[Array, "B"], draw: int | Int[Array, ""], shape: tuple[int,
     return jax.vmap(flat)(keys).reshape(-1, *shape)
 
 
+NO_SIGNAL = 1e4
+"""The level above which next to nothing of the image is left: where rectified flow and a zero
+terminal SNR start (2^20). A step from there goes far below it, and the slope at its end is no
+estimate of the slope along it: Heun's correction would multiply the noise."""
 _WHOLE, _CLOSED = Places(whole=False), Places(closed=True)
 _MULTISTEP = "diffusion_jax.diffusion.multistep"
 _STOCHASTIC = "diffusion_jax.diffusion.stochastic"

@@ -26,7 +26,7 @@ def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
 
 def leading(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
     """Even times from 0 on, each s.offset later in a table."""
-    points = s.steps + places.closed
+    points = s.steps + _with_end(noise, places)
     if not noise.steps:
         return _at(noise, s, np.arange(points)[::-1] / points)
     times = noise.steps // points * np.arange(points)[::-1] + s.offset
@@ -42,7 +42,7 @@ def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
 def linspace(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
     """Even times from the last to 0, which is a step's own."""
     last = noise.steps - 1 if noise.steps else 1
-    times = np.linspace(0, last, s.steps + places.closed)[::-1]
+    times = np.linspace(0, last, s.steps + _with_end(noise, places))[::-1]
     return _at(noise, s, np.round(times) if noise.steps and places.whole else times)
 
 
@@ -91,6 +91,11 @@ def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
 def _level(noise: Noise) -> Callable[[Any], Sigmas]:
     assert noise.level is not None  # See check.
     return noise.level
+
+
+def _with_end(noise: Noise, places: Places) -> bool:
+    """Whether the time 0 is an end beside the steps' own: also where its level is 0."""
+    return places.closed or (not noise.steps and noise.end == "zero")
 
 
 def _at(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:

@@ -75,7 +75,7 @@ def _difference(path: pathlib.Path, size: int, digest: str | None) -> str | None
             return f"{path.stat().st_size:,} bytes, and {size:,} were written"
         if digest is not None and _digest(path) != digest:
             return "other bytes than were written"
-    except OSError as error:
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"cannot be read ({error.strerror})"
     return None
 

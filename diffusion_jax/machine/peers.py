@@ -180,6 +180,7 @@ def start(
         peers.connect(door, known)
     except OSError as error:
         logging.warning("no watch over the other processes: %s at %s", error, door)
+        peers.leave()  # Those that did connect take the end of it for no death.
         return None
     return peers
 

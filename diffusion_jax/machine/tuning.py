@@ -22,7 +22,9 @@ class Setting(NamedTuple):
 
     def is_in(self, variables: Mapping[str, str]) -> bool:
         """Whether the variable, or in it a flag of this name, is set, to whatever value."""
-        now, flag = variables.get(self.variable), re.match(r"--\w+", self.value)
+        old = self.variable.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT")  # JAX refuses both.
+        now = variables.get(self.variable, variables.get(old))
+        flag = re.match(r"--\w+", self.value)
         return now is not None and (not flag or re.search(rf"{flag[0]}\b", now) is not None)
 
 
@@ -55,7 +57,7 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
     ),
     "gpu": (
         Setting(
-            "XLA_PYTHON_CLIENT_MEM_FRACTION",
+            "XLA_CLIENT_MEM_FRACTION",
             "0.9",
             "JAX takes three quarters of the memory by default; an H100 keeps 8 GB for libraries",
         ),

@@ -123,10 +123,11 @@ def _encode_shards(
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
     """A config's prompts, to draw and to score on the way, of data from `source`.
 
-    Of systems with a negative prompt also that one, and the empty one.
+    A negative prompt is one of them, and the empty one where dropped texts become it.
     """
-    negative = config.get("sampler", {}).get("negative_prompt")
-    prompts = list(config["prompts"]) + ([] if negative is None else sorted({"", negative}))
+    negative = config.get("sampler", {}).get("negative_prompt", "")
+    empty = ("",) if "conditioning" in config else ()
+    prompts = list(config["prompts"]) + sorted({*empty, *filter(None, [negative])})
     scored = settings.read(Evaluation, config.get("evaluation", {}), "evaluation")
     if scored.every and scored.prompts:
         prompts += prompt_files.read(scored.prompts, scored.num_prompts)

@@ -9,7 +9,6 @@ sound.
 
 import dataclasses
 import os
-import time
 from collections.abc import Mapping
 from concurrent import futures
 from typing import Any, Protocol, runtime_checkable
@@ -152,8 +151,7 @@ class Checkpointer:
 
     def _finish(self, step: int) -> None:
         """Waits until all of a step is written, lists its checksums and reads it back."""
-        while self._manager.is_saving_in_progress():  # Its error is for `wait`.
-            time.sleep(0.02)
+        self._manager.wait_until_finished()  # Its error is for `wait`.
         if step in restore.steps(self._directory):
             checksums.write(self._directory / str(step), jax.process_index(), jax.process_count())
 

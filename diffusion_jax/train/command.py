@@ -62,7 +62,7 @@ def command(
                 inputs = prepare(s, mesh)
                 held.enter_context(inputs.batches)
                 runs.claim(folder, config.value.to_dict(), write=False)
-                told = rehearse(inputs, s.run, passes, mesh, folder)
+                told = rehearse(inputs, s.run, passes, mesh, folder, alone.value)
                 _say(told, unread())
                 if alone.value:
                     return

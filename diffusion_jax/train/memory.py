@@ -16,7 +16,7 @@ USABLE = 0.9
 """The share of a device's memory that arrays may fill: the runtime and gaps take the rest."""
 SAMPLES = 1009
 """Those of a traced step: a prime, so that a size which it divides is one of the batch."""
-_COPIES = 1.25  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
+_COPIES = 1.18  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
 
 
 class Bytes(NamedTuple):

@@ -5,6 +5,7 @@ the checkpoints that are there are compared with what the run would write. What 
 error; what is told of the rest is a block of lines.
 """
 
+import contextlib
 import datetime
 import os
 import pathlib
@@ -31,9 +32,13 @@ Rows = list[tuple[str, str]]
 
 
 def rehearse(
-    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path
-) -> str:
-    """What the run is, in lines; ValueError, or a note on where, for what it would fail at."""
+    inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
+    alone: bool = True,
+) -> str:  # fmt: skip
+    """What the run is, in lines; ValueError, or a note on where, for what it would fail at.
+
+    `alone`: no training follows, which would look for damage in the checkpoints itself.
+    """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
@@ -61,7 +66,7 @@ def rehearse(
         ("memory", _memory(need)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
-        *_workdir(workdir, run, state),
+        *_workdir(workdir, run, state, alone),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
@@ -139,7 +144,7 @@ def _memory(need: memory.Bytes) -> str:
     return said
 
 
-def _workdir(workdir: pathlib.Path, run: Run, state: TrainState) -> Rows:
+def _workdir(workdir: pathlib.Path, run: Run, state: TrainState, alone: bool) -> Rows:
     """What the workdir holds and what would be written there; ValueError if that cannot be."""
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
@@ -152,9 +157,11 @@ def _workdir(workdir: pathlib.Path, run: Run, state: TrainState) -> Rows:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "starts anew"
     if steps:
-        step = restore.newest_sound(workdir / runs.CHECKPOINTS)
-        checkpoint.check(workdir / runs.CHECKPOINTS, step, state)
-        begin = f"goes on from step {step:,}, whose checkpoint is sound"
+        folder = workdir / runs.CHECKPOINTS
+        step = restore.newest_sound(folder) if alone else steps[-1]
+        with contextlib.suppress(*() if alone else (restore.Damaged,)):
+            checkpoint.check(folder, step, state)
+        begin = f"goes on from step {step:,}" + (", whose checkpoint is sound" if alone else "")
     rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
     if held := writer.refusal(workdir):
         rows.append(("in use", held))

@@ -60,6 +60,9 @@ def prepare(devices: int, *kinds: str) -> None:
     Compilers get the settings of these kinds of accelerators, as runs on them do.
     """
     os.environ.update(tuning.environment(kinds, os.environ))
+    # Libtpu reads these too, and ends the process over what only a CPU's compiler knows.
+    words = os.environ.get("XLA_FLAGS", "").split()
+    os.environ["XLA_FLAGS"] = " ".join(w for w in words if not w.startswith("--xla_cpu_"))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
     jax.config.update("jax_enable_compilation_cache", False)  # It cannot read what is not for here.

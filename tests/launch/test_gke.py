@@ -164,7 +164,7 @@ def test_processes_on_gpus_find_one_another(sweep):
     assert pod["nodeSelector"] == {"cloud.google.com/gke-accelerator": "nvidia-h100-80gb"}
     assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
     _, memory, first, number, which = container["env"]
-    assert memory == {"name": "XLA_PYTHON_CLIENT_MEM_FRACTION", "value": "0.9"}
+    assert memory == {"name": "XLA_CLIENT_MEM_FRACTION", "value": "0.9"}
     assert first["name"] == "JAX_COORDINATOR_ADDRESS"
     assert first["value"] == "quickstart-1-worker-0-0.quickstart-1:55527"
     assert number == {"name": "JAX_NUM_PROCESSES", "value": "8"}

@@ -130,7 +130,7 @@ def test_environment_and_options_are_in_the_script():
     assert "#SBATCH --reservation=ours" in header
     assert "export XLA_FLAGS='--a=1 --b=2'\nexport NCCL_DEBUG=INFO\n" in body
     assert "export JAX_COMPILATION_CACHE_DIR=/x/compiled\n" in body
-    assert "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.9\n" in body
+    assert "export XLA_CLIENT_MEM_FRACTION=0.9\n" in body
 
 
 def test_a_secret_that_is_not_set_ends_it_before_it_starts(script, tmp_path):

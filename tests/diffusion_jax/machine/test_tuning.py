@@ -17,14 +17,15 @@ def test_flags_are_added_to_what_the_user_has():
     assert added == {"LIBTPU_INIT_ARGS": f"--a=1 {TPU}"}
     v5e = " ".join(setting.value for setting in SETTINGS["v5e"])
     assert tuning.environment(["tpu", "v5e"], {}) == {"LIBTPU_INIT_ARGS": f"{TPU} {v5e}"}
-    assert tuning.environment(["gpu"], {}) == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    assert tuning.environment(["gpu"], {}) == {"XLA_CLIENT_MEM_FRACTION": "0.9"}
 
 
 def test_what_the_user_set_stays():
     mine = "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1"
     added = tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": mine})
     assert added == {"LIBTPU_INIT_ARGS": f"{mine} {SETTINGS['tpu'][1].value}"}
-    assert tuning.environment(["gpu"], {"XLA_PYTHON_CLIENT_MEM_FRACTION": ""}) == {}
+    assert tuning.environment(["gpu"], {"XLA_CLIENT_MEM_FRACTION": ""}) == {}
+    assert tuning.environment(["gpu"], {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.5"}) == {}
     assert tuning.environment(["tpu"], {"LIBTPU_INIT_ARGS": TPU}) == {}
 
 
@@ -52,7 +53,7 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
     (tmp_path / "jax_cuda13_plugin.py").touch()
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environ = {**os.environ, "PYTHONPATH": path, "JAX_PLATFORMS": "cuda,cpu", "NCCL_DEBUG": "WARN"}
-    environ.pop("XLA_PYTHON_CLIENT_MEM_FRACTION", None)
+    environ.pop("XLA_CLIENT_MEM_FRACTION", None)
     lines = (
         "import os",
         "from absl import flags",
@@ -65,5 +66,5 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
     ended = subprocess.run(
         [sys.executable, "-c", "\n".join(lines)], env=environ, capture_output=True, text=True
     )
-    wanted = {"NCCL_DEBUG": "WARN", "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.9"}
+    wanted = {"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"}
     assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr
