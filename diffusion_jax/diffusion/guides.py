@@ -69,7 +69,7 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
     It takes D_lambda = D_uncond + lambda (D_cond - D_uncond) for the image and the unconditional
     eps for the noise: x' = D_lambda + r (x - D_uncond) with r = sigma' / sigma of a step of DDIM.
     That is DDIM's step x' = D + r (x - D) with a scale lambda / (1 - r). It is for samplers that
-    evaluate D at the grid's levels alone: not for `restart`, nor for `heun` with churn.
+    evaluate D at the grid's levels alone: `restart`, and `heun` with churn, are refused.
     """
 
     def combine(d, x, sigma, scale):

@@ -272,3 +272,13 @@ def test_dynamic_threshold_leaves_images_in_range_alone():
 def test_static_threshold_clips_to_the_range_of_images():
     actual = thresholds.static(lambda x, sigma: 5 * x)(X, SIGMA)
     np.testing.assert_array_equal(actual, np.clip(5 * X, -1, 1))
+
+
+@pytest.mark.parametrize(
+    ("name", "churn"), [("restart", 0.0), ("heun", 40.0), ("heun(churn=40)", 0.0)]
+)
+def test_cfg_pp_is_refused_where_the_network_is_asked_between_levels(name, churn):
+    fields = {"guiding": "cfg_pp", "guidance_low": 0, "guidance_high": float("inf")}
+    s = types.SimpleNamespace(name=name, churn=churn, **fields)
+    with pytest.raises(ValueError, match="between the levels of its grid: take ddim"):
+        guidance.make(s, MODEL)
