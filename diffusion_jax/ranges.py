@@ -51,6 +51,36 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
                 raise ValueError(f"{field} is {value}: it must be {words}{either}")
 
 
+def words(hint: Any) -> str:
+    """What the annotation of a field allows, for people: "a number in [0, 1]"."""
+    known = getattr(hint, "__metadata__", ())
+    said = [_WORDS.get(getattr(hint, "__origin__", hint) if known else hint, "")]
+    for one in known:
+        if callable(one):
+            said = [named_in(one)]
+        else:
+            said.append(f"in {one}" if isinstance(one, str) else f"or {', '.join(map(str, one))}")
+    return " ".join(said) if said[0] != "a text" or len(said) == 1 else f"one of {said[1][3:]}"
+
+
+def named_in(check: Any) -> str:
+    """The names that the check of an annotation knows, as its own message says them."""
+    try:
+        check("", "_")
+    except ValueError as error:
+        return str(error).partition(": choose from ")[2].join(("one of ", ""))
+    return "a text"
+
+
+def allows(hint: Any, value: Any) -> bool:
+    """Whether a field of this annotation may have the value."""
+    try:
+        _check_value("", value, hint)
+    except ValueError:
+        return False
+    return True
+
+
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 

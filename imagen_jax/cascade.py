@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
@@ -28,14 +27,14 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
 from diffusion_jax.text import registry
 from imagen_jax import task
-from imagen_jax.settings import Settings
+from imagen_jax.settings import Sampler, Settings, check
 
 
+@model.with_fields_of("sampler", Sampler)
 @dataclasses.dataclass(frozen=True)
 class Choice(model.Choice):
     """Which weights a stage draws with, and how; None stands for what the run's config says."""
 
-    threshold: str | None = replaces("sampler.threshold", f"One of {', '.join(THRESHOLDS)}.")
     aug_sigma: float | None = replaces(
         "super_resolution.aug_sigma", "Noise put on the small images."
     )
@@ -84,8 +83,13 @@ def load_model(
     guide = model.load_guide(choice, "imagen_jax", s, init_of, mesh, task.RULES)
     if guide:
         frozen = {"text": frozen, "guide": guide[1]}
-    imagen = task.make_task(s, encoder, guide and guide[0])._replace(frozen=frozen)
-    return model.load_model(workdir, choice, s, encoder, imagen, mesh)
+
+    def sample_of(s, preview):
+        check(s)
+        return task.make_task(s, encoder, guide and guide[0], preview).sample
+
+    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
+    return model.load_model(workdir, choice, s, encoder, imagen, mesh, sample_of)
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:

@@ -4,7 +4,8 @@
         --num_images=8 --out=pictures
 
 A cascade names its models in the order in which they draw, each with its own settings or all with
-one; what is left out is the config's:
+one; what is left out is the config's. Each setting of the sampler is a flag (--eta, --churn, --rho,
+--sigma_max, --guidance_low ...):
 
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures

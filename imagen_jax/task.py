@@ -29,13 +29,19 @@ from imagen_jax.settings import Settings
 from imagen_jax.super_resolution import LowRes
 
 
-def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) -> Task:
+def make_task(
+    s: Settings,
+    encoder: TextEncoder,
+    guide: Settings | None = None,
+    preview: guidance.Preview | None = None,
+) -> Task:
     """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
 
     If a model of `guide` leads its sampler, frozen are {"text", "guide"}: both models' weights.
 
     A super-resolution model makes its small images from the large ones in training. Its sampler
-    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
+    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. `preview` is
+    called on the host with what each evaluation of the denoiser in sampling finds.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -87,7 +93,7 @@ def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) 
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    sample = _make_sample(s, encoder, goal, sampling_low_res, guide)
+    sample = _make_sample(s, encoder, goal, sampling_low_res, guide, preview)
     return Task(init, loss, sample, encoder.frozen, RULES, measure)
 
 
@@ -103,6 +109,7 @@ def _make_sample(
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
+    preview: guidance.Preview | None,
 ) -> Sample:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
@@ -137,7 +144,7 @@ def _make_sample(
             s.sampler, guidance.Model(on_grid, sigmas), scale,
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
-        denoise = threshold(denoise)
+        denoise = guidance.watched(threshold(denoise), preview)
         sampler = samplers.make(s.sampler)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))

@@ -102,10 +102,12 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """The fields of a sampler's grid for cards, where it is not the sampler's own."""
+    """The fields of a sampler's grid for cards, where it is not the sampler's own; its churn."""
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
-    given = sampler.grid or sampler.end
-    return {name: getattr(sampler, name) for name in names} if given else {}
+    given, usual = sampler.grid or sampler.end, sampler._field_defaults
+    fields = {name: getattr(sampler, name) for name in (*names, "churn")}
+    shown = lambda name: (given and name in names) or fields[name] != usual[name]
+    return {name: value for name, value in fields.items() if shown(name)}
 
 
 def default_batch_size(model: Model) -> int:

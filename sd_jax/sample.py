@@ -10,7 +10,7 @@
 Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz), which needs CLIP's vocabulary beside
 it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is left out is the
 run's, or else 50 steps at guidance 7.5 and the size that the model was trained at, by a directory's
-own scheduler or PLMS.
+own scheduler or PLMS. Each setting of the sampler is a flag (--eta, --churn, --grid ...).
 
 Image-to-image: --image=photo.png --strength=0.6, one picture for all prompts or one for each; the
 last 0.6 of the steps draw over it. Pictures are resized to --height and --width where these are
@@ -30,13 +30,13 @@ from absl import flags
 from jaxtyping import ArrayLike, UInt8
 from PIL import Image
 
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets, untrusted
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
-from sd_jax.sampling import Preview
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")

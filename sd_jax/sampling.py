@@ -3,18 +3,17 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance, objective, precond, samplers
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
 from sd_jax.settings import Pipeline, Settings
 
-Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
 IMAGE = "image"
 _PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 KiB a pixel.
@@ -68,7 +67,8 @@ def make_sample(
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:
-            denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
+            matrix, grey = colours(p, frozen["vae"])
+            denoise = guidance.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
         x = start(frozen, batch, keys)
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, _size(x)))
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
@@ -104,19 +104,6 @@ def attended(
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))
-
-
-def sketched(
-    denoise: Denoiser, preview: Preview, matrix: Float[Array, "Z 3"], grey: Float[Array, "3"]
-) -> Denoiser:
-    """The same denoiser, which shows what it finds in the colours of `matrix` and `grey`."""
-
-    def shown(x, sigma):
-        x0 = denoise(x, sigma)
-        jax.debug.callback(preview, x0 @ matrix + grey, sigma[0])
-        return x0
-
-    return shown
 
 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:

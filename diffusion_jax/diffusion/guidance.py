@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from diffusion_jax.diffusion import named, precond
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
@@ -20,6 +20,7 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 
 Scale = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
+Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
 """(x, sigma, names) to D under each of them."""
 
@@ -160,6 +161,24 @@ def by_rows(denoise: Denoiser) -> Branches:
         return {name: each[:, i] for i, name in enumerate(names)}
 
     return branches
+
+
+def watched(
+    denoise: Denoiser, preview: Preview | None, colours: Callable[[Images], Images] = lambda x0: x0
+) -> Denoiser:
+    """The same D, which shows what it finds, in these colours, to `preview` on the host.
+
+    What is drawn has the same bits. An error that `preview` raises ends the drawing.
+    """
+    if preview is None:
+        return denoise
+
+    def shown(x, sigma):
+        x0 = denoise(x, sigma)
+        jax.debug.callback(preview, colours(x0), sigma[0])
+        return x0
+
+    return shown
 
 
 # By sampler.threshold of a config. Imagen's alone: latents have no range to be held in.

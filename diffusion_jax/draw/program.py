@@ -13,12 +13,17 @@ import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
+SampleOf = Callable[[Any, Preview | None], Sample]
+"""(settings, preview) to a task's `sample`; ValueError for settings that do not go together."""
+Programs = Callable[..., Draw]
+"""(settings, preview=None) to what draws with them, kept for the next time."""
 _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
@@ -45,6 +50,20 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
         return jax.device_get(images)[: len(seeds)]
 
     return draw
+
+
+def make_programs(sample_of: SampleOf, frozen: Any, mesh: Mesh, kept: int = 16) -> Programs:
+    """What draws with which settings; of so many the compiled programs are kept."""
+
+    @functools.lru_cache(maxsize=kept)
+    def program(s: Any, preview: Preview | None) -> Draw:
+        return make_draw(sample_of(s, preview), frozen, mesh)
+
+    def of(s: Any, preview: Preview | None = None) -> Draw:
+        scale = {"guidance": 1.0}  # An argument of what draws.
+        return program(s._replace(sampler=s.sampler._replace(**scale)), preview)
+
+    return of
 
 
 def in_batches(
