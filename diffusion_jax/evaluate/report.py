@@ -25,10 +25,11 @@ PAGE = "report.html"
 RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 """Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
 _POINTS = 300
+_WORDS = {"ema": "average", "later": "later stages"}
 
 
 class SweepResult(NamedTuple):
-    """One sweep: its rows, their cards, and a sheet of pictures by guidance scale."""
+    """One sweep: its rows, their cards, and the sheet of pictures of each of its points."""
 
     name: str
     rows: list[dict[str, str]]
@@ -208,7 +209,10 @@ def _by_extractor(evaluations: Sequence[SweepResult]) -> list[tuple[str, list[Ca
 
 
 def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    columns = ["guidance", *(column for column in table.shown() if column in rows[0])]
+    drawn = ("guidance", "model", "checkpoint", "ema", "later")
+    columns = [column for column in drawn if any(row.get(column) for row in rows)]
+    columns += sweep.axes(rows[0])
+    columns += [column for column in table.shown() if column in rows[0]]
     shares = [float(row.get("features_share_of_time") or 0) for row in rows]
     return {
         "name": name,
@@ -219,6 +223,8 @@ def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _cell(row: Row, column: str) -> dict[str, str]:
+    if column not in table.shown() and column != "guidance":
+        return {"value": row.get(column) or "", "interval": ""}
     ends = [row.get(f"{column}_{end}") for end in ("low", "high")]
     interval = " to ".join(f"{float(end):.3g}" for end in ends if end)
     return {"value": f"{float(row[column]):.4g}", "interval": interval}
@@ -311,10 +317,17 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
+    points = len({(row.get("model"), sweep.point_name(row)) for row in rows})
+    models = len({row.get("model") for row in rows})
     sheets = {}
     for row in sorted(rows, key=lambda row: float(row["guidance"])):
-        of_model = f", {row['model']}" if row.get("model") else ""
-        sheets[f"{float(row['guidance']):g}{of_model}"] = folder / sheet_name(row)
+        alone = points == models
+        guidance, of_model = f"{float(row['guidance']):g}", row.get("model")
+        path = folder / sheet_name(row, several=True)
+        if not path.exists():  # Of one point, or of earlier code, which kept a scale's last.
+            path, alone = folder / sheet_name(row), True
+        of_point = of_model if alone else sweep.label(row)
+        sheets[", ".join(filter(None, (guidance, of_point)))] = path
     return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
 
 
@@ -325,4 +338,6 @@ def _axis(column: str) -> str:
 
 def _label(column: str) -> str:
     metric = table.shown().get(column)
-    return metric.label if metric else column.replace("_", " ")
+    if "." in column:
+        return sweep.axis_label(column)
+    return metric.label if metric else _WORDS.get(column, column.replace("_", " "))
