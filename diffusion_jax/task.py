@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, PRNGKeyArray, UInt8
 
 from diffusion_jax.diffusion.precond import Images, Sigma
+from diffusion_jax.diffusion.samplers import Begin
 from diffusion_jax.machine.sharding import Rules
 
 Params = Any
@@ -59,6 +60,8 @@ class Task(NamedTuple):
     """Where each parameter lives on the mesh."""
     measure: Measure | None = None
     """The loss of single images, for a held-out loss; None of a system that has none."""
+    begin: Begin | None = None
+    """Where `sample`, with the same arguments, starts."""
 
 
 def to_range(

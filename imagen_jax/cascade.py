@@ -84,12 +84,12 @@ def load_model(
     if guide:
         frozen = {"text": frozen, "guide": guide[1]}
 
-    def sample_of(s, preview):
+    def begin_of(s, preview):
         check(s)
-        return task.make_task(s, encoder, guide and guide[0], preview).sample
+        return task.make_task(s, encoder, guide and guide[0], preview).begin
 
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
-    return model.load_model(workdir, choice, s, encoder, imagen, mesh, sample_of)
+    return model.load_model(workdir, choice, s, encoder, imagen, mesh, begin_of)
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
@@ -177,6 +177,19 @@ def describe(stage: Model) -> dict[str, Any]:
     if s.super_resolution.factor > 1:
         described["aug_sigma"] = s.super_resolution.aug_sigma
     return described
+
+
+def card(stages: Sequence[Model]) -> dict[str, Any]:
+    """Runs with their samplers' settings, as the command writes them beside each picture."""
+    each = []
+    for stage in stages:
+        s, described = stage.settings, describe(stage)
+        sampler = described.pop("sampler")
+        described |= {"sampler": sampler.pop("name"), **sampler}
+        each.append(
+            described | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
+        )
+    return {"guidance": stages[0].settings.sampler.guidance, "stages": each}
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:

@@ -23,7 +23,6 @@ on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of -
 
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from absl import flags
@@ -73,10 +72,8 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         small = None if low_res is None else low_res[rows]
         return cascade.draw_batches(stages, row_texts, seeds, sizes, small)
 
-    guidance = stages[0].settings.sampler.guidance
-    card = {"guidance": guidance, "stages": [_card(stage) for stage in stages]}
     inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
-    return Session(captions, draw, card, inputs, _ALL_SIZES.value)
+    return Session(captions, draw, cascade.card(stages), inputs, _ALL_SIZES.value)
 
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
@@ -99,14 +96,6 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     if len(pictures) != num_texts:
         raise ValueError(f"{len(pictures)} pictures and {num_texts} texts: give one for each text")
     return np.stack(pictures).astype(np.float32) / 127.5 - 1
-
-
-def _card(stage: Model) -> dict[str, Any]:
-    """A stage's run and its sampler's settings, side by side."""
-    s, card = stage.settings, cascade.describe(stage)
-    sampler = card.pop("sampler")
-    card |= {"sampler": sampler.pop("name"), **sampler}
-    return card | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Measure,
-    Sample,
     Task,
     kept_texts,
     loss_by_noise_level,
@@ -93,8 +92,9 @@ def make_task(
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    sample = _make_sample(s, encoder, goal, sampling_low_res, guide, preview)
-    return Task(init, loss, sample, encoder.frozen, RULES, measure)
+    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, preview)
+    sample = samplers.whole(begin, s.sampler)
+    return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
@@ -103,14 +103,14 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
 
-def _make_sample(
+def _make_begin(
     s: Settings,
     encoder: TextEncoder,
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
     preview: guidance.Preview | None,
-) -> Sample:
+) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
     words = s.sampler.negative_prompt
@@ -123,7 +123,7 @@ def _make_sample(
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
         return encoder.encode(frozen, rows)
 
-    def sample(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, scale):
         of_text = frozen["text"] if guide else frozen
         text, mask = encoder.encode(of_text, batch)
         shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
@@ -145,12 +145,11 @@ def _make_sample(
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
         denoise = guidance.watched(threshold(denoise), preview)
-        sampler = samplers.make(s.sampler)
         x = samplers.initial_noise(keys, shape, sigmas[0])
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
-        return samplers.in_own_coordinates(x, sigmas[-1])
+        finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
+        return samplers.Start(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), finish)
 
-    return sample
+    return begin
 
 
 def _denoiser_of(

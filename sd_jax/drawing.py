@@ -92,6 +92,18 @@ def draw_batches(
     yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
 
 
+def card(model: Model) -> dict[str, Any]:
+    """The model and its sampler, as the command writes them beside each picture."""
+    p = model.settings
+    card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
+    height, width = p.output_shape
+    card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
+    card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
+    card |= describe_grid(p.sampler) | describe_guidance(model)
+    card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
+    return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
+
+
 def describe_guidance(model: Model) -> dict[str, Any]:
     """The fields of guidance for cards, where it is not classifier-free and at every level."""
     s: settings.Sampler = model.settings.sampler

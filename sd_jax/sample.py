@@ -33,7 +33,6 @@ from PIL import Image
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
-from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import sheets, untrusted
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
@@ -73,7 +72,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
         return ([images] for images in batches)
 
-    return Session(prompts, draw, _card(model), {"image": _IMAGE.value})
+    return Session(prompts, draw, drawing.card(model), {"image": _IMAGE.value})
 
 
 def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None, preview: Preview | None) -> Choice:
@@ -111,18 +110,6 @@ def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
     bicubic = Image.Resampling.BICUBIC
     same = [image if image.size == size else image.resize(size, bicubic) for image in opened]
     return np.stack([np.asarray(image) for image in same] * (num_texts // len(same)))
-
-
-def _card(model: Model) -> dict[str, Any]:
-    """The model and its sampler, for the metadata."""
-    p = model.settings
-    card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
-    height, width = p.output_shape
-    card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
-    card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
-    card |= drawing.describe_grid(p.sampler) | drawing.describe_guidance(model)
-    card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
-    return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
 
 
 if __name__ == "__main__":

@@ -25,7 +25,17 @@ def make_sample(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> Callable[..., Images]:
-    """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images.
+    """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images."""
+    return samplers.whole(make_begin(p, encoder, preview, guide), p.sampler)
+
+
+def make_begin(
+    p: Pipeline,
+    encoder: TextEncoder,
+    preview: Preview | None = None,
+    guide: Settings | None = None,
+) -> samplers.Begin:
+    """Where `sample` starts.
 
     `frozen` holds the weights of "text" and "vae", and of a model of `guide` that leads this one,
     "guide"; `batch` what `prompts` returns, and, of image-to-image, "image" [B, H, W, 3] of uint8:
@@ -37,7 +47,6 @@ def make_sample(
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     sigmas = sigmas[p.sampler.steps - p.steps_taken :]
     scalings = goal.precond(time)
-    sampler = samplers.make(p.sampler)
 
     def start(frozen, batch, keys):
         if IMAGE not in batch:
@@ -50,7 +59,7 @@ def make_sample(
         z = p.latents.scale * vae_module.mean_and_std(moments)[0]
         return z + samplers.initial_noise(keys, _size(z), sigmas[0])
 
-    def sample(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, scale):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
         empty = lambda: prompts(encoder, [""] * len(keys), "")
@@ -70,13 +79,16 @@ def make_sample(
             matrix, grey = colours(p, frozen["vae"])
             denoise = guidance.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
         x = start(frozen, batch, keys)
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, _size(x)))
+        noise = samplers.gaussian_noise(keys, _size(x))
+        return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, x))
+
+    def finish(frozen, x):
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * vae_module.factor(vae) ** 2))
         decode = lambda z: vae.apply(frozen["vae"], z, method="decode")
         return vae_module.decode_in_slices(decode, z, at_once)
 
-    return sample
+    return begin
 
 
 def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:

@@ -40,6 +40,31 @@ class Method(NamedTuple):
     as diffusers' multistep solvers have it; whether times between whole ones are rounded."""
 
 
+class Start(NamedTuple):
+    """What a sampler takes, and what becomes of what it returns."""
+
+    denoise: Denoiser
+    x: Images
+    sigmas: Sigmas
+    noise: Draws
+    finish: Callable[[Images], Images]
+
+
+Begin = Callable[..., Start]
+"""The arguments of a Task's `sample` to where sampling starts."""
+
+
+def whole(begin: Begin, s: Any) -> Callable[..., Images]:
+    """A Task's `sample`: the sampler of a config's `sampler`, from its start to images."""
+    sampler = make(s)
+
+    def sample(*arguments: Any) -> Images:
+        start = begin(*arguments)
+        return start.finish(sampler(start.denoise, start.x, start.sigmas, start.noise))
+
+    return sample
+
+
 def make(s: Any) -> Sampler:
     """The sampler of a config's `sampler`; ValueError for one that there is not."""
     return bound("sampler.name", s.name, s)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from diffusion_jax import ranges, runs, settings, systems
 from diffusion_jax.diffusion.guidance import Preview
-from diffusion_jax.draw.program import Draw, Programs, SampleOf, make_programs
+from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
@@ -132,18 +132,20 @@ def load_model(
     encoder: TextEncoder,
     task: Task,
     mesh: Mesh,
-    sample_of: SampleOf,
+    begin_of: BeginOf,
 ) -> Model:
     """The model of a run, with the weights chosen; `task.frozen` lies on the devices already.
 
-    `sample_of` makes the task's `sample` of settings.
+    `begin_of` makes the task's `begin` of settings.
     """
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
-    programs = make_programs(sample_of, task.frozen, mesh)
+    programs = make_programs(begin_of, task.frozen, mesh)
     guide = choice.guide or ""
     settle = functools.partial(_changed, s)
-    model = Model(str(workdir), s, encoder, programs(s), placed, "", 0, guide, programs, settle)
+    model = Model(
+        str(workdir), s, encoder, programs.draw(s), placed, "", 0, guide, programs, settle
+    )
     return with_weights(model, choice.ema, choice.checkpoint)
 
 
@@ -192,7 +194,7 @@ def with_choice(model: Model, choice: Choice, preview: Preview | None = None) ->
     """
     assert model.programs and model.settle
     s = model.settle(choice)
-    return model._replace(settings=s, draw=model.programs(s, preview))
+    return model._replace(settings=s, draw=model.programs.draw(s, preview))
 
 
 def _changed(s: Any, choice: Choice) -> Any:

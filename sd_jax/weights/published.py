@@ -74,13 +74,15 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen = {"text": place(text.params), "vae": place(vae.params)}
 
-    def sample_of(p, preview):
+    def begin_of(p, preview):
         settings.check_pipeline(p)
-        return sampling.make_sample(p, encoder, preview or choice.preview)
+        return sampling.make_begin(p, encoder, preview or choice.preview)
 
-    programs = make_programs(sample_of, frozen, mesh)
+    programs = make_programs(begin_of, frozen, mesh)
     params = place(unet.params)
-    return Model(str(path), p, encoder, programs(p), params, choice.ema, 0, "", programs, settle)
+    return Model(
+        str(path), p, encoder, programs.draw(p), params, choice.ema, 0, "", programs, settle
+    )
 
 
 def _whole(

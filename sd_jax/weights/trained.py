@@ -15,7 +15,7 @@ from diffusion_jax.machine import sharding
 from diffusion_jax.weights import pretrained, restore
 from sd_jax import task
 from sd_jax import vae as vae_module
-from sd_jax.sampling import make_sample
+from sd_jax.sampling import make_begin
 from sd_jax.settings import Sampler, Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
@@ -60,12 +60,12 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
     frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
     frozen |= {"guide": guide[1]} if guide else {}
 
-    def sample_of(p, preview):
+    def begin_of(p, preview):
         check_pipeline(p)
-        return make_sample(p, encoder, preview or choice.preview, guide and guide[0])
+        return make_begin(p, encoder, preview or choice.preview, guide and guide[0])
 
     drawn = task.make_task(s, encoder, vae_params)._replace(frozen=frozen)
-    return model.load_model(workdir, choice, p, encoder, drawn, mesh, sample_of)
+    return model.load_model(workdir, choice, p, encoder, drawn, mesh, begin_of)
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
