@@ -53,23 +53,24 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
 
 def words(hint: Any) -> str:
     """What the annotation of a field allows, for people: "a number in [0, 1]"."""
+    if names := options(hint):
+        return f"one of {', '.join(names)}"
     known = getattr(hint, "__metadata__", ())
-    said = [_WORDS.get(getattr(hint, "__origin__", hint) if known else hint, "")]
-    for one in known:
-        if callable(one):
-            said = [named_in(one)]
-        else:
-            said.append(f"in {one}" if isinstance(one, str) else f"or {', '.join(map(str, one))}")
-    return " ".join(said) if said[0] != "a text" or len(said) == 1 else f"one of {said[1][3:]}"
+    said = [_WORDS[getattr(hint, "__origin__", hint) if known else hint]]
+    said += [f"in {one}" if isinstance(one, str) else f"or {one[0]}" for one in known]
+    return " ".join(said)
 
 
-def named_in(check: Any) -> str:
-    """The names that the check of an annotation knows, as its own message says them."""
+def options(hint: Any) -> list[str]:
+    """The names that the annotation of a field knows; those of a check, as its message has them."""
+    known = getattr(hint, "__metadata__", ("",))[0]
+    if not callable(known):
+        return [] if isinstance(known, str) else list(map(str, known))
     try:
-        check("", "_")
+        known("", "_")
     except ValueError as error:
-        return str(error).partition(": choose from ")[2].join(("one of ", ""))
-    return "a text"
+        return str(error).partition(": choose from ")[2].split(", ")
+    return []
 
 
 def allows(hint: Any, value: Any) -> bool:

@@ -34,6 +34,7 @@ ALLOWED = {
     "draw": {"", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "machine", "data", "text", "weights"},
     "evaluate": {"", "machine", "data", "draw", "metrics", "text", "train"},
+    "web": {"", "machine", "draw", "evaluate", "metrics", "weights"},
 }
 CONTRACT = (pathlib.Path("imagen_jax/task.py"), pathlib.Path("sd_jax/task.py"))
 # What the contract does without, as parts of a path; of text/ it has the type and the names.

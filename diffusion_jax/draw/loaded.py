@@ -86,7 +86,7 @@ class Loaded:
 
     def __init__(self, stages: Sequence[Model], choices: Sequence[Choice], system: System) -> None:
         """`choices` are those that the stages were loaded with."""
-        self.stages = tuple(stages)
+        self.stages, self.choice = tuple(stages), choices[0]
         self._choices, self._system = tuple(choices), system
         self._progress: Progress | None = None
         pairs = zip(stages, choices, strict=True)

@@ -36,6 +36,7 @@ class SweepResult(NamedTuple):
     scored: dict[str, Scored]
     """Scores and their cards, a point and extractor each."""
     sheets: dict[str, pathlib.Path]
+    folder: pathlib.Path = pathlib.Path()
 
 
 class RunResult(NamedTuple):
@@ -287,15 +288,15 @@ def _values(cards: Sequence[Card], field: str) -> str:
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     if len(numbers) == len(values):
         return ", ".join(f"{number:.10g}" for number in sorted(set(numbers)))
-    return ", ".join(dict.fromkeys(map(_plain, values)))
+    return ", ".join(dict.fromkeys(map(plain, values)))
 
 
-def _plain(value: Any) -> str:
-    """Without the marks of Python; of a hash the beginning, as the files hold it whole."""
+def plain(value: Any) -> str:
+    """A card's value without the marks of Python, of a hash the beginning: files hold it whole."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
+        return ", ".join(f"{name} {plain(v)}" for name, v in value.items())
     if isinstance(value, list):
-        return "; ".join(map(_plain, value))
+        return "; ".join(map(plain, value))
     text = "" if value is None else str(value)
     return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text
 
@@ -317,18 +318,25 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
-    points = len({(row.get("model"), sweep.point_name(row)) for row in rows})
-    models = len({row.get("model") for row in rows})
+    found = SweepResult(folder.name, rows, scored, {}, folder)
+    several = len({sweep.point_name(row) for row in rows}) > len({row.get("model") for row in rows})
     sheets = {}
     for row in sorted(rows, key=lambda row: float(row["guidance"])):
-        alone = points == models
-        guidance, of_model = f"{float(row['guidance']):g}", row.get("model")
-        path = folder / sheet_name(row, several=True)
-        if not path.exists():  # Of one point, or of earlier code, which kept a scale's last.
-            path, alone = folder / sheet_name(row), True
-        of_point = of_model if alone else sweep.label(row)
-        sheets[", ".join(filter(None, (guidance, of_point)))] = path
-    return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
+        if path := sheet_of(found, row):
+            own = several and path.name == sheet_name(row, several=True)
+            of_point = sweep.label(row) if own else row.get("model")
+            sheets[", ".join(filter(None, (f"{float(row['guidance']):g}", of_point)))] = path
+    return found._replace(sheets=sheets)
+
+
+def sheet_of(evaluation: SweepResult, row: Row) -> pathlib.Path | None:
+    """The pictures of a point, if they are there; of earlier code, which kept one sheet a scale,
+    that of the scale's last point."""
+    alike = lambda other: sheet_name(other) == sheet_name(row)
+    last = [other for other in evaluation.rows if alike(other)][-1:] == [row]
+    names = [sheet_name(row, several=True), *([sheet_name(row)] if last else [])]
+    paths = (evaluation.folder / name for name in names)
+    return next((path for path in paths if path.exists()), None)
 
 
 def _axis(column: str) -> str:
