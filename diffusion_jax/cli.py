@@ -16,7 +16,7 @@ from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import systems
-from diffusion_jax.machine import distributed, tuning, untrusted, xla_flags
+from diffusion_jax.machine import distributed, exits, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
 
@@ -128,15 +128,15 @@ def _check_platform() -> None:
 def bad_input(
     *more: type[Exception],
     usual: tuple[type[Exception], ...] = (ValueError, OSError),
-    code: int = 2,
+    code: int = exits.REFUSED,
 ) -> Iterator[None]:
     """Ends with one line and `code` at errors a user can mend: the usual ones around checks alone,
-    since in the work itself they would be bugs."""
+    since in the work itself they would be bugs. What is Busy ends with a code of its own."""
     try:
         yield
     except (*usual, *more) as error:
         print(f"error: {untrusted.printable(str(error))}", file=sys.stderr)
-        sys.exit(code)
+        sys.exit(exits.BUSY if isinstance(error, exits.Busy) else code)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
