@@ -99,10 +99,8 @@ def train(
     OutOfMemory where a device's memory does not hold what is asked.
     """
     task, batches = inputs.task, inputs.batches
-    tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
-    layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
+    tx, create, layout = _planned(task, run, settings, mesh, key)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
@@ -119,17 +117,15 @@ def train(
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
         rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
-        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         batch = to_global(next(batches), where)
-        held = {**state._asdict(), "frozen": frozen, "batch": batch}
-        told = out_of_memory.explained(workdir, held, rows // batch_ways(mesh))
-        sizes = stack.enter_context(told)
-        step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
-        sizes["the step's temporaries"] = step_fn.memory_analysis().temp_size_in_bytes
+        jitted, arguments = make_step(task, settings, tx, layout), (state, frozen, batch, key)
+        told = _compiled(jitted, arguments, workdir, rows // batch_ways(mesh))
+        step_fn, step_flops = stack.enter_context(told)
         closing(trace)
         progress = _Progress(run, writer, step_flops, mesh.size, batches)
-        lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
+        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
+        due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
@@ -137,10 +133,8 @@ def train(
                 state, metrics = step_fn(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
-            last = stopping(step) or step == run.steps
-            aside = [write for is_due, write in occasions if is_due(step) or step == run.steps]
-            if found := lookout.failed(step, batch, metrics, last):
-                aside.insert(0, functools.partial(explain, *found))
+            last = (stopped := stopping(step)) or step == run.steps
+            aside = due(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
             for write in aside:
@@ -148,12 +142,19 @@ def train(
                     write(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
-                    checkpoints.save(step, state, batches, config)
+                    checkpoints.save(step, state, batches, config, read_back=not stopped)
             if last:
                 break
             with progress.waiting():
                 batch = to_global(next(batches), where)
     return state
+
+
+def _planned(task, run, settings, mesh, key):
+    """The optimizer, create(key), which makes the first state, and where its arrays lie."""
+    tx = make_optimizer(settings, run.steps)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    return tx, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
 def make_step(
@@ -174,11 +175,22 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any, float]:
+@contextlib.contextmanager
+def _compiled(step, arguments, workdir, samples) -> Iterator[tuple[Any, float]]:
+    """The compiled step and its floating-point operations; full memory is explained inside."""
+    state, frozen, batch, _ = arguments
+    held = {**state._asdict(), "frozen": frozen, "batch": batch}
+    with out_of_memory.explained(workdir, held, samples) as sizes:
+        compiled, step_flops = _compile(step, arguments)
+        sizes["the step's temporaries"] = compiled.memory_analysis().temp_size_in_bytes
+        yield compiled, step_flops
+
+
+def _compile(step, arguments) -> tuple[Any, float]:
     """The compiled step, and the floating-point operations of one as the program counts them."""
     logging.info("compiling the step ...")
     times = [time.time()]
-    traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
+    traced = step.trace(*arguments)
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
@@ -233,6 +245,18 @@ def _explainer(task, frozen, key, settings, batches, workdir, mesh):
 def _averaged(state: TrainState) -> Params:
     """The average of the largest decay, as load_params takes by default, or the raw parameters."""
     return state.ema[max(state.ema, key=float)] if state.ema else state.params
+
+
+def _beside(state, max_skipped, explain, occasions, steps):
+    """due(step, batch, metrics, last): each write(step, state) that a step is followed by."""
+    lookout = not_finite.Lookout(int(state.step), int(state.skipped), _IN_FLIGHT, max_skipped)
+
+    def due(step, batch, metrics, last):
+        found = lookout.failed(step, batch, metrics, last)
+        explained = [functools.partial(explain, *found)] if found else []
+        return explained + [write for when, write in occasions if when(step) or step == steps]
+
+    return due
 
 
 def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
