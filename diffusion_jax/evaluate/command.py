@@ -147,6 +147,7 @@ def command(
             check_names(subjects)
             check_folder(f["name"].value)
             if f["out"].value:
+                files.check_writable(f["out"].value, "--out")
                 subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
@@ -172,9 +173,10 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     """Draws and scores a batch in the abstract; ValueError or a note for what would fail."""
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
-    compute = loop.drawing(scorer, point.draw, plan.guidance[0], most, size=plan.size)
+    kinds = {g == 1: g for g in plan.guidance}.values()  # With guidance, and without.
+    compute = lambda scale: loop.drawing(scorer, point.draw, scale, most, size=plan.size)
     with programs.rehearsal():
-        features = compute(np.arange(most))
+        *_, features = [compute(scale)(np.arange(most)) for scale in kinds]
     judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
     images = len(subject.points) * len(plan.guidance) * total
     rows = [
