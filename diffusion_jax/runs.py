@@ -97,7 +97,8 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
             try:
                 stack.enter_context(lock)
             except (ValueError, OSError) as refused:
-                errors[Busy if isinstance(refused, Busy) else ValueError] = str(refused)
+                passing = isinstance(refused, Busy) or files.is_full(refused)
+                errors[Busy if passing else ValueError] = str(refused)
         for kind, error in errors.items():
             if error := distributed.gather_text(error)[0]:
                 raise kind(error)
