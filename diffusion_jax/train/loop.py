@@ -88,19 +88,28 @@ class Inputs(NamedTuple):
     """What the held-out loss is taken of, if it is."""
 
 
+class Program(NamedTuple):
+    """The compiled step."""
+
+    step: Any
+    """(state, frozen, batch, key) -> (state, metrics), with the program's memory_analysis()."""
+    flops: float
+    """Floating-point operations of one, as the program counts them."""
+
+
 def train(
     inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any], trace: Trace = NO_TRACE,
+    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: Program | None = None,
 ) -> TrainState:  # fmt: skip
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
-    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
+    `program` is what `warm_up` made of the same task and settings, else the step is compiled here.
     NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row;
     OutOfMemory where a device's memory does not hold what is asked.
     """
     task, batches = inputs.task, inputs.batches
-    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    tx, create, layout = _planned(task, run, settings, mesh, key)
+    tx, key, create, layout = _plan(task, run, settings, mesh)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
@@ -119,10 +128,10 @@ def train(
         rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
         batch = to_global(next(batches), where)
         jitted, arguments = make_step(task, settings, tx, layout), (state, frozen, batch, key)
-        told = _compiled(jitted, arguments, workdir, rows // batch_ways(mesh))
-        step_fn, step_flops = stack.enter_context(told)
+        told = _compiled(program, jitted, arguments, workdir, rows // batch_ways(mesh))
+        program = stack.enter_context(told)
         closing(trace)
-        progress = _Progress(run, writer, step_flops, mesh.size, batches)
+        progress = _Progress(run, writer, program.flops, mesh.size, batches)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
         occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
@@ -130,7 +139,7 @@ def train(
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
             with trace.step(step) as results:
-                state, metrics = step_fn(state, frozen, batch, key)
+                state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
             last = (stopped := stopping(step)) or step == run.steps
@@ -148,13 +157,6 @@ def train(
             with progress.waiting():
                 batch = to_global(next(batches), where)
     return state
-
-
-def _planned(task, run, settings, mesh, key):
-    """The optimizer, create(key), which makes the first state, and where its arrays lie."""
-    tx = make_optimizer(settings, run.steps)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
-    return tx, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
 def make_step(
@@ -176,18 +178,38 @@ def make_step(
 
 
 @contextlib.contextmanager
-def _compiled(step, arguments, workdir, samples) -> Iterator[tuple[Any, float]]:
-    """The compiled step and its floating-point operations; full memory is explained inside."""
+def _compiled(program, step, arguments, workdir, samples) -> Iterator[Program]:
+    """The program, compiled unless it is there; inside, full memory is explained."""
     state, frozen, batch, _ = arguments
     held = {**state._asdict(), "frozen": frozen, "batch": batch}
     with out_of_memory.explained(workdir, held, samples) as sizes:
-        compiled, step_flops = _compile(step, arguments)
-        sizes["the step's temporaries"] = compiled.memory_analysis().temp_size_in_bytes
-        yield compiled, step_flops
+        program = program or _compile(step, arguments)
+        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+        yield program
 
 
-def _compile(step, arguments) -> tuple[Any, float]:
-    """The compiled step, and the floating-point operations of one as the program counts them."""
+def warm_up(
+    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
+) -> Program:
+    """The step, compiled, and made once on made-up rows of this process: its state is dropped."""
+    tx, key, create, layout = _plan(task, run, settings, mesh)
+    state = jax.jit(create, out_shardings=layout)(key)
+    frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
+    step = make_step(task, settings, tx, layout)
+    program = _compile(step, (state, frozen, rows, key))
+    jax.block_until_ready(program.step(state, frozen, rows, key))
+    return program
+
+
+def _plan(task, run, settings, mesh):
+    """The optimizer, the run's key, key -> the first state, and where a state's parts live."""
+    tx = make_optimizer(settings, run.steps)
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
+
+
+def _compile(step, arguments) -> Program:
     logging.info("compiling the step ...")
     times = [time.time()]
     traced = step.trace(*arguments)
@@ -203,7 +225,7 @@ def _compile(step, arguments) -> tuple[Any, float]:
     )
     if jax.process_count() > 1:  # No step is to take the time that another process compiles.
         multihost_utils.sync_global_devices("compiled")
-    return compiled, float(flops.count(traced.jaxpr.jaxpr))
+    return Program(compiled, float(flops.count(traced.jaxpr.jaxpr)))
 
 
 def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:

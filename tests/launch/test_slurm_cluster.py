@@ -107,21 +107,29 @@ def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
     assert log.read_metrics(folder / log.METRICS)[-1]["step"] == 2
 
 
-def test_a_preempted_training_ends_where_an_undisturbed_one_does_bit_for_bit(cluster, train):
-    run = functools.partial(train, steps=400, save_every=1000)
-    number, folder = run(name="disturbed")
-    metrics = folder / log.METRICS
-    wait_for(metrics, 20)
-    cluster.submit(URGENT)
-    assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
+def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train):
+    """One run is preempted, another loses its node between two saves."""
+    more = ("--job.restarts=0", "--job.slurm.options=('--exclude=n1',)")
+    run = functools.partial(train, *more, steps=400, save_every=50)
     number, undisturbed = run(name="undisturbed")
     cluster.wait(number, "COMPLETED")
-    runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
-    assert 20 <= runs_of[1]["first_step"] < 400
-    last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
-    for name in ("step", "loss", "grad_norm", "param_norm"):
-        assert last[name] == expected[name]
-    jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
+    for name, disturb in (("preempted", lambda: cluster.submit(URGENT)),
+                          ("lost", lambda: cluster.lose("n2"))):  # fmt: skip
+        number, folder = run(name=name)
+        wait_for(folder / log.METRICS, 60)
+        disturb()
+        if name == "lost":
+            cluster.wait(number, "PENDING", restarts=1)
+            cluster.start("n2", "slurmd", "-D", "-N", "n2")
+        assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
+        assert not list(folder.glob("crashes-*"))
+        runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
+        assert (runs_of[1]["first_step"] % 50 == 0) == (name == "lost")
+        assert 50 <= runs_of[1]["first_step"] < 400
+        last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
+        for metric in ("step", "loss", "grad_norm", "param_norm"):
+            assert last[metric] == expected[metric]
+        jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
 
 
 def parameters(workdir):
