@@ -3,9 +3,10 @@
     python -m diffusion_jax.heldout --workdir=runs/quickstart
 
 Two runs, two averages or two commits compare by it to the last digit: the records are a share of
-the data (config.data.heldout), chosen by a hash, each meets the same levels with the same noise,
-and no text is dropped. Training writes it every config.heldout.every steps; this command takes it
-of any run and checkpoint.
+the data (config.data.heldout), chosen by a hash of their keys (names of files, places in tars,
+numbers in tables), each meets the same levels with the same noise, and no text is dropped.
+Training writes it every config.heldout.every steps; this command takes it of any run and
+checkpoint.
 
 Standard output holds a line of JSON for the parameters and each average: step, weights ("raw",
 "ema_0.999"), "loss" over all levels, before any weighting, and "loss/sigma_S" at each. "v_loss" is
@@ -25,7 +26,7 @@ import jax
 import numpy as np
 from absl import flags, logging
 from jax.sharding import Mesh
-from jaxtyping import Float, Int
+from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, runs, systems
 from diffusion_jax.data.pipeline import Batches
@@ -45,8 +46,8 @@ class Records(NamedTuple):
     """Steps from one measurement to the next."""
     batch: Texts
     """Pictures, and what the encoder's tokenizer makes of their texts; a row a record."""
-    numbers: Int[np.ndarray, "R"]
-    """Each record's own, which its noise is drawn from."""
+    numbers: UInt32[np.ndarray, "R"]
+    """The low halves of the records' keys, which their noise is drawn from."""
     sigmas: Float[np.ndarray, "L"]
     """The noise levels, all of each record."""
 
@@ -69,10 +70,8 @@ def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Recor
             "heldout.every is set and nothing is held out: keep some records from training, such "
             "as data.heldout=0.01"
         )
-    count = min(s.records, len(apart.pictures))
-    rows = np.arange(count) * len(apart.pictures) // count
-    numbers, batch = apart.read(rows)
-    return Records(s.every, batch, numbers, measure.levels(s.levels))
+    keys, batch = apart.read(s.records)
+    return Records(s.every, batch, keys.astype(np.uint32), measure.levels(s.levels))
 
 
 def make_scorer(
@@ -102,7 +101,7 @@ def make_scorer(
             rows = np.arange(start, start + batch_size) % (count * len(sigmas))
             row, level = rows % count, rows // count
             inputs = {name: array[row] for name, array in records.batch.items()}
-            numbers, at = records.numbers[row].astype(np.uint32), level.astype(np.uint32)
+            numbers, at = records.numbers[row], level.astype(np.uint32)
             placed = jax.tree.map(
                 lambda x: sharding.place(x, where), (inputs, numbers, at, sigmas[level])
             )

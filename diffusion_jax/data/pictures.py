@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
-from jaxtyping import Float, Int, Shaped, UInt8
+from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
@@ -52,6 +52,10 @@ class Pictures(abc.ABC):
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
         """Indices, pictures and texts of those that can be used; `read` replaces the others."""
         return indices, *self.read(indices)
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """What stays a picture's own when others come or go: here its number."""
+        return indices.astype(np.uint64)
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """What people know the pictures of these indices by: the files that `read` takes."""
@@ -106,6 +110,10 @@ class Decoded(Pictures):
         """Decodes; ValueError if no substitute can be used, or too many records are damaged."""
         images, texts, _ = zip(*self._read(indices, places), strict=True)
         return np.stack(images), texts
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """The records'."""
+        return self._records.keys(indices)
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """The names of records, or of those that took their place."""
@@ -234,6 +242,23 @@ class Mixture(Pictures):
             for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
                 texts[row] = text
         return texts
+
+    def usable(
+        self, indices: Int[np.ndarray, "B"]
+    ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
+        """Those that the parts can use, part by part."""
+        found = [(rows, inside, *p.usable(inside)) for p, rows, inside in self._split(indices)]
+        kept = [indices[rows][np.isin(inside, k)] for rows, inside, k, *_ in found]
+        images = [images for *_, images, _ in found if len(images)]
+        texts = [text for *_, part_texts in found for text in part_texts]
+        return np.concatenate(kept), np.concatenate(images or [np.zeros(0, np.uint8)]), texts
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """The keys that the parts give them."""
+        keys = np.zeros(len(indices), np.uint64)
+        for part, rows, inside in self._split(indices):
+            keys[rows] = part.keys(inside)
+        return keys
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """The names that the parts give them."""

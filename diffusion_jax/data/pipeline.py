@@ -13,10 +13,10 @@ import grain
 import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
-from jaxtyping import Array, Int
+from jaxtyping import Array, Int, UInt64
 
 from diffusion_jax.data.pictures import Mixture, Pictures, Rows
-from diffusion_jax.data.split import split
+from diffusion_jax.data.split import hashed, split
 from diffusion_jax.machine.sharding import batch_sharding
 from diffusion_jax.settings import CROPS, Data, Run
 
@@ -31,10 +31,15 @@ class Apart(NamedTuple):
     make: Callable[[Rows, Sequence[Any]], Batch]
     """Pictures and texts to a batch."""
 
-    def read(self, rows: Int[np.ndarray, "N"]) -> tuple[Int[np.ndarray, "R"], Batch]:
-        """Those rows that can be used, and a batch of them."""
-        kept, images, texts = self.pictures.usable(rows)
-        return kept, self.make(images, texts)
+    def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
+        """The keys of those that can be used of at most `count`, and a batch of them.
+
+        They are chosen by a hash of their keys too: records that come move few out of it.
+        """
+        rows = np.arange(len(self.pictures))
+        first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
+        kept, images, texts = self.pictures.usable(np.sort(first))
+        return self.pictures.keys(kept), self.make(images, texts)
 
 
 class Batches:

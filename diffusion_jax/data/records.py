@@ -1,11 +1,13 @@
 """Records: encoded images with their texts, as they lie in files of any format."""
 
 import abc
+import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Int, UInt64
 
 from diffusion_jax.data import embeddings, storage
 from diffusion_jax.data.transforms import Unusable
@@ -41,9 +43,18 @@ class Records(abc.ABC):
         """The texts of `read(indices)`, without reading the images where a format can."""
         return [record.text for record in self.read(indices)]
 
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """What stays a record's own when others come or go: here its number."""
+        return indices.astype(np.uint64)
+
     def left_out(self) -> dict[str, int]:
         """The number of images in the files that are not in the list, by reason."""
         return {}
+
+
+def key_of(name: str) -> int:
+    """64 bits of a hash of a name, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float, Int, Shaped
+from jaxtyping import Float, Int, Shaped, UInt64
 
 from diffusion_jax.data.pictures import Mixture, Pictures, Rows
 
@@ -12,9 +12,9 @@ _CHUNK = 2**22  # Numbers hashed at a time: 32 MB.
 
 
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
-    """(for training, held out): about this share of the records, chosen by a hash of their numbers.
+    """(for training, held out): about this share of the records, chosen by a hash of their keys.
 
-    The choice is the same in every run and process, and stays when records are added at the end.
+    The choice is the same in every run and process, and no record's changes when others come or go.
     Of a mixture each part is split. What replaces an unusable record in training is never held out.
     """
     if not share:
@@ -24,7 +24,7 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
         training, apart = ([pair[i] for pair in pairs] for i in (0, 1))
         return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
-    apart = np.concatenate([chunk[_hashed(chunk) < share] for chunk in chunks])
+    apart = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
     pictures.keep_apart(apart)
     return Subset(pictures, apart, others=True), Subset(pictures, apart)
 
@@ -66,6 +66,10 @@ class Subset(Pictures):
         kept, images, texts = self._pictures.usable(inside)
         return indices[np.isin(inside, kept)], images, texts
 
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Their keys in the whole list."""
+        return self._pictures.keys(self._inside(indices))
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Their names."""
         return self._pictures.names(self._inside(indices))
@@ -75,9 +79,9 @@ class Subset(Pictures):
         return self._pictures.skipped()
 
 
-def _hashed(numbers: Int[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
+def hashed(keys: UInt64[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
     """Numbers in [0, 1) that are a function of each alone: splitmix64 (Steele et al. 2014)."""
-    z = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    z = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return ((z ^ (z >> np.uint64(31))) >> np.uint64(11)) * 2.0**-53

@@ -10,6 +10,9 @@ import posixpath
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from jaxtyping import Int, UInt64
+
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
@@ -63,6 +66,10 @@ class Folder(Records):
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Reads the texts alone; OSError if their files have gone."""
         return [self._read_text(self._images[index]) for index in indices]
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Of the images' names in the folder."""
+        return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
     def left_out(self) -> dict[str, int]:
         """Images without a text, as {"no_caption": n}."""

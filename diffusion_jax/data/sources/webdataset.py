@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int, UInt64
 
 from diffusion_jax.data import listing, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
@@ -67,6 +68,13 @@ class WebDataset(Records):
         parts = [(tar, offset, offset + size) for tar, offset, size in places]
         contents = storage.read_ranges(*zip(*parts, strict=True))
         return [records.read_text(text, self._text) for text in contents]
+
+    def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
+        """Of the name of a record's tar, without its folder, and of its place there."""
+        which = np.searchsorted(self._listing.firsts, indices, side="right") - 1
+        names = [os.path.basename(tar) for tar in self._listing.tars]
+        tars_keys = np.array([records.key_of(name) for name in names], np.uint64)
+        return tars_keys[which] + (indices - self._listing.firsts[which]).astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
         """Counts of "no_caption", "broken_tar", and "truncated_tar", of which the rest is used."""

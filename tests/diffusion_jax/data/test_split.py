@@ -1,9 +1,11 @@
 """What is held out: a share by a hash, the same however the data grow, and never in a batch."""
 
+import tarfile
+
 import numpy as np
 import pytest
 
-from diffusion_jax.data import pipeline, split
+from diffusion_jax.data import pipeline, sources, split
 from diffusion_jax.data.pictures import Mixture, Pictures
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Data, Run
@@ -45,7 +47,7 @@ def test_the_choice_is_of_each_record_alone():
     assert few == {n for n in many if n < 3000}
     assert few < set(numbers(split.split(Numbered(3000), 0.1)[1]))
     # Published first numbers of splitmix64 from 0: 0xe220a839..., 0x6e789e6a..., 0x06c45d18...
-    hashed = split._hashed(np.arange(3)) * 2.0**32
+    hashed = split.hashed(np.arange(3, dtype=np.uint64)) * 2.0**32
     np.testing.assert_array_equal(np.floor(hashed), [0xE220A839, 0x6E789E6A, 0x06C45D18])
     assert min(few) == 2
 
@@ -56,6 +58,9 @@ def test_of_a_mixture_each_part_is_split():
     assert training.weights == [1, 2] and training.lengths[0] + apart.lengths[0] == 1000
     whole = [*range(1000), *range(10_000, 13_000)]
     assert sorted([*numbers(training), *numbers(apart)]) == whole
+    kept, images, _ = apart.usable(np.arange(len(apart)))
+    np.testing.assert_array_equal(images.ravel(), numbers(apart)[kept])
+    assert not any(n % 10_000 % 7 == 0 for n in images.ravel()) and len(kept) < len(apart)
 
 
 def test_without_a_share_the_pictures_are_as_they_were():
@@ -86,5 +91,37 @@ def test_training_never_meets_what_is_held_out(share):
         apart = batches.apart
         assert apart is not None and seen.isdisjoint(numbers(apart.pictures))
         assert len(seen) + len(apart.pictures) == 64
-        kept, batch = apart.read(np.arange(len(apart.pictures)))
-        assert len(batch["image"]) == len(batch["length"]) == len(kept) > 0
+        keys, batch = apart.read(1000)
+        np.testing.assert_array_equal(batch["image"].ravel(), keys)
+        fewer, _ = apart.read(8)
+        assert 0 < len(fewer) < len(keys) == len(batch["length"]) and set(fewer) < set(keys)
+
+
+def test_files_that_come_move_no_other_between_training_and_held_out(tmp_path):
+    """Names decide in a folder, places in a tar; neither the tar's folder nor its neighbours do."""
+
+    def held(source, place):
+        records = sources.open_records(Data(source, path=str(place)))
+        rows = np.arange(len(records))
+        apart = split.hashed(records.keys(rows)) < 0.3
+        return {records.texts([int(row)])[0] for row in rows[apart]}
+
+    def add(names):
+        for name in names:
+            (tmp_path / f"{name}.png").write_bytes(b"")
+            (tmp_path / f"{name}.txt").write_text(name)
+
+    add(f"b{i}" for i in range(60))
+    before = held("folder", tmp_path)
+    add(f"a{i}" for i in range(60))  # They come first in the order of names.
+    after = held("folder", tmp_path)
+    assert 8 < len(before) < 28 and before == {name for name in after if name.startswith("b")}
+    for folder in ("here", "there"):
+        (tmp_path / folder).mkdir()
+    for folder, letter in (("here", "b"), ("there", "b"), ("there", "a")):
+        with tarfile.open(tmp_path / folder / f"{letter}.tar", "w") as tar:
+            for i in range(60):
+                for suffix in ("png", "txt"):
+                    tar.add(tmp_path / f"{letter}{i}.{suffix}", f"{letter}{i}.{suffix}")
+    alone, both = (held("webdataset", tmp_path / folder) for folder in ("here", "there"))
+    assert 8 < len(alone) < 28 and alone == {name for name in both if name.startswith("b")}
