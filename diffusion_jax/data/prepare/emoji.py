@@ -13,7 +13,7 @@ import io
 import pathlib
 import tarfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -162,7 +162,8 @@ def draw(
     side = round(large * 7 / 8)
     small = picture.convert("RGBA").resize((side, side), Image.Resampling.BICUBIC)
     canvas = Image.new("RGBA", (large, large))
-    canvas.paste(small, tuple(round((large - side) / 2 + s * large / 20) for s in shift))
+    left, top = (round((large - side) / 2 + s * large / 20) for s in shift)
+    canvas.paste(small, (left, top))
     pixels = np.asarray(canvas.resize((size, size), Image.Resampling.BOX), np.float32)
     alpha = pixels[..., 3:] / 255
     mixed = alpha * pixels[..., :3] + (1 - alpha) * np.array(BACKGROUNDS[background], np.float32)
@@ -179,7 +180,7 @@ def _card(styles: Sequence[str], size: int, variants: int) -> dict:
 def _write_tars(
     out: pathlib.Path,
     rows: Sequence[tuple[Composition, str, int]],
-    read: dict[str, Callable[[str], Image.Image]],
+    read: Mapping[str, Callable[[str], Image.Image]],
     size: int,
 ) -> None:
     out.mkdir(parents=True, exist_ok=True)
@@ -192,7 +193,7 @@ def _write_tars(
 
 def _records(
     rows: Iterable[tuple[Composition, str, int]],
-    read: dict[str, Callable[[str], Image.Image]],
+    read: Mapping[str, Callable[[str], Image.Image]],
     size: int,
 ) -> Iterator[dict[str, bytes]]:
     for shown, style, variant in rows:
