@@ -144,7 +144,11 @@ def _make_begin(
             s.sampler, guidance.Model(on_grid, sigmas), scale,
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
-        denoise = guidance.watched(threshold(denoise), preview)
+        denoise = threshold(denoise)
+        if preview is not None:
+            from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
+
+            denoise = guidance.watched(denoise, functools.partial(programs.on_host, preview))
         x = samplers.initial_noise(keys, shape, sigmas[0])
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
         return samplers.Start(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), finish)

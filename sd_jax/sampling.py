@@ -1,5 +1,6 @@
 """How a Stable Diffusion model draws: from texts, or from texts and a picture, to images."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -76,8 +77,11 @@ def make_begin(
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:
+            from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
+
             matrix, grey = colours(p, frozen["vae"])
-            denoise = guidance.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
+            show = functools.partial(programs.on_host, preview)
+            denoise = guidance.watched(denoise, show, lambda x0: x0 @ matrix + grey)
         x = start(frozen, batch, keys)
         noise = samplers.gaussian_noise(keys, _size(x))
         return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, x))

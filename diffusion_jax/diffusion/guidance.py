@@ -164,18 +164,18 @@ def by_rows(denoise: Denoiser) -> Branches:
 
 
 def watched(
-    denoise: Denoiser, preview: Preview | None, colours: Callable[[Images], Images] = lambda x0: x0
+    denoise: Denoiser,
+    show: Callable[[Images, Scalar], None],
+    colours: Callable[[Images], Images] = lambda x0: x0,
 ) -> Denoiser:
-    """The same D, which shows what it finds, in these colours, to `preview` on the host.
+    """The same D, which shows what it finds, in these colours, and its level; the same bits.
 
-    What is drawn has the same bits. An error that `preview` raises ends the drawing.
+    `show` is traced with it: it hands its arguments to the host.
     """
-    if preview is None:
-        return denoise
 
     def shown(x, sigma):
         x0 = denoise(x, sigma)
-        jax.debug.callback(preview, colours(x0), sigma[0])
+        show(colours(x0), sigma[0])
         return x0
 
     return shown

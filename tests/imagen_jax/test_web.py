@@ -1,4 +1,4 @@
-"""The page in a real Chromium: what a person does with it, from the command to a picture's bytes."""
+"""The page in a real Chromium: what people do with it, from the command to a picture's bytes."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def address(trained, tmp_path_factory):
     folder = trained / "evaluation" / "both"
     folder.mkdir(parents=True)
     rows = [
-        {"guidance": g, "checkpoint": 3, "ema": ema, "fid": 9.0 + g, "fid_low": 8.0, "fid_high": 12.0}
+        {"guidance": g, "checkpoint": 3, "ema": ema, "fid": 9 + g, "fid_low": 8, "fid_high": 12}
         for ema in ("ema", "raw") for g in (1.0, 3.0)
     ]  # fmt: skip
     sweep.write_table(folder / sweep.TABLE, rows)
