@@ -86,7 +86,9 @@ def load_model(
 
     def begin_of(s, preview):
         check(s)
-        return task.make_task(s, encoder, guide and guide[0], preview).begin
+        begin = task.make_task(s, encoder, guide and guide[0], preview).begin
+        assert begin
+        return begin
 
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
     return model.load_model(workdir, choice, s, encoder, imagen, mesh, begin_of)

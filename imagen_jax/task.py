@@ -148,7 +148,7 @@ def _make_begin(
         if preview is not None:
             from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
 
-            denoise = guidance.watched(denoise, functools.partial(programs.on_host, preview))
+            denoise = programs.watched(denoise, preview)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
         return samplers.Start(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), finish)

@@ -1,6 +1,5 @@
 """How a Stable Diffusion model draws: from texts, or from texts and a picture, to images."""
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -80,8 +79,7 @@ def make_begin(
             from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
 
             matrix, grey = colours(p, frozen["vae"])
-            show = functools.partial(programs.on_host, preview)
-            denoise = guidance.watched(denoise, show, lambda x0: x0 @ matrix + grey)
+            denoise = programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
         x = start(frozen, batch, keys)
         noise = samplers.gaussian_noise(keys, _size(x))
         return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, x))

@@ -163,24 +163,6 @@ def by_rows(denoise: Denoiser) -> Branches:
     return branches
 
 
-def watched(
-    denoise: Denoiser,
-    show: Callable[[Images, Scalar], None],
-    colours: Callable[[Images], Images] = lambda x0: x0,
-) -> Denoiser:
-    """The same D, which shows what it finds, in these colours, and its level; the same bits.
-
-    `show` is traced with it: it hands its arguments to the host.
-    """
-
-    def shown(x, sigma):
-        x0 = denoise(x, sigma)
-        show(colours(x0), sigma[0])
-        return x0
-
-    return shown
-
-
 # By sampler.threshold of a config. Imagen's alone: latents have no range to be held in.
 THRESHOLDS: Mapping[str, Callable[..., Denoiser] | str] = {
     "dynamic": "diffusion_jax.diffusion.thresholds:dynamic",

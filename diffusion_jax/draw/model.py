@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import ranges, runs, settings, systems
+from diffusion_jax import described, ranges, runs, settings, systems
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
 from diffusion_jax.machine import sharding
@@ -86,7 +86,7 @@ def with_fields_of(group: str, kind: type) -> Callable[[type[C]], type[C]]:
     def add(cls: type[C]) -> type[C]:
         fields = []
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            text = f"In place of the config's {group}.{name}: {ranges.words(hint)}."
+            text = f"In place of the config's {group}.{name}: {described.words(hint)}."
             plain = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
             field = replaces(f"{group}.{name}", text, hint)
             fields.append((group if name == "name" else name, plain | None, field))

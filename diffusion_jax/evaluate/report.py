@@ -320,12 +320,12 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     scored = sweep.read_scored(folder / sweep.SCORED)
     found = SweepResult(folder.name, rows, scored, {}, folder)
     several = len({sweep.point_name(row) for row in rows}) > len({row.get("model") for row in rows})
-    sheets = {}
+    sheets: dict[str, pathlib.Path] = {}
     for row in sorted(rows, key=lambda row: float(row["guidance"])):
-        if path := sheet_of(found, row):
-            own = several and path.name == sheet_name(row, several=True)
+        if kept := sheet_of(found, row):
+            own = several and kept.name == sheet_name(row, several=True)
             of_point = sweep.label(row) if own else row.get("model")
-            sheets[", ".join(filter(None, (f"{float(row['guidance']):g}", of_point)))] = path
+            sheets[", ".join(filter(None, (f"{float(row['guidance']):g}", of_point)))] = kept
     return found._replace(sheets=sheets)
 
 

@@ -10,6 +10,7 @@ import hmac
 import json
 import pathlib
 import shlex
+import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from diffusion_jax import ranges, runs
+from diffusion_jax import described, runs
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.web import results
 from diffusion_jax.web.jobs import PICTURES, Full, Job, Picture, Queue
@@ -275,14 +276,15 @@ def _field(field: dataclasses.Field, model: Loaded) -> dict[str, Any]:
     return {
         "name": field.name,
         "kind": {bool: "switch", int: "whole", float: "number", str: "text"}[kind],
-        "options": ranges.options(field.metadata["kind"]),
+        "options": described.options(field.metadata["kind"]),
         "help": field.metadata["help"],
         "value": str(value) if value == float("inf") else value,
     }
 
 
 def _type(field: dataclasses.Field) -> Any:
-    return field.type.__args__[0] if hasattr(field.type, "__args__") else field.type
+    kinds: tuple[Any, ...] = typing.get_args(field.type) or (field.type,)
+    return kinds[0]
 
 
 def _read(field: dataclasses.Field, value: Any) -> Any:
