@@ -214,7 +214,7 @@ class PromptedDenoiser:
         self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]
     ) -> Float[Array, "B H W C"]:
         """x0 as the guided model finds it at a level."""
-        return self._denoise(x, np.float32(sigma), *self._arguments)
+        return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
     def start(self, seeds: int | Sequence[int] = 0) -> Float[Array, "B H W C"]:
         """The noise that the command draws with these seeds, one a prompt or the first."""
@@ -225,7 +225,8 @@ class PromptedDenoiser:
         """What a sampler made of the start, as images."""
         return sheets.to_uint8(np.asarray(self._finish(x, *self._arguments)))
 
-    def _start(self, params: Any, frozen: Any, texts: Any, scale: Any, seeds: Any) -> Any:
+    def _start(self, *arguments: Any) -> Any:
+        params, frozen, texts, scale, seeds = arguments
         return self._begin(params, frozen, texts, jax.vmap(jax.random.key)(seeds), scale)
 
 

@@ -50,7 +50,9 @@ class Choice:
     A system's own has a field for each of its sampler's settings: see `with_fields_of`.
     """
 
-    ema: str = chosen("ema", 'Of a run a decay such as 0.9999, "ema" (the largest) or "raw".')
+    ema: str = chosen(
+        "ema", 'Of a run a decay such as 0.9999, a width (0.05), "ema" (the largest) or "raw".'
+    )
     checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
     guide: str | None = chosen(
         None, "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative text."
@@ -178,16 +180,16 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
 def with_weights(model: Model, ema: str, step: int | None) -> Model:
     """The same model, already compiled, with the weights of an average and a checkpoint.
 
-    `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the newest
-    that is sound.
+    `ema` is a decay such as "0.9999", a width such as "0.05", "ema" for the largest, or "raw";
+    `step` None is the newest that is sound.
     """
-    folder = pathlib.Path(model.workdir) / runs.CHECKPOINTS
+    folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,
     )
     params, step = restore.load_params_and_step(folder, shapes, ema, step)
-    return model._replace(params=params, ema=ema, step=step)
+    return model._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
 
 
 def with_choice(model: Model, choice: Choice, preview: Preview | None = None) -> Model:

@@ -58,7 +58,7 @@ class Site:
         last = model.stages[-1]
         folder = pathlib.Path(last.workdir) / runs.CHECKPOINTS
         steps = restore.steps(folder)
-        decays = restore.averages(restore.absolute(folder) / str(last.step)) if steps else []
+        decays = restore.stored(restore.absolute(folder) / str(last.step)) if steps else []
         return {
             "name": name,
             "words": repr(model),
