@@ -251,7 +251,7 @@ function layOut(wanted) {
 
 function gridOf(own) {
   const xs = [...new Set(own.map((p) => p.x))], ys = [...new Set(own.map((p) => p.y))];
-  const name = (id, value) => $(id).value
+  const name = (id, value) => $(id).value === "prompt" ? value : $(id).value
     ? `${$(id).selectedOptions[0].textContent.replaceAll("_", " ")} ${value}` : "";
   const row = (y) => element("tr", {}, element("th", {scope: "row"}, name("y", y)),
     ...xs.map((x) => element("td", {}, element("div", {class: "cell"},
