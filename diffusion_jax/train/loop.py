@@ -86,6 +86,8 @@ class Inputs(NamedTuple):
     """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
     records: heldout.Records | None = None
     """What the held-out loss is taken of, if it is."""
+    base: str = ""
+    """The fingerprint of the frozen weights that a LoRA adapts: see finetune."""
 
 
 def train(
@@ -237,7 +239,7 @@ def _averaged(state: TrainState) -> Params:
 
 def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
-    task, _, examples, evaluation, _, records = inputs
+    task, _, examples, evaluation, _, records, _ = inputs
     draw = make_draw(task.sample, frozen, mesh)
     occasions = []
     if run.sample_every:
