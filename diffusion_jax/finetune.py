@@ -93,15 +93,22 @@ def network(
     `abstract` holds its shapes, `read` reads what the factors adapt; `which` and `step` as for
     restore.load_params, and so the errors.
     """
-    shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
-    if s.lora.rank:
-        shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
-    params = restore.load_params(pathlib.Path(workdir) / runs.CHECKPOINTS, shapes, which, step)
+    params = factors(workdir, s, abstract, which, step)
     if s.lora.rank:
         base = read()
         check_base(workdir, pretrained.digest(base))
         params = lora.merge(base, params, s.lora)
     return jax.device_get({"params": params["params"]})
+
+
+def factors(
+    workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
+) -> Params:
+    """What a run trained, as it is saved: of a LoRA the factors; arguments as of `network`."""
+    shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
+    if s.lora.rank:
+        shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
+    return restore.load_params(pathlib.Path(workdir) / runs.CHECKPOINTS, shapes, which, step)
 
 
 def at_step(path: Path) -> tuple[str, int | None]:

@@ -12,6 +12,9 @@ it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is 
 run's, or else 50 steps at guidance 7.5 and the size that the model was trained at, by a directory's
 own scheduler or PLMS.
 
+A LoRA trained here is a run, --workdir, and --lora_scale its strength. LoRA files of diffusers and
+kohya join a --model, as they are or FILE:STRENGTH: --lora=style.safetensors:0.7 --lora=cat.pt.
+
 Image-to-image: --image=photo.png --strength=0.6, one picture for all prompts or one for each; the
 last 0.6 of the steps draw over it. Pictures are resized to --height and --width where these are
 given. Inpainting: --mask=mask.png, of the picture's size, is white where it is drawn anew; what is
@@ -59,7 +62,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     file = _FILE()
     if _WORKDIR.value and any(value is not None for value in file):
         raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model"
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
         )
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
@@ -75,7 +78,8 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         return ([images] for images in batches)
 
     files = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
-    return Session(prompts, draw, _card(model), files)
+    loras = {"lora": file.lora} if file.lora else {}
+    return Session(prompts, draw, _card(model) | loras, files)
 
 
 def _choice(given: Mapping[str, np.ndarray], preview: Preview | None) -> Choice:

@@ -272,7 +272,8 @@ class Mixture(Pictures):
 
     def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         """Those of the parts that hold these indices."""
-        return np.float32(self.part_counts)[self._which(indices)] if self.part_counts else None
+        counts = np.array(self.part_counts, np.float32)
+        return counts[self._which(indices)] if self.part_counts else None
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """The names that the parts give them."""

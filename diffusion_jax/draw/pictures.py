@@ -31,7 +31,7 @@ class Given(NamedTuple):
 
         batch = {IMAGE: stacked(self.images, Image.Resampling.BICUBIC)}
         if self.masks:
-            white = [mask.point(lambda value: 255 * (value > 127)) for mask in self.masks]
+            white = [mask.point([0] * 128 + [255] * 128) for mask in self.masks]
             batch[MASK] = stacked(white, Image.Resampling.BOX) > 0
         return batch
 

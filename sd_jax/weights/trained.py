@@ -17,6 +17,7 @@ from sd_jax.sampling import Preview, make_sample
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
+from sd_jax.weights import lora_files, names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
@@ -95,3 +96,15 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
     size = s.latents.image_size // vae_module.factor(s.vae)
     return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)
+
+
+def write_lora(
+    workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
+) -> None:
+    """Writes the factors of a run of LoRA as a file that programs of `dialect` read."""
+    s = read_run(workdir, Choice())
+    if not s.lora.rank:
+        raise ValueError(f"{workdir} is no run of LoRA: it has no factors to write")
+    shapes = names.abstract_unet(s.unet, s.text.width)
+    params = finetune.factors(workdir, s, shapes, ema)
+    lora_files.write(path, params, s.lora, s.unet, dialect)
