@@ -7,11 +7,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 
 from diffusion_jax import lora
 from diffusion_jax.settings import Lora
-from sd_jax.weights import checkpoints, lora_files, names
+from sd_jax.unet import UNet
+from sd_jax.vae import VAE
+from sd_jax.weights import checkpoints, formats, lora_files, names
 from tests import written_runs
+from tests.sd_jax.cases import unet_weights, vae_weights
+from tests.sd_jax.weights.test_checkpoints import TEXTS
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -19,19 +24,41 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Theirs.
 
-UNET = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.0.proj"]
-TEXT = ["q_proj", "out_proj", "fc1"]
+OF_UNET = ["to_q", "to_k", "to_v", "to_out.0", "proj_in", "conv1", "ff.net.0.proj"]
+UNET = UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False)
+OF_TEXT = ["q_proj", "out_proj", "fc1"]
 TOLERANCE = 1e-4  # What is asked; measured: below 1e-5.
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A directory written here: its weights keep variance, so that rounding stays small."""
+    path = tmp_path_factory.mktemp("model")
+    parts = {
+        "model.diffusion_model": unet_weights(UNET),
+        "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
+        "cond_stage_model": TEXTS["1.x"],
+    }
+    np.savez(
+        path / "a.npz", **{f"{k}.{n}": w for k, part in parts.items() for n, w in part.items()}
+    )
+    config = {
+        "unet_config": formats.unet_to_ldm(UNET, 24),
+        "cond_stage_config": {"num_attention_heads": 3},
+    }
+    (path / "a.yaml").write_text(yaml.safe_dump(config))
+    checkpoints.save_diffusers(checkpoints.load(path / "a.npz", config=path / "a.yaml"), path / "d")
+    return path / "d"
+
+
 @pytest.fixture
-def pipeline(published):
-    return diffusers.StableDiffusionPipeline.from_pretrained(published / "d", tokenizer=None)
+def pipeline(folder):
+    return diffusers.StableDiffusionPipeline.from_pretrained(folder, tokenizer=None)
 
 
 def adapted(pipeline, rank=3, alpha=5):
     """The pipeline with random factors in its UNet and its text encoder."""
-    for network, targets in ((pipeline.unet, UNET), (pipeline.text_encoder, TEXT)):
+    for network, targets in ((pipeline.unet, OF_UNET), (pipeline.text_encoder, OF_TEXT)):
         network.add_adapter(peft.LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets))
         generator = torch.Generator().manual_seed(0)
         for name, parameter in network.named_parameters():
@@ -118,29 +145,29 @@ def write_kohya(pipeline, folder):
 
 @pytest.mark.parametrize("write", [write_peft, write_older, write_kohya])
 @pytest.mark.parametrize("strength", [1.0, 0.5])
-def test_their_files_change_our_networks_as_theirs(published, pipeline, tmp_path, write, strength):
-    folder = write(adapted(pipeline), tmp_path / "lora")
+def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, write, strength):
+    written = write(adapted(pipeline), tmp_path / "lora")
     for network in (pipeline.unet, pipeline.text_encoder):
         for module in network.modules():
             if isinstance(module, peft.tuners.lora.LoraLayer):
                 module.scale_layer(strength)
     inputs, theirs = outputs(pipeline)
-    opened = checkpoints.load(published / "d")
-    merged = lora_files.apply([f"{folder}:{strength}"], opened)
+    opened = checkpoints.load(folder)
+    merged = lora_files.apply([f"{written}:{strength}"], opened)
     for a, b, before in zip(ours(merged, inputs), theirs, ours(opened, inputs), strict=True):
         close(a, b)
         assert np.abs(np.asarray(before) - b).max() > 0.05 * np.abs(b).max()
     # Their own reading of the file, where its names are theirs.
-    again = diffusers.StableDiffusionPipeline.from_pretrained(published / "d", tokenizer=None)
-    again.load_lora_weights(folder)
+    again = diffusers.StableDiffusionPipeline.from_pretrained(folder, tokenizer=None)
+    again.load_lora_weights(written)
     again.set_adapters(again.get_active_adapters(), strength)
     for a, b in zip(outputs(again)[1], theirs, strict=True):
         close(a, b)
 
 
 @pytest.mark.parametrize("dialect", lora_files.DIALECTS)
-def test_our_files_change_their_networks_as_ours(published, pipeline, tmp_path, dialect):
-    opened, s = checkpoints.load(published / "d"), Lora(4, 6.0, "_attn/|conv1|skip")
+def test_our_files_change_their_networks_as_ours(folder, pipeline, tmp_path, dialect):
+    opened, s = checkpoints.load(folder), Lora(4, 6.0, "_attn/|conv1|skip")
     shapes = names.abstract_unet(opened.unet.network, opened.unet.text_width)
     factors = written_runs.random_params(lambda key: lora.init(key, shapes, s))
     factors = jax.tree.map(lambda leaf: leaf / 4, factors)  # As large as the weights, no larger.
