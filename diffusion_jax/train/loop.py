@@ -286,8 +286,7 @@ def _beside(state, max_skipped, explain, occasions, steps):
 def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
     task, _, examples, evaluation, _, records, _ = inputs
-    draw = make_draw(task.sample, frozen, mesh)
-    occasions = []
+    draw, occasions = make_draw(task.sample, frozen, mesh), []
     if run.sample_every:
         drawn = _example_drawer(draw, examples, folder, run.seed)
         write = lambda step, state: writer.write_images(

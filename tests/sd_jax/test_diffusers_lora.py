@@ -157,7 +157,8 @@ def test_their_files_change_our_networks_as_theirs(folder, pipeline, tmp_path, w
     for a, b, before in zip(ours(merged, inputs), theirs, ours(opened, inputs), strict=True):
         close(a, b)
         assert np.abs(np.asarray(before) - b).max() > 0.05 * np.abs(b).max()
-    # Their own reading of the file, where its names are theirs.
+    if write is write_older:  # Which diffusers itself reads no more under these names.
+        return
     again = diffusers.StableDiffusionPipeline.from_pretrained(folder, tokenizer=None)
     again.load_lora_weights(written)
     again.set_adapters(again.get_active_adapters(), strength)
