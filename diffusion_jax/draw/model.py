@@ -46,7 +46,9 @@ def chosen(default: Any, text: str) -> Any:
 class Choice:
     """Which weights draw, and how; None stands for what the run's config says."""
 
-    ema: str = chosen("ema", 'Of a run a decay such as 0.9999, "ema" (the largest) or "raw".')
+    ema: str = chosen(
+        "ema", 'Of a run a decay such as 0.9999, a width (0.05), "ema" (the largest) or "raw".'
+    )
     checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
     guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
     sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
@@ -149,16 +151,16 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
 def with_weights(model: Model, ema: str, step: int | None) -> Model:
     """The same model, already compiled, with the weights of an average and a checkpoint.
 
-    `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the newest
-    that is sound.
+    `ema` is a decay such as "0.9999", a width such as "0.05", "ema" for the largest, or "raw";
+    `step` None is the newest that is sound.
     """
-    folder = pathlib.Path(model.workdir) / runs.CHECKPOINTS
+    folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,
     )
     params, step = restore.load_params_and_step(folder, shapes, ema, step)
-    return model._replace(params=params, ema=ema, step=step)
+    return model._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
 
 
 def open_encoder(

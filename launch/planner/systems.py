@@ -55,7 +55,9 @@ def read(config: Mapping[str, Any]) -> Model:
         base = jax.eval_shape(task.init, memory.abstract_key())
         task = lora.adapt(task, {"params": base["params"]}, s.lora)
     tx = make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(
+        task.init(key), tx, s.optimizer.ema_decays, s.optimizer.ema_widths
+    )
     return Model(
         task=task,
         run=s.run,
