@@ -32,6 +32,7 @@ def make_task(
     s: Settings,
     encoder: TextEncoder,
     guide: Settings | None = None,
+    strength: float = 1.0,
     preview: guidance.Preview | None = None,
 ) -> Task:
     """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
@@ -39,8 +40,10 @@ def make_task(
     If a model of `guide` leads its sampler, frozen are {"text", "guide"}: both models' weights.
 
     A super-resolution model makes its small images from the large ones in training. Its sampler
-    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. `preview` is
-    called on the host with what each evaluation of the denoiser in sampling finds.
+    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. All draw over
+    batch["image"], uint8 [B, H, W, 3], where given, with `strength`, and where batch["mask"]
+    [B, H, W], if given too, is True: see diffusion.editing. `preview` is called
+    on the host with what each evaluation of the denoiser in sampling finds.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -63,7 +66,7 @@ def make_task(
             rngs = {"dropout": key_dropout}
             return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
 
-        minimised, losses = goal.loss(params, network, x0, eps, sigma)
+        minimised, losses = goal.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
 
     def training_low_res(key, x0):
@@ -92,7 +95,7 @@ def make_task(
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, preview)
+    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength, preview)
     sample = samplers.whole(begin, s.sampler)
     return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
@@ -109,6 +112,7 @@ def _make_begin(
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
+    strength: float,
     preview: guidance.Preview | None,
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
@@ -149,9 +153,20 @@ def _make_begin(
             from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
 
             denoise = programs.watched(denoise, preview)
-        x = samplers.initial_noise(keys, shape, sigmas[0])
+        x, noise = (
+            samplers.initial_noise(keys, shape, sigmas[0]),
+            samplers.gaussian_noise(keys, shape),
+        )
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
-        return samplers.Start(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), finish)
+        start = samplers.Start(denoise, x, sigmas, noise, finish)
+        if "image" not in batch:
+            return start
+        from diffusion_jax.diffusion import editing  # Few draw over pictures.
+
+        eps, new = samplers.initial_noise(keys, shape, 1), batch.get("mask")
+        new = None if new is None else new[..., None]
+        image = to_range(batch["image"])
+        return start._replace(around=lambda f: editing.over(f, image, eps, strength, new))
 
     return begin
 

@@ -69,7 +69,8 @@ def open_model(
 ) -> Subject:
     """A model that was trained elsewhere, likewise; errors as of drawing.load."""
     choice = dataclasses.replace(choice, ema=ema)
-    return _subject(drawing.load(path, choice, file), {}, "", [], choices or [choice])
+    described = {"lora": list(file.lora)} if file.lora else {}
+    return _subject(drawing.load(path, choice, file), described, "", [], choices or [choice])
 
 
 def _subject(

@@ -48,6 +48,8 @@ class Start(NamedTuple):
     sigmas: Sigmas
     noise: Draws
     finish: Callable[[Images], Images]
+    around: Callable[[Sampler], Sampler] = lambda sampler: sampler
+    """What draws over pictures (see editing)."""
 
 
 Begin = Callable[..., Start]
@@ -60,7 +62,8 @@ def whole(begin: Begin, s: Any) -> Callable[..., Images]:
 
     def sample(*arguments: Any) -> Images:
         start = begin(*arguments)
-        return start.finish(sampler(start.denoise, start.x, start.sigmas, start.noise))
+        draw = start.around(sampler)
+        return start.finish(draw(start.denoise, start.x, start.sigmas, start.noise))
 
     return sample
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import described, ranges, runs, settings, systems
+from diffusion_jax import described, finetune, ranges, runs, settings, systems
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
 from diffusion_jax.machine import sharding
@@ -56,6 +56,16 @@ class Choice:
     checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
     guide: str | None = chosen(
         None, "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative text."
+    )
+    lora_scale: float | None = replaces(
+        "lora.scale",
+        "Of a run of LoRA, times what it learned: 0 draws as what it adapts does.",
+        loads=True,
+    )
+    unet_weights: str | None = replaces(
+        "unet.weights",
+        "Of a run of LoRA, where what it adapts lies now, if not in its config.",
+        loads=True,
     )
     text_weights: str | None = replaces(
         "text.weights", "Folder or Hugging Face name of the text encoder's weights.", loads=True
@@ -162,8 +172,7 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
     """
     if not choice.guide:
         return None
-    workdir, at, step = choice.guide.rpartition("@")
-    workdir, number = (workdir, int(step)) if at and step.isdigit() else (choice.guide, None)
+    workdir, number = finetune.at_step(choice.guide)
     guide = read_run(workdir, Choice(text_weights=choice.text_weights), system)
     seen = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
     if seen(guide) != seen(s):
@@ -171,6 +180,8 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
             f"--guide={choice.guide} has the encoder, its width and tokens, and the size of images "
             f"{seen(guide)}, and the model that it is to guide {seen(s)}: they must be the same"
         )
+    if guide.lora.rank:
+        raise ValueError(f"--guide={choice.guide} is a LoRA, and a guide is a whole model")
     shapes = jax.eval_shape(init_of(guide), jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
