@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
