@@ -153,10 +153,8 @@ def _make_begin(
             from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
 
             denoise = programs.watched(denoise, preview)
-        x, noise = (
-            samplers.initial_noise(keys, shape, sigmas[0]),
-            samplers.gaussian_noise(keys, shape),
-        )
+        x = samplers.initial_noise(keys, shape, sigmas[0])
+        noise = samplers.gaussian_noise(keys, shape)
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
         start = samplers.Start(denoise, x, sigmas, noise, finish)
         if "image" not in batch:
