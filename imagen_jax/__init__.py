@@ -1,12 +1,9 @@
 """Imagen: text-to-image diffusion in pixels. `imagen_jax.load` opens a run to draw from."""
 
-from typing import Any
+import importlib
 
 
-def __getattr__(name: str) -> Any:
-    """`load`, and what it needs, is imported when it is used: `import imagen_jax` is light."""
-    if name == "load":
-        from imagen_jax.notebook import load
-
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> object:  # `load` alone: `import imagen_jax` is light.
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("imagen_jax.notebook").load

@@ -23,7 +23,7 @@ from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
 from diffusion_jax.draw.pictures import Given
-from diffusion_jax.draw.program import Images, default_batch_size, in_batches
+from diffusion_jax.draw.program import Images, default_batch_size, in_batches, previewed
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
@@ -93,9 +93,9 @@ def load_model(
 
     def begin_of(changed, preview):
         check(changed)
-        begin = task.make_task(changed, encoder, guide and guide[0], choice.strength, preview).begin
+        begin = task.make_task(changed, encoder, guide and guide[0], choice.strength).begin
         assert begin
-        return lora.drawn(begin, s.lora) if s.lora.rank else begin
+        return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
 
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
     base = lambda: read_unet(s.unet_weights, s)

@@ -29,11 +29,7 @@ from imagen_jax.super_resolution import LowRes
 
 
 def make_task(
-    s: Settings,
-    encoder: TextEncoder,
-    guide: Settings | None = None,
-    strength: float = 1.0,
-    preview: guidance.Preview | None = None,
+    s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
 ) -> Task:
     """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
 
@@ -42,8 +38,7 @@ def make_task(
     A super-resolution model makes its small images from the large ones in training. Its sampler
     takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. All draw over
     batch["image"], uint8 [B, H, W, 3], where given, with `strength`, and where batch["mask"]
-    [B, H, W], if given too, is True: see diffusion.editing. `preview` is called
-    on the host with what each evaluation of the denoiser in sampling finds.
+    [B, H, W], if given too, is True: see diffusion.editing.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -95,7 +90,7 @@ def make_task(
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength, preview)
+    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength)
     sample = samplers.whole(begin, s.sampler)
     return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
@@ -113,7 +108,6 @@ def _make_begin(
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
     strength: float,
-    preview: guidance.Preview | None,
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
@@ -149,10 +143,6 @@ def _make_begin(
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
         denoise = threshold(denoise)
-        if preview is not None:
-            from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
-
-            denoise = programs.watched(denoise, preview)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         noise = samplers.gaussian_noise(keys, shape)
         finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])

@@ -1,12 +1,9 @@
 """Stable Diffusion: text-to-image in latents. `sd_jax.load` opens a run to draw from."""
 
-from typing import Any
+import importlib
 
 
-def __getattr__(name: str) -> Any:
-    """`load`, and what it needs, is imported when it is used: `import sd_jax` is light."""
-    if name == "load":
-        from sd_jax.notebook import load
-
-        return load
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> object:  # `load` alone: `import sd_jax` is light.
+    if name != "load":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module("sd_jax.notebook").load

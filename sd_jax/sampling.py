@@ -19,14 +19,9 @@ IMAGE, MASK = "image", "mask"
 _PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 KiB a pixel.
 
 
-def make_sample(
-    p: Pipeline,
-    encoder: TextEncoder,
-    preview: Preview | None = None,
-    guide: Settings | None = None,
-) -> Callable[..., Images]:
-    """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images."""
-    return samplers.whole(make_begin(p, encoder, preview, guide), p.sampler)
+def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
+    """A Task's `sample`, of the arguments of make_begin."""
+    return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
 
 
 def make_begin(
@@ -78,10 +73,9 @@ def make_begin(
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:
-            from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
+            from sd_jax import previews  # Where pictures are drawn: a task has none.
 
-            matrix, grey = colours(p, frozen["vae"])
-            denoise = programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
+            denoise = previews.sketched(denoise, preview, p, frozen["vae"])
         around, size = over(frozen, batch, keys)
         shape = (*(side // factor for side in size), unet.in_channels)
         first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
@@ -120,13 +114,3 @@ def attended(
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))
-
-
-def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """RGB of each latent channel, by the VAE's first-order response to flat latents, and of 0."""
-    z = p.vae.latent_channels
-    flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale
-    latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))
-    images: Any = p.vae.apply(vae_params, latents, method="decode")
-    means = images.mean((1, 2))  # [2 Z + 1, 3]
-    return (means[:z] - means[z:-1]) / 2, means[-1]

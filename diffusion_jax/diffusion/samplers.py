@@ -41,7 +41,7 @@ class Method(NamedTuple):
 
 
 class Start(NamedTuple):
-    """What a sampler takes, and what becomes of what it returns."""
+    """What a sampler takes, what becomes of what it returns, and what draws over pictures."""
 
     denoise: Denoiser
     x: Images
@@ -49,21 +49,17 @@ class Start(NamedTuple):
     noise: Draws
     finish: Callable[[Images], Images]
     around: Callable[[Sampler], Sampler] = lambda sampler: sampler
-    """What draws over pictures (see editing)."""
 
 
-Begin = Callable[..., Start]
-"""The arguments of a Task's `sample` to where sampling starts."""
+Begin = Callable[..., Start]  # Of the arguments of a Task's `sample`.
 
 
 def whole(begin: Begin, s: Any) -> Callable[..., Images]:
     """A Task's `sample`: the sampler of a config's `sampler`, from its start to images."""
-    sampler = make(s)
 
     def sample(*arguments: Any) -> Images:
         start = begin(*arguments)
-        draw = start.around(sampler)
-        return start.finish(draw(start.denoise, start.x, start.sigmas, start.noise))
+        return start.finish(start.around(make(s))(*start[:4]))
 
     return sample
 

@@ -16,6 +16,7 @@ from jaxtyping import Float
 from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.machine import programs
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
@@ -75,6 +76,18 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, kept: int = 16) ->
         return program(s._replace(sampler=s.sampler._replace(**scale)), preview)
 
     return Programs(draw, lambda s: (begin_of(s, None), frozen))
+
+
+def previewed(begin: Begin, preview: Preview | None) -> Begin:
+    """The same start, whose denoiser shows `preview` on the host what it finds, if there is one."""
+    if preview is None:
+        return begin
+
+    def shown(*arguments: Any) -> samplers.Start:
+        start = begin(*arguments)
+        return start._replace(denoise=programs.watched(start.denoise, preview))
+
+    return shown
 
 
 def in_batches(
