@@ -18,6 +18,7 @@ from absl import logging
 
 from diffusion_jax import settings, systems
 from diffusion_jax.machine import claims, distributed, files, untrusted, writer
+from diffusion_jax.machine.exits import Busy
 from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
@@ -27,9 +28,9 @@ VERSION = 2
 """The version of the config.json written today. Version 0 named no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
-         "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
-         "optimizer.max_skipped", "sampler.", "evaluation.", "heldout.", "data.threads",
-         "data.path", "data.max_broken", "text.store",
+         "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
+         "optimizer.snapshot_every", "optimizer.snapshot_dtype", "sampler.", "evaluation.",
+         "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
          "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
@@ -87,18 +88,20 @@ def claim(
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """A context in which this run alone writes into a workdir, which is made if need be.
 
-    Every process must enter it alike; the first holds the lock. ValueError if another run does.
+    Every process must enter it alike; the first holds the lock. Busy if another run does.
     """
     _check_folder(workdir)
-    lock, error = writer.Writer(workdir), ""
+    lock, errors = writer.Writer(workdir), {Busy: "", ValueError: ""}
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             try:
                 stack.enter_context(lock)
             except (ValueError, OSError) as refused:
-                error = str(refused)
-        if error := distributed.gather_text(error)[0]:
-            raise ValueError(error)
+                passing = isinstance(refused, Busy) or files.is_full(refused)
+                errors[Busy if passing else ValueError] = str(refused)
+        for kind, error in errors.items():
+            if error := distributed.gather_text(error)[0]:
+                raise kind(error)
         yield
 
 

@@ -87,6 +87,12 @@ class Optimizer(NamedTuple):
     """Passes of a step, each with noise of its own."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     ema_warmup: bool = False
+    ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
+    """Relative widths of averages by power functions, such as 0.05 and 0.10: their snapshots give
+    any other width after the training (see diffusion_jax.averages)."""
+    snapshot_every: Amount = 0
+    """Steps from one snapshot of these averages to the next; 0: a 32nd of the run."""
+    snapshot_dtype: Annotated[str, DTYPES] = "float16"
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
     """The first moment's; "bfloat16" saves 2 of the 16 bytes or more of a parameter's state."""
     max_skipped: Count = 100

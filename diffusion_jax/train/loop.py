@@ -39,9 +39,10 @@ from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
+    averaged,
     constant_decay,
     init_state,
     make_train_step,
@@ -126,17 +127,15 @@ def train(
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
         rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
-        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         batch = to_global(next(batches), where)
-        held = {**state._asdict(), "frozen": frozen, "batch": batch}
-        told = out_of_memory.explained(workdir, held, rows // batch_ways(mesh))
-        sizes = stack.enter_context(told)
-        program = program or _compile(task, settings, tx, layout, state, frozen, batch, key)
-        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+        jitted, arguments = make_step(task, settings, tx, layout), (state, frozen, batch, key)
+        told = _compiled(program, jitted, arguments, workdir, rows // batch_ways(mesh))
+        program = stack.enter_context(told)
         closing(trace)
         progress = _Progress(run, writer, program.flops, mesh.size, batches)
-        lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
+        occasions = _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints)
+        due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
@@ -144,10 +143,8 @@ def train(
                 state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
-            last = stopping(step) or step == run.steps
-            aside = [write for is_due, write in occasions if is_due(step) or step == run.steps]
-            if found := lookout.failed(step, batch, metrics, last):
-                aside.insert(0, functools.partial(explain, *found))
+            last = (stopped := stopping(step)) or step == run.steps
+            aside = due(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
             for write in aside:
@@ -155,7 +152,7 @@ def train(
                     write(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
-                    checkpoints.save(step, state, batches, config)
+                    checkpoints.save(step, state, batches, config, read_back=not stopped)
             if last:
                 break
             with progress.waiting():
@@ -171,6 +168,7 @@ def make_step(
         task.loss,
         tx,
         settings.ema_decays,
+        settings.ema_widths,
         accumulate=settings.accumulate,
         one_noise=settings.micro_batch > 0,
         clip=settings.clip,
@@ -181,6 +179,17 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
+@contextlib.contextmanager
+def _compiled(program, step, arguments, workdir, samples) -> Iterator[Program]:
+    """The program, compiled unless it is there; inside, full memory is explained."""
+    state, frozen, batch, _ = arguments
+    held = {**state._asdict(), "frozen": frozen, "batch": batch}
+    with out_of_memory.explained(workdir, held, samples) as sizes:
+        program = program or _compile(step, arguments)
+        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+        yield program
+
+
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
 ) -> Program:
@@ -188,7 +197,8 @@ def warm_up(
     tx, key, create, layout = _plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
-    program = _compile(task, settings, tx, layout, state, frozen, rows, key)
+    step = make_step(task, settings, tx, layout)
+    program = _compile(step, (state, frozen, rows, key))
     jax.block_until_ready(program.step(state, frozen, rows, key))
     return program
 
@@ -197,14 +207,14 @@ def _plan(task, run, settings, mesh):
     """The optimizer, the run's key, key -> the first state, and where a state's parts live."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> Program:
+def _compile(step, arguments) -> Program:
     logging.info("compiling the step ...")
     times = [time.time()]
-    traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
+    traced = step.trace(*arguments)
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
@@ -256,33 +266,44 @@ def _explainer(task, frozen, key, settings, batches, workdir, mesh):
     return explain
 
 
-def _averaged(state: TrainState) -> Params:
-    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
-    return state.ema[max(state.ema, key=float)] if state.ema else state.params
+def _beside(state, max_skipped, explain, occasions, steps):
+    """due(step, batch, metrics, last): each write(step, state) that a step is followed by."""
+    lookout = not_finite.Lookout(int(state.step), int(state.skipped), _IN_FLIGHT, max_skipped)
+
+    def due(step, batch, metrics, last):
+        found = lookout.failed(step, batch, metrics, last)
+        explained = [functools.partial(explain, *found)] if found else []
+        return explained + [write for when, write in occasions if when(step) or step == steps]
+
+    return due
 
 
-def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
+def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
     task, _, examples, evaluation, _, records = inputs
     draw = make_draw(task.sample, frozen, mesh)
     occasions = []
     if run.sample_every:
-        drawn = _example_drawer(draw, examples, folder, run.seed)
+        drawn = _example_drawer(draw, examples, workdir / "samples", run.seed)
         write = lambda step, state: writer.write_images(
-            step, {"samples": drawn(step, _averaged(state))}
+            step, {"samples": drawn(step, averaged(state))}
         )
         occasions.append((lambda step: step % run.sample_every == 0, write))
     if evaluation:
         score = lambda step, state: writer.write_scalars(
-            step, evaluation.score(draw, _averaged(state))
+            step, evaluation.score(draw, averaged(state))
         )
         occasions.append((lambda step: evaluation.is_due(step, run.batch_size), score))
     if records:
+        rows = run.batch_size // settings.accumulate
         losses = heldout.make_scorer(task, frozen, mesh, records, rows)
         measure = lambda step, state: writer.write_scalars(
             step, heldout.of_all(losses, state.params, state.ema)
         )
         occasions.append((lambda step: step % records.every == 0, measure))
+    if every := snapshot_every(settings, run.steps):
+        save = checkpoints.snapshots(settings.snapshot_dtype).save
+        occasions.append((lambda step: step % every == 0, save))
     return occasions
 
 

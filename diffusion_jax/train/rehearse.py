@@ -7,7 +7,6 @@ error; what is told of the rest is a block of lines.
 
 import contextlib
 import datetime
-import os
 import pathlib
 import shutil
 import time
@@ -20,7 +19,16 @@ from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import hardware, log, programs, progress, sharding, writer
+from diffusion_jax.machine import (
+    files,
+    hardware,
+    log,
+    programs,
+    progress,
+    sharding,
+    sheets,
+    writer,
+)
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
@@ -41,7 +49,7 @@ def rehearse(
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     state = jax.eval_shape(create, memory.abstract_key())
     layout = sharding.shardings(state, mesh, task.rules)
     example = inputs.batches.example()
@@ -66,7 +74,7 @@ def rehearse(
         ("memory", _memory(need)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
-        *_workdir(workdir, run, state, alone),
+        *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
@@ -93,6 +101,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
     if draw(params, texts, seeds, None).shape != images.shape or images.shape[3] != 3:
         raise ValueError(f"the sampler draws {images.shape[1:]} in place of pictures")
+    sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
     return images.shape[1:3]
 
 
@@ -144,16 +153,19 @@ def _memory(need: memory.Bytes) -> str:
     return said
 
 
-def _workdir(workdir: pathlib.Path, run: Run, state: TrainState, alone: bool) -> Rows:
+def _workdir(
+    workdir: pathlib.Path, run: Run, kept: memory.Disk, state: TrainState, alone: bool
+) -> Rows:
     """What the workdir holds and what would be written there; ValueError if that cannot be."""
-    each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    files.check_writable(workdir, "--workdir")
     there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{there} cannot be written to: choose another --workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), shutil.disk_usage(there).free
-    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
-    disk = f"{kept} checkpoints of {each / 1e9:.2f} GB at most; {free / 1e9:,.1f} GB are free"
-    if (kept + 1 - len(steps)) * each > free:
+    disk = f"{kept.checkpoints} checkpoints of {kept.checkpoint / 1e9:.2f} GB at most"
+    if kept.snapshots:
+        disk += f", {kept.snapshots} snapshots of {kept.snapshot / 1e9:.3f} GB"
+    disk += f"; {free / 1e9:,.1f} GB are free"
+    there = len(restore.steps(workdir / restore.SNAPSHOTS)) * kept.snapshot
+    if kept.total + (1 - len(steps)) * kept.checkpoint - there > free:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "starts anew"
     if steps:

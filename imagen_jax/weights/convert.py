@@ -47,9 +47,8 @@ def to_workdir(
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = average = _read(source, s)
-        state = init_state(
-            params, optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
-        )
+        tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
+        state = init_state(params, tx, o.ema_decays, o.ema_widths)
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
         if averaged.is_file():
             logging.info("the averages are those of %s", averaged)

@@ -52,7 +52,9 @@ def read(config: Mapping[str, Any]) -> Model:
     module, _, function = system.example.partition(":")
     task, example = getattr(importlib.import_module(module), function)(s, encoder)
     tx = make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(
+        task.init(key), tx, s.optimizer.ema_decays, s.optimizer.ema_widths
+    )
     return Model(
         task=task,
         run=s.run,

@@ -10,7 +10,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.machine import distributed, sharding
+from diffusion_jax.machine import distributed, exits, sharding
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy
@@ -25,7 +25,7 @@ _KILLED = flags.DEFINE_integer("killed", 0, "The number of the process that does
 
 OPTIMIZER = Optimizer(
     lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
-    accumulate=1, ema_decays=(0.9,), ema_warmup=False,
+    accumulate=1, ema_decays=(0.9,), ema_warmup=False, ema_widths=(0.1,), snapshot_every=2,
 )  # fmt: skip
 
 
@@ -55,7 +55,7 @@ def main(argv):
         inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
         state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
-        sys.exit(distributed.PREEMPTED)
+        sys.exit(exits.PREEMPTED)
 
 
 def _die(*_):
