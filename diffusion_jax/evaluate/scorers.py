@@ -15,6 +15,7 @@ from diffusion_jax.metrics import (
     clip_towers,
     dinov2,
     extractors,
+    frechet,
     stats_files,
     table,
     train_judge,
@@ -228,15 +229,15 @@ def _own(made: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
     made = made._replace(reference=at_size(made.reference), test=at_size(made.test))
-    read = own_judge.reader(made, prompts)
-    real = own_judge.vectors(made, made.reference.images)
-    known = f"held-out pictures of {made.card['data']}, n {len(real)}"
-    candidates = {"captions_told_from": len({*made.candidates, *prompts})}
-    of_real = {
-        f"{name}_of_real": value for name, value in train_judge.scores(made, made.test).items()
+    read = own_judge.reader(made, [*prompts, *made.test.captions])
+    vectors = own_judge.vectors(made, made.reference.images)
+    real, known = gaussian(vectors), f"held-out pictures of {made.card['data']}, n {len(vectors)}"
+    of_real = train_judge.scores(read, frechet.reference(real), made.test)
+    own = cards.make_card(made.image, **card, reference=known) | {
+        "captions_told_from": len({*made.candidates, *prompts, *made.test.captions}),
+        **{f"{name}_of_real": value for name, value in of_real.items()},
     }
-    own = cards.make_card(made.image, **card, reference=known) | candidates | of_real
-    return Judge(own, ("judge", "nearest"), read, Stats(gaussian(real), real, own))
+    return Judge(own, ("judge", "nearest"), read, Stats(real, vectors, own))
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:

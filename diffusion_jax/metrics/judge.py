@@ -85,6 +85,12 @@ class TextTower(nn.Module):
 IMAGE, TEXT = ImageTower(), TextTower()
 
 
+Read = Callable[
+    [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
+    tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
+]
+
+
 class Pair(NamedTuple):
     """Real pictures with their captions."""
 
@@ -190,12 +196,7 @@ def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndar
     return in_parts(extractors.on_host(judge.image), images)
 
 
-def reader(
-    judge: Judge, prompts: Sequence[str] = ()
-) -> Callable[
-    [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
-    tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
-]:
+def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     """read(images, captions): the images' vectors, and 1 for each whose own caption is nearest.
 
     Each is told from the judge's candidates and `prompts`, of which the captions are.

@@ -157,14 +157,14 @@ def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
     }
     if other:
         sets["another style"] = _same_captions(other, made)
-    return {name: scores(made, pair) for name, pair in sets.items()}
-
-
-def scores(made: Judge, pair: Pair) -> dict[str, float]:
-    """The columns of fd_judge and r1_judge of pictures with their captions."""
-    read = judge.reader(made, pair.captions)
-    vectors, right = read(*pair)
+    read = judge.reader(made, captions)
     real = frechet.reference(judge.vectors(made, made.reference.images))
+    return {name: scores(read, real, pair) for name, pair in sets.items()}
+
+
+def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
+    """The columns of fd_judge and r1_judge of pictures with their captions."""
+    vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": judge.share_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
 

@@ -119,7 +119,7 @@ def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_pat
     prompts = [*pair([0, 1]).captions, "red over red and new"]
     scorer = scorers.open_scorer("folder", 16, prompts, Evaluation(judge=str(tmp_path)))
     card = scorer.cards["judge"]
-    assert card["captions_told_from"] == 17 and card["weights"] == untrained.image.weights
+    assert card["captions_told_from"] == 17 + 32 and card["weights"] == untrained.image.weights
     assert card["reference"] == "held-out pictures of stripes, n 32" and not card["official"]
     images = np.random.RandomState(0).randint(0, 256, (3, 16, 16, 3)).astype(np.uint8)
     scores = scorer.score(scorer.features(images, prompts))["judge"]
