@@ -87,6 +87,8 @@ class Inputs(NamedTuple):
     """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
     records: heldout.Records | None = None
     """What the held-out loss is taken of, if it is."""
+    base: str = ""
+    """The fingerprint of the frozen weights that a LoRA adapts: see finetune."""
 
 
 class Program(NamedTuple):
@@ -280,9 +282,8 @@ def _beside(state, max_skipped, explain, occasions, steps):
 
 def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
-    task, _, examples, evaluation, _, records = inputs
-    draw = make_draw(task.sample, frozen, mesh)
-    occasions = []
+    task, _, examples, evaluation, _, records, _ = inputs
+    draw, occasions = make_draw(task.sample, frozen, mesh), []
     if run.sample_every:
         drawn = _example_drawer(draw, examples, workdir / "samples", run.seed)
         write = lambda step, state: writer.write_images(
