@@ -308,7 +308,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
-        if given := [n for n in ("reference", "inception", "clip", "clip_reference") if value(n)]:
+        others = ("reference", "inception", "clip", "clip_reference", "judge")
+        if given := [name for name in others if value(name)]:
             raise ValueError(
                 f"--{given[0]} is for pictures of a file of prompts, and the digits have a judge "
                 "of their own: give --prompts=FILE too, or leave it out"
@@ -319,7 +320,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
             logging.warning("--%s is for the digits' own prompts: nothing reads it here", name)
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
-             "dinov2_reference", "metrics")  # fmt: skip
+             "dinov2_reference", "judge", "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 

@@ -47,6 +47,7 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "dinov2_reference", "", "Its statistics of real images: `metrics stats --dinov2`."
         ),
+        flags.DEFINE_string("judge", "", "A folder of `metrics train_judge`: fd_judge, r1_judge."),
         flags.DEFINE_list(
             "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."
         ),

@@ -23,7 +23,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import distributed, flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.machine.log import MetricWriter, noise_level_means, write_manifest
 from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -36,7 +36,7 @@ from diffusion_jax.machine.sharding import (
     shardings,
 )
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
+from diffusion_jax.task import Metrics, Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every

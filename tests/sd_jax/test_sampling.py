@@ -13,7 +13,7 @@ from diffusion_jax.diffusion import noise, samplers, schedules, spacings
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
-from sd_jax import sampling, vae
+from sd_jax import previews, sampling, vae
 from sd_jax.settings import (
     Conditioning,
     Diffusion,
