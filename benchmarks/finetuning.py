@@ -38,7 +38,7 @@ def write_pictures(out: pathlib.Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     for prompt in ten_prompts():
         glyph = glyphs.images[random.choice(np.flatnonzero(glyphs.digits == prompt.digit))]
-        ink, paper = np.float32(COLOUR), np.float32(digits.PAPERS[prompt.paper])
+        ink, paper = (np.array(rgb, np.float32) for rgb in (COLOUR, digits.PAPERS[prompt.paper]))
         image = digits.colour(digits.enlarge(glyph[None], SIZE)[0], ink, paper)
         Image.fromarray(image).save(out / f"{prompt.digit}.png")
         (out / f"{prompt.digit}.txt").write_text(f"{digits.caption(prompt)}\n")
