@@ -32,7 +32,10 @@ Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
 
 
 class Cancelled(Exception):
-    """What `progress` raises to end a drawing, and what the drawing then raises."""
+    """What `progress` raises to end a drawing, and what the drawing then raises.
+
+    On one device it ends at once, on several with the batch.
+    """
 
 
 class System(NamedTuple):
@@ -89,6 +92,7 @@ class Loaded:
         self.stages, self.choice = tuple(stages), choices[0]
         self._choices, self._system = tuple(choices), system
         self._progress: Progress | None = None
+        self._cancelled = False
         pairs = zip(stages, choices, strict=True)
         first = {(n, c.ema, c.checkpoint): m for n, (m, c) in enumerate(pairs)}
         self._weights: collections.OrderedDict[Any, Model] = collections.OrderedDict(first)
@@ -112,9 +116,12 @@ class Loaded:
         """
         prompts, seeds = _paired(prompts, seeds)
         row = self._models(choices, progress is not None)
-        self._progress = progress
+        self._progress, self._cancelled, batches = progress, False, []
         try:
-            batches = [list(batch) for batch in self._system.draw(row, prompts, seeds)]
+            for batch in self._system.draw(row, prompts, seeds):
+                batches.append(list(batch))
+                if self._cancelled:
+                    raise Cancelled
         except jax.errors.JaxRuntimeError as error:
             if "Cancelled" in str(error):
                 raise Cancelled from None
@@ -175,8 +182,14 @@ class Loaded:
                 )
 
     def _show(self, images: ArrayLike, sigma: ArrayLike) -> None:
-        if self._progress:
+        if not self._progress or self._cancelled:
+            return
+        try:
             self._progress(sheets.to_uint8(np.asarray(images)), float(np.asarray(sigma)))
+        except Cancelled:
+            self._cancelled = True
+            if jax.device_count() == 1:  # Several would wait for the one that ended here.
+                raise
 
 
 class PromptedDenoiser:
