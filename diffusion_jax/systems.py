@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings
+from diffusion_jax.diffusion import named
 from diffusion_jax.settings import Run
 from diffusion_jax.text import registry
 
@@ -27,8 +28,11 @@ class System(NamedTuple):
     example: str = ""
     """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
     shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
-    networks: Mapping[str, Mapping[str, type]] = MappingProxyType({})
-    """The groups that choose among several networks by their value `kind`, the default first."""
+    networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
+    """The groups that choose among several networks by their value `kind`, the default first.
+
+    A network is its class, or MODULE:CLASS, which is imported when it is used.
+    """
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -111,4 +115,5 @@ def _kind(system: System, name: str, group: Mapping[str, Any]) -> type:
         return kinds
     kind = group.get("kind", next(iter(kinds)))
     settings.one_of(f"{name}.kind", kind, kinds)
-    return kinds[kind]
+    network: Any = named.resolved(kinds[kind])
+    return network

@@ -1,7 +1,7 @@
 """The config of an Imagen model, base or super-resolution: typed and checked."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
 from diffusion_jax.diffusion import guidance as guidance_module
@@ -18,6 +18,9 @@ from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
+
+if TYPE_CHECKING:
+    from imagen_jax.magnitude_unet import MagnitudeUNet
 
 
 class Diffusion(NamedTuple):
@@ -78,7 +81,7 @@ class Settings(NamedTuple):
     """A whole config, checked."""
 
     run: Run
-    unet: UNet | EfficientUNet
+    unet: "UNet | EfficientUNet | MagnitudeUNet"
     text: Text
     diffusion: Diffusion
     super_resolution: SuperResolution
@@ -100,7 +103,11 @@ class Settings(NamedTuple):
         return self.output_size // self.super_resolution.factor
 
 
-UNETS: dict[str, type] = {"unet": UNet, "efficient": EfficientUNet}
+UNETS: dict[str, type | str] = {
+    "unet": UNet,
+    "efficient": EfficientUNet,
+    "magnitude": "imagen_jax.magnitude_unet:MagnitudeUNet",
+}
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -116,8 +123,10 @@ def check(s: Settings) -> None:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
     if isinstance(s.unet, EfficientUNet):
         efficient_unet.check(s.unet, s.text.width)
-    else:
+    elif isinstance(s.unet, UNet):
         unet_module.check(s.unet)
+    else:
+        s.unet.check()
     _check_sizes(s)
     _check_texts(s)
 

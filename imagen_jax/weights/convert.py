@@ -19,7 +19,9 @@ from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.conditioning import example_inputs
+from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.settings import Settings, read_settings
+from imagen_jax.unet import UNet
 from imagen_jax.weights import nemo
 
 FORMATS = (".safetensors", ".npz")
@@ -75,8 +77,9 @@ def check_written(
     The network must compute the same from what is read as from them, and finite numbers.
     """
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
-    abstract = nemo.abstract_params(s.unet, s.text.width)
-    unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
+    network = _network(s)
+    abstract = nemo.abstract_params(network, s.text.width)
+    unet = network.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
     inputs = example_inputs(unet, s.text.width)
     keys = iter(jax.random.split(jax.random.key(0), len(inputs)))
     inputs |= {
@@ -116,14 +119,21 @@ def from_workdir(
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
     s = read_settings(runs.load(workdir, "imagen_jax"))
+    unet = _network(s)
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
-    abstract = nemo.abstract_params(s.unet, s.text.width)
+    abstract = nemo.abstract_params(unet, s.text.width)
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = restore.load_params(folder, abstract, ema, step)
-    state = nemo.to_nemo(params, s.unet)
+    state = nemo.to_nemo(params, unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
+
+
+def _network(s: Settings) -> UNet | EfficientUNet:
+    if isinstance(s.unet, UNet | EfficientUNet):
+        return s.unet
+    raise ValueError(f"NeMo has no {type(s.unet).__name__}: take another unet.kind")
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
@@ -161,7 +171,7 @@ def _bits(array: Any) -> bytes:
 
 def _read(path: pathlib.Path, s: Settings) -> Any:
     try:
-        params = nemo.from_nemo(torch_files.read_state_dict(path), s.unet, s.text.width)
+        params = nemo.from_nemo(torch_files.read_state_dict(path), _network(s), s.text.width)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)
