@@ -11,6 +11,10 @@ curves. --out gets fid.png and clip.png. The exit code is 1 where the verdict is
 
 also writes the submission of ten runs as MLCommons' package checker reads it: the logs, the
 system's description (what logs and manifests say of it, and the fields of --system), the code.
+
+    python -m sd_jax.rcp runs/*/* --tables
+
+prints convergence by batch size and the mean curves alone, in Markdown, of runs of any batch sizes.
 """
 
 import math
@@ -26,7 +30,7 @@ from diffusion_jax.evaluate import figures
 from diffusion_jax.evaluate.figures import Band, Line, Plot
 from diffusion_jax.machine import files
 from diffusion_jax.weights import pretrained
-from sd_jax.mlperf import convergence, mllog, package, rules
+from sd_jax.mlperf import convergence, mllog, package, rules, tables
 from sd_jax.mlperf.convergence import Result, Verdict
 
 _FAILED_EXIT = 1
@@ -41,6 +45,8 @@ def main(argv: list[str]) -> None:
             raise ValueError("name one result or more: python -m sd_jax.rcp runs/mlperf/0")
         paths = convergence.find(argv[1:])
         runs = [convergence.read(path) for path in paths]
+        if flags.FLAGS.tables:
+            return print(tables.markdown(runs))
         verdict = convergence.judge(check_alike(runs), [run.samples_to_target for run in runs])
     print(describe(runs, verdict))
     if out := flags.FLAGS.out:
@@ -164,5 +170,6 @@ def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
 if __name__ == "__main__":
     flags.DEFINE_string("out", None, "Folder for fid.png and clip.png; default: none.")
     flags.DEFINE_string("package", None, "Folder for the submission of ten runs; default: none.")
+    flags.DEFINE_bool("tables", False, "Print convergence by batch size, and nothing else.")
     flags.DEFINE_string("system", None, "JSON: fields of the system's description.")
     cli.run(main)

@@ -88,21 +88,28 @@ class Inputs(NamedTuple):
     """What the held-out loss is taken of, if it is."""
 
 
+class Program(NamedTuple):
+    """The compiled step."""
+
+    step: Any
+    """(state, frozen, batch, key) -> (state, metrics), with the program's memory_analysis()."""
+    flops: float
+    """Floating-point operations of one, as the program counts them."""
+
+
 def train(
     inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    config: Mapping[str, Any], trace: Trace = NO_TRACE,
+    config: Mapping[str, Any], trace: Trace = NO_TRACE, program: Program | None = None,
 ) -> TrainState:  # fmt: skip
     """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
 
-    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record.
+    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
+    `program` is what `warm_up` made of the same task and settings, else the step is compiled here.
     NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row;
     OutOfMemory where a device's memory does not hold what is asked.
     """
     task, batches = inputs.task, inputs.batches
-    tx = make_optimizer(settings, run.steps)
-    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
-    layout = shardings(jax.eval_shape(create, key), mesh, task.rules)
+    tx, key, create, layout = _plan(task, run, settings, mesh)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
         stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
@@ -124,17 +131,17 @@ def train(
         held = {**state._asdict(), "frozen": frozen, "batch": batch}
         told = out_of_memory.explained(workdir, held, rows // batch_ways(mesh))
         sizes = stack.enter_context(told)
-        step_fn, step_flops = _compile(task, settings, tx, layout, state, frozen, batch, key)
-        sizes["the step's temporaries"] = step_fn.memory_analysis().temp_size_in_bytes
+        program = program or _compile(task, settings, tx, layout, state, frozen, batch, key)
+        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
         closing(trace)
-        progress = _Progress(run, writer, step_flops, mesh.size, batches)
+        progress = _Progress(run, writer, program.flops, mesh.size, batches)
         lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
             with trace.step(step) as results:
-                state, metrics = step_fn(state, frozen, batch, key)
+                state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
             last = stopping(step) or step == run.steps
@@ -174,8 +181,27 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any, float]:
-    """The compiled step, and the floating-point operations of one as the program counts them."""
+def warm_up(
+    task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
+) -> Program:
+    """The step, compiled, and made once on made-up rows of this process: its state is dropped."""
+    tx, key, create, layout = _plan(task, run, settings, mesh)
+    state = jax.jit(create, out_shardings=layout)(key)
+    frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
+    program = _compile(task, settings, tx, layout, state, frozen, rows, key)
+    jax.block_until_ready(program.step(state, frozen, rows, key))
+    return program
+
+
+def _plan(task, run, settings, mesh):
+    """The optimizer, the run's key, key -> the first state, and where a state's parts live."""
+    tx = make_optimizer(settings, run.steps)
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
+
+
+def _compile(task, settings, tx, layout, state, frozen, batch, key) -> Program:
     logging.info("compiling the step ...")
     times = [time.time()]
     traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
@@ -191,7 +217,7 @@ def _compile(task, settings, tx, layout, state, frozen, batch, key) -> tuple[Any
     )
     if jax.process_count() > 1:  # No step is to take the time that another process compiles.
         multihost_utils.sync_global_devices("compiled")
-    return compiled, float(flops.count(traced.jaxpr.jaxpr))
+    return Program(compiled, float(flops.count(traced.jaxpr.jaxpr)))
 
 
 def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:

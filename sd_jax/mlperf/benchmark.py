@@ -41,8 +41,16 @@ from sd_jax.mlperf import coco
 from sd_jax.settings import Settings
 
 Scores = dict[str, float]
-Evaluate = Callable[[Params, int], Scores]
 _WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
+
+
+class Evaluate(NamedTuple):
+    """What scores a model."""
+
+    score: Callable[[Params, int], Scores]
+    """Of the parameters and their step."""
+    warm_up: Callable[[Params], None]
+    """Compiles and runs its programs, for one batch that is dropped."""
 
 
 class Judge(NamedTuple):
@@ -84,7 +92,7 @@ def make_evaluate(
     s: Settings, task: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh,
     workdir: pathlib.Path, batch_size: int,
 ) -> Evaluate:  # fmt: skip
-    """Returns evaluate(params, step) -> {"FID", "CLIP"}, the same in every process.
+    """What gives {"FID", "CLIP"} of parameters and their step, the same in every process.
 
     Features are kept below `workdir` batch by batch, so that a kill loses no more than one;
     ValueError if there are such of other captions, networks, seed or sampler. Noise is a function
@@ -100,13 +108,13 @@ def make_evaluate(
     folder = workdir / runs.EVALUATION / "mlperf"
     loop.claim(folder, {"mlperf": _card(s, judge)})
 
-    def evaluate(params: Params, step: int) -> Scores:
+    def computing(params: Params, step: int, beat: Callable[[], None]) -> Callable:
         # The weights that are not trained lie on the devices for as long as an evaluation takes.
         frozen = sharding.place_all(task.frozen, mesh, task.rules)
         placed = {k: sharding.place_all(v.params, mesh, _WHOLE) for k, v in networks.items()}
 
         def compute(rows):
-            watchdog.beat()
+            beat()
             numbers = loop.filled(rows, batch_size)
             place = lambda array: sharding.place(array, where)
             batch = {name: place(array[numbers]) for name, array in texts.items()}
@@ -118,13 +126,20 @@ def make_evaluate(
             cosines = clip_score.cosines(arrays["image"], arrays["text"])[:, 0]
             return {"inception": arrays["inception"], "clip": cosines, "fine": arrays["fine"]}
 
+        return compute
+
+    def score(params: Params, step: int) -> Scores:
         name = f"step_{step:08}"
         (folder / name).mkdir(parents=True, exist_ok=True)
         with contextlib.closing(Watchdog(s.run.step_timeout)) as watchdog:
+            compute = computing(params, step, watchdog.beat)
             features = loop.collect(len(judge.captions), batch_size, compute, name, folder / name)
         return _scores(judge, features, step)
 
-    return evaluate
+    def warm_up(params: Params) -> None:
+        computing(params, 0, lambda: None)(np.arange(min(batch_size, len(judge.captions))))
+
+    return Evaluate(score, warm_up)
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:

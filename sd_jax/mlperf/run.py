@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from diffusion_jax import cli, runs
+from diffusion_jax.data import pipeline
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -32,7 +33,7 @@ from sd_jax.mlperf import benchmark, mllog, rules
 from sd_jax.mlperf.benchmark import Evaluate
 from sd_jax.mlperf.mllog import Event
 from sd_jax.settings import Settings, read_settings
-from sd_jax.task import make_task
+from sd_jax.task import example, make_task
 from sd_jax.weights.initial import read_vae
 
 MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
@@ -146,6 +147,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
     """The whole of the run, or what is left of it; its status then."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
+    program = _warm_up(run, evaluate)
     if not run.events:
         _say_header(run, submission, init_start)
     with cli.bad_input():
@@ -154,10 +156,27 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
         if not run.events:
             run.log.event("train_samples", len(batches.pictures))
         if evaluate:
-            return _rounds(run, evaluate, lambda step: _train(run, batches, step))
-        _train(run, batches, run.last)
+            return _rounds(run, evaluate, lambda step: _train(run, batches, program, step))
+        _train(run, batches, program, run.last)
     logging.info("trained: --mode=evaluate scores the checkpoints")
     return mllog.RUNNING
+
+
+def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
+    """The compiled step; it and evaluation run once, on made-up data, before the clock starts."""
+    s, (_, row) = run.s, example(run.s, run.encoder)
+    rows = (
+        s.run.batch_size
+        // pipeline.local_rows(sharding.batch_sharding(run.mesh), s.run.batch_size)[1]
+    )
+    batch = {name: np.repeat(array, rows, axis=0) for name, array in row.items()}
+    batch |= run.encoder.tokenize([""] * rows)
+    program = loop.warm_up(run.task, s.run, s.optimizer, run.mesh, batch)
+    if evaluate:
+        zeros = lambda x: np.zeros(x.shape, x.dtype)
+        params = jax.tree.map(zeros, jax.eval_shape(run.task.init, jax.random.key(0)))
+        evaluate.warm_up(sharding.place_all(params, run.mesh, run.task.rules))
+    return program
 
 
 def _say_header(run: OpenRun, submission: Submission, init_start: int) -> None:
@@ -193,7 +212,7 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
     return _stop(run, mllog.ABORTED, run.last)
 
 
-def _train(run: OpenRun, batches: Batches, step: int) -> None:
+def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> None:
     """Trains to a step, with a block in the log and a checkpoint for each interval.
 
     SIGTERM saves and exits with 143.
@@ -207,7 +226,9 @@ def _train(run: OpenRun, batches: Batches, step: int) -> None:
         steps=step, save_every=run.interval, keep_every=run.interval, sample_every=0
     )
     inputs = loop.Inputs(run.task, batches, evaluation=_blocks(run, passed, step))
-    state = loop.train(inputs, goal, run.s.optimizer, run.mesh, run.workdir, run.config)
+    state = loop.train(
+        inputs, goal, run.s.optimizer, run.mesh, run.workdir, run.config, program=program
+    )
     exit_if_stopped(state, step)
 
 
@@ -232,7 +253,7 @@ def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
     params = restore.load_params(run.workdir / runs.CHECKPOINTS, placed, "raw", step)
-    scores = evaluate(params, step)
+    scores = evaluate.score(params, step)
     for metric, score in scores.items():
         run.log.event("eval_accuracy", score, metadata={**run.at(step), "metric": metric})
         logging.info("%d images: %s %.4f", run.samples(step), metric, score)

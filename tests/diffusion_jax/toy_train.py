@@ -1,20 +1,27 @@
-"""The training loop on the toy system, as a command."""
+"""The training loop on the toy system, as a command, and a kill where it is asked for."""
 
+import os
 import pathlib
+import signal
 import sys
 
+import jax
 from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import distributed, sharding
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.train import command, loop
+from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")
 _STEPS = flags.DEFINE_integer("steps", None, "Steps in all.")
 _TIMEOUT = flags.DEFINE_integer("step_timeout", 600, "Seconds for a step.")
+_KILL = flags.DEFINE_enum(
+    "kill", "", ["", "start", "compile", "step", "save", "evaluation"], "Where it kills itself."
+)
+_KILLED = flags.DEFINE_integer("killed", 0, "The number of the process that does.")
 
 OPTIMIZER = Optimizer(
     lr=1e-3, schedule="constant", warmup=3, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.01, clip=1.0,
@@ -26,6 +33,9 @@ def main(argv):
     """Trains, and ends as the systems' commands do."""
     del argv
     cli.start()
+    doomed = _KILL.value if jax.process_index() == _KILLED.value else ""
+    if doomed:
+        _KILLS[doomed]()
     run = Run(
         seed=5, steps=_STEPS.value, batch_size=8, log_every=1, sample_every=0, save_every=2,
         keep_last=2, keep_every=0, step_timeout=_TIMEOUT.value, prompts=(),
@@ -40,11 +50,47 @@ def main(argv):
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
         distributed.advise(lambda: command.how_to_go_on(pathlib.Path(_WORKDIR.value)))
-        inputs = loop.Inputs(toy.task(), batches, examples)
+        scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
+        evaluation = scoring if doomed == "evaluation" else None
+        inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
         state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
         sys.exit(distributed.PREEMPTED)
 
+
+def _die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _at_step():
+    add, added = loop._Progress.add, []
+
+    def dying(self, metrics):
+        add(self, metrics)
+        added.append(1)
+        if len(added) == 2:
+            _die()
+
+    loop._Progress.add = dying
+
+
+def _in_saving():
+    save = checkpoint.Checkpointer.save
+
+    def dying(self, *arguments):
+        save(self, *arguments)
+        _die()
+
+    checkpoint.Checkpointer.save = dying
+
+
+_KILLS = {
+    "start": _die,
+    "compile": lambda: setattr(loop, "make_step", _die),
+    "step": _at_step,
+    "save": _in_saving,
+    "evaluation": lambda: None,
+}
 
 if __name__ == "__main__":
     cli.run(main)

@@ -7,6 +7,7 @@ import contextlib
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
+NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 # A job that is queued again starts once its last credential has expired: 2 minutes by default.
 CONFIG = """
@@ -54,7 +56,28 @@ class Cluster:
     def __init__(self, folder: pathlib.Path) -> None:
         """Its files are in this folder."""
         self.folder = folder
+        self.daemons: dict[str, subprocess.Popen] = {}
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+
+    def start(self, name: str, *command: str) -> None:
+        """Starts a daemon, or a node's again, which writes to NAME.out."""
+        with (self.folder / f"{name}.out").open("a") as log:
+            self.daemons[name] = subprocess.Popen(
+                command, env=self.environment, stdout=log, stderr=log, cwd=self.folder
+            )
+
+    def lose(self, node: str) -> None:
+        """Kills a node: its daemon, and all that jobs run on it, at once."""
+        self.daemons[node].kill()
+        named = f"SLURMD_NODENAME={node}".encode()
+        for process in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                if named in (process / "environ").read_bytes().split(bytes(1)):
+                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                    for number in (parent, int(process.name)):
+                        if "slurmd" not in pathlib.Path(f"/proc/{number}/comm").read_text():
+                            os.kill(number, signal.SIGKILL)
+        self.daemons[node].wait()
 
     def run(self, *command: str, text: str = "") -> str:
         """What a program of Slurm's prints."""
@@ -109,19 +132,19 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
     cluster = Cluster(folder)
     munge = [f"--{name}={folder}/munge.{name.removesuffix('-file')}"
              for name in ("key-file", "pid-file", "log-file", "seed-file", "socket")]  # fmt: skip
-    daemons = [["munged", "--foreground", "--force", *munge], ["slurmctld", "-D"],
-               ["slurmd", "-D", "-N", "n1"], ["slurmd", "-D", "-N", "n2"]]  # fmt: skip
-    with contextlib.ExitStack() as stack:
-        for number, command in enumerate(daemons):
-            log = stack.enter_context((folder / f"daemon-{number}.out").open("w"))
-            process = subprocess.Popen(
-                command, env=cluster.environment, stdout=log, stderr=log, cwd=folder
-            )
-            stack.callback(process.wait)
-            stack.callback(process.terminate)
+    commands = {"munged": ("munged", "--foreground", "--force", *munge),
+                "slurmctld": ("slurmctld", "-D"),
+                **{node: ("slurmd", "-D", "-N", node) for node in NODES}}  # fmt: skip
+    try:
+        for name, command in commands.items():
+            cluster.start(name, *command)
             time.sleep(1)
         deadline = time.monotonic() + 60
         while cluster.run("sinfo", "-h", "-o", "%D", "-t", "idle", "-p", "urgent").strip() != "2":
             assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()
             time.sleep(0.3)
         yield cluster
+    finally:
+        for process in reversed(cluster.daemons.values()):
+            process.terminate()
+            process.wait()

@@ -76,28 +76,36 @@ def test_a_preempted_run_is_queued_again_and_goes_on(cluster, submit, partition)
     assert not list(folder.glob("crashes-*"))
 
 
-def test_a_preempted_training_ends_where_an_undisturbed_one_does_bit_for_bit(cluster, submit):
+def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, submit):
+    """One run is preempted, another loses its node between two saves."""
     overrides = tuple(o.removeprefix("--config.") for o in (
-        *TINY[1:], "--config.steps=400", "--config.save_every=1000"))  # fmt: skip
+        *TINY[1:], "--config.steps=400", "--config.save_every=50"))  # fmt: skip
     env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}",
            f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
     run = functools.partial(
         submit, "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}",
+        "--job.restarts=0", "--job.slurm.options=('--exclude=n1',)",
         command="imagen_jax.train", config="configs/quickstart.py",
     )  # fmt: skip
-    number, folder = run(name="disturbed")
-    metrics = folder / log.METRICS
-    wait_for(metrics, 20)
-    cluster.submit(URGENT)
-    assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
     number, undisturbed = run(name="undisturbed")
     cluster.wait(number, "COMPLETED")
-    runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
-    assert 20 <= runs_of[1]["first_step"] < 400
-    last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
-    for name in ("step", "loss", "grad_norm", "param_norm"):
-        assert last[name] == expected[name]
-    jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
+    for name, disturb in (("preempted", lambda: cluster.submit(URGENT)),
+                          ("lost", lambda: cluster.lose("n2"))):  # fmt: skip
+        number, folder = run(name=name)
+        wait_for(folder / log.METRICS, 60)
+        disturb()
+        if name == "lost":
+            cluster.wait(number, "PENDING", restarts=1)
+            cluster.start("n2", "slurmd", "-D", "-N", "n2")
+        assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
+        assert not list(folder.glob("crashes-*"))
+        runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
+        assert (runs_of[1]["first_step"] % 50 == 0) == (name == "lost")
+        assert 50 <= runs_of[1]["first_step"] < 400
+        last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
+        for metric in ("step", "loss", "grad_norm", "param_norm"):
+            assert last[metric] == expected[metric]
+        jax.tree.map(np.testing.assert_array_equal, parameters(folder), parameters(undisturbed))
 
 
 def parameters(workdir):

@@ -51,7 +51,7 @@ def scores(tmp_path, *, batch_size=4, devices=2, step=5, params=None, seed=3):
     evaluate = benchmark.make_evaluate(
         read_settings(c.to_dict()), TASK, hashed.encoder(4, 8), judge(), mesh, tmp_path, batch_size
     )
-    return evaluate(params or {"x": np.float32(1)}, step)
+    return evaluate.score(params or {"x": np.float32(1)}, step)
 
 
 def greys(tmp_path, step=5):

@@ -59,7 +59,9 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def whole(folder):
     """The workdir of a run that is left alone."""
-    return run(folder, "whole", "--toy")[0]
+    workdir, console = run(folder, "whole", "--toy")
+    (workdir / "console.txt").write_text(console)
+    return workdir
 
 
 def features(workdir, step):
@@ -95,6 +97,12 @@ def test_the_result_complies_and_each_key_is_needed(whole, tmp_path):
         assert not complies(other), key
     other.write_text("".join(line for line in lines if f'"samples_count": {FIRST}' not in line))
     assert not complies(other)  # One evaluation is too few.
+
+
+def test_neither_step_nor_evaluation_is_compiled_on_the_clock(whole):
+    """Of two intervals and two evaluations; the data are opened after the clock starts."""
+    before, opened, after = (whole / "console.txt").read_text().partition("tars listed")
+    assert before.count("compiling the step") == 1 and opened and "compil" not in after.lower()
 
 
 def test_the_result_says_what_was_done(whole):
