@@ -28,7 +28,7 @@ def get_config() -> ConfigDict:
     )
     c.diffusion.update(precond="edm", weight="uncertainty")
     c.optimizer.update(
-        schedule="inverse_sqrt", decay_from=400, warmup=50, lr=1e-2, weight_decay=0.0,
+        schedule="inverse_sqrt", decay_from=100, warmup=50, lr=4e-2, weight_decay=0.0,
         clip=float("inf"),
     )  # fmt: skip
     return c
