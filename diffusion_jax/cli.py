@@ -9,14 +9,14 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from logging import ERROR, WARNING, LogRecord
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
 from diffusion_jax import systems
-from diffusion_jax.machine import distributed, tuning, untrusted, xla_flags
+from diffusion_jax.machine import distributed, exits, files, tuning, untrusted, xla_flags
 
 flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
 
@@ -85,8 +85,13 @@ def run(main: Callable[[list[str]], None]) -> None:
                 raise ValueError(_unknown_field(argv, str(error))) from error
 
     def run_main(argv):
-        with bad_input(app.UsageError, usual=()):  # Absl's own would print all flags before it.
-            return main(argv)
+        try:
+            with bad_input(app.UsageError, usual=()):  # Absl's own would print all flags before it.
+                return main(argv)
+        except OSError as error:
+            if not files.is_full(error):
+                raise
+            _end(error)
 
     app.run(distributed.together()(run_main), flags_parser=parse)
 
@@ -104,6 +109,7 @@ def start(*, alone: bool = False) -> None:
     logging.set_verbosity(logging.INFO)
     logging.get_absl_handler().addFilter(_is_for_users)
     logging.get_absl_handler().setFormatter(_Printable())
+    sys.unraisablehook = _unraisable
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
@@ -128,15 +134,24 @@ def _check_platform() -> None:
 def bad_input(
     *more: type[Exception],
     usual: tuple[type[Exception], ...] = (ValueError, OSError),
-    code: int = 2,
+    code: int = exits.REFUSED,
 ) -> Iterator[None]:
     """Ends with one line and `code` at errors a user can mend: the usual ones around checks alone,
-    since in the work itself they would be bugs."""
+    since in the work itself they would be bugs. What is Busy, and a full disk, which is caught in
+    all of a command, end with codes at which launchers start it again."""
     try:
         yield
     except (*usual, *more) as error:
-        print(f"error: {untrusted.printable(str(error))}", file=sys.stderr)
-        sys.exit(code)
+        _end(error, code)
+
+
+def _end(error: Exception, code: int = 1) -> NoReturn:
+    """Says what went wrong, in one line, and ends."""
+    text = str(error)
+    if files.is_full(error):
+        text, code = f"{text}: make room, and give the same command again", 1
+    print(f"error: {untrusted.printable(text)}", file=sys.stderr)
+    sys.exit(exits.BUSY if isinstance(error, exits.Busy) else code)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
@@ -173,6 +188,12 @@ class _Printable(logging.PythonFormatter):
     def format(self, record: LogRecord) -> str:
         record.exc_info = record.exc_text = None
         return untrusted.printable(super().format(record))
+
+
+def _unraisable(said: Any) -> None:
+    """Python's own, but for tasks of TensorStore that outlive a failed save, which is raised."""
+    if said.object is not None or str(said.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(said)
 
 
 def _is_for_users(record: LogRecord) -> bool:

@@ -18,6 +18,7 @@ from absl import logging
 
 from diffusion_jax import settings, systems
 from diffusion_jax.machine import claims, distributed, files, untrusted, writer
+from diffusion_jax.machine.exits import Busy
 from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
@@ -87,18 +88,20 @@ def claim(
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
     """A context in which this run alone writes into a workdir, which is made if need be.
 
-    Every process must enter it alike; the first holds the lock. ValueError if another run does.
+    Every process must enter it alike; the first holds the lock. Busy if another run does.
     """
     _check_folder(workdir)
-    lock, error = writer.Writer(workdir), ""
+    lock, errors = writer.Writer(workdir), {Busy: "", ValueError: ""}
     with contextlib.ExitStack() as stack:
         if jax.process_index() == 0:
             try:
                 stack.enter_context(lock)
             except (ValueError, OSError) as refused:
-                error = str(refused)
-        if error := distributed.gather_text(error)[0]:
-            raise ValueError(error)
+                passing = isinstance(refused, Busy) or files.is_full(refused)
+                errors[Busy if passing else ValueError] = str(refused)
+        for kind, error in errors.items():
+            if error := distributed.gather_text(error)[0]:
+                raise kind(error)
         yield
 
 

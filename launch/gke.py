@@ -12,11 +12,11 @@ The cluster needs JobSet and the Cloud Storage FUSE driver: the bucket of the wo
 /gcs/BUCKET, and must have a hierarchical namespace, in which a folder is renamed as one.
 
 A run that SIGTERM ended (a preemption; exit code 143) is started again however often that happens,
-one that fails otherwise job.restarts times, and one that refused its config, flags or data
-(exit code 2) not at all. job.secrets are environment variables: "HF_TOKEN" is key HF_TOKEN of the
-Kubernetes secret job.gke.secret, whose contents this command never sees; job.env are variables with
-their values. Paths of config and flags that begin with /gcs/BUCKET mount that bucket too, and
-job.gke.patch is YAML merged into the manifest.
+one that fails otherwise, or finds its workdir or port still taken, job.restarts times, and one that
+refused its config, flags or data (exit code 2) not at all. job.secrets are environment variables:
+"HF_TOKEN" is key HF_TOKEN of the Kubernetes secret job.gke.secret, whose contents this command
+never sees; job.env are variables with their values. Paths of config and flags that begin with
+/gcs/BUCKET mount that bucket too, and job.gke.patch is YAML merged into the manifest.
 """
 
 from typing import Annotated, Any, NamedTuple

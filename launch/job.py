@@ -57,8 +57,9 @@ class Job(NamedTuple):
     mounts: tuple[str, ...] = ()
     """Folders that a container sees, beside those that the config and the flags name."""
     restarts: settings.Amount = 10
-    """How often a run that crashed or hung is started again. One that was preempted, requeued or
-    out of time always is; one that refused its config, flags or data (exit code 2) never."""
+    """How often a run that crashed or hung, or found its workdir or port taken, is started again.
+    One that was preempted, requeued or out of time always is; one that refused its config, flags or
+    data (exit code 2) never."""
 
 
 class Run(NamedTuple):

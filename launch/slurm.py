@@ -5,12 +5,13 @@
 
 prints the scripts; without --dry_run they go to sbatch. The workdir is a folder that all nodes see.
 A node runs one process with all its GPUs. Before the time limit, and when it is preempted, a run
-saves; it is put into the queue again then, and goes on. One that crashes or hangs is put there
-job.restarts times (of which WORKDIR/crashes-JOBID keeps the count), one that refused its config,
-flags or data (exit code 2) never. With job.image the commands run in that container (Pyxis), which
-sees the workdir and every folder that config, flags or job.mounts name, else in what
-job.slurm.setup prepares. job.env are environment variables, job.secrets those of the shell that
-submits. job.slurm.options are further options of sbatch, such as "--reservation=NAME".
+saves; it is put into the queue again then, and goes on. One that crashes or hangs, or whose workdir
+another run still holds, is put there job.restarts times (of which WORKDIR/crashes-JOBID keeps the
+count), one that refused its config, flags or data (exit code 2) never. With job.image the commands
+run in that container (Pyxis), which sees the workdir and every folder that config, flags or
+job.mounts name, else in what job.slurm.setup prepares. job.env are environment variables,
+job.secrets those of the shell that submits. job.slurm.options are further options of sbatch, such
+as "--reservation=NAME".
 """
 
 import shlex

@@ -33,7 +33,7 @@ from PIL import Image
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.draw.model import Model
-from diffusion_jax.machine import sheets, untrusted
+from diffusion_jax.machine import programs, sheets, untrusted
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
 from sd_jax.sampling import Preview
@@ -89,7 +89,7 @@ def _preview(out: pathlib.Path) -> Preview:
     steps = itertools.count(1)
 
     def show(sketches: ArrayLike, sigma: ArrayLike) -> None:
-        if next(steps) % _PREVIEW.value == 0:
+        if programs.rehearsing() or next(steps) % _PREVIEW.value == 0:
             images = sheets.to_uint8(np.asarray(sketches))
             captions = [f"noise {float(np.asarray(sigma)):.2f}"] * len(images)
             sheets.write_png(out / "preview.png", sheets.contact_sheet(images, captions))

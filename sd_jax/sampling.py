@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, ArrayLike, Float
 
@@ -110,10 +109,11 @@ def sketched(
     denoise: Denoiser, preview: Preview, matrix: Float[Array, "Z 3"], grey: Float[Array, "3"]
 ) -> Denoiser:
     """The same denoiser, which shows what it finds in the colours of `matrix` and `grey`."""
+    from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
 
     def shown(x, sigma):
         x0 = denoise(x, sigma)
-        jax.debug.callback(preview, x0 @ matrix + grey, sigma[0])
+        programs.on_host(preview, x0 @ matrix + grey, sigma[0])
         return x0
 
     return shown

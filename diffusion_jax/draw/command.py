@@ -6,8 +6,9 @@ are the same for all.
 
 import json
 import pathlib
+import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -53,12 +54,14 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
             raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
         cli.start()
         out = pathlib.Path(f["out"].value)
-        with cli.bad_input():
+        with cli.bad_input(), tempfile.TemporaryDirectory() as aside:
             if not f["out"].value:
                 raise ValueError("--out is empty: name the folder to write to")
-            session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), out)
+            files.check_writable(out, "--out")
+            folder = pathlib.Path(aside) if f["rehearse"].value else out
+            session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), folder)
             if f["rehearse"].value:
-                print(_rehearse(session, out, f["num_images"].value))
+                print(_rehearse(session, out, f["num_images"].value, folder))
                 return
             out.mkdir(parents=True, exist_ok=True)
         _draw(session, out, f["num_images"].value, f["seed"].value)
@@ -106,11 +109,15 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     return [*prompts, *(line for line in lines if line.strip())]
 
 
-def _rehearse(session: Session, out: pathlib.Path, num_images: int) -> str:
-    """Draws the first text in the abstract: lines that say what would be drawn."""
+def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
+    """Draws the first text in the abstract: lines that say what would be drawn.
+
+    The files of it go into a folder that does not last.
+    """
     start = time.time()
     with programs.rehearsal():
         ((images, *larger),) = session.draw([0], [0])
+    _write(session, folder, [0], [0], [(images, *larger)])
     sizes = " to ".join(f"{image.shape[2]}x{image.shape[1]}" for image in (images, *larger))
     total, device = len(session.captions) * num_images, jax.devices()[0]
     rows = [
@@ -130,9 +137,19 @@ def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int)
     """Draws, and writes each image as soon as it is there; of several processes the first does."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
-    lines, images = [], []
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
-    for batch in progress.reported(batches, len(rows), "images", size=size):
+    reported = progress.reported(batches, len(rows), "images", size=size)
+    _write(session, out, rows, seeds, reported)
+    logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(rows), out)
+
+
+def _write(
+    session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
+    batches: Iterable[Sequence[Images]],
+) -> None:  # fmt: skip
+    """Writes each image of the batches, then the sheet and the metadata of all."""
+    lines, images = [], []
+    for batch in batches:
         if jax.process_index():
             continue
         for sizes in zip(*map(sheets.to_uint8, batch), strict=True):
@@ -144,7 +161,6 @@ def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int)
         files.write_whole(out / "metadata.jsonl", index)
         sheet = sheets.contact_sheet(np.stack(images), [line["text"] for line in lines])
         sheets.write_png(out / "sheet.png", sheet)
-        logging.info("wrote %d images, sheet.png and metadata.jsonl to %s", len(images), out)
 
 
 def _write_image(

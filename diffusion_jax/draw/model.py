@@ -1,11 +1,16 @@
 """Models that draw: the workdir of a training run, opened with the weights and settings chosen."""
 
 import dataclasses
+import functools
+import hashlib
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from diffusion_jax import runs, systems
@@ -16,7 +21,7 @@ from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
-from diffusion_jax.task import Task
+from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.weights import restore
 
@@ -159,3 +164,20 @@ def open_encoder(
     if key not in encoders:
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]
+
+
+def fingerprint(models: Sequence[Params]) -> str:
+    """A hash of the weights, whatever their folder is called."""
+    everywhere = sharding.replicated(sharding.make_mesh())
+    sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
+    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
+    """Sums of each array's bits, modulo 2^32: the same however they are sharded."""
+    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
+    bits = [
+        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)
+    ]
+    return [jax.lax.with_sharding_constraint(b.sum(dtype=jnp.uint32), everywhere) for b in bits]

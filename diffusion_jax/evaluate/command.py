@@ -6,7 +6,6 @@ loop).
 """
 
 import functools
-import hashlib
 import itertools
 import pathlib
 import time
@@ -14,18 +13,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from absl import app, flags, logging
 
 from diffusion_jax import cli, ranges, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Model, with_weights
+from diffusion_jax.draw.model import Model, fingerprint, with_weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.machine import files, programs, progress, sharding, sheets
+from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
@@ -147,6 +145,7 @@ def command(
             check_names(subjects)
             check_folder(f["name"].value)
             if f["out"].value:
+                files.check_writable(f["out"].value, "--out")
                 subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
@@ -172,9 +171,10 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     """Draws and scores a batch in the abstract; ValueError or a note for what would fail."""
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
-    compute = loop.drawing(scorer, point.draw, plan.guidance[0], most, size=plan.size)
+    kinds = {g == 1: g for g in plan.guidance}.values()  # With guidance, and without.
+    compute = lambda scale: loop.drawing(scorer, point.draw, scale, most, size=plan.size)
     with programs.rehearsal():
-        features = compute(np.arange(most))
+        *_, features = [compute(scale)(np.arange(most)) for scale in kinds]
     judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
     images = len(subject.points) * len(plan.guidance) * total
     rows = [
@@ -204,7 +204,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
         of_point: dict[str, Any] = {"model": subject.name} if len(subjects) > 1 else {}
         of_point |= {"checkpoint": point.checkpoint, "ema": point.ema}
         of_point |= {"later": point.later} if point.later else {}
-        model = _fingerprint(point.params)
+        model = fingerprint(point.params)
         for scale in plan.guidance:
             name = f"{sweep.point_name(of_point)}_guidance_{scale:g}"
             card = point.card | of_point | {"guidance": scale, "seed": plan.seed, "model": model}
@@ -268,23 +268,6 @@ def _sheet(scorer: Scorer, images: np.ndarray) -> np.ndarray:
 
 def _share(drawing: float, scoring: float) -> dict[str, float]:
     return {"features_share_of_time": round(float(scoring / (drawing + scoring)), 4)}
-
-
-@functools.partial(jax.jit, static_argnums=1)
-def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Sums of each array's bits, modulo 2^32: the same however they are sharded."""
-    kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
-    bits = [
-        jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)
-    ]
-    return [jax.lax.with_sharding_constraint(b.sum(dtype=jnp.uint32), everywhere) for b in bits]
-
-
-def _fingerprint(models: Sequence[Params]) -> str:
-    """A hash of the weights, whatever their folder is called."""
-    everywhere = sharding.replicated(sharding.make_mesh())
-    sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
-    return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
 
 
 def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:

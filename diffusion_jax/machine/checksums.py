@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import pathlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from diffusion_jax.machine import files
 
@@ -16,11 +16,9 @@ FOLDER = "checksums"
 
 
 def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
-    """Lists part `part` of `parts` of the files of a folder, and reads them once more.
+    """Lists part `part` of `parts` of the files of a folder.
 
-    Those ending in .tmp, which somebody is still writing, are left out. The second reading comes
-    from the disk where the system lets go of what it keeps in memory.
-    OSError if it finds something else.
+    Those ending in .tmp, which somebody is still writing, are left out.
     """
     folder = pathlib.Path(folder)
     inside = lambda path: path.relative_to(folder).as_posix()
@@ -28,11 +26,23 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
     paths = sorted(filter(mine, folder.rglob("*")))
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = {inside(path): [path.stat().st_size, _digest(path)] for path in paths[part::parts]}
-    name = folder / FOLDER / f"{part}-of-{parts}.json"
-    files.write_whole(name, json.dumps(listed, indent=1))
-    for path in paths[part::parts]:
-        _let_go(path)
-    for path, (size, digest) in json.loads(name.read_text()).items():
+    files.write_whole(_list(folder, part, parts), json.dumps(listed, indent=1))
+
+
+def read_back(
+    folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
+) -> None:
+    """Reads once more what `write` listed; OSError if it finds something else.
+
+    From the disk where the system lets go of what it keeps in memory. Before each file `unless`
+    says whether the rest is left to whoever looks for damage next.
+    """
+    folder = pathlib.Path(folder)
+    listed = json.loads(_list(folder, part, parts).read_text())
+    for path, (size, digest) in listed.items():
+        if unless():
+            return
+        _let_go(folder / path)
         if found := _difference(folder / path, size, digest):
             raise OSError(f"{folder / path} was read back wrong: {found}")
 
@@ -67,6 +77,10 @@ def damaged(
             if found := _difference(folder / name, size, digest if whole else None):
                 names.remove(name)
                 yield name, found
+
+
+def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
+    return folder / FOLDER / f"{part}-of-{parts}.json"
 
 
 def _difference(path: pathlib.Path, size: int, digest: str | None) -> str | None:

@@ -21,10 +21,7 @@ import numpy as np
 from absl import flags, logging
 from jax.experimental import multihost_utils
 
-from diffusion_jax.machine import meeting, peers
-
-PREEMPTED = 143
-"""The exit code of a run that SIGTERM ended: saved, and to be started again."""
+from diffusion_jax.machine import exits, meeting, peers
 
 _NEWS = 5.0  # Seconds until the death of a process is known to all, and more.
 _TEXT = 500  # Bytes of what a process says to all.
@@ -124,7 +121,7 @@ def together() -> Iterator[None]:
         yield
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
-        if jax.distributed.is_initialized() and code not in (None, 0, PREEMPTED):
+        if jax.distributed.is_initialized() and code not in (None, 0, exits.PREEMPTED):
             _fail(error, code if isinstance(code, int) else 1)
         _leave()
         raise

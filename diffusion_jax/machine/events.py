@@ -1,6 +1,7 @@
 """TensorBoard's event files, written through CLU, whose TensorFlow is imported for them alone."""
 
 import contextlib
+import errno
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,28 @@ class _Nothing:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
+
+
+class _Files:
+    """CLU's writer, of whose files a full disk is an OSError as of any other."""
+
+    def __init__(self, tf: Any, writer: Any) -> None:
+        self._tf, self._writer = tf, writer
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> None:
+            with _as_os_errors(self._tf):
+                getattr(self._writer, name)(*arguments)
+
+        return call
+
+
+@contextlib.contextmanager
+def _as_os_errors(tf: Any) -> Iterator[None]:
+    try:
+        yield
+    except tf.errors.ResourceExhaustedError as error:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), FOLDER) from error
 
 
 @contextlib.contextmanager
@@ -51,7 +74,8 @@ def _open(folder: pathlib.Path, after: int) -> Any:
     tf.config.set_visible_devices([], "GPU")  # Or it would take all of their memory.
     for path in folder.glob("events.out.tfevents.*"):
         _drop_after(path, after)
-    return metric_writers.SummaryWriter(str(folder))
+    with _as_os_errors(tf):
+        return _Files(tf, metric_writers.SummaryWriter(str(folder)))
 
 
 def hparams(config: Mapping[str, Any]) -> dict[str, Any]:

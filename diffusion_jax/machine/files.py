@@ -1,6 +1,7 @@
 """Files that are whole or absent: a kill at any moment leaves the old content or the new."""
 
 import contextlib
+import errno
 import os
 import pathlib
 import shutil
@@ -8,6 +9,32 @@ import uuid
 from collections.abc import Callable, Iterator
 
 Path = str | os.PathLike[str]
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def check_writable(folder: Path, flag: str) -> None:
+    """ValueError, with the flag that named it, if a folder, or the one to make it in, cannot be."""
+    path = pathlib.Path(folder).absolute()
+    there = next(place for place in (path, *path.parents) if place.exists())
+    if not there.is_dir():
+        raise ValueError(f"{there} is a file: choose another {flag}")
+    if not os.access(there, os.W_OK):
+        raise ValueError(f"{there} cannot be written to: choose another {flag}")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error is that of a full disk or quota: what failed may be tried again."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+@contextlib.contextmanager
+def named(path: Path) -> Iterator[None]:
+    """A context in which errors without a file name, as those of a failed write, get this one."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
@@ -37,7 +64,8 @@ def whole(
     # Two writers of one file, also on two hosts, must not share a temporary name.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        yield temporary
+        with named(target):
+            yield temporary
         if not temporary.is_dir():
             with temporary.open("rb") as file:
                 os.fsync(file.fileno())

@@ -40,10 +40,11 @@ class MetricWriter:
         """
         self._opened = contextlib.ExitStack()
         folder, self._file = pathlib.Path(workdir), None
+        self._path = folder / METRICS
         if jax.process_index() == 0:
-            if (folder / METRICS).exists():
-                _drop_after(folder / METRICS, resumed_from)
-            self._file = (folder / METRICS).open("a", encoding="utf-8")
+            if self._path.exists():
+                _drop_after(self._path, resumed_from)
+            self._file = self._path.open("a", encoding="utf-8")
             self._opened.enter_context(self._file)
         self._events = self._opened.enter_context(
             events.writing(folder / events.FOLDER, resumed_from)
@@ -54,8 +55,9 @@ class MetricWriter:
         """Numbers or arrays without axes, by name."""
         values = {name: float(value) for name, value in scalars.items()}
         if self._file:
-            self._file.write(metrics_line(step, values))
-            self._file.flush()
+            with files.named(self._path):
+                self._file.write(metrics_line(step, values))
+                self._file.flush()
         self._events.write_scalars(step, values)
         self._events.flush()
 
@@ -66,7 +68,8 @@ class MetricWriter:
 
     def close(self) -> None:
         """Closes the files; nothing can be written afterwards."""
-        self._opened.close()
+        with files.named(self._path):
+            self._opened.close()
 
 
 def metrics_line(step: int, scalars: Mapping[str, float]) -> str:

@@ -11,6 +11,8 @@ import socket
 import time
 from collections.abc import Iterator
 
+from diffusion_jax.machine.exits import Busy
+
 _HELLO = "processes of one training"
 _LINE = 4096  # Bytes that a process may say.
 _PATIENCE = 10.0  # Seconds for a line that has begun to be due.
@@ -20,8 +22,8 @@ _FOREIGN = 5.0  # Seconds after which who answers something else is taken for an
 def meet(address: str, process: int, count: int) -> None:
     """Returns when `count` different processes have met at HOST:PORT, which may take for ever.
 
-    ValueError, the same in all of them, if they were told different numbers or two have one; or if
-    another program holds the port.
+    ValueError, the same in all of them, if they were told different numbers or two have one; Busy
+    if another program holds the port, or an earlier run.
     """
     host, _, port = address.rpartition(":")
     if process:
@@ -89,7 +91,7 @@ def _visit(host: str, port: int, process: int, count: int) -> None:
             return
         foreign = foreign or time.monotonic()
         if time.monotonic() - foreign > _FOREIGN:
-            raise ValueError(
+            raise Busy(
                 f"at {host}:{port} nobody waits for process {process}: another program holds the "
                 "port, or the run has begun without this process (two with one --process_id?)"
             )
@@ -102,7 +104,7 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         return socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
     except OSError as error:
-        raise ValueError(
+        raise Busy(
             f"process 0 cannot listen at {host}:{port} on {socket.gethostname()} ({error.strerror}"
             "): another program holds the port, or an earlier run has not ended; choose another "
             "port for all processes"

@@ -18,10 +18,11 @@ from typing import Any
 
 from absl import logging
 
+from diffusion_jax.machine import exits
+
 _BEAT = 2.0  # Seconds between signs of life.
 _SLOW = 8.0  # Seconds without one after which a process is named as silent.
 _GONE = 60.0  # And as dead, well before JAX ends all by a signal (100 s).
-_REFUSED = 2  # The exit code for input that cannot be.
 _GRACE = 2.0  # Seconds that a process has to end by itself when another has.
 
 
@@ -143,7 +144,7 @@ class Peers:
         if self._ended.is_set():
             return
         self._lost.set()
-        if code == _REFUSED:  # This process may be about to refuse the same, in better words.
+        if code in (exits.REFUSED, exits.BUSY):  # This process may be about to say it better.
             time.sleep(_GRACE)
         print(
             f"error: {self._name(number)} has ended ({how}), and so does "

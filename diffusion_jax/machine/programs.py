@@ -25,12 +25,24 @@ def rehearsal() -> Iterator[None]:
         _rehearsals.pop()
 
 
+def rehearsing() -> bool:
+    """Whether programs are traced alone."""
+    return bool(_rehearsals)
+
+
+def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
+    """Calls a function with arrays whenever a program runs; in a rehearsal now, with zeros."""
+    jax.debug.callback(function, *arrays)
+    if rehearsing():
+        function(*(np.zeros(x.shape, x.dtype) for x in arrays))
+
+
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
     """A jitted function, called as it is; `what` is its name for people, "" for a short one's."""
     compiled = {}
 
     def call(*arguments: Any) -> Any:
-        if _rehearsals:
+        if rehearsing():
             shapes = jax.eval_shape(program, *arguments)
             return jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
         leaves, tree = jax.tree.flatten(arguments)

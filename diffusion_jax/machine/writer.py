@@ -25,15 +25,12 @@ from typing import Any
 from absl import logging
 
 from diffusion_jax.machine import files
+from diffusion_jax.machine.exits import Busy
 
 BEAT = 10.0
 """Seconds from one heartbeat to the next."""
 STALE = 60.0
 """Seconds without a heartbeat after which a writer of another machine is gone."""
-
-
-class Held(ValueError):
-    """Another process writes into the folder."""
 
 
 class Writer:
@@ -56,12 +53,12 @@ class Writer:
         self._thread = threading.Thread(target=self._keep, name="writer", daemon=True)
 
     def __enter__(self) -> "Writer":
-        """Takes the folder; Held if another process has it."""
+        """Takes the folder; Busy if another process has it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while (held := _highest(self._folder))[1].get("nonce") != self._said["nonce"]:
             number, holder = held
             if number and not self._is_gone(number, holder):
-                raise Held(_refusal(self._folder, holder))
+                raise Busy(_refusal(self._folder, holder))
             self._number = number + 1
             files.write_new(_path(self._folder, number + 1), json.dumps(self._said, indent=1))
         for number in _numbers(self._folder):

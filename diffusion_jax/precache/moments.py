@@ -65,6 +65,7 @@ def run(
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
         if work.verify or not (out / checksums.FOLDER).exists():
             checksums.write(out)
+            checksums.read_back(out)
     return there
 
 

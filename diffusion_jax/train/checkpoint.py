@@ -7,9 +7,11 @@ checksums of all files, with which each save is read back, and each start finds 
 sound.
 """
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from typing import Any, Protocol, runtime_checkable
 
@@ -72,6 +74,7 @@ class Checkpointer:
         self._directory = restore.absolute(directory)
         self._set_damaged_aside()
         self._checking: futures.Future[None] | None = None
+        self._hurried = threading.Event()
         self._checker = futures.ThreadPoolExecutor(1, "checksums")
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
@@ -82,13 +85,17 @@ class Checkpointer:
         state: TrainState,
         data_iterator: DataIterator,
         metadata: Mapping[str, Any] | None = None,
+        read_back: bool = True,
     ) -> None:
         """Copies `state` off the devices and returns; a thread writes it.
 
         The state may be donated as soon as this returns. Waits for the save before and raises its
         error (NotSaved). A step that is there already is left as it is. `metadata` is what
-        JSON can hold.
+        JSON can hold. Without `read_back`, of the save before too, the process may end sooner: the
+        checksums are written, and the next start compares.
         """
+        if not read_back:
+            self._hurried.set()
         self.wait()
         if step in restore.steps(self._directory):
             return
@@ -98,7 +105,8 @@ class Checkpointer:
             data=_BytesSave(data_iterator.get_state()),
             metadata=ocp.args.JsonSave(dict(metadata or {})),
         )
-        self._manager.save(step, args=args, force=True)
+        with self._explained():
+            self._manager.save(step, args=args, force=True)
         self._checking = self._checker.submit(self._finish, step)
 
     def latest_step(self) -> int | None:
@@ -129,16 +137,10 @@ class Checkpointer:
     def wait(self) -> None:
         """Returns when the last save is whole; NotSaved if it failed."""
         checking, self._checking = self._checking, None
-        try:
+        with self._explained():
             self._manager.wait_until_finished()
             if checking:
                 checking.result()
-        except Exception as error:
-            why = f"{error}".partition("\n")[0][:300]
-            raise NotSaved(
-                f"a checkpoint under {self._directory} could not be written: {why}. The last "
-                f"whole one is of step {self.latest_step()}; is the disk full?"
-            ) from error
         self._clear_deleted()
 
     def close(self) -> None:
@@ -147,13 +149,29 @@ class Checkpointer:
             self.wait()
         finally:
             self._checker.shutdown()
-            self._manager.close()
+            with self._explained():  # It may not have written what it knows of the folder.
+                self._manager.close()
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """NotSaved in place of what Orbax raises."""
+        try:
+            yield
+        except Exception as error:
+            why, last = f"{error}".partition("\n")[0][:300], self.latest_step()
+            whole = "There is no other" if last is None else f"The last whole one is of step {last}"
+            raise NotSaved(
+                f"a checkpoint under {self._directory} could not be written: {why}. {whole}; is "
+                "the disk full?"
+            ) from error
 
     def _finish(self, step: int) -> None:
         """Waits until all of a step is written, lists its checksums and reads it back."""
         self._manager.wait_until_finished()  # Its error is for `wait`.
         if step in restore.steps(self._directory):
-            checksums.write(self._directory / str(step), jax.process_index(), jax.process_count())
+            mine = self._directory / str(step), jax.process_index(), jax.process_count()
+            checksums.write(*mine)
+            checksums.read_back(*mine, unless=self._hurried.is_set)
 
     def _set_damaged_aside(self) -> None:
         if not (there := restore.steps(self._directory)):

@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 
 from diffusion_jax import cli, runs
-from diffusion_jax.machine import distributed, sharding
+from diffusion_jax.machine import distributed, exits, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
@@ -100,4 +100,4 @@ def exit_if_stopped(state: TrainState, steps: int) -> None:
     """Exits with 143 if the loop ended before `steps`, as it does at SIGTERM."""
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
-        sys.exit(distributed.PREEMPTED)
+        sys.exit(exits.PREEMPTED)

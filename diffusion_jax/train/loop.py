@@ -126,17 +126,15 @@ def train(
             logging.info("%s is at step %d already: nothing to train", workdir, first)
             return state
         rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
-        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
         batch = to_global(next(batches), where)
-        held = {**state._asdict(), "frozen": frozen, "batch": batch}
-        told = out_of_memory.explained(workdir, held, rows // batch_ways(mesh))
-        sizes = stack.enter_context(told)
-        program = program or _compile(task, settings, tx, layout, state, frozen, batch, key)
-        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+        jitted, arguments = make_step(task, settings, tx, layout), (state, frozen, batch, key)
+        told = _compiled(program, jitted, arguments, workdir, rows // batch_ways(mesh))
+        program = stack.enter_context(told)
         closing(trace)
         progress = _Progress(run, writer, program.flops, mesh.size, batches)
-        lookout = not_finite.Lookout(first, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
+        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
+        due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
 
         for step in range(first + 1, run.steps + 1):
             watchdog.beat()
@@ -144,10 +142,8 @@ def train(
                 state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
-            last = stopping(step) or step == run.steps
-            aside = [write for is_due, write in occasions if is_due(step) or step == run.steps]
-            if found := lookout.failed(step, batch, metrics, last):
-                aside.insert(0, functools.partial(explain, *found))
+            last = (stopped := stopping(step)) or step == run.steps
+            aside = due(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
             for write in aside:
@@ -155,7 +151,7 @@ def train(
                     write(step, state)
             if step % run.save_every == 0 or last:
                 with progress.paused():
-                    checkpoints.save(step, state, batches, config)
+                    checkpoints.save(step, state, batches, config, read_back=not stopped)
             if last:
                 break
             with progress.waiting():
@@ -181,6 +177,17 @@ def make_step(
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
 
+@contextlib.contextmanager
+def _compiled(program, step, arguments, workdir, samples) -> Iterator[Program]:
+    """The program, compiled unless it is there; inside, full memory is explained."""
+    state, frozen, batch, _ = arguments
+    held = {**state._asdict(), "frozen": frozen, "batch": batch}
+    with out_of_memory.explained(workdir, held, samples) as sizes:
+        program = program or _compile(step, arguments)
+        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+        yield program
+
+
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
 ) -> Program:
@@ -188,7 +195,8 @@ def warm_up(
     tx, key, create, layout = _plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
-    program = _compile(task, settings, tx, layout, state, frozen, rows, key)
+    step = make_step(task, settings, tx, layout)
+    program = _compile(step, (state, frozen, rows, key))
     jax.block_until_ready(program.step(state, frozen, rows, key))
     return program
 
@@ -201,10 +209,10 @@ def _plan(task, run, settings, mesh):
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
-def _compile(task, settings, tx, layout, state, frozen, batch, key) -> Program:
+def _compile(step, arguments) -> Program:
     logging.info("compiling the step ...")
     times = [time.time()]
-    traced = make_step(task, settings, tx, layout).trace(state, frozen, batch, key)
+    traced = step.trace(*arguments)
     times.append(time.time())
     lowered = traced.lower()
     times.append(time.time())
@@ -259,6 +267,18 @@ def _explainer(task, frozen, key, settings, batches, workdir, mesh):
 def _averaged(state: TrainState) -> Params:
     """The average of the largest decay, as load_params takes by default, or the raw parameters."""
     return state.ema[max(state.ema, key=float)] if state.ema else state.params
+
+
+def _beside(state, max_skipped, explain, occasions, steps):
+    """due(step, batch, metrics, last): each write(step, state) that a step is followed by."""
+    lookout = not_finite.Lookout(int(state.step), int(state.skipped), _IN_FLIGHT, max_skipped)
+
+    def due(step, batch, metrics, last):
+        found = lookout.failed(step, batch, metrics, last)
+        explained = [functools.partial(explain, *found)] if found else []
+        return explained + [write for when, write in occasions if when(step) or step == steps]
+
+    return due
 
 
 def _occasions(inputs, run, frozen, mesh, folder, writer, rows):

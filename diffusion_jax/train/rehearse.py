@@ -7,7 +7,6 @@ error; what is told of the rest is a block of lines.
 
 import contextlib
 import datetime
-import os
 import pathlib
 import shutil
 import time
@@ -20,7 +19,16 @@ from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import hardware, log, programs, progress, sharding, writer
+from diffusion_jax.machine import (
+    files,
+    hardware,
+    log,
+    programs,
+    progress,
+    sharding,
+    sheets,
+    writer,
+)
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
@@ -93,6 +101,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
     if draw(params, texts, seeds, None).shape != images.shape or images.shape[3] != 3:
         raise ValueError(f"the sampler draws {images.shape[1:]} in place of pictures")
+    sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
     return images.shape[1:3]
 
 
@@ -147,9 +156,8 @@ def _memory(need: memory.Bytes) -> str:
 def _workdir(workdir: pathlib.Path, run: Run, state: TrainState, alone: bool) -> Rows:
     """What the workdir holds and what would be written there; ValueError if that cannot be."""
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
+    files.check_writable(workdir, "--workdir")
     there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{there} cannot be written to: choose another --workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), shutil.disk_usage(there).free
     kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
     disk = f"{kept} checkpoints of {each / 1e9:.2f} GB at most; {free / 1e9:,.1f} GB are free"

@@ -125,7 +125,7 @@ class Job:
 def plan(every: Mapping[str, Subject], seed: int) -> Iterator[tuple[str, str]]:
     """(subject, fault) of each round: subjects in turn, each with its faults in turn, shuffled."""
     rng = random.Random(seed)
-    faults, disks = {}, [FULL] if _can_mount() else []
+    faults, disks = {}, [FULL] if can_mount() else []
     if not disks:
         print("no full disks: a small one cannot be mounted here (it takes root)", flush=True)
     for name, subject in every.items():
@@ -164,7 +164,7 @@ def run(
     started = time.monotonic()
     _begin(subject, out)
     room = rng.uniform(0.05, 0.9) * (size - _size(out))  # For what the command writes.
-    with _disk(out, int(_size(out) + room) if fault == FULL else 0) as grow:
+    with disk(out, int(_size(out) + room) if fault == FULL else 0) as grow:
         if fault == FULL:
             _begin(subject, out)
         hit, codes, said, mend = _disturb(subject, fault, seconds, out, rng, grow)
@@ -230,24 +230,25 @@ def _begin(subject: Subject, out: pathlib.Path) -> None:
         subject.begin(out)
 
 
-def _can_mount() -> bool:
+def can_mount() -> bool:
+    """Whether `disk` works here: it takes root."""
     with tempfile.TemporaryDirectory() as folder:
         try:
-            with _disk(pathlib.Path(folder, "disk"), 65536):
+            with disk(pathlib.Path(folder, "disk"), 65536):
                 return True
         except (OSError, subprocess.CalledProcessError):
             return False
 
 
 @contextlib.contextmanager
-def _disk(out: pathlib.Path, size: int):
+def disk(out: pathlib.Path, size: int):
     """`out` as a file system of its own of this size, if it is not 0; yields what makes it grow."""
     if not size:
         yield lambda: None
         return
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={max(size, 65536)}", "tmpfs", str(out)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(out)]
     subprocess.run(mount, check=True, capture_output=True)
     try:
         yield lambda: subprocess.run(["mount", "-o", "remount,size=1G", str(out)], check=True)

@@ -10,7 +10,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.machine import distributed, sharding
+from diffusion_jax.machine import distributed, exits, sharding
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy
@@ -55,7 +55,7 @@ def main(argv):
         inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
         state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
-        sys.exit(distributed.PREEMPTED)
+        sys.exit(exits.PREEMPTED)
 
 
 def _die(*_):

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import runs
-from diffusion_jax.machine import log
+from diffusion_jax.machine import exits, log
 from diffusion_jax.weights import restore
 from tests.imagen_jax.conftest import TINY
 from tests.processes import Group
@@ -94,7 +94,7 @@ def test_a_second_run_in_a_workdir_is_refused_and_one_after_a_kill_is_not(tmp_pa
     pid = first.processes[0].pid
     for count in (1, 2):
         second = Group(tmp_path / f"second_{count}", count, *run)
-        assert second.end() == [2] * count
+        assert second.end() == [exits.BUSY] * count
         assert f"error: {workdir} is being written by process {pid} on" in second.said()
     assert first.processes[0].is_alive()
     first.processes[0].kill()

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 import yaml
 
-from diffusion_jax.machine import tuning
+from diffusion_jax.machine import exits, tuning
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -148,7 +148,7 @@ def outcome(manifest, code):
 def test_preemption_is_free_failure_counts_and_bad_input_ends_it(tpu):
     assert outcome(tpu, 143) == "RestartJobSetAndIgnoreMaxRestarts"
     assert outcome(tpu, 2) == "FailJobSet"
-    assert outcome(tpu, 1) == outcome(tpu, 134) == "RestartJobSet"
+    assert outcome(tpu, 1) == outcome(tpu, 134) == outcome(tpu, exits.BUSY) == "RestartJobSet"
     assert tpu["spec"]["failurePolicy"]["maxRestarts"] == 10
     assert (parts(tpu)[1]["backoffLimit"], parts(tpu)[2]["restartPolicy"]) == (0, "Never")
 

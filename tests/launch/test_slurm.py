@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from diffusion_jax.machine import exits
 from tests.launch.launching import BASE, SCALING, SWEEP, printed, refused
 
 # Each says what it was called with. srun is the command until scancel tells it to stop.
@@ -97,11 +98,11 @@ def test_a_crash_is_queued_again_as_often_as_the_job_says(tmp_path):
         "slurm", BASE, f"--job.workdir={tmp_path}/a run", "--job.accelerator=h100:8",
         "--job.restarts=2",
     )  # fmt: skip
-    for times, ended in enumerate([1, 134, 1], start=1):
+    for times, ended in enumerate([1, 134, exits.BUSY], start=1):
         code, said = run(text, tmp_path, code=ended)
         assert code == ended
         assert said.count("scontrol requeue 7") == min(times, 2)
-    assert (tmp_path / "a run" / "crashes-7").read_text() == "1\n134\n1\n"
+    assert (tmp_path / "a run" / "crashes-7").read_text() == f"1\n134\n{exits.BUSY}\n"
 
 
 def test_a_container_sees_every_path_of_config_and_flags(tmp_path):

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import log
+from diffusion_jax.machine import exits, log
 from diffusion_jax.precache import lookup
 from diffusion_jax.weights import restore
 from imagen_jax import task
 from imagen_jax.settings import read_settings
+from tests.diffusion_jax.machine import test_writer
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
 from tests.launch import slurm_cluster
@@ -76,17 +77,40 @@ def test_a_preempted_run_is_queued_again_and_goes_on(cluster, submit, partition)
     assert not list(folder.glob("crashes-*"))
 
 
-def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, submit):
+@pytest.fixture
+def train(submit):
+    """Submits a tiny training as `submit` does; more of its config, and more of the job."""
+
+    def run(*more, name="run", **changes):
+        changes = (f"{field}={value}" for field, value in changes.items())
+        overrides = (*(o.removeprefix("--config.") for o in TINY[1:]), *changes)
+        env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}",
+               f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
+        return submit(
+            "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}", *more,
+            command="imagen_jax.train", config="configs/quickstart.py", name=name,
+        )  # fmt: skip
+
+    return run
+
+
+def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
+    cluster, train, tmp_path
+):
+    holder = test_writer.hold(tmp_path / "run", 300)
+    number, folder = train("--job.restarts=3", steps=2)
+    cluster.wait(number, "PENDING", "RUNNING", restarts=1)
+    test_writer.end(holder)
+    ended = cluster.wait(number, "COMPLETED", restarts=1)
+    crashes = (folder / f"crashes-{number}").read_text().split()
+    assert set(crashes) == {str(exits.BUSY)} and len(crashes) == int(ended["Restarts"])
+    assert log.read_metrics(folder / log.METRICS)[-1]["step"] == 2
+
+
+def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train):
     """One run is preempted, another loses its node between two saves."""
-    overrides = tuple(o.removeprefix("--config.") for o in (
-        *TINY[1:], "--config.steps=400", "--config.save_every=50"))  # fmt: skip
-    env = ("JAX_PLATFORMS=cpu", f"XLA_FLAGS={commands.XLA_FLAGS}",
-           f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
-    run = functools.partial(
-        submit, "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}",
-        "--job.restarts=0", "--job.slurm.options=('--exclude=n1',)",
-        command="imagen_jax.train", config="configs/quickstart.py",
-    )  # fmt: skip
+    more = ("--job.restarts=0", "--job.slurm.options=('--exclude=n1',)")
+    run = functools.partial(train, *more, steps=400, save_every=50)
     number, undisturbed = run(name="undisturbed")
     cluster.wait(number, "COMPLETED")
     for name, disturb in (("preempted", lambda: cluster.submit(URGENT)),

@@ -54,6 +54,13 @@ def test_the_pictures_are_the_named_files_and_a_sheet(four):
     assert len({image.tobytes() for image in images}) == 4
 
 
+def test_a_rehearsal_makes_previews_and_pictures_and_leaves_nothing(published, tmp_path):
+    model = (f"--model={published / 'd'}", "--prompt=b", "--num_images=5")
+    ended = run(f"--out={tmp_path / 'out'}", *model, *SMALL, "--preview_every=3", "--rehearse")
+    assert ended.code == 0 and "draws          5 images of 4x6, of 1 texts" in ended.out, ended.err
+    assert "compiling" not in ended.err and list(tmp_path.iterdir()) == []
+
+
 def test_what_a_long_prompt_loses_is_shown(four):
     assert "is longer than 16 tokens, and its end is not read: 'b c'" in four[3]
     assert four[3].count("is not read") == 1

@@ -1,4 +1,4 @@
-"""Prepares data sets: fetch, download, reshard, index, merge, validate.
+"""Prepares data sets: fetch, download, reshard, index, merge, validate, emoji.
 
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
@@ -19,7 +19,7 @@ from absl import flags
 from diffusion_jax import cli
 from diffusion_jax.data import listing, sources
 from diffusion_jax.data import tars as tar_files
-from diffusion_jax.data.prepare import download, fetch, merge, reshard, validate
+from diffusion_jax.data.prepare import download, emoji, fetch, merge, reshard, validate
 from diffusion_jax.data.records import IMAGE_SUFFIXES, Records, check_text
 from diffusion_jax.machine import files, progress, sheets
 from diffusion_jax.settings import Data
@@ -117,6 +117,13 @@ def _validate(args: argparse.Namespace) -> int:
     return 0
 
 
+def _emoji(args: argparse.Namespace) -> int:
+    out, styles = pathlib.Path(args.out), args.style or ["openmoji"]
+    counts = emoji.prepare(out, styles, size=args.size, variants=args.variants)
+    print(json.dumps(counts))
+    return 0
+
+
 def _open(args: argparse.Namespace) -> Records:
     place = {"path": args.path, "text": args.text}
     data = Data(args.source, **place, uncaptioned="drop", max_broken=args.max_broken)
@@ -178,6 +185,13 @@ def _parser() -> argparse.ArgumentParser:
     arg("--out", required=True, help="folder for report.json and samples.png")
     arg("--num", type=int, default=0, help="records to read, drawn at random; 0 for all")
     arg("--threads", type=_count, default=4)
+
+    arg = add("emoji", _emoji, "Captioned emoji on coloured backgrounds, as tars.")
+    arg("--out", required=True, help="folder for train/, never_shown/ and the prompts of both")
+    arg("--style", action="append", help="openmoji (the default), noto:FILE, twemoji:FILE; may be "
+        "repeated. FILE is what npm pack emoji-datasource-google, or -twitter, writes")  # fmt: skip
+    arg("--size", type=_count, default=64, help="side in pixels")
+    arg("--variants", type=_count, default=4, help="of each composition, moved a little")
     return parser
 
 

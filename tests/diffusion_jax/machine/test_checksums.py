@@ -71,5 +71,14 @@ def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):
 def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(checksums, "_let_go", flip)
     (folder / "params" / "deep" / "c").unlink()
+    checksums.write(folder)
     with pytest.raises(OSError, match="a was read back wrong: other bytes than were written"):
-        checksums.write(folder)
+        checksums.read_back(folder)
+
+
+def test_who_is_in_a_hurry_reads_back_no_further(folder, monkeypatch):
+    read = []
+    monkeypatch.setattr(checksums, "_let_go", lambda path: read.append(path.name))
+    checksums.write(folder)
+    checksums.read_back(folder, unless=lambda: len(read) == 2)
+    assert read == ["a", "d"]

@@ -33,6 +33,17 @@ def test_each_shape_is_compiled_and_said_once(twice, caplog):
     assert caplog.text.count("compiled the doubler in ") == 3
 
 
+def test_what_the_host_sees_of_a_program_is_shown_zeros_in_a_rehearsal():
+    seen = []
+    twice = programs.announced(jax.jit(lambda x: programs.on_host(seen.append, 2 * x)))
+    with programs.rehearsal():
+        twice(jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    assert [x.shape for x in seen] == [(2, 3)] and not seen[0].any()
+    twice(jnp.ones((2, 3)))
+    jax.effects_barrier()
+    assert len(seen) == 2 and (np.asarray(seen[1]) == 2).all()
+
+
 def test_a_rehearsal_traces_and_gives_zeros_and_compiles_nothing(twice, traced, caplog):
     with caplog.at_level(logging.INFO, "absl"), programs.rehearsal():
         zeros = twice(jax.ShapeDtypeStruct((7,), jnp.float32), None)["y"]

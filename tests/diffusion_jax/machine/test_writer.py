@@ -54,11 +54,11 @@ def test_a_second_writer_is_told_who_writes(tmp_path):
         rf"{tmp_path} is being written by process {process.pid} on {socket.gethostname()} since "
         r"\d{4}-.* \(.*\): wait for its end, end it, or choose another folder"
     )
-    with pytest.raises(writer.Held, match=message), writer.Writer(tmp_path):
+    with pytest.raises(writer.Busy, match=message), writer.Writer(tmp_path):
         pass
     assert re.fullmatch(message, str(writer.refusal(tmp_path)))
     os.kill(process.pid, signal.SIGSTOP)  # It may go on at any time.
-    with pytest.raises(writer.Held, match=message), writer.Writer(tmp_path):
+    with pytest.raises(writer.Busy, match=message), writer.Writer(tmp_path):
         pass
     end(process)
 
@@ -100,7 +100,7 @@ def test_a_writer_of_another_machine_holds_while_its_heart_beats(tmp_path):
     thread = threading.Thread(target=beat)
     thread.start()
     try:
-        with pytest.raises(writer.Held, match="on far since"), writer.Writer(tmp_path, stale=20.0):
+        with pytest.raises(writer.Busy, match="on far since"), writer.Writer(tmp_path, stale=20.0):
             pass
     finally:
         ended.set()
@@ -139,7 +139,7 @@ def test_of_many_that_come_at_once_one_holds(tmp_path):
         "    with writer.Writer(sys.argv[1]):\n"
         "        print('held', flush=True)\n"
         "        input()\n"
-        "except writer.Held as error:\n"
+        "except writer.Busy as error:\n"
         "    print('refused', flush=True)\n"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}

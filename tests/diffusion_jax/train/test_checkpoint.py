@@ -4,6 +4,7 @@ import itertools
 import json
 import multiprocessing
 import shutil
+import threading
 import time
 
 import jax
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import checksums, sharding
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore
@@ -142,6 +143,27 @@ def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
     assert restore.steps(tmp_path) == [2]
     checkpointer.close()
     assert not (tmp_path / "deleted").exists()
+
+
+def test_in_a_hurry_neither_a_save_nor_the_one_before_is_read_back_to_its_end(
+    tmp_path, monkeypatch
+):
+    checkpointer, began, read = checkpoint.Checkpointer(tmp_path, 2), threading.Event(), []
+
+    def let_go(path):
+        read.append(path.relative_to(tmp_path).parts[0])
+        began.set()
+        checkpointer._hurried.wait(60)
+
+    monkeypatch.setattr(checksums, "_let_go", let_go)
+    checkpointer.save(1, random_state(1), Position())
+    assert began.wait(60)
+    checkpointer.save(2, random_state(2), Position(), read_back=False)
+    checkpointer.close()
+    assert read == ["1"]
+    for step in ("1", "2"):  # Yet both can be compared.
+        assert (tmp_path / step / checksums.FOLDER / "0-of-1.json").exists()
+        assert checksums.damage(tmp_path / step) is None
 
 
 def test_a_step_that_is_there_is_left_as_it_is(tmp_path):

@@ -15,7 +15,7 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.draw import program
-from diffusion_jax.machine import log, sharding, sheets
+from diffusion_jax.machine import checksums, log, sharding, sheets
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, loop, out_of_memory, trace
 from diffusion_jax.weights import restore
@@ -132,7 +132,7 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
     whole = train(tmp_path / "whole")
     seen = [*order]
     order.clear()
-    during_close = []
+    during_close, compared = [], []
     close, record = checkpoint.Checkpointer.close, loop.to_global
 
     def kill_at_the_fourth_batch(batch, sharding):
@@ -148,9 +148,13 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loop, "to_global", kill_at_the_fourth_batch)
         patch.setattr(checkpoint.Checkpointer, "close", watched_close)
+        patch.setattr(checksums, "_let_go", lambda path: compared.append(path))
         stopped = train(tmp_path / "parts")
     assert int(stopped.step) == 4
-    assert restore.steps(tmp_path / "parts" / runs.CHECKPOINTS) == [4]
+    folder = tmp_path / "parts" / runs.CHECKPOINTS
+    assert restore.steps(folder) == [4]
+    # Its files are listed, and read back by the next start: a grace is for writing alone.
+    assert list((folder / "4" / checksums.FOLDER).iterdir()) and compared == []
     # A second signal must not end the process while the checkpoint is being written.
     assert during_close != [before] and signal.getsignal(signal.SIGTERM) is before
     assert_equal(train(tmp_path / "parts"), whole)
@@ -222,9 +226,9 @@ def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
     now = [0.0]
 
     def slowly(seconds, function):
-        def call(*args):
+        def call(*args, **kwargs):
             now[0] += seconds
-            return function(*args)
+            return function(*args, **kwargs)
 
         return call
 

