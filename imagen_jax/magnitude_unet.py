@@ -147,8 +147,9 @@ class MagnitudeUNet(nn.Module):
     def _resolution(self, level: int) -> int:
         return self.image_size // self.patch >> level
 
-    def check(self) -> None:
-        """ValueError for fields that do not go together."""
+    def check(self, text_width: int = 0) -> None:
+        """ValueError for fields that do not go together; texts of every width do."""
+        del text_width
         check_attention(self.attention, self.attention_impl, self.dtype, self.head_dim)
         check_low_res(self)
         check_resolutions(self)

@@ -23,12 +23,11 @@ from diffusion_jax.settings import (
 )
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
-from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
-from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
 
 if TYPE_CHECKING:
+    from imagen_jax.efficient_unet import EfficientUNet
     from imagen_jax.magnitude_unet import MagnitudeUNet
 
 
@@ -120,7 +119,7 @@ class Settings(NamedTuple):
 
 UNETS: dict[str, type | str] = {
     "unet": UNet,
-    "efficient": EfficientUNet,
+    "efficient": "imagen_jax.efficient_unet:EfficientUNet",
     "magnitude": "imagen_jax.magnitude_unet:MagnitudeUNet",
 }
 
@@ -136,12 +135,10 @@ def check(s: Settings) -> None:
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
-    if isinstance(s.unet, EfficientUNet):
-        efficient_unet.check(s.unet, s.text.width)
-    elif isinstance(s.unet, UNet):
+    if isinstance(s.unet, UNet):
         unet_module.check(s.unet)
     else:
-        s.unet.check()
+        s.unet.check(s.text.width)
     _check_sizes(s)
     _check_texts(s)
 
