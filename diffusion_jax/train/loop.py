@@ -303,8 +303,7 @@ def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints
         )
         occasions.append((lambda step: step % records.every == 0, measure))
     if every := snapshot_every(settings, run.steps):
-        save = checkpoints.snapshots(settings.snapshot_dtype).save
-        occasions.append((lambda step: step % every == 0, save))
+        occasions.append((lambda step: step % every == 0, checkpoints.snapshots(settings).save))
     return occasions
 
 
