@@ -75,7 +75,7 @@ def run(model: Model, mesh: Mesh) -> Timing:
     """Compiles the step of the loop for this mesh, warms up and times it, the state donated."""
     task, settings, rules = model.task, model.optimizer, model.task.rules
     tx = optimizer.make_optimizer(settings, model.run.steps)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     whole, split = sharding.replicated(mesh), sharding.batch_sharding(mesh)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=whole)(0)
     layout = sharding.shardings(model.state, mesh, rules)

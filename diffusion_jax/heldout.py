@@ -175,9 +175,10 @@ def measure_run(
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
     lines = []
-    for name in weights or ("raw", *restore.averages(folder / str(step))):
+    for name in weights or ("raw", *restore.stored(folder / str(step))):
         params = restore.load_params(folder, placed, name, step)
-        label = name if name in ("raw", "ema") else restore.EMA + name
+        whole = restore.name_of(folder / str(step), name)
+        label = name if name in ("raw", "ema") else restore.EMA + whole
         lines.append({"step": step, "weights": label, **score(params)})
         logging.info("%s: %s %.6g", workdir, label, lines[-1]["loss"])
     return lines
@@ -185,7 +186,7 @@ def measure_run(
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-    _EMA = flags.DEFINE_list("ema", [], 'Decays such as 0.999, "ema" or "raw"; default: all.')
+    _EMA = flags.DEFINE_list("ema", [], 'Decays, widths, "ema" or "raw"; default: all kept.')
     _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
     _SHARE = flags.DEFINE_float(
         "share", None, "Of the data, in place of config.data.heldout.", 1e-9, 1.0

@@ -28,9 +28,9 @@ VERSION = 2
 """The version of the config.json written today. Version 0 named no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
-         "step_timeout", "prompts", "mesh.", "optimizer.micro_batch",
-         "optimizer.max_skipped", "sampler.", "evaluation.", "heldout.", "data.threads",
-         "data.path", "data.max_broken", "text.store",
+         "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
+         "optimizer.snapshot_every", "optimizer.snapshot_dtype", "sampler.", "evaluation.",
+         "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
          "unet.attention_impl", "unet.remat")  # fmt: skip
 # The systems of configs of version 0, by a group that the systems after it lack.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}

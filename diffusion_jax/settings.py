@@ -87,10 +87,34 @@ class Optimizer(NamedTuple):
     """Passes of a step, each with noise of its own."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     ema_warmup: bool = False
+    ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
+    """Relative widths of averages by power functions, such as 0.05 and 0.10: their snapshots give
+    any other width after the training (see diffusion_jax.averages)."""
+    snapshot_every: Amount = 0
+    """Steps from one snapshot of these averages to the next; 0: a 32nd of the run."""
+    snapshot_dtype: Annotated[str, DTYPES] = "float16"
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
     """The first moment's; "bfloat16" saves 2 of the 16 bytes or more of a parameter's state."""
     max_skipped: Count = 100
     """Steps in a row without a finite loss and gradient that end the run; 10 from the start on."""
+
+
+class Lora(NamedTuple):
+    """Training of factors of low rank beside the frozen weights of `unet.weights`: see lora."""
+
+    rank: Amount = 0
+    """Columns of a factor; 0: the weights themselves are trained."""
+    alpha: Positive = 8.0
+    """What the factors add is their product times alpha / rank."""
+    targets: str = "_attn/"
+    """A regular expression that is found in the paths of the layers, such as mid_attn/q."""
+    scale: Annotated[float, "[-100, 100]"] = 1.0
+    """Times what was learned, in drawing: 0 draws as the frozen weights do."""
+
+    @property
+    def alpha_by_rank(self) -> float:
+        """The factor of the product."""
+        return self.alpha / self.rank
 
 
 class MeshShape(NamedTuple):
@@ -156,6 +180,11 @@ class Data(NamedTuple):
     """Batches that are made at a time; 0: when they are asked for."""
     heldout: Annotated[float, "[0, 1)"] = 0.0
     """The share of the records that training never sees: see `Heldout`."""
+    prior: str = ""
+    """A folder of what the model drew before (sample's, with its metadata.jsonl), which takes every
+    second row: prior preservation, so that old words keep their meaning (Ruiz et al. 2022)."""
+    prior_weight: Scale = 1.0
+    """How much such a row counts in the loss, beside 1 of the others."""
 
     @property
     def embedded(self) -> bool:

@@ -18,10 +18,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
+from diffusion_jax import finetune
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
+from diffusion_jax.draw.pictures import Given
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.precache import lookup
@@ -29,6 +31,7 @@ from diffusion_jax.task import Texts
 from diffusion_jax.text import registry
 from imagen_jax import task
 from imagen_jax.settings import Settings
+from imagen_jax.weights.initial import read_unet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Choice(model.Choice):
     aug_sigma: float | None = replaces(
         "super_resolution.aug_sigma", "Noise put on the small images."
     )
+    strength: float = 1.0
+    """The share of the steps that draw over a given picture: see diffusion.editing."""
 
 
 def load(
@@ -70,6 +75,8 @@ def load_model(
     """
     choice = choice or Choice()
     s = read_run(workdir, choice)
+    if not 0 <= choice.strength <= 1:
+        raise ValueError(f"strength {choice.strength} is no share of the steps, from 0 to 1")
     mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
     if embedded and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
@@ -84,7 +91,10 @@ def load_model(
     guide = model.load_guide(choice, "imagen_jax", s, init_of, mesh, task.RULES)
     if guide:
         frozen = {"text": frozen, "guide": guide[1]}
-    imagen = task.make_task(s, encoder, guide and guide[0])._replace(frozen=frozen)
+    imagen = task.make_task(s, encoder, guide and guide[0], choice.strength)
+    imagen = imagen._replace(frozen=frozen)
+    base = lambda: read_unet(s.unet_weights, s)
+    imagen = finetune.adapted(imagen, workdir, s.lora, base, mesh)
     return model.load_model(workdir, choice, s, encoder, imagen, mesh)
 
 
@@ -112,16 +122,19 @@ def draw(
     prompts: Sequence[str] | Sequence[Float[np.ndarray, "_ _"]],
     seeds: Sequence[int],
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
+    given: Given | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
     """One image for each prompt and seed (as many of both), as every stage drew it.
 
     Models that were loaded for them take embeddings, [tokens, width] each, as `prompts`. `low_res`
-    is what the first stage enlarges if it is a super-resolution model. Image n depends on its
-    prompt, seed and low-res image alone. ValueError if the numbers or sizes do not fit.
+    is what the first stage enlarges if it is a super-resolution model; `given` are pictures that
+    all draw over. Image n depends on its prompt, seed and these alone. ValueError if the numbers or
+    sizes do not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
     texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
+    texts = over(stages, texts, given, len(prompts))
     check_low_res(stages[0], None if low_res is None else low_res.shape[1:3])
     small = None if low_res is None else low_res.astype(np.float32) / 127.5 - 1
     batches = draw_batches(stages, texts, seeds, batch_sizes(stages, len(seeds)), small)
@@ -159,6 +172,22 @@ def draw_batches(
         for larger in draw_batches(stages[1:], later, seeds[rows], sizes[1:], images, guidance):
             yield [images[done : done + len(larger[0])], *larger]
             done += len(larger[0])
+
+
+def over(
+    stages: Sequence[Model], texts: Sequence[Texts], given: Given | None, num_texts: int
+) -> list[Texts]:
+    """Each stage's texts, with the pictures that it draws over, in its size, if any are given."""
+    if given is None:
+        return list(texts)
+    for image in given.images:
+        if image.width != image.height:
+            raise ValueError(f"the picture is {image.width}x{image.height}: cut a square out of it")
+    sides = [stage.settings.output_size for stage in stages]
+    return [
+        {**text, **given.at((side, side), num_texts)}
+        for text, side in zip(texts, sides, strict=True)
+    ]
 
 
 def describe(stage: Model) -> dict[str, Any]:

@@ -15,11 +15,18 @@ config does not, as after training on stored embeddings. Without it, --embedding
 the encoder made elsewhere (.npy, .npz or .safetensors, one text each). A super-resolution model
 named first enlarges the pictures of --low_res, one for each text.
 
+Image-to-image: --image=photo.png --strength=0.6, one square picture for all texts or one for each,
+resized to each stage; the last 0.6 of the first stage's steps draw over it, and the later stages
+enlarge what it drew (--strength=0.6,0.3: these draw over the picture too). Inpainting: --mask=
+mask.png, of the picture's size, is white where it is drawn anew; what is black stays as it is, to
+the last pixel, at every stage. At --strength=1 all of the new starts from noise.
+
 --out gets a PNG for each image, sheet.png with all of them and their captions, and metadata.jsonl
 with what is needed to draw an image again. Image n of the command has seed --seed + n, and depends
 on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of --seed=0 again.
 """
 
+import dataclasses
 import pathlib
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +35,7 @@ import numpy as np
 from absl import flags
 
 from diffusion_jax.data import embeddings
-from diffusion_jax.draw import choice_flags
+from diffusion_jax.draw import choice_flags, pictures
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.machine import untrusted
 from diffusion_jax.task import Texts
@@ -40,6 +47,10 @@ _WORKDIR = flags.DEFINE_multi_string(
 )
 _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embedded text.")
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
+_GIVEN = pictures.define()
+_STRENGTH = flags.DEFINE_list(
+    "strength", ["0.8"], "Share of the steps that draw over --image: the first stage's, or each's."
+)
 _ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier stages drew.")
 _CHOICES = choice_flags.define_lists(Choice)
 _BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once, likewise.")
@@ -56,11 +67,17 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
             "--embeddings=FILE, which the models' text encoder made"
         )
     choices = choice_flags.choices(Choice, _CHOICES, len(workdirs))
+    given = _GIVEN(len(prompts or _EMBEDDINGS.value))
+    strengths = _strengths(len(workdirs))
+    if given:
+        pairs = zip(choices, strengths, strict=True)
+        choices = [dataclasses.replace(choice, strength=each) for choice, each in pairs]
     stages = cascade.load(workdirs, choices, embedded=not prompts)
     captions, texts = _texts(stages, prompts)
     if prompts:
         warn_of_cuts(stages[0].encoder, prompts)
     low_res = _low_res(stages[0], len(captions))
+    texts = cascade.over(stages, texts, given, len(captions))
 
     def draw(rows, seeds):
         defaults = cascade.batch_sizes(stages, len(rows))
@@ -74,8 +91,17 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
     guidance = stages[0].settings.sampler.guidance
     card = {"guidance": guidance, "stages": [_card(stage) for stage in stages]}
+    if given:
+        card["strength"] = strengths
     inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
+    inputs |= {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     return Session(captions, draw, card, inputs, _ALL_SIZES.value)
+
+
+def _strengths(num_stages: int) -> list[float]:
+    """--strength of each stage; of the later ones 1 where the first's is given alone."""
+    strengths = choice_flags.each("strength", _STRENGTH.value, float, num_stages)
+    return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:

@@ -11,7 +11,16 @@ from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.objective import WEIGHTINGS
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import Data, Evaluation, Heldout, MeshShape, Optimizer, Run, Text
+from diffusion_jax.settings import (
+    Data,
+    Evaluation,
+    Heldout,
+    Lora,
+    MeshShape,
+    Optimizer,
+    Run,
+    Text,
+)
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from imagen_jax import efficient_unet
@@ -75,10 +84,15 @@ class Sampler(NamedTuple):
 
 
 class Settings(NamedTuple):
-    """A whole config, checked."""
+    """A whole config, checked.
+
+    `unet_weights` is what training starts from, or what a LoRA adapts, "" for random numbers: the
+    workdir of a run, or a checkpoint of NeMo's.
+    """
 
     run: Run
     unet: UNet | EfficientUNet
+    unet_weights: str
     text: Text
     diffusion: Diffusion
     super_resolution: SuperResolution
@@ -88,6 +102,7 @@ class Settings(NamedTuple):
     evaluation: Evaluation
     heldout: Heldout
     data: Data
+    lora: Lora
 
     @property
     def output_size(self) -> int:

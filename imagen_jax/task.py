@@ -29,13 +29,17 @@ from imagen_jax.settings import Settings
 from imagen_jax.super_resolution import LowRes
 
 
-def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) -> Task:
+def make_task(
+    s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
+) -> Task:
     """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
 
     If a model of `guide` leads its sampler, frozen are {"text", "guide"}: both models' weights.
 
     A super-resolution model makes its small images from the large ones in training. Its sampler
-    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size.
+    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. All draw over
+    batch["image"], uint8 [B, H, W, 3], where given, with `strength`, and where batch["mask"]
+    [B, H, W], if given too, is True: see diffusion.editing.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -58,7 +62,7 @@ def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) 
             rngs = {"dropout": key_dropout}
             return unet.apply(params, x, time, text, mask, *low_res, train=True, rngs=rngs)
 
-        minimised, losses = goal.loss(params, network, x0, eps, sigma)
+        minimised, losses = goal.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
 
     def training_low_res(key, x0):
@@ -87,7 +91,7 @@ def make_task(s: Settings, encoder: TextEncoder, guide: Settings | None = None) 
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    sample = _make_sample(s, encoder, goal, sampling_low_res, guide)
+    sample = _make_sample(s, encoder, goal, sampling_low_res, guide, strength)
     return Task(init, loss, sample, encoder.frozen, RULES, measure)
 
 
@@ -103,6 +107,7 @@ def _make_sample(
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
+    strength: float,
 ) -> Sample:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
@@ -139,6 +144,12 @@ def _make_sample(
         )  # fmt: skip
         denoise = threshold(denoise)
         sampler = samplers.make(s.sampler)
+        if "image" in batch:
+            from diffusion_jax.diffusion import editing  # Few draw over pictures.
+
+            eps, new = samplers.initial_noise(keys, shape, 1), batch.get("mask")
+            new = None if new is None else new[..., None]
+            sampler = editing.over(sampler, to_range(batch["image"]), eps, strength, new)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         return samplers.in_own_coordinates(x, sigmas[-1])

@@ -15,7 +15,7 @@ import functools
 
 import numpy as np
 
-from diffusion_jax import heldout
+from diffusion_jax import finetune, heldout
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.evaluate import on_the_way
@@ -27,6 +27,7 @@ from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
 from imagen_jax import super_resolution, task
 from imagen_jax.settings import Settings, read_settings
+from imagen_jax.weights.initial import read_unet
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
@@ -37,9 +38,10 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     evaluation = on_the_way.open_evaluation(
         s.evaluation, s.data.source, s.output_size, _open_prompts(s, encoder)
     )
-    imagen = task.make_task(s, encoder)
+    imagen, read = task.make_task(s, encoder), lambda: read_unet(s.unet_weights, s)
+    imagen, start, base = finetune.begin(imagen, s.lora, s.unet_weights, read)
     records = heldout.open_records(s.heldout, batches, imagen.measure)
-    return loop.Inputs(imagen, batches, examples, evaluation, records=records)
+    return loop.Inputs(imagen, batches, examples, evaluation, start, records, base)
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:

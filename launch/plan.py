@@ -140,7 +140,10 @@ def table(target: str, f: dict[str, Any]) -> str:
         ("the recipe", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
                        f"{f['device_hours']:,.0f} device-hours (none hidden)"),
         ("disk", f"{disk['checkpoints_kept']} checkpoints of {disk['checkpoint'] / 1e9:,.1f} GB: "
-                 f"{disk['checkpoints'] / 1e9:,.0f} GB; {disk['pictures']:,} pictures: "
+                 f"{disk['checkpoints'] / 1e9:,.0f} GB; "
+                 + (f"{disk['snapshots_kept']} snapshots of {disk['snapshot'] / 1e9:,.2f} GB; "
+                    if disk["snapshots_kept"] else "")
+                 + f"{disk['pictures']:,} pictures: "
                  f"{disk['data'] / 1e9:,.1f} GB"),
         *(("advice", line) for line in f["advice"]),
         *(("note", line) for line in f["notes"]),

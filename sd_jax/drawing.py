@@ -10,11 +10,11 @@
 
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jaxtyping import UInt8
+from jaxtyping import Bool, UInt8
 
 from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import program
@@ -51,11 +51,12 @@ def draw(
     negative_prompt: str | None = None,
     guidance: float | None = None,
     images: UInt8[np.ndarray, "N H W 3"] | None = None,
+    masks: Bool[np.ndarray, "N H W"] | None = None,
 ) -> UInt8[np.ndarray, "N H W 3"]:
     """One image for each prompt and seed (as many of both); None stands for the model's settings.
 
-    Image n depends on its prompt, its seed and what it starts from, images[n], alone. ValueError if
-    the numbers or sizes do not fit.
+    Image n depends on its prompt, its seed and what it is drawn over, images[n] where masks[n] is
+    True, alone. ValueError if the numbers or sizes do not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
@@ -64,7 +65,11 @@ def draw(
             raise ValueError(f"{len(images)} images and {len(seeds)} seeds: give one for each")
         settings.check_size(model.settings, "the images' height", images.shape[1])
         settings.check_size(model.settings, "the images' width", images.shape[2])
-    batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, images)
+    if masks is not None and (images is None or masks.shape != images.shape[:3]):
+        raise ValueError(f"masks of {masks.shape}: give images of the same sizes")
+    given = {sampling.IMAGE: images, sampling.MASK: masks}
+    given = {name: array for name, array in given.items() if array is not None}
+    batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, given)
     return np.concatenate([sheets.to_uint8(some) for some in batches])
 
 
@@ -74,20 +79,19 @@ def draw_batches(
     seeds: Sequence[int],
     negative_prompt: str | None = None,
     guidance: float | None = None,
-    images: UInt8[np.ndarray, "N H W 3"] | None = None,
+    given: Mapping[str, np.ndarray] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
     """Draws like `draw`, and yields `batch_size` images at a time, about in [-1, 1].
 
-    At guidance 1 the negative prompt is not even encoded.
+    `given` are pictures and masks under their names in sampling. At guidance 1 the negative prompt
+    is not even encoded.
     """
     sampler = model.settings.sampler
     negative = sampler.negative_prompt if negative_prompt is None else negative_prompt
     scale = sampler.guidance if guidance is None else guidance
     scales = scales_of(sampler, scale, len(seeds))
-    batch = dict(sampling.prompts(model.encoder, prompts, negative))
-    if images is not None:
-        batch[sampling.IMAGE] = images
+    batch = {**sampling.prompts(model.encoder, prompts, negative), **(given or {})}
     size = min(batch_size or default_batch_size(model), len(seeds))
     yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
 

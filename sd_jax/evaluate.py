@@ -58,7 +58,8 @@ def open_run(workdir: str, choice: Choice, weights: Sequence[Weights] = LAST) ->
 def open_model(path: str, choice: Choice, file: File, ema: str = "ema") -> Subject:
     """A model that was trained elsewhere; errors as of drawing.load."""
     choice = dataclasses.replace(choice, ema=ema)
-    return _subject(drawing.load(path, choice, file), {}, "", [])
+    described = {"lora": list(file.lora)} if file.lora else {}
+    return _subject(drawing.load(path, choice, file), described, "", [])
 
 
 def _subject(

@@ -18,6 +18,9 @@ def define() -> Callable[[], File]:
         flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's."),
         flags.DEFINE_enum("dtype", None, dtypes, "Of --model; float32 on CPUs."),
         flags.DEFINE_string("config", None, "LDM's yaml of --model=FILE: its heads, if unknown."),
+        flags.DEFINE_multi_string(
+            "lora", None, "Of --model, a LoRA that joins it: FILE or FILE:STRENGTH; several."
+        ),
     ]
 
     def read() -> File:

@@ -12,9 +12,13 @@ it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is 
 run's, or else 50 steps at guidance 7.5 and the size that the model was trained at, by a directory's
 own scheduler or PLMS.
 
+A LoRA trained here is a run, --workdir, and --lora_scale its strength. LoRA files of diffusers and
+kohya join a --model, as they are or FILE:STRENGTH: --lora=style.safetensors:0.7 --lora=cat.pt.
+
 Image-to-image: --image=photo.png --strength=0.6, one picture for all prompts or one for each; the
 last 0.6 of the steps draw over it. Pictures are resized to --height and --width where these are
-given.
+given. Inpainting: --mask=mask.png, of the picture's size, is white where it is drawn anew; what is
+black stays as it is, to the last pixel. At --strength=1 all of the new starts from noise.
 
 --out gets a PNG for each image, sheet.png with all of them and their prompts, and metadata.jsonl
 with what is needed to draw an image again. Image n of the command has seed --seed + n, and depends
@@ -23,17 +27,17 @@ on its seed, prompts and picture alone: --seed=5 --num_images=1 draws the sixth 
 
 import itertools
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from absl import flags
-from jaxtyping import ArrayLike, UInt8
-from PIL import Image
+from jaxtyping import ArrayLike
 
-from diffusion_jax.draw import choice_flags
+from diffusion_jax.draw import choice_flags, pictures
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
 from diffusion_jax.draw.model import Model
-from diffusion_jax.machine import programs, sheets, untrusted
+from diffusion_jax.machine import programs, sheets
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
 from sd_jax.sampling import Preview
@@ -42,7 +46,7 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
 _CHOICE = choice_flags.define(Choice)
 _FILE = file_flags.define()
-_IMAGE = flags.DEFINE_multi_string("image", [], "A picture to start from: one, or one a text.")
+_GIVEN = pictures.define()
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
 _BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
 _PREVIEW = flags.DEFINE_integer(
@@ -58,28 +62,30 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     file = _FILE()
     if _WORKDIR.value and any(value is not None for value in file):
         raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model"
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
         )
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
-    pictures = _pictures(len(prompts))
-    choice = _choice(pictures, _preview(out) if _PREVIEW.value else None)
+    given = _given(len(prompts))
+    choice = _choice(given, _preview(out) if _PREVIEW.value else None)
     model = drawing.load(str(_WORKDIR.value or _MODEL.value), choice, file)
     warn_of_cuts(model.encoder, [*prompts, model.settings.sampler.negative_prompt])
 
     def draw(rows, seeds):
         texts = [prompts[i] for i in rows]
-        starts = None if pictures is None else pictures[rows]
-        batches = drawing.draw_batches(model, texts, seeds, images=starts, batch_size=_BATCH.value)
+        own = {name: array[rows] for name, array in given.items()}
+        batches = drawing.draw_batches(model, texts, seeds, given=own, batch_size=_BATCH.value)
         return ([images] for images in batches)
 
-    return Session(prompts, draw, _card(model), {"image": _IMAGE.value})
+    files = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
+    loras = {"lora": file.lora} if file.lora else {}
+    return Session(prompts, draw, _card(model) | loras, files)
 
 
-def _choice(pictures: UInt8[np.ndarray, "N H W 3"] | None, preview: Preview | None) -> Choice:
+def _choice(given: Mapping[str, np.ndarray], preview: Preview | None) -> Choice:
     values: dict[str, Any] = choice_flags.values(_CHOICE) | {"preview": preview}
-    if pictures is not None:
-        height, width = pictures.shape[1:3]
+    if given:
+        height, width = given[pictures.IMAGE].shape[1:3]
         values |= {"height": height, "width": width, "strength": _STRENGTH.value}
     return Choice(**values)
 
@@ -97,20 +103,16 @@ def _preview(out: pathlib.Path) -> Preview:
     return show
 
 
-def _pictures(num_texts: int) -> UInt8[np.ndarray, "N H W 3"] | None:
-    """The pictures to start from, one for each text; None without any."""
-    opened = [untrusted.open_image(path).convert("RGB") for path in _IMAGE.value]
-    if not opened:
-        return None
-    if len(opened) not in (1, num_texts):
-        raise ValueError(f"{len(opened)} pictures and {num_texts} texts: give one, or one for each")
+def _given(num_texts: int) -> Mapping[str, np.ndarray]:
+    """The pictures to draw over, and their masks, one for each text; {} without any."""
+    opened = _GIVEN(num_texts)
+    if opened is None:
+        return {}
     width, height = (_CHOICE[side].value for side in ("width", "height"))
-    size = (width or opened[0].width, height or opened[0].height)
-    if not (width and height) and len({image.size for image in opened}) > 1:
+    first = opened.images[0]
+    if not (width and height) and len({image.size for image in opened.images}) > 1:
         raise ValueError("the pictures differ in size: give --height and --width for all")
-    bicubic = Image.Resampling.BICUBIC
-    same = [image if image.size == size else image.resize(size, bicubic) for image in opened]
-    return np.stack([np.asarray(image) for image in same] * (num_texts // len(same)))
+    return opened.at((width or first.width, height or first.height), num_texts)
 
 
 def _card(model: Model) -> dict[str, Any]:

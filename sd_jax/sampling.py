@@ -15,7 +15,7 @@ from sd_jax.settings import Pipeline, Settings
 
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
-IMAGE = "image"
+IMAGE, MASK = "image", "mask"
 _PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 KiB a pixel.
 
 
@@ -28,27 +28,29 @@ def make_sample(
     """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images.
 
     `frozen` holds the weights of "text" and "vae", and of a model of `guide` that leads this one,
-    "guide"; `batch` what `prompts` returns, and, of image-to-image, "image" [B, H, W, 3] of uint8:
-    noise is put on it that the last p.strength of the steps take off again. `preview` is called on
-    the host at each evaluation of the denoiser with sketches of what it sees, as large as latents,
-    and the noise level.
+    "guide"; `batch` what `prompts` returns, and, to draw over pictures, IMAGE [B, H, W, 3] of uint8
+    and maybe MASK [B, H, W], True where they are new: see diffusion.editing, whose strength is
+    p.strength. `preview` is called on the host at each evaluation of the denoiser with sketches of
+    what it sees, as large as latents, and the noise level.
     """
     unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
-    sigmas = sigmas[p.sampler.steps - p.steps_taken :]
-    scalings = goal.precond(time)
-    sampler = samplers.make(p.sampler)
+    scalings, factor = goal.precond(time), vae_module.factor(vae)
 
-    def start(frozen, batch, keys):
+    def sampler_of(frozen, batch, keys):
+        sampler = samplers.make(p.sampler)
         if IMAGE not in batch:
-            height, width = (side // vae_module.factor(vae) for side in p.output_shape)
-            shape = (height, width, unet.in_channels)
-            first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
-            return samplers.initial_noise(keys, shape, first)
+            return sampler, p.output_shape
+        from diffusion_jax.diffusion import editing  # Few draw over pictures.
+
         pixels = to_range(batch[IMAGE], p.latents.pixels)
         moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
-        z = p.latents.scale * vae_module.mean_and_std(moments)[0]
-        return z + samplers.initial_noise(keys, _size(z), sigmas[0])
+        z = p.latents.scale * vae_module.mean_and_std(moments)[0]  # [B, h, w, Z]
+        eps, new = samplers.initial_noise(keys, z.shape[1:], 1), None
+        if MASK in batch:  # A latent is known where all of its pixels are.
+            b, h, w, _ = z.shape
+            new = batch[MASK].reshape(b, h, factor, w, factor).any((2, 4))[..., None]
+        return editing.over(sampler, z, eps, p.strength, new), pixels.shape[1:3]
 
     def sample(params, frozen, batch, keys, scale):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
@@ -68,12 +70,18 @@ def make_sample(
         )  # fmt: skip
         if preview is not None:
             denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
-        x = start(frozen, batch, keys)
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, _size(x)))
+        sampler, size = sampler_of(frozen, batch, keys)
+        shape = (*(side // factor for side in size), unet.in_channels)
+        first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
+        x = samplers.initial_noise(keys, shape, first)
+        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
-        at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * vae_module.factor(vae) ** 2))
+        at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
         decode = lambda z: vae.apply(frozen["vae"], z, method="decode")
-        return vae_module.decode_in_slices(decode, z, at_once)
+        images = vae_module.decode_in_slices(decode, z, at_once)
+        if MASK not in batch:
+            return images
+        return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
     return sample
 
@@ -82,11 +90,6 @@ def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], D
     """D of a network, given the text that it is conditioned on."""
     network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
     return lambda text: precond.denoiser(network(text), scalings)
-
-
-def _size(images: Images) -> tuple[int, int, int]:
-    _, height, width, channels = images.shape
-    return height, width, channels
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:

@@ -15,6 +15,7 @@ from diffusion_jax.settings import (
     Data,
     Evaluation,
     Heldout,
+    Lora,
     MeshShape,
     Optimizer,
     Run,
@@ -134,8 +135,8 @@ class Pipeline(NamedTuple):
 class Settings(NamedTuple):
     """A whole config, checked.
 
-    `unet_weights` is what training starts from, "" for random numbers; `vae_weights` the frozen
-    VAE. Both are the workdir of a run, a file or a diffusers directory.
+    `unet_weights` is what training starts from, or what a LoRA adapts, "" for random numbers;
+    `vae_weights` the frozen VAE. Both are the workdir of a run, a file or a diffusers directory.
     """
 
     run: Run
@@ -153,6 +154,7 @@ class Settings(NamedTuple):
     evaluation: Evaluation
     heldout: Heldout
     data: Data
+    lora: Lora
 
     @property
     def pipeline(self) -> Pipeline:

@@ -57,7 +57,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
         def network(x, time) -> Any:
             return unet.apply(params, x, time, text)
 
-        minimised, losses = goal.loss(params, network, x0, eps, sigma)
+        minimised, losses = goal.loss(params, network, x0, eps, sigma, batch.get("counts"))
         return minimised, loss_by_noise_level(losses, sigma)
 
     def errors(params, frozen, batch, keys, sigma):

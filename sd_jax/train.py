@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax import heldout
+from diffusion_jax import finetune, heldout
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
@@ -54,10 +54,11 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     evaluation = on_the_way.open_evaluation(
         s.evaluation, s.data.source, s.output_size, open_prompts
     )
-    start = (lambda: read_unet(s.unet_weights, s.unet, s.text.width)) if s.unet_weights else None
+    read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     sd = task.make_task(s, encoder, vae_params)
+    sd, start, base = finetune.begin(sd, s.lora, s.unet_weights, read)
     records = heldout.open_records(s.heldout, batches, sd.measure)
-    return loop.Inputs(sd, batches, examples, evaluation, start, records)
+    return loop.Inputs(sd, batches, examples, evaluation, start, records, base)
 
 
 def open_batches(

@@ -25,6 +25,7 @@ COMMANDS = {
     "sample": "imagen_jax.sample --workdir=D/imagen --out=D/out",
     "sd_sample": "sd_jax.sample --workdir=D/sd --out=D/out",
     "evaluate": "imagen_jax.evaluate --workdir=D/imagen",
+    "averages": "diffusion_jax.averages --workdir=D/imagen",
     "precache": "diffusion_jax.precache --config=configs/quickstart.py --config.text.store=D/store",
     "moments": "sd_jax.precache --out=D/moments",
     "prepare": "diffusion_jax.data.prepare",
@@ -75,6 +76,12 @@ train --config.unet.dtype=int8 | unet.dtype is 'int8': choose from float32
 train --config.optimizer.b1=1.0 | optimizer.b1 is 1.0: it must be from 0 to below 1
 train --config.optimizer.eps=-1.0 | optimizer.eps is -1.0: it must be above 0
 train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or more
+train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it must be above
+train --config.optimizer.snapshot_dtype=int8 | optimizer.snapshot_dtype is 'int8': choose from
+sample --ema=0.07 --prompt=x | no average '0.07' in
+averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
+averages --width=0.07 | --width says which average, and --out where it goes
+averages | holds no averages by power functions: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
 train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
 train --config.data.threads=-1 | data.threads is -1: it must be 0 or more

@@ -57,6 +57,10 @@ class Pictures(abc.ABC):
         """What stays a picture's own when others come or go: here its number."""
         return indices.astype(np.uint64)
 
+    def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
+        """How much each counts in the loss; None where all do the same."""
+        del indices
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """What people know the pictures of these indices by: the files that `read` takes."""
         return [f"picture {index}" for index in indices.tolist()]
@@ -210,9 +214,15 @@ class Decoded(Pictures):
 class Mixture(Pictures):
     """Several sources in one list, one after another; `weights` say how often each is drawn."""
 
-    def __init__(self, parts: Sequence[Pictures], weights: Sequence[float | int]):
-        """The weights need not add up to 1."""
+    def __init__(
+        self,
+        parts: Sequence[Pictures],
+        weights: Sequence[float | int],
+        counts: Sequence[float | int] = (),
+    ):
+        """The weights need not add up to 1; `counts` are those of each part's pictures, if any."""
         self.parts, self.lengths = parts, [len(part) for part in parts]
+        self.part_counts = tuple(counts)
         self.weights = [float(weight) for weight in weights]
         self._firsts = np.cumsum([0, *self.lengths])
 
@@ -260,6 +270,11 @@ class Mixture(Pictures):
             keys[rows] = part.keys(inside)
         return keys
 
+    def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
+        """Those of the parts that hold these indices."""
+        counts = np.array(self.part_counts, np.float32)
+        return counts[self._which(indices)] if self.part_counts else None
+
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """The names that the parts give them."""
         names = [""] * len(indices)
@@ -277,7 +292,11 @@ class Mixture(Pictures):
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
         """Each part that holds some of them: (part, which rows, the part's own indices)."""
-        which = np.searchsorted(self._firsts, indices, side="right") - 1
+        which = self._which(indices)
         for part in sorted(set(which.tolist())):
             rows = np.flatnonzero(which == part)
             yield self.parts[part], rows, indices[rows] - self._firsts[part]
+
+    def _which(self, indices: np.ndarray) -> np.ndarray:
+        """The number of the part that holds each."""
+        return np.searchsorted(self._firsts, indices, side="right") - 1

@@ -21,6 +21,8 @@ from diffusion_jax.machine.sharding import batch_sharding
 from diffusion_jax.settings import CROPS, Data, Run
 
 Batch = dict[str, np.ndarray]
+COUNTS = "counts"
+"""How much each row counts in the loss, in batches whose rows do not all count the same."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
@@ -174,7 +176,7 @@ def make_batches(
     flip: bool = False,
     name: str = "image",
 ) -> Batches:
-    """Batches {`name`: the pictures [B, H, W, C], and what `tokenize` makes of the texts}.
+    """Batches {`name`: the pictures [B, H, W, C], COUNTS, and what `tokenize` makes of the texts}.
 
     `batch_size` counts the rows of all processes together; process p gets rows p*b to (p+1)*b of
     each batch, where b = batch_size / process_count (local_rows gives the two numbers for a
@@ -197,11 +199,14 @@ def make_batches(
         images, texts = pictures.read(indices, places)
         if flip:
             images = _flip(images, seed, samples)
-        return {name: images, **tokenize(texts)}
+        return batch_of(images, texts, indices)
 
     def make(indices: Int[np.ndarray, "B"]) -> Batch:
-        images, texts = pictures.read(indices)
-        return {name: images, **tokenize(texts)}
+        return batch_of(*pictures.read(indices), indices)
+
+    def batch_of(images: Rows, texts: Sequence[Any], indices: Int[np.ndarray, "B"]) -> Batch:
+        counts = pictures.counts(indices)
+        return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
 
     # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
     # whole batch can be computed together.

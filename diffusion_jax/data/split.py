@@ -22,7 +22,8 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     if isinstance(pictures, Mixture):
         pairs = [split(part, share) for part in pictures.parts]
         training, apart = ([pair[i] for pair in pairs] for i in (0, 1))
-        return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
+        kind = pictures.weights, pictures.part_counts
+        return Mixture(training, *kind), Mixture(apart, *kind)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
     apart = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
     pictures.keep_apart(apart)

@@ -57,13 +57,17 @@ class Objective(NamedTuple):
         return eps + self.offset * jax.random.normal(key, (len(eps), 1, 1, eps.shape[-1]))
 
     def loss(
-        self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma
-    ) -> tuple[Float[Array, ""], Losses]:
-        """What is minimised, and the loss of each image as it is before it is weighed."""
+        self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
+        counts: Losses | None = None,
+    ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
+        """What is minimised, and the loss of each image as it is before it is weighed.
+
+        `counts` says how much each image counts, if not all do the same.
+        """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
         weighed = self.weighting.weigh(params, sigma, scalings(sigma).c_out, losses)
-        return weighed.mean(), losses
+        return (weighed if counts is None else counts * weighed).mean(), losses
 
     def errors(
         self, network: Network, x0: Images, eps: Images, sigma: Sigma

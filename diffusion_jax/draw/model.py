@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import runs, systems
+from diffusion_jax import finetune, runs, systems
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import GUIDANCE
 from diffusion_jax.diffusion.samplers import SAMPLERS
@@ -46,7 +46,9 @@ def chosen(default: Any, text: str) -> Any:
 class Choice:
     """Which weights draw, and how; None stands for what the run's config says."""
 
-    ema: str = chosen("ema", 'Of a run a decay such as 0.9999, "ema" (the largest) or "raw".')
+    ema: str = chosen(
+        "ema", 'Of a run a decay such as 0.9999, a width (0.05), "ema" (the largest) or "raw".'
+    )
     checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
     guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
     sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
@@ -58,6 +60,12 @@ class Choice:
     )
     guide: str | None = chosen(
         None, "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative text."
+    )
+    lora_scale: float | None = replaces(
+        "lora.scale", "Of a run of LoRA, times what it learned: 0 draws as what it adapts does."
+    )
+    unet_weights: str | None = replaces(
+        "unet.weights", "Of a run of LoRA, where what it adapts lies now, if not in its config."
     )
     text_weights: str | None = replaces(
         "text.weights", "Folder or Hugging Face name of the text encoder's weights."
@@ -124,8 +132,7 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
     """
     if not choice.guide:
         return None
-    workdir, at, step = choice.guide.rpartition("@")
-    workdir, number = (workdir, int(step)) if at and step.isdigit() else (choice.guide, None)
+    workdir, number = finetune.at_step(choice.guide)
     guide = read_run(workdir, Choice(text_weights=choice.text_weights), system)
     seen = lambda run: (run.text.encoder, run.text.width, run.text.max_tokens, run.output_size)
     if seen(guide) != seen(s):
@@ -133,6 +140,8 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
             f"--guide={choice.guide} has the encoder, its width and tokens, and the size of images "
             f"{seen(guide)}, and the model that it is to guide {seen(s)}: they must be the same"
         )
+    if guide.lora.rank:
+        raise ValueError(f"--guide={choice.guide} is a LoRA, and a guide is a whole model")
     shapes = jax.eval_shape(init_of(guide), jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
@@ -142,16 +151,16 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
 def with_weights(model: Model, ema: str, step: int | None) -> Model:
     """The same model, already compiled, with the weights of an average and a checkpoint.
 
-    `ema` is a decay such as "0.9999", "ema" for the largest, or "raw"; `step` None is the newest
-    that is sound.
+    `ema` is a decay such as "0.9999", a width such as "0.05", "ema" for the largest, or "raw";
+    `step` None is the newest that is sound.
     """
-    folder = pathlib.Path(model.workdir) / runs.CHECKPOINTS
+    folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
         model.params,
     )
     params, step = restore.load_params_and_step(folder, shapes, ema, step)
-    return model._replace(params=params, ema=ema, step=step)
+    return model._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
 
 
 def open_encoder(

@@ -351,7 +351,7 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             "for the next stage of a cascade.",
         ),
         several(
-            "ema", [], 'Decays such as 0.9999, "ema" (the largest, the default) or "raw", likewise.'
+            "ema", [], 'Decays (0.9999), widths (0.05), "ema" (the largest, default) or "raw".'
         ),
         whole("size", None, "Brings pictures to this side before they are scored; default: none."),
         flags.DEFINE_string("out", None, "Takes the files in place of the first model's workdir."),

@@ -4,18 +4,21 @@ One folder a step, with one item for each thing that is read alone: `params`, on
 each average, `optimizer` (with the step and the count of skipped ones), `data` (the position of
 the data iterator, a file for each process) and `metadata` (the caller's JSON). Beside them lie the
 checksums of all files, with which each save is read back, and each start finds the newest that is
-sound.
+sound. Snapshots are folders of the same kind that hold the averages by power functions alone.
 """
 
 import contextlib
 import dataclasses
 import os
+import pathlib
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent import futures
+from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
@@ -23,8 +26,9 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from diffusion_jax.machine import checksums
+from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
-from diffusion_jax.weights import restore
+from diffusion_jax.weights import averages, restore
 
 _DELETED = "deleted"  # What is in this folder is on its way out.
 _DAMAGED = "damaged"  # And here lies what a start passed over.
@@ -50,12 +54,12 @@ class NotSaved(RuntimeError):
 class Checkpointer:
     """The checkpoints of one run under `directory`; call `close` before the process ends.
 
-    The last `keep_last` steps are kept, and every step that is a multiple of `keep_every`
-    (0: no other). A step is listed only when all of it is on the disk.
+    The last `keep_last` steps are kept (None: all), and every step that is a multiple of
+    `keep_every` (0: no other). A step is listed only when all of it is on the disk.
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str], keep_last: int, keep_every: int = 0
+        self, directory: str | os.PathLike[str], keep_last: int | None, keep_every: int = 0
     ) -> None:
         """Makes `directory` if need be, and removes what a killed save left in it.
 
@@ -70,11 +74,16 @@ class Checkpointer:
             # Old steps are renamed before they are deleted: a kill amid a deletion must not leave
             # a folder that looks whole.
             todelete_subdir=_DELETED,
+            # Processes wait for each other at places that are called so.
+            multiprocessing_options=ocp.options.MultiprocessingOptions(
+                barrier_sync_key_prefix=pathlib.Path(directory).name
+            ),
         )
         self._directory = restore.absolute(directory)
         self._set_damaged_aside()
         self._checking: futures.Future[None] | None = None
         self._hurried = threading.Event()
+        self._snapshots: Snapshots | None = None
         self._checker = futures.ThreadPoolExecutor(1, "checksums")
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
@@ -94,20 +103,34 @@ class Checkpointer:
         JSON can hold. Without `read_back`, of the save before too, the process may end sooner: the
         checksums are written, and the next start compares.
         """
+        data = _BytesSave(data_iterator.get_state())
+        others = {"data": data, "metadata": ocp.args.JsonSave(dict(metadata or {}))}
+        self.save_trees(step, _items(state), others, read_back=read_back)
+
+    def save_trees(
+        self,
+        step: int,
+        trees: Mapping[str, Params],
+        others: Mapping[str, ocp.args.CheckpointArgs] = MappingProxyType({}),
+        *,
+        read_back: bool = True,
+    ) -> None:
+        """The same of any trees, each of which becomes an item, and of other items."""
         if not read_back:
             self._hurried.set()
         self.wait()
         if step in restore.steps(self._directory):
             return
-        trees = {name: ocp.args.StandardSave(tree) for name, tree in _items(state).items()}
-        args = ocp.args.Composite(
-            **trees,
-            data=_BytesSave(data_iterator.get_state()),
-            metadata=ocp.args.JsonSave(dict(metadata or {})),
-        )
+        items = {name: ocp.args.StandardSave(tree) for name, tree in trees.items()}
         with self._explained():
-            self._manager.save(step, args=args, force=True)
+            self._manager.save(step, args=ocp.args.Composite(**items, **others), force=True)
         self._checking = self._checker.submit(self._finish, step)
+
+    def snapshots(self, dtype: str) -> "Snapshots":
+        """Those of this run, beside its checkpoints; they are closed with these."""
+        folder = self._directory.parent / restore.SNAPSHOTS
+        self._snapshots = Snapshots(folder, dtype, self.latest_step() or 0)
+        return self._snapshots
 
     def latest_step(self) -> int | None:
         """The last whole checkpoint, or None; not one that is still being written.
@@ -148,6 +171,8 @@ class Checkpointer:
         try:
             self.wait()
         finally:
+            if self._snapshots:
+                self._snapshots.close()
             self._checker.shutdown()
             with self._explained():  # It may not have written what it knows of the folder.
                 self._manager.close()
@@ -178,13 +203,9 @@ class Checkpointer:
             return
         newest = restore.newest_sound(self._directory)
         damaged = [step for step in there if step > newest]
-        for step in damaged if jax.process_index() == 0 else ():
-            aside = self._directory / _DAMAGED / str(step)
-            aside.parent.mkdir(exist_ok=True)
-            if aside.exists():
-                aside.rmtree()
-            (self._directory / str(step)).rename(aside)
-            logging.warning("it lies in %s now; going on from step %d", aside, newest)
+        if jax.process_index() == 0:
+            for aside in _set_aside(self._directory, damaged, _DAMAGED):
+                logging.warning("it lies in %s now; going on from step %d", aside, newest)
         if damaged and jax.process_count() > 1:  # Before the manager looks at what is there.
             multihost_utils.sync_global_devices("damaged checkpoints")
 
@@ -192,6 +213,51 @@ class Checkpointer:
         deleted = self._directory / _DELETED
         if jax.process_index() == 0 and deleted.exists():
             deleted.rmtree()
+
+
+def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath.Path]:
+    """Moves the folders of these steps into the folder `name`; their places there."""
+    places = [directory / name / str(step) for step in steps]
+    for place in places:
+        place.parent.mkdir(exist_ok=True)
+        if place.exists():
+            place.rmtree()
+        (directory / place.name).rename(place)
+    return places
+
+
+class Snapshots:
+    """The averages by power functions of a run, small: a folder every so many steps, all kept.
+
+    Each is whole before training goes on, so that whatever checkpoint a run continues from, the
+    snapshots before it are there. Those after it are deleted, and written again.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], dtype: str, step: int) -> None:
+        """`dtype` is that of the stored numbers; the run starts at `step`."""
+        cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+        self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
+        folder = restore.absolute(directory)
+        if jax.process_index() == 0:
+            _set_aside(folder, [later for later in restore.steps(folder) if later > step], _DELETED)
+        if jax.process_count() > 1:  # Before another looks at what is there.
+            multihost_utils.sync_global_devices("later snapshots")
+        self._files = Checkpointer(directory, keep_last=None)
+
+    def save(self, step: int, state: TrainState) -> None:
+        """Writes those of a state; NotSaved if it fails."""
+        self._files.save_trees(step, self._cast(powers(state)))
+        self._files.wait()
+
+    def close(self) -> None:
+        """Stops the threads."""
+        self._files.close()
+
+
+def powers(state: TrainState) -> dict[str, Params]:
+    """The averages by power functions of a state, by the names of their items."""
+    names = [name for name in state.ema if name.startswith(averages.POWER)]
+    return {restore.EMA + name: state.ema[name] for name in names}
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:

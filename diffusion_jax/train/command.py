@@ -11,7 +11,7 @@ import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
 
-from diffusion_jax import cli, runs
+from diffusion_jax import cli, finetune, runs
 from diffusion_jax.machine import distributed, exits, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -65,6 +65,7 @@ def command(
                 inputs = prepare(s, mesh)
                 held.enter_context(inputs.batches)
                 runs.claim(folder, config.value.to_dict(), write=False)
+                finetune.check_base(folder, inputs.base)
                 limit = device_memory.value
                 told = rehearse(inputs, s.run, passes, mesh, folder, alone.value, limit)
                 _say(told, unread())
@@ -72,6 +73,7 @@ def command(
                     return
                 held.enter_context(runs.writing(folder))
                 runs.claim(folder, config.value.to_dict())
+                finetune.keep_base(folder, inputs.base)
             distributed.advise(lambda: how_to_go_on(folder))
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())

@@ -39,9 +39,10 @@ from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
-from diffusion_jax.train.optimizer import make_optimizer
+from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
 from diffusion_jax.train.state import (
     TrainState,
+    averaged,
     constant_decay,
     init_state,
     make_train_step,
@@ -86,6 +87,8 @@ class Inputs(NamedTuple):
     """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
     records: heldout.Records | None = None
     """What the held-out loss is taken of, if it is."""
+    base: str = ""
+    """The fingerprint of the frozen weights that a LoRA adapts: see finetune."""
 
 
 class Program(NamedTuple):
@@ -133,7 +136,7 @@ def train(
         closing(trace)
         progress = _Progress(run, writer, program.flops, mesh.size, batches)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
-        occasions = _occasions(inputs, run, frozen, mesh, workdir / "samples", writer, rows)
+        occasions = _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints)
         due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
 
         for step in range(first + 1, run.steps + 1):
@@ -167,6 +170,7 @@ def make_step(
         task.loss,
         tx,
         settings.ema_decays,
+        settings.ema_widths,
         accumulate=settings.accumulate,
         one_noise=settings.micro_batch > 0,
         clip=settings.clip,
@@ -205,7 +209,7 @@ def _plan(task, run, settings, mesh):
     """The optimizer, the run's key, key -> the first state, and where a state's parts live."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     return tx, key, create, shardings(jax.eval_shape(create, key), mesh, task.rules)
 
 
@@ -264,11 +268,6 @@ def _explainer(task, frozen, key, settings, batches, workdir, mesh):
     return explain
 
 
-def _averaged(state: TrainState) -> Params:
-    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
-    return state.ema[max(state.ema, key=float)] if state.ema else state.params
-
-
 def _beside(state, max_skipped, explain, occasions, steps):
     """due(step, batch, metrics, last): each write(step, state) that a step is followed by."""
     lookout = not_finite.Lookout(int(state.step), int(state.skipped), _IN_FLIGHT, max_skipped)
@@ -281,28 +280,31 @@ def _beside(state, max_skipped, explain, occasions, steps):
     return due
 
 
-def _occasions(inputs, run, frozen, mesh, folder, writer, rows):
+def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
-    task, _, examples, evaluation, _, records = inputs
-    draw = make_draw(task.sample, frozen, mesh)
-    occasions = []
+    task, _, examples, evaluation, _, records, _ = inputs
+    draw, occasions = make_draw(task.sample, frozen, mesh), []
     if run.sample_every:
-        drawn = _example_drawer(draw, examples, folder, run.seed)
+        drawn = _example_drawer(draw, examples, workdir / "samples", run.seed)
         write = lambda step, state: writer.write_images(
-            step, {"samples": drawn(step, _averaged(state))}
+            step, {"samples": drawn(step, averaged(state))}
         )
         occasions.append((lambda step: step % run.sample_every == 0, write))
     if evaluation:
         score = lambda step, state: writer.write_scalars(
-            step, evaluation.score(draw, _averaged(state))
+            step, evaluation.score(draw, averaged(state))
         )
         occasions.append((lambda step: evaluation.is_due(step, run.batch_size), score))
     if records:
+        rows = run.batch_size // settings.accumulate
         losses = heldout.make_scorer(task, frozen, mesh, records, rows)
         measure = lambda step, state: writer.write_scalars(
             step, heldout.of_all(losses, state.params, state.ema)
         )
         occasions.append((lambda step: step % records.every == 0, measure))
+    if every := snapshot_every(settings, run.steps):
+        save = checkpoints.snapshots(settings.snapshot_dtype).save
+        occasions.append((lambda step: step % every == 0, save))
     return occasions
 
 

@@ -1,15 +1,18 @@
-"""The memory of a training step on a device, from shapes: nothing is compiled."""
+"""The memory of a training step on a device, and a run's disk, from shapes: nothing is compiled."""
 
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
 from diffusion_jax.machine import flops, sharding, traced_memory
 from diffusion_jax.machine.traced_memory import Lifetimes, Program
+from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Task
+from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState
 
 USABLE = 0.9
@@ -71,6 +74,31 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
         batch=row * samples * passes,
         temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients so far.
     )
+
+
+class Disk(NamedTuple):
+    """Bytes of what a run keeps, and how many of each."""
+
+    checkpoint: int
+    checkpoints: int
+    snapshot: int
+    """Of the averages by power functions."""
+    snapshots: int
+
+    @property
+    def total(self) -> int:
+        """The bytes of all."""
+        return self.checkpoint * self.checkpoints + self.snapshot * self.snapshots
+
+
+def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
+    """What the run keeps at its end, of a state of these shapes."""
+    leaves = jax.tree.leaves(state)
+    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
+    snapshots = -(-run.steps // snapshot_every(settings, run.steps)) if numbers else 0
+    each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+    return Disk(each, kept, numbers * jnp.dtype(settings.snapshot_dtype).itemsize, snapshots)
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:

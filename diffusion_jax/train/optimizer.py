@@ -99,6 +99,11 @@ def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) ->
     return settings._replace(accumulate=batch_size // rows)
 
 
+def snapshot_every(settings: Optimizer, steps: int) -> int:
+    """Steps from one snapshot of the averages by power functions to the next; 0 for never."""
+    return (settings.snapshot_every or -(-steps // 32)) if settings.ema_widths else 0
+
+
 def check_decays(ema_decays: Sequence[float]) -> None:
     """ValueError unless every decay of an average of the parameters is in [0, 1)."""
     for decay in ema_decays:

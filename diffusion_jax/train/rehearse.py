@@ -50,7 +50,7 @@ def rehearse(
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
-    create = lambda key: init_state(task.init(key), tx, settings.ema_decays)
+    create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
     state = jax.eval_shape(create, memory.abstract_key())
     layout = sharding.shardings(state, mesh, task.rules)
     example = inputs.batches.example()
@@ -75,7 +75,7 @@ def rehearse(
         ("memory", _memory(need, device_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
-        *_workdir(workdir, run, state, alone),
+        *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
     ]
     rows.append(("rehearsed", f"in {time.time() - start:.1f} s; nothing was compiled"))
     return progress.block(rows)
@@ -154,15 +154,19 @@ def _memory(need: memory.Bytes, booked: float | None) -> str:
     return said
 
 
-def _workdir(workdir: pathlib.Path, run: Run, state: TrainState, alone: bool) -> Rows:
+def _workdir(
+    workdir: pathlib.Path, run: Run, kept: memory.Disk, state: TrainState, alone: bool
+) -> Rows:
     """What the workdir holds and what would be written there; ValueError if that cannot be."""
-    each = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state))
     files.check_writable(workdir, "--workdir")
     there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), shutil.disk_usage(there).free
-    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
-    disk = f"{kept} checkpoints of {each / 1e9:.2f} GB at most; {free / 1e9:,.1f} GB are free"
-    if (kept + 1 - len(steps)) * each > free:
+    disk = f"{kept.checkpoints} checkpoints of {kept.checkpoint / 1e9:.2f} GB at most"
+    if kept.snapshots:
+        disk += f", {kept.snapshots} snapshots of {kept.snapshot / 1e9:.3f} GB"
+    disk += f"; {free / 1e9:,.1f} GB are free"
+    there = len(restore.steps(workdir / restore.SNAPSHOTS)) * kept.snapshot
+    if kept.total + (1 - len(steps)) * kept.checkpoint - there > free:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "starts anew"
     if steps:

@@ -11,6 +11,7 @@ from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer, parts
 from diffusion_jax.train.optimizer import check_decays, keep_finite
+from diffusion_jax.weights.averages import exponent, order, power_name
 
 DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
@@ -20,7 +21,7 @@ class TrainState(NamedTuple):
 
     step: Int[Array, ""]  # Steps done, the skipped ones included.
     params: Params
-    ema: dict[str, Params]  # Averages of params, by `ema_name` of their decay.
+    ema: dict[str, Params]  # Averages of params, by `ema_name` of their decay, or `power_name`.
     opt_state: optax.OptState
     skipped: Int[Array, ""]  # Steps whose loss or gradient was not finite.
 
@@ -28,6 +29,11 @@ class TrainState(NamedTuple):
 def ema_name(decay: float) -> str:
     """The key of an average in TrainState.ema: 0.9999 -> "0.9999"."""
     return str(float(decay))
+
+
+def averaged(state: TrainState) -> Params:
+    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
+    return state.ema[max(state.ema, key=order)] if state.ema else state.params
 
 
 def constant_decay(decay: float, step: Int[Array, ""]) -> float:
@@ -46,12 +52,16 @@ def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
 
 
 def init_state(
-    params: Params, tx: optax.GradientTransformation, ema_decays: Sequence[float]
+    params: Params,
+    tx: optax.GradientTransformation,
+    ema_decays: Sequence[float],
+    ema_widths: Sequence[float] = (),
 ) -> TrainState:
     """Step 0: every average starts at the initial weights. ValueError as `check_decays`."""
     check_decays(ema_decays)
     # Copies and two zeros: train_step donates its input, and no two fields may share a buffer.
-    ema = {ema_name(decay): jax.tree.map(jnp.copy, params) for decay in ema_decays}
+    names = [*map(ema_name, ema_decays), *map(power_name, ema_widths)]
+    ema = {name: jax.tree.map(jnp.copy, params) for name in names}
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
     return TrainState(step, params, ema, tx.init(params), skipped)
 
@@ -60,6 +70,7 @@ def make_train_step(
     loss_fn: LossFn,
     tx: optax.GradientTransformationExtraArgs,
     ema_decays: Sequence[float],
+    ema_widths: Sequence[float] = (),
     *,
     accumulate: int = 1,
     one_noise: bool = False,
@@ -74,7 +85,8 @@ def make_train_step(
     noise. With `one_noise` a row's noise is that of a batch in one piece, however many there are.
     `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm and what loss_fn
     returns, as means over the micro batches. A loss or gradient norm that is not finite changes
-    only `step` and `skipped`. Donate `state`; never `frozen`.
+    only `step`, `skipped` and the averages of `ema_widths`, for which it is a step that left the
+    parameters as they were. Donate `state`; never `frozen`.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate, one_noise)
@@ -95,7 +107,9 @@ def make_train_step(
                 ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))
                 for d in ema_decays
             }
-            ema = keep_finite(finite, ema, state.ema)
+            ema = keep_finite(finite, ema, {name: state.ema[name] for name in ema})
+            for name, width in zip(map(power_name, ema_widths), ema_widths, strict=True):
+                ema[name] = _power_average(state.ema[name], params, exponent(width), state.step)
         skipped = state.skipped + jnp.where(finite, 0, 1)
 
         metrics = {
@@ -165,6 +179,15 @@ def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
     """Scaled by min(1, clip / (norm + 1e-6)), the coefficient of Megatron and NeMo."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
+
+
+def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
+    """beta ema + (1 - beta) params with beta = (1 - 1 / t)^(gamma + 1), of step t = step + 1.
+
+    1 - beta is small and taken by itself: of a beta in float32 it would keep few digits.
+    """
+    share = -jnp.expm1((gamma + 1) * jnp.log1p(-1.0 / (step + 1)))
+    return jax.tree.map(lambda e, p: e + share * (p - e), ema, params)
 
 
 def _average(ema: Params, params: Params, decay: Float[Array, ""] | float) -> Params:

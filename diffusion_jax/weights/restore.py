@@ -1,4 +1,7 @@
-"""The checkpoints of a run, read: which there are, and their parameters without the optimizer."""
+"""The checkpoints of a run, read: which there are, and their parameters without the optimizer.
+
+Beside them lie the snapshots of the averages by power functions, folders of the same kind.
+"""
 
 import contextlib
 import os
@@ -6,15 +9,25 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
 from diffusion_jax.machine import checksums, distributed
 from diffusion_jax.task import Params
+from diffusion_jax.weights import averages
 
 EMA = "ema_"
-"""How the item of an average begins; its decay follows."""
+"""How the item of an average begins; its decay follows, or "power-" and its width."""
+SNAPSHOTS = "snapshots"
+"""The folder of snapshots, beside that of the checkpoints."""
+_NOTHING = 1e-7  # What counts less is not read: it is no digit of float32.
+_FAR = 0.05  # The distance of profiles, a share of the wanted one's length, that is warned of.
+
+
+Trace = tuple[int, epath.Path, str]
+"""A stored average: the step, its folder, and its name there."""
 
 
 class Damaged(ValueError):
@@ -30,9 +43,12 @@ def load_params(
     """Parameters alone, without reading the optimizer.
 
     `which` is "raw", the name of an average such as "0.9999", or "ema": the average of the
-    largest decay. `step` None is the newest that is sound. Leaves of `abstract_params` without a
-    sharding go to the first device. ValueError for an average that is not there and for other
-    names or shapes; FileNotFoundError if there is no checkpoint, Damaged if it is not sound.
+    largest decay, of the largest width where there are no decays, or the parameters where there
+    are no averages. Another number below 0.28 is the relative width of a power function, which is
+    made of the snapshots. `step` None is the newest that is sound; of a width it may be a
+    snapshot's. Leaves of `abstract_params` without a sharding go to the first device. ValueError
+    for an average that is not there and for other names or shapes; FileNotFoundError if there is
+    no checkpoint, Damaged if it is not sound.
     """
     return load_params_and_step(directory, abstract_params, which, step)[0]
 
@@ -42,13 +58,22 @@ def load_params_and_step(
 ) -> tuple[Params, int]:
     """What load_params gives, and the step that it is of."""
     root = absolute(directory)
-    item_of = lambda step: _params_item(root / str(step), which)
+    if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
+        root = root.parent / SNAPSHOTS
+    items_of = lambda step: _items_of(root / str(step), which)
     if step is None:
-        step = newest_sound(root, item_of)
+        step = newest_sound(root, items_of)
     else:
-        _check_sound(root, step, item_of)
-    item = item_of(step)
+        _check_sound(root, step, items_of)
+    item, name = items_of(step)[0], name_of(root / str(step), which)
+    if name.startswith(averages.POWER) and item != EMA + name:
+        return _combined(root, step, name, abstract_params), step
     return load_items(root / str(step), {item: abstract_params})[item], step
+
+
+def name_of(folder: epath.Path, which: str) -> str:
+    """The whole name of an average that load_params takes of a step's folder: "power-0.05"."""
+    return averages.canonical(which, stored(folder))
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -63,17 +88,17 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
 
 
 def newest_sound(
-    directory: str | os.PathLike[str], item_of: Callable[[int], str] | None = None
+    directory: str | os.PathLike[str], items_of: Callable[[int], Collection[str]] | None = None
 ) -> int:
     """The newest checkpoint that holds what was saved; says in a line each what it passed over.
 
-    Every process must call it alike. `item_of(step)` is the one item to look at, if not all.
+    Every process must call it alike. `items_of(step)` are the items to look at, if not all.
     FileNotFoundError if there is no checkpoint, Damaged if none is sound.
     """
     root, newest = absolute(directory), ""
     check_there(root)
     for step in reversed(steps(root)):
-        found = _damage(root, step, [item_of(step)] if item_of else ())
+        found = _damage(root, step, items_of(step) if items_of else ())
         if found is None:
             return step
         logging.warning("passing over the damaged checkpoint %s (%s)", root / str(step), found)
@@ -95,9 +120,9 @@ def check_there(root: epath.Path, step: int | None = None) -> None:
         raise FileNotFoundError(f"no checkpoint of step {step} in {root}: there are {there}")
 
 
-def _check_sound(root: epath.Path, step: int, item_of: Callable[[int], str]) -> None:
+def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collection[str]]) -> None:
     check_there(root, step)
-    if found := _damage(root, step, [item_of(step)]):
+    if found := _damage(root, step, items_of(step)):
         raise Damaged(
             f"the checkpoint {root / str(step)} is damaged ({found}): name another of "
             f"{steps(root)}, or none for the newest that is sound"
@@ -111,29 +136,80 @@ def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
     return next(filter(None, said), None)
 
 
-def averages(root: epath.Path) -> list[str]:
-    """The names of the averages in a step's folder, the largest decay last."""
+def stored(root: epath.Path) -> list[str]:
+    """The names of the averages in a step's folder: widths, then decays, the largest last."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
-    return sorted(names, key=float)
+    return sorted(names, key=averages.order)
 
 
-def _params_item(root: epath.Path, which: str) -> str:
-    names = averages(root)
-    if which == "raw":
-        return "params"
-    if which == "ema" and names:
-        return EMA + names[-1]
-    if which in names:
-        return EMA + which
-    raise ValueError(f"no average {which!r} in {root}: choose one of {['raw', *names]}")
+def powers(root: epath.Path) -> list[str]:
+    """Those of them that are averages by power functions."""
+    return [name for name in stored(root) if name.startswith(averages.POWER)]
+
+
+def _items_of(root: epath.Path, which: str) -> list[str]:
+    """The items that an average is read from, or made of: then all that are power functions."""
+    names, name = stored(root), name_of(root, which)
+    if which == "raw" or (which == "ema" and not names):
+        return ["params"]
+    if which == "ema":
+        return [EMA + names[-1]]
+    if name in names:
+        return [EMA + name]
+    if name.startswith(averages.POWER) and (sources := powers(root)):
+        return [EMA + source for source in sources]
+    any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
+    raise ValueError(f"no average {which!r} in {root}: choose one of {['raw', *names, *any_width]}")
+
+
+def traces(root: epath.Path, step: int) -> list[Trace]:
+    """The power-function averages stored up to a step.
+
+    `root` holds the checkpoints; of them only this step's counts, where there is no snapshot.
+    """
+    snapshots = root.parent / SNAPSHOTS
+    folders = {at: snapshots / str(at) for at in steps(snapshots) if at <= step}
+    folders.setdefault(step, root / str(step))
+    return [(at, folder, name) for at, folder in folders.items() for name in powers(folder)]
+
+
+def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
+    """The average of a width that was not kept, of the sound ones that are stored: see averages."""
+    sources = []
+    for at, folder, source in traces(root, step):
+        if found := _damage(folder.parent, at, [EMA + source]):
+            logging.warning("passing over the damaged snapshot %s (%s)", folder, found)
+        else:
+            sources.append((at, folder, source))
+    width = averages.width_of(name)
+    assert width is not None
+    widths = [averages.width_of(source) or 0.0 for *_, source in sources]
+    counts, distance = averages.combination([at for at, *_ in sources], widths, step, width)
+    say = logging.warning if distance > _FAR else logging.info
+    say(
+        "%s of step %d from %d averages in %s; its profile is off by %.2g %%",
+        name, step, len(sources), root.parent / SNAPSHOTS, 100 * distance,
+    )  # fmt: skip
+    total = add = None
+    for (_, folder, source), count in zip(sources, counts.tolist(), strict=True):
+        if abs(count) < _NOTHING:
+            continue
+        tree = load_items(folder, {EMA + source: abstract_params})[EMA + source]
+        if add is None:
+            where = jax.tree.map(lambda leaf: leaf.sharding, tree)
+            plus = lambda total, tree, count: jax.tree.map(lambda a, b: a + count * b, total, tree)
+            add = jax.jit(plus, donate_argnums=0, out_shardings=where)
+            total = jax.tree.map(jnp.zeros_like, tree)
+        total = add(total, tree, count)
+    return total
 
 
 def check_averages(root: epath.Path, wanted: list[str]) -> None:
     """ValueError unless the averages in a step's folder are those of a run."""
-    if sorted(wanted, key=float) != averages(root):
+    if (wanted := sorted(wanted, key=averages.order)) != stored(root):
         raise ValueError(
-            f"{root} keeps the averages {averages(root)}, this run {sorted(wanted, key=float)}: "
-            "set its EMA decays to the former, or train in another workdir"
+            f"{root} keeps the averages {stored(root)}, this run {wanted}: "
+            "set its EMA decays and widths to the former, or train in another workdir"
         )
 
 
@@ -143,6 +219,13 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     placed = jax.tree.map(_placed, abstract)
     with _readable(root), ocp.StandardCheckpointer() as checkpointer:
         return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
+
+
+def shapes(root: epath.Path, name: str) -> Any:
+    """The tree of a stored average, in float32."""
+    with _readable(root):
+        saved = ocp.StandardCheckpointHandler().metadata(root / f"{EMA}{name}").tree
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), saved)
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:

@@ -13,6 +13,7 @@ from absl import logging
 from ml_collections import ConfigDict
 
 from diffusion_jax import runs
+from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import files
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, optimizer
@@ -20,7 +21,7 @@ from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore, torch_files, torch_weights
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import Settings, read_settings
-from imagen_jax.weights import nemo
+from imagen_jax.weights import initial, nemo
 
 FORMATS = (".safetensors", ".npz")
 _UNFINISHED = "unfinished"  # A file that is there until all has been written and compared.
@@ -43,17 +44,22 @@ def to_workdir(
     there = restore.steps(folder)
     if there and not (unfinished.exists() and there == [0]):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
+    if s.lora.rank:
+        raise ValueError(
+            f"lora.rank is {s.lora.rank}, and whole weights are converted: leave it at 0 here, and "
+            "train the factors in another workdir with unet.weights"
+        )
+    read = lambda path: objective.make(s.diffusion).with_learned(initial.read_nemo(path, s))
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = average = _read(source, s)
-        state = init_state(
-            params, optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer.ema_decays
-        )
+        params = average = read(source)
+        tx, o = optimizer.make_optimizer(s.optimizer, s.run.steps), s.optimizer
+        state = init_state(params, tx, o.ema_decays, o.ema_widths)
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
         if averaged.is_file():
             logging.info("the averages are those of %s", averaged)
-            average = _read(averaged, s)
+            average = read(averaged)
             state = state._replace(ema={name: average for name in state.ema})
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
     with runs.writing(workdir):
@@ -75,7 +81,8 @@ def check_written(
     The network must compute the same from what is read as from them, and finite numbers.
     """
     folder = pathlib.Path(workdir) / runs.CHECKPOINTS
-    abstract = nemo.abstract_params(s.unet, s.text.width)
+    learning = objective.make(s.diffusion).with_learned
+    abstract = jax.eval_shape(learning, nemo.abstract_params(s.unet, s.text.width))
     unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
     inputs = example_inputs(unet, s.text.width)
     keys = iter(jax.random.split(jax.random.key(0), len(inputs)))
@@ -109,19 +116,18 @@ def from_workdir(
 ) -> None:
     """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
 
-    `ema` and `step` as for restore.load_params. ValueError or FileNotFoundError if there are no
-    such weights, or NeMo has no such network.
+    Of a run of LoRA these are the adapted weights with what it learned merged into them. `ema` and
+    `step` as for restore.load_params. ValueError or FileNotFoundError if there are no such weights,
+    or NeMo has no such network.
     """
     path = pathlib.Path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
-    s = read_settings(runs.load(workdir, "imagen_jax"))
+    s = initial.settings_of(workdir)
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
-    abstract = nemo.abstract_params(s.unet, s.text.width)
-    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = restore.load_params(folder, abstract, ema, step)
+        params = initial.of_run(workdir, s, ema, step)
     state = nemo.to_nemo(params, s.unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 
@@ -157,11 +163,3 @@ class _Start:
 
 def _bits(array: Any) -> bytes:
     return np.asarray(array).tobytes()
-
-
-def _read(path: pathlib.Path, s: Settings) -> Any:
-    try:
-        params = nemo.from_nemo(torch_files.read_state_dict(path), s.unet, s.text.width)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-    return jax.tree.map(jax.numpy.asarray, params)

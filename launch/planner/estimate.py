@@ -192,21 +192,21 @@ def plan(
 
 
 def disk(model: Model, pictures: int) -> dict[str, int]:
-    """Bytes of the checkpoints that a run keeps, and of a data set of so many pictures.
+    """Bytes of checkpoints and snapshots that a run keeps, and of a data set of so many pictures.
 
     Pictures are JPEGs of quality 95 at the size that is trained on, or moments; texts, where the
     network reads stored ones, a store of int8 embeddings of 25 tokens.
     """
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(model.state))
-    run = model.run
-    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
+    kept = memory.disk(model.run, model.optimizer, model.state)
     text = _CAPTION
     if "text" in model.example:
         text = cost.bytes_per_caption(_TOKENS, model.example["text"].shape[-1], "int8")
     return {
-        "checkpoint": state,
-        "checkpoints_kept": kept,
-        "checkpoints": state * kept,
+        "checkpoint": kept.checkpoint,
+        "checkpoints_kept": kept.checkpoints,
+        "checkpoints": kept.checkpoint * kept.checkpoints,
+        "snapshot": kept.snapshot,
+        "snapshots_kept": kept.snapshots,
         "pictures": pictures,
         "data": int(pictures * (model.stored + text)),
     }

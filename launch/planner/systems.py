@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax import systems
+from diffusion_jax import lora, systems
 from diffusion_jax.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.train import memory
@@ -51,8 +51,13 @@ def read(config: Mapping[str, Any]) -> Model:
     encoder, notes = encoders.open_encoder(s.text, s.data.embedded)
     module, _, function = system.example.partition(":")
     task, example = getattr(importlib.import_module(module), function)(s, encoder)
+    if s.lora.rank:
+        base = jax.eval_shape(task.init, memory.abstract_key())
+        task = lora.adapt(task, {"params": base["params"]}, s.lora)
     tx = make_optimizer(s.optimizer, s.run.steps)
-    create = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
+    create = lambda key: init_state(
+        task.init(key), tx, s.optimizer.ema_decays, s.optimizer.ema_widths
+    )
     return Model(
         task=task,
         run=s.run,

@@ -7,8 +7,9 @@ from typing import Any
 import flax.linen as nn
 import jax
 
-from diffusion_jax import runs
+from diffusion_jax import finetune, runs
 from diffusion_jax.weights import restore
+from sd_jax.settings import read_settings
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
@@ -31,10 +32,11 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     """The params of a UNet, as read_vae; ValueError also for another width of the text.
 
-    Where a file does not show heads and groups they are those of `unet`.
+    A workdir may be WORKDIR@STEP. Heads and groups that a file does not show are those of `unet`.
     """
-    if _is_workdir(path):
-        return _averaged(path, names.abstract_unet(unet, text_width))
+    workdir, step = finetune.at_step(path)
+    if _is_workdir(workdir):
+        return of_run(workdir, unet, text_width, step=step)
     heads = unet.num_heads, unet.head_dim
     opened = checkpoints.load(path, norm_groups=unet.norm_groups, heads=heads, parts=("unet",))
     part = _checked(opened.unet, unet, path, "UNet")
@@ -44,6 +46,20 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
             f"{text_width}: choose the text encoder that it was trained with"
         )
     return part.params
+
+
+def of_run(
+    workdir: str | os.PathLike[str],
+    unet: UNet,
+    text_width: int,
+    which: str = "ema",
+    step: int | None = None,
+) -> Any:
+    """The params of a run's UNet; `which` and `step` as for restore.load_params."""
+    there = read_settings(runs.load(workdir, "sd_jax"))
+    read = lambda: read_unet(there.unet_weights, unet, text_width)
+    abstract = names.abstract_unet(unet, text_width)
+    return finetune.network(workdir, there, abstract, read, which, step)
 
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:

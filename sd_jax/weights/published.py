@@ -1,6 +1,7 @@
 """Models trained elsewhere, ready to draw: diffusers directories and single files."""
 
 import pathlib
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from sd_jax import vae as vae_module
 from sd_jax.settings import Conditioning, Diffusion, Latents, Pipeline, Sampler
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import checkpoints, schedulers
+from sd_jax.weights import checkpoints, lora_files, schedulers
 from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import read_vae
@@ -44,6 +45,8 @@ class File(NamedTuple):
     """The networks' arithmetic; by default bfloat16, float32 on CPUs."""
     config: str | None = None
     """LDM's yaml of a single file, for what its arrays do not show (see ldm_config)."""
+    lora: Sequence[str] | None = None
+    """Files of LoRA that are merged into it, FILE or FILE:STRENGTH (see lora_files)."""
 
 
 def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
@@ -55,7 +58,7 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     if choice.guide:
         raise ValueError("--guide leads a run of training, --workdir, and no other model")
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
-    unet, vae, text = _whole(path, opened, choice)
+    unet, vae, text = _whole(path, opened, choice, file)
     p = _pipeline(path, opened, file, unet.network, vae.network)
     p = p._replace(sampler=_sampler(path, opened, choice), strength=choice.strength)
     settings.check_pipeline(p)
@@ -73,15 +76,18 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
 
 
 def _whole(
-    path: pathlib.Path, opened: Checkpoint, choice: Choice
+    path: pathlib.Path, opened: Checkpoint, choice: Choice, file: File
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """The parts, with those that were chosen in place of the checkpoint's own."""
-    unet, vae, text = opened.unet, opened.vae, opened.text
+    """The parts, with those that were chosen in place of the checkpoint's own, LoRA merged."""
     if choice.vae_weights:
-        network = vae.network if vae else VAE()  # That of all versions.
-        vae = VAEPart(network, read_vae(choice.vae_weights, network))
+        network = opened.vae.network if opened.vae else VAE()  # That of all versions.
+        own = VAEPart(network, read_vae(choice.vae_weights, network))
+        opened = opened._replace(vae=own)
     if choice.text_weights:
-        text = text_module.from_folder(pretrained.locate(choice.text_weights))
+        folder = pretrained.locate(choice.text_weights)
+        opened = opened._replace(text=text_module.from_folder(folder))
+    opened = lora_files.apply(file.lora or (), opened)
+    unet, vae, text = opened.unet, opened.vae, opened.text
     if unet is None:
         raise ValueError(f"{path} holds no UNet: name a whole model")
     if vae is None:

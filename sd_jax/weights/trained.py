@@ -2,25 +2,24 @@
 
 import dataclasses
 import os
-import pathlib
 
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import runs
+from diffusion_jax import finetune
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Model, replaces
 from diffusion_jax.machine import sharding
-from diffusion_jax.weights import pretrained, restore
+from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import Preview, make_sample
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
-from sd_jax.weights import names
+from sd_jax.weights import lora_files, names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
-from sd_jax.weights.initial import read_vae
+from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
 
 
@@ -66,6 +65,8 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
         frozen=frozen | ({"guide": guide[1]} if guide else {}),
         sample=make_sample(p, encoder, choice.preview, guide and guide[0]),
     )
+    base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
+    drawn = finetune.adapted(drawn, workdir, s.lora, base, mesh)
     return model.load_model(workdir, choice, p, encoder, drawn, mesh)
 
 
@@ -77,12 +78,13 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 
 
 def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoint:
-    """The weights of a run with its VAE and its text encoder, where it has them, to be written."""
+    """The weights of a run with its VAE and its text encoder, where it has them, to be written.
+
+    Of a run of LoRA these are the adapted weights with what it learned merged into them.
+    """
     s = read_run(workdir, Choice())
-    abstract = names.abstract_unet(s.unet, s.text.width)
-    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = jax.device_get(restore.load_params(folder, abstract, ema))
+        params = of_run(workdir, s.unet, s.text.width, ema)
     plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None
@@ -94,3 +96,15 @@ def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoi
     report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]
     size = s.latents.image_size // vae_module.factor(s.vae)
     return Checkpoint(unet, vae, report, text, s.diffusion.predicts, size, s.latents.scale)
+
+
+def write_lora(
+    workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
+) -> None:
+    """Writes the factors of a run of LoRA as a file that programs of `dialect` read."""
+    s = read_run(workdir, Choice())
+    if not s.lora.rank:
+        raise ValueError(f"{workdir} is no run of LoRA: it has no factors to write")
+    shapes = names.abstract_unet(s.unet, s.text.width)
+    params = finetune.factors(workdir, s, shapes, ema)
+    lora_files.write(path, params, s.lora, s.unet, dialect)

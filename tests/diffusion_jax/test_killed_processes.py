@@ -28,8 +28,10 @@ def undisturbed(tmp_path_factory):
 
 
 def parameters(workdir):
+    """Those of the last step, their average, and one that is made of all snapshots."""
     shapes = jax.eval_shape(toy.init, jax.random.key(0))
-    return restore.load_params(workdir / runs.CHECKPOINTS, shapes, "raw", STEPS)
+    of = lambda name, step: restore.load_params(workdir / runs.CHECKPOINTS, shapes, name, step)
+    return of("raw", STEPS), of("0.1", STEPS), of("0.08", STEPS)
 
 
 @pytest.mark.slow

@@ -10,12 +10,14 @@ import re
 import signal
 import socket
 
+import jax
 import numpy as np
 import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.machine import exits, log
 from diffusion_jax.weights import restore
+from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
 from tests.processes import Group, free_port, last_step
 
@@ -138,6 +140,13 @@ def test_every_step_was_that_of_one_process(four, workdir, tmp_path):
         columns = [[line[name] for line in lines] for lines in (actual, expected)]
         # Sums over the batch in another order; Adam divides by the gradient's size.
         np.testing.assert_allclose(*columns, rtol=1e-4)
+    snapshots = [path / restore.SNAPSHOTS for path in (workdir, tmp_path)]
+    steps = [restore.steps(folder) for folder in snapshots]
+    assert steps[0] == steps[1] == sorted({*range(2, steps[0][-1] + 1, 2), last_step(workdir)})
+    shapes = jax.eval_shape(toy.init, jax.random.key(0))
+    averages = [restore.load_params(folder, shapes, "0.1") for folder in snapshots]
+    close = lambda *leaves: np.testing.assert_allclose(*leaves, rtol=0, atol=2e-3)  # float16.
+    jax.tree.map(close, *averages)
 
 
 def refused(tmp_path, *told, code=exits.REFUSED):

@@ -214,6 +214,28 @@ def test_every_sampler_reaches_the_guided_answer(sampler, precond, noise):
                                atol=atol)  # fmt: skip
 
 
+def test_a_picture_is_drawn_over_as_strength_and_mask_say():
+    """The network knows the answer, a grey: what is new is it, what is known is the picture."""
+    s = settings(sampler__name="ddim", sampler__steps=4)
+    encoder = lookup.open_encoder(s.text)
+    keys = jax.vmap(jax.random.key)(jnp.arange(4))
+    given = a_batch(encoder) | {"mask": jnp.zeros((4, 8, 8), bool).at[:, :3].set(True)}
+    images = np.asarray(given["image"]) / 127.5 - 1
+
+    def drawn(strength, *names):
+        tiny = task.make_task(with_network(s, knows_the_answer(s)), encoder, strength=strength)
+        batch = {k: v for k, v in given.items() if k not in ("image", "mask") or k in names}
+        return np.asarray(tiny.sample(None, (), batch, keys, None))
+
+    plain = drawn(1.0)
+    np.testing.assert_array_equal(drawn(1.0, "image"), plain)
+    np.testing.assert_allclose(drawn(0.0, "image"), images, atol=1e-6)
+    np.testing.assert_allclose(drawn(0.5, "image"), plain, atol=1e-5)
+    over = drawn(0.5, "image", "mask")
+    np.testing.assert_allclose(over[:, 3:], images[:, 3:], atol=1e-6)
+    np.testing.assert_allclose(over[:, :3], plain[:, :3], atol=1e-5)
+
+
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")

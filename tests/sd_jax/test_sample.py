@@ -93,7 +93,7 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
         ((), "give --workdir=FOLDER of a training run, or --model=PATH: one of them"),
         (
             ("--workdir={d}", "--prompt=a", "--dtype=float32"),
-            "--prediction, --tokenizer, --norm_groups, --dtype and --config are for --model",
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --mod",
         ),
         (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
         (("--model={d}", "--prompts=nope.txt"), "nope.txt"),

@@ -80,8 +80,8 @@ def draw(monkeypatch):
     """draw(network=curved, scale=3, strength=1, image=pictures, name="plms", steps=7 ...)."""
 
     def drawn(
-        network=curved, *, scale: Any = 3.0, strength=1.0, image=None, preview=None, vae=half,
-        **sampler,
+        network=curved, *, scale: Any = 3.0, strength=1.0, image=None, mask=None, preview=None,
+        vae=half, **sampler,
     ):  # fmt: skip
         apply = lambda self, params, x, time, text: network(x, time, text)
         monkeypatch.setattr(UNet, "apply", apply)
@@ -89,6 +89,7 @@ def draw(monkeypatch):
         p = PIPELINE._replace(strength=strength, sampler=SAMPLER._replace(**sampler))
         batch = dict(sampling.prompts(ENCODER, ["a", "bcd", ""], "ugly"))
         batch |= {} if image is None else {"image": image}
+        batch |= {} if mask is None else {"mask": mask}
         scales = None if scale is None else jnp.full(3, scale)
         sample = jax.jit(sampling.make_sample(p, ENCODER, preview))
         return sample({}, {"text": (), "vae": {}}, batch, KEYS, scales)
@@ -136,6 +137,24 @@ def test_image_to_image_starts_from_the_picture_under_noise(draw):
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
     wanted = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5
     np.testing.assert_allclose(drawn[:, ::2, ::2], wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_at_strength_1_the_picture_is_all_new(draw):
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    np.testing.assert_allclose(draw(finding, image=pictures), draw(finding), atol=1e-6)
+
+
+def test_black_of_a_mask_stays_to_the_last_pixel(draw):
+    """And a latent of which one pixel is new is drawn as without a mask."""
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
+    mask = np.zeros((3, 8, 4), bool)
+    mask[:, 1, 2] = True
+    of_each = lambda x, t, text: x + 0.4 * jnp.sin(x)  # Of each latent by itself.
+    over = np.asarray(draw(of_each, strength=0.5, image=pictures, mask=mask))
+    all_new = np.asarray(draw(of_each, strength=0.5, image=pictures))
+    np.testing.assert_allclose(over[~mask], pictures[~mask] / 127.5 - 1, atol=1e-6)
+    np.testing.assert_allclose(over[mask], all_new[mask], atol=1e-6)
+    assert np.abs(over[mask] - (pictures[mask] / 127.5 - 1)).max() > 0.1
 
 
 def test_sketches_are_the_first_order_of_the_decoder(draw):

@@ -39,7 +39,9 @@ def open_pictures(
 
     ValueError or OSError for a source, or data of it, that there are not.
     """
-    return _open_pictures(data, Shapes(size, embeddings, moments))
+    shapes = Shapes(size, embeddings, moments)
+    pictures = _open_pictures(data, shapes)
+    return _with_prior(pictures, data, shapes) if data.prior else pictures
 
 
 def open_records(data: Data) -> Records:
@@ -83,6 +85,18 @@ def _open(data: Data, shapes: Shapes) -> Records | Pictures:
         raise ValueError(f"there is no data source {data.source!r}: the sources are {known}")
     module, _, function = SOURCES[data.source].partition(":")
     return getattr(importlib.import_module(module), function)(data, shapes)
+
+
+def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
+    """Row by row these and those of data.prior, which count data.prior_weight in the loss."""
+    if data.source == "mixture" or shapes.embeddings or shapes.moments:
+        raise ValueError(
+            f"data.prior is {data.prior!r}, which joins pictures with captions: not a mixture, "
+            "moments or embeddings. Name one source of pictures, or leave it empty"
+        )
+    drawn = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}  # But for sheet.png.
+    prior = _open_pictures(data._replace(source="folder", min_chars=0, **drawn), shapes)
+    return Mixture([pictures, prior], (1, 1), (1, data.prior_weight))
 
 
 def _open_mixture(data: Data, shapes: Shapes) -> Pictures:

@@ -46,7 +46,8 @@ def sometimes_nan(task):
 
 
 def train(
-    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, traced=range(0), **changes
+    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, start=None, traced=range(0),
+    settings=OPTIMIZER, **changes
 ):  # fmt: skip
     run = RUN._replace(**changes)
     workdir.mkdir(exist_ok=True)
@@ -57,7 +58,7 @@ def train(
     with batches:
         inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, start)
         steps = trace.Trace(workdir / trace.FOLDER, traced)
-        state = loop.train(inputs, run, OPTIMIZER, mesh, workdir, {"a": (1, 2)}, steps)
+        state = loop.train(inputs, run, settings, mesh, workdir, {"a": (1, 2)}, steps)
     return jax.device_get(state)
 
 

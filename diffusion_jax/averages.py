@@ -1,0 +1,116 @@
+"""The averages of a run by power functions: which are stored, and one of any width as weights.
+
+    python -m diffusion_jax.averages --workdir=runs/quickstart
+    python -m diffusion_jax.averages --workdir=runs/quickstart --width=0.07 --out=runs/width_0.07
+
+A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relative widths and
+writes snapshots of them. Any other width is made of these afterwards: `--ema=0.05,0.07,0.15` of
+evaluate, sample and diffusion_jax.heldout does it on the way. This command lists the snapshots and
+how close a width can be come to at a step, and writes one as the parameters of a folder that these
+commands take as a --workdir. The error is that of the average's profile over the steps, relative to
+the length of the profile; that of the weights is about a hundredth of it.
+"""
+
+import pathlib
+
+import jax
+from absl import flags
+from etils import epath
+
+from diffusion_jax import cli, runs
+from diffusion_jax.machine import progress, sharding
+from diffusion_jax.train.checkpoint import Checkpointer
+from diffusion_jax.weights import averages, restore
+
+_TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
+flags.disclaim_key_flags()  # They are defined below, where this is run as a command.
+
+
+def describe(workdir: str, step: int | None = None) -> str:
+    """The stored averages of a run, and the error of each width of a table, in lines.
+
+    `step` None is the last checkpoint's or snapshot's. ValueError if there are none.
+    """
+    root, sources = _sources(workdir, step)
+    at = sources[-1][0]
+    kept = restore.steps(root.parent / restore.SNAPSHOTS)
+    rows = [
+        ("snapshots", f"{len(kept)} in {root.parent / restore.SNAPSHOTS}{_span(kept)}"),
+        ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
+        ("at step", f"{at:,}, of {len(sources)} averages up to there:"),
+    ]
+    steps, widths = zip(*((s, averages.width_of(n) or 0.0) for s, _, n in sources), strict=True)
+    for width in sorted({*_TABLE, *widths}):
+        _, error = averages.combination(steps, widths, at, width)
+        rows.append((f"width {width:g}", f"error {100 * error:.2g} %"))
+    return progress.block(rows)
+
+
+def write(workdir: str, which: str, step: int | None, out: str) -> int:
+    """Makes `out` a run whose only weights are an average; returns the step that it is of.
+
+    ValueError if there is no such average, or `out` holds checkpoints.
+    """
+    config, folder = runs.load(workdir), pathlib.Path(out) / runs.CHECKPOINTS
+    if restore.steps(folder):
+        raise ValueError(f"--out={out} holds checkpoints already: name a new folder")
+    root, sources = _sources(workdir, step)
+    _, stored, name = sources[-1]
+    shapes = restore.shapes(stored, name)
+    where = sharding.shardings(shapes, sharding.make_mesh(), [(r"", sharding.FSDP)])
+    params, step = restore.load_params_and_step(root, sharding.placed(shapes, where), which, step)
+    config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
+    with runs.writing(out):
+        runs.claim(out, config)
+        checkpoints = Checkpointer(folder, keep_last=1)
+        checkpoints.save_trees(step, {"params": params})
+        checkpoints.close()
+    return step
+
+
+def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
+    """The folder of a run's checkpoints, and what is stored up to a step."""
+    runs.load(workdir)
+    root = restore.absolute(workdir) / runs.CHECKPOINTS
+    there = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
+    if step not in (None, *there):
+        raise ValueError(f"--checkpoint={step}: {workdir} holds the steps {sorted(there)}")
+    at = max(there, default=0) if step is None else step
+    if not (sources := restore.traces(root, at)):
+        raise ValueError(
+            f"{workdir} holds no averages by power functions: train with "
+            "--config.optimizer.ema_widths=(0.05,0.1), which writes snapshots of them"
+        )
+    return root, sources
+
+
+def _span(steps: list[int]) -> str:
+    return f", of steps {steps[0]:,} to {steps[-1]:,}" if steps else ""
+
+
+if __name__ == "__main__":
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
+    _WIDTH = flags.DEFINE_string("width", None, "The width to write, such as 0.07.")
+    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
+    _OUT = flags.DEFINE_string("out", None, "The folder that gets it, as a run of its own.")
+
+    def main(argv: list[str]) -> None:
+        """Lists, or writes."""
+        if len(argv) > 1:
+            raise flags.Error(f"unknown arguments {argv[1:]}")
+        cli.start()
+        with cli.bad_input():
+            width, out = _WIDTH.value, _OUT.value
+            if (width is None) != (out is None):
+                raise ValueError("--width says which average, and --out where it goes: give both")
+            if width is None or out is None:
+                told = describe(_WORKDIR.value, _CHECKPOINT.value)
+            else:
+                if averages.width_of(width) is None:
+                    raise ValueError(f"--width={width}: it must be above 0 and below 0.28")
+                step = write(_WORKDIR.value, width, _CHECKPOINT.value, out)
+                told = f"wrote the average of width {width} at step {step:,} to {out}"
+        if jax.process_index() == 0:
+            print(told)
+
+    cli.run(main)

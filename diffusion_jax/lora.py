@@ -1,0 +1,125 @@
+"""LoRA (Hu et al. 2021): a Task whose parameters are factors of low rank beside frozen weights.
+
+A kernel W [..., in, out] becomes W + scale * alpha / rank * down @ up, with down [..., in, rank]
+and up [rank, out]: of a convolution, one that has `rank` channels before a 1x1 convolution. `up`
+starts at 0, so that step 0 is the model that is adapted. Only down, up and what a weighting learns
+(see objective.LEARNED) are trained, averaged and saved.
+"""
+
+import difflib
+import functools
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jaxtyping import PRNGKeyArray
+
+from diffusion_jax.machine.sharding import FSDP
+from diffusion_jax.settings import Lora
+from diffusion_jax.task import Params, Task
+
+FACTORS, _NETWORK, _KERNEL = "lora", "params", "kernel"
+Shape = tuple[int, ...]
+
+
+def adapt(task: Task, base: Params, s: Lora) -> Task:
+    """The same system whose parameters are the factors of s.targets; `base` is frozen beside.
+
+    `base` is what `task.init` makes, without what a weighting learns; shapes do where nothing is
+    computed. s.scale counts in sampling alone. ValueError as of `layers`.
+    """
+    layers(base, s)  # Before anything is compiled.
+    training = functools.partial(_merged, scale=s.alpha_by_rank)
+    drawing = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
+
+    def loss(params, frozen, batch, key):
+        return task.loss(training(frozen["base"], params), frozen["task"], batch, key)
+
+    def sample(params, frozen, batch, keys, guidance):
+        return task.sample(drawing(frozen["base"], params), frozen["task"], batch, keys, guidance)
+
+    def errors(params, frozen, batch, keys, sigma):
+        assert task.measure is not None
+        whole = training(frozen["base"], params)
+        return task.measure.errors(whole, frozen["task"], batch, keys, sigma)
+
+    return task._replace(
+        init=lambda key: init(key, task.init(key), s),
+        loss=loss,
+        sample=sample,
+        frozen={"task": task.frozen, "base": base},
+        rules=[(r"/(down|up)$", FSDP), *task.rules],
+        measure=task.measure and task.measure._replace(errors=errors),
+    )
+
+
+def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
+    """Factors for the layers of a model's parameters, and what its weighting learns as it is.
+
+    down as torch starts a linear layer, and so peft, U(-1, 1) / sqrt(fan_in); up at 0.
+    """
+    factors = {}
+    for number, (path, shape) in enumerate(layers(params, s).items()):
+        limit, own = math.prod(shape[:-1]) ** -0.5, jax.random.fold_in(key, number)
+        down = jax.random.uniform(own, (*shape[:-1], s.rank), minval=-limit, maxval=limit)
+        factors[path] = {"down": down, "up": jnp.zeros((s.rank, shape[-1]))}
+    learned = {name: tree for name, tree in params.items() if name != _NETWORK}
+    return {FACTORS: unflatten_dict(factors, sep="/"), **learned}
+
+
+def merge(base: Params, params: Params, s: Lora) -> Params:
+    """The ordinary parameters: the weights in `base`, with the factors in `params` added."""
+    return _merged(base, params, s.scale * s.alpha_by_rank)
+
+
+def flat(params: Params) -> dict[str, dict[str, Any]]:
+    """The factors down and up by the path of their layer."""
+    pairs: dict[str, dict[str, Any]] = {}
+    for path, array in flatten_dict(params[FACTORS], sep="/").items():
+        layer, _, name = path.rpartition("/")
+        pairs.setdefault(layer, {})[name] = array
+    return pairs
+
+
+def layers(params: Params, s: Lora) -> dict[str, Shape]:
+    """The shapes of the kernels in which s.targets is found, by the paths of their layers.
+
+    ValueError if it is found in none, or a kernel has no room for the rank.
+    """
+    leaves: dict[str, Any] = flatten_dict(params[_NETWORK], sep="/")
+    kernels = {
+        path.removesuffix(f"/{_KERNEL}"): tuple(leaf.shape)
+        for path, leaf in leaves.items()
+        if path.endswith(f"/{_KERNEL}")
+    }
+    try:
+        chosen = {path: shape for path, shape in kernels.items() if re.search(s.targets, path)}
+    except re.error as error:
+        raise ValueError(f"lora.targets is {s.targets!r}, no regular expression: {error}") from None
+    if not chosen:
+        near = difflib.get_close_matches(s.targets, kernels, n=3, cutoff=0) or list(kernels)[:3]
+        raise ValueError(
+            f"lora.targets is {s.targets!r}, which is found in none of {len(kernels)} layers: "
+            f"their paths are such as {', '.join(near)}"
+        )
+    for path, shape in chosen.items():
+        if s.rank > min(math.prod(shape[:-1]), shape[-1]):
+            raise ValueError(
+                f"lora.rank is {s.rank}, and the kernel of {path}, {shape}, is of rank "
+                f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower it, or narrow lora.targets"
+            )
+    return chosen
+
+
+def _merged(base: Params, params: Params, scale: float) -> Params:
+    kernels: dict[str, Any] = flatten_dict(base[_NETWORK], sep="/")
+    for path, pair in flat(params).items():
+        name = f"{path}/{_KERNEL}"
+        # Exact also where a matmul's default is bfloat16: what it costs is next to nothing.
+        product = jnp.matmul(pair["down"], pair["up"], precision=jax.lax.Precision.HIGHEST)
+        kernels[name] = kernels[name] + scale * product
+    learned = {name: tree for name, tree in params.items() if name != FACTORS}
+    return {_NETWORK: unflatten_dict(kernels, sep="/"), **learned}

@@ -1,0 +1,94 @@
+"""Prior preservation: every second row is a picture that the model drew, and counts its weight."""
+
+import json
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.data.split import split
+from diffusion_jax.diffusion import objective
+from diffusion_jax.settings import Data
+
+TOKENIZE = lambda texts: {"text": np.array(texts)}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Three pictures with texts, and five as the sampling command writes them, with their sheet."""
+    root = tmp_path_factory.mktemp("prior")
+    digits.write_examples(root / "own", 3, size=8)
+    (root / "drawn").mkdir()
+    names = [f"seed_{n:06}.png" for n in range(5)]
+    for n, name in enumerate([*names, "sheet.png"]):
+        Image.new("RGB", (8, 8), (n, 0, 0)).save(root / "drawn" / name)
+    lines = [{"file_name": name, "text": f"drawn {n}", "seed": n} for n, name in enumerate(names)]
+    (root / "drawn" / "metadata.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return root
+
+
+def data(folders, **fields):
+    known = {"path": str(folders / "own"), "prior": str(folders / "drawn"), "prior_weight": 0.25}
+    return Data("folder", **(known | fields))
+
+
+def test_every_second_row_is_of_the_prior_and_counts_its_weight(folders):
+    pictures = open_pictures(data(folders), 8)
+    seen = []
+    with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
+        assert batches.example()["counts"].tolist() == [1.0, 0.25]
+        for _ in range(15):
+            batch = next(batches)
+            drawn = np.char.startswith(batch["text"], "drawn")
+            assert drawn.sum() == 2
+            np.testing.assert_array_equal(batch["counts"], np.where(drawn, 0.25, 1))
+            assert batch["counts"].dtype == np.float32
+            seen += batch["text"].tolist()
+    assert len(set(seen)) == 3 + 5  # And never the sheet.
+    assert len({seen.count(text) for text in set(seen) if text.startswith("drawn")}) == 1
+
+
+def test_the_data_alone_have_no_counts(folders):
+    pictures = open_pictures(data(folders, prior=""), 8)
+    with pipeline.make_batches(pictures, TOKENIZE, batch_size=4, seed=0) as batches:
+        assert next(batches).keys() == {"image", "text"}
+
+
+def test_records_that_are_held_out_keep_what_the_others_count(folders):
+    training, apart = split(open_pictures(data(folders), 8), 0.4)
+    assert 0 < len(apart) < 8
+    for part in (training, apart):
+        rows = np.arange(len(part))
+        drawn = [str(text).startswith("drawn") for text in part.read(rows)[1]]
+        np.testing.assert_array_equal(part.counts(rows), np.where(drawn, np.float32(0.25), 1))
+
+
+@pytest.mark.parametrize("fields", [{"source": "mixture"}, {"embeddings": (2, 3)}])
+def test_a_prior_joins_pictures_with_captions_alone(folders, fields):
+    shapes = {k: v for k, v in fields.items() if k == "embeddings"}
+    mixture = ((1.0, "folder", str(folders / "own"), "txt"),)
+    of = data(folders)._replace(mixture=mixture, source=fields.get("source", "folder"))
+    if shapes:
+        (folders / "own" / "00000.npy").write_bytes(b"")
+        of = of._replace(text="npy", uncaptioned="drop")
+    with pytest.raises(ValueError, match="which joins pictures with captions: not a mixture"):
+        open_pictures(of, 8, **shapes)
+
+
+def test_the_loss_is_the_mean_of_what_each_row_counts():
+    fields = {"predicts": "eps", "noise": "lognormal", "distance": "l2", "weight": "min_snr",
+              "min_snr": 0.0, "offset_noise": 0.0}  # fmt: skip
+    goal = objective.make(types.SimpleNamespace(**fields))
+    x0, eps = jax.random.normal(jax.random.key(0), (2, 4, 2, 2, 1))
+    network = lambda x, time: jnp.zeros_like(x)
+    counts, sigma = jnp.array([1.0, 0.25, 1.0, 0.25]), jnp.ones(4)
+    minimised, losses = goal.loss({}, network, x0, eps, sigma, counts)
+    each = np.square(np.asarray(eps)).mean((1, 2, 3))
+    np.testing.assert_allclose(losses, each, rtol=1e-5)
+    assert float(minimised) == pytest.approx((each * [1, 0.25, 1, 0.25]).mean(), rel=1e-5)
+    assert float(goal.loss({}, network, x0, eps, sigma)[0]) == pytest.approx(each.mean(), rel=1e-5)

@@ -1,0 +1,81 @@
+"""Drawing over a picture by every sampler: the known stays, the new is drawn as without."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from diffusion_jax.diffusion import editing, samplers, spacings
+
+KEYS = jax.random.split(jax.random.key(0), 2)
+SHAPE = (4, 4, 3)
+IMAGE = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, *SHAPE)), jnp.float32)
+NEW = jnp.zeros((2, 4, 4, 1), bool).at[:, :2].set(True)
+SIGMAS = spacings.karras_sigmas(6, 0.02, 20.0)
+EPS = samplers.initial_noise(KEYS, SHAPE, 1)
+NOISE = samplers.gaussian_noise(KEYS, SHAPE)
+FIELDS = {"eta": 0.5, "churn": 0.0}
+
+
+def gaussian(x, sigma):
+    """D of pixels that are N(0.3, 0.5^2)."""
+    share = 0.25 / (0.25 + sigma**2)
+    return 0.3 + share[:, None, None, None] * (x - 0.3)
+
+
+def sampler_of(name):
+    return samplers.make(SimpleNamespace(name=name, **FIELDS))
+
+
+@pytest.fixture(scope="module", params=samplers.SAMPLERS)
+def drawn(request):
+    """What a sampler draws plainly, on the last half of the steps, and over the picture."""
+    sampler, x = sampler_of(request.param), SIGMAS[0] * EPS
+    over = lambda *kind: editing.over(sampler, IMAGE, EPS, *kind)(gaussian, x, SIGMAS, NOISE)
+
+    @jax.jit
+    def draw():
+        cut = sampler(gaussian, IMAGE + SIGMAS[3] * EPS, SIGMAS[3:], NOISE)
+        plain = sampler(gaussian, x, SIGMAS, NOISE)
+        return plain, cut, over(1.0), over(0.5, NEW), over(0.0)
+
+    return draw()
+
+
+def test_strength_1_is_plain_sampling_and_0_the_picture(drawn):
+    plain, _, all_new, _, none = drawn
+    np.testing.assert_allclose(all_new, plain, atol=1e-6)
+    np.testing.assert_array_equal(none, IMAGE)
+    assert float(jnp.abs(plain - IMAGE).max()) > 0.5
+
+
+def test_what_is_known_is_exact_and_the_rest_is_of_the_last_steps(drawn):
+    """D of each pixel is its own here, so that the new part knows nothing of the known one."""
+    _, cut, _, over, _ = map(np.asarray, drawn)
+    known = ~np.broadcast_to(NEW, IMAGE.shape)
+    np.testing.assert_array_equal(over[known], np.asarray(IMAGE)[known])
+    np.testing.assert_allclose(over[~known], cut[~known], atol=1e-6)
+    assert np.abs(over - np.asarray(IMAGE))[~known].max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["ddim", "heun", "plms", "dpmpp_2m_sde"])
+def test_the_network_sees_what_is_known_under_the_noise_of_the_level(name):
+    """Its mean is the picture, its deviation sigma, at every evaluation."""
+    shape, seen = (64, 64, 3), []
+    image, new = jnp.full((2, *shape), 0.5), jnp.zeros((2, 64, 64, 1), bool).at[:, :1].set(True)
+
+    def watched(x, sigma):
+        jax.debug.callback(lambda x, s: seen.append((np.asarray(x)[:, 1:], float(s))), x, sigma[0])
+        return gaussian(x, sigma)
+
+    eps, noise = samplers.initial_noise(KEYS, shape, 1), samplers.gaussian_noise(KEYS, shape)
+    sampler = samplers.make(SimpleNamespace(name=name, eta=1.0, churn=0.0))
+    over = editing.over(sampler, image, eps, 0.8, new)
+    jax.block_until_ready(over(watched, SIGMAS[0] * eps, SIGMAS, noise))
+    jax.effects_barrier()
+    assert len(seen) >= 5
+    for x, sigma in seen:
+        assert abs(x.mean() - 0.5) < 0.04 * sigma + 1e-5  # 24,000 pixels: six deviations.
+        assert x.std() == pytest.approx(sigma, rel=0.05)

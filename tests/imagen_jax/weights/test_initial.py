@@ -1,0 +1,146 @@
+"""The network of any run, of LoRA and of a learned weighting too, as others take it."""
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax import finetune, lora
+from diffusion_jax.diffusion.objective import LEARNED
+from diffusion_jax.machine import sharding
+from diffusion_jax.precache import lookup
+from imagen_jax import cascade, task, train
+from imagen_jax.settings import read_settings
+from imagen_jax.weights import convert, initial
+from tests import written_runs
+from tests.imagen_jax.weights.test_convert import settings, tiny
+
+
+def config(**changes):
+    """The tiny model's, whose lora__rank="2" is config.lora.rank."""
+    c = tiny()
+    c.update(sample_every=0, steps=1)
+    for name, value in changes.items():
+        group, _, field = name.partition("__")
+        c[group] = {**c.get(group, {}), field: value}
+    return c
+
+
+TARGETS = "_attn/|_res/conv"
+
+
+def write(workdir, c, **kind):
+    s = settings(c)
+    whole = task.make_task(s, lookup.open_encoder(s.text))
+    init = whole.init
+    if s.lora.rank:
+        init = lora.adapt(whole, kind["base"], s.lora).init
+    return written_runs.write(workdir, c, read_settings, init, **kind)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A run whose weighting learns, and its parameters."""
+    workdir = tmp_path_factory.mktemp("base") / "run"
+    return workdir, write(workdir, config(diffusion__weight="uncertainty(channels=4)"))
+
+
+@pytest.fixture(scope="module")
+def adapting(base, tmp_path_factory):
+    """A run of LoRA on it, and its factors."""
+    workdir = tmp_path_factory.mktemp("lora") / "run"
+    c = config(unet__weights=str(base[0]), lora__rank=2, lora__alpha=4.0, lora__targets=TARGETS)
+    return workdir, write(workdir, c, seed=1, base={"params": base[1]["params"]})
+
+
+def same(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+
+
+def test_a_run_with_a_learned_weighting_is_exported_and_started_from(base, tmp_path):
+    workdir, params = base
+    assert LEARNED in params
+    network = {"params": params["params"]}
+    convert.from_workdir(workdir, tmp_path / "a.npz")
+    s = settings(config())
+    same(initial.read_unet(tmp_path / "a.npz", s), network)
+    same(initial.read_unet(workdir, s), network)
+    same(initial.read_unet(f"{workdir}@0", s), network)
+    model = cascade.load_model(workdir)
+    same(model.params, params)
+
+
+def test_nemos_weights_become_a_run_with_a_learned_weighting(base, tmp_path):
+    convert.from_workdir(base[0], tmp_path / "a.npz")
+    c = config(diffusion__weight="uncertainty(channels=4)")
+    convert.to_workdir(tmp_path / "a.npz", c, tmp_path / "run")
+    model = cascade.load_model(tmp_path / "run")
+    same(model.params["params"], base[1]["params"])
+    assert float(np.abs(model.params[LEARNED]["kernel"]).max()) == 0
+
+
+def test_a_run_of_lora_is_exported_and_started_from_merged(base, adapting, tmp_path):
+    s = settings(config(lora__rank=2, lora__alpha=4.0, lora__targets=TARGETS))
+    merged = lora.merge({"params": base[1]["params"]}, adapting[1], s.lora)
+    changed = jax.tree.map(lambda a, b: bool((a != b).any()), merged["params"], base[1]["params"])
+    # q, kv_self, kv_context and out of the middle, and two convolutions a level's residual block.
+    assert sum(jax.tree.leaves(changed)) == 4 + 2 * 3
+    same(initial.read_unet(adapting[0], s), merged)
+    convert.from_workdir(adapting[0], tmp_path / "a.npz", "raw")
+    same(initial.read_nemo(tmp_path / "a.npz", s), merged)
+
+
+@pytest.mark.slow
+def test_drawing_apart_is_drawing_merged(base, adapting, tmp_path):
+    """And at lora_scale=0 what the adapted run draws, to the last bit."""
+    convert.from_workdir(adapting[0], tmp_path / "a.npz")
+    convert.to_workdir(tmp_path / "a.npz", config(), tmp_path / "merged")
+    draw = lambda workdir, **choice: cascade.draw(
+        [cascade.load_model(workdir, cascade.Choice(steps=2, **choice))], ["a red seven"], [3]
+    )[0].astype(int)
+    apart, merged = draw(adapting[0]), draw(tmp_path / "merged")
+    assert np.abs(apart - merged).max() <= 1  # Of two programs' rounding.
+    without = draw(base[0])
+    np.testing.assert_array_equal(draw(adapting[0], lora_scale=0.0), without)
+    assert np.abs(apart - without).max() > 20
+
+
+def test_other_weights_than_those_that_were_adapted_are_refused(base, adapting, tmp_path):
+    write(tmp_path / "moved", config(), seed=0)
+    write(tmp_path / "other", config(), seed=5)
+    choice = cascade.Choice(unet_weights=str(tmp_path / "other"))
+    with pytest.raises(ValueError, match="adapts other weights than those that lie in"):
+        cascade.load_model(adapting[0], choice)
+    model = cascade.load_model(adapting[0], cascade.Choice(unet_weights=str(base[0])))
+    same(model.params, adapting[1])
+
+
+def test_training_begins_where_the_config_says(base):
+    mesh = sharding.make_mesh(1, 1, 1)
+
+    def prepared(**changes):
+        inputs = train.prepare(settings(config(**changes)), mesh)
+        inputs.batches.close()
+        return inputs
+
+    inputs = prepared(unet__weights=str(base[0]))
+    assert inputs.start is not None and not inputs.base
+    same(inputs.start(), {"params": base[1]["params"]})
+    inputs = prepared(unet__weights=str(base[0]), lora__rank=2)
+    assert inputs.start is None and len(inputs.base) == 32
+    same(inputs.task.frozen["base"], {"params": base[1]["params"]})
+    with pytest.raises(ValueError, match=r"lora.rank is 2 and unet.weights is empty: say which"):
+        prepared(lora__rank=2)
+    with pytest.raises(ValueError, match=r"is of another architecture; .* arrays differ"):
+        c = config(unet__weights=str(base[0]))
+        c.unet.update(cond_dim=64)
+        train.prepare(settings(c), mesh).start()
+
+
+def test_whole_weights_are_not_converted_to_factors(tmp_path):
+    with pytest.raises(ValueError, match=r"lora.rank is 2, and whole weights are converted"):
+        convert.to_workdir("a.npz", config(lora__rank=2), tmp_path / "new")
+
+
+def test_a_step_follows_an_at():
+    assert finetune.at_step("runs/a@12") == ("runs/a", 12)
+    assert finetune.at_step("runs/a@b") == ("runs/a@b", None)

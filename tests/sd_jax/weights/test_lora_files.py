@@ -1,0 +1,151 @@
+"""LoRA files of diffusers and kohya: what they add to a model's weights, and what is refused."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from diffusion_jax import lora
+from diffusion_jax.settings import Lora
+from diffusion_jax.weights import torch_weights
+from sd_jax.unet import UNet
+from sd_jax.weights import lora_files, names
+from sd_jax.weights.checkpoints import Checkpoint, UNetPart
+from tests import written_runs
+from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
+
+KINDS = {
+    "1.x": UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False),
+    "2.x": UNet(32, (1, 2), 1, (1,), num_heads=0, head_dim=32),
+}
+S = Lora(rank=3, alpha=2.0, targets="_attn/|res_?0?/conv1|skip|resample|init_conv")
+TO_Q = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def opened(request):
+    """A UNet with random numbers in every parameter."""
+    unet = KINDS[request.param]
+    params = names.unet_from_torch(unet_weights(unet), unet, TEXT_WIDTH)
+    return Checkpoint(UNetPart(unet, TEXT_WIDTH, params), None, [])
+
+
+@pytest.fixture(scope="module")
+def factors(opened):
+    shapes = names.abstract_unet(opened.unet.network, TEXT_WIDTH)
+    return written_runs.random_params(lambda key: lora.init(key, shapes, S))
+
+
+@pytest.mark.parametrize("dialect", lora_files.DIALECTS)
+@pytest.mark.parametrize("strength", [1.0, -0.5])
+def test_what_is_written_is_merged_as_the_run_itself(opened, factors, tmp_path, dialect, strength):
+    path = tmp_path / "a.safetensors"
+    lora_files.write(path, factors, S, opened.unet.network, dialect)
+    merged = lora_files.apply([f"{path}:{strength}"], opened).unet.params
+    expected = lora.merge(opened.unet.params, factors, S._replace(scale=strength))
+    assert len(lora.flat(factors)) > 20
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6), merged, expected)
+    assert not jax.tree.all(jax.tree.map(np.array_equal, merged, opened.unet.params))
+
+
+def test_several_files_add_up(opened, factors, tmp_path):
+    path = tmp_path / lora_files.FILE
+    lora_files.write(path, factors, S, opened.unet.network)
+    twice = lora_files.apply([f"{tmp_path}:0.25", f"{path}:0.5"], opened).unet.params
+    once = lora_files.apply([f"{path}:0.75"], opened).unet.params
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), twice, once)
+
+
+def arrays(rank=2, out=64, width=64):
+    rng = np.random.default_rng(0)
+    return rng.normal(size=(rank, width)).astype("f4"), rng.normal(size=(out, rank)).astype("f4")
+
+
+LAYOUTS = {
+    "peft": (f"{TO_Q}.lora_A.weight", f"{TO_Q}.lora_B.weight"),
+    "peft's own": (f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_A.weight",
+                   f"{TO_Q.replace('unet.', 'base_model.model.')}.lora_B.weight"),
+    "lora.down": (f"{TO_Q}.lora.down.weight", f"{TO_Q}.lora.up.weight"),
+    "linear layers": (f"{TO_Q}.lora_linear_layer.down.weight",
+                      f"{TO_Q}.lora_linear_layer.up.weight"),
+    "processors": (f"{TO_Q[:-5]}.processor.to_q_lora.down.weight",
+                   f"{TO_Q[:-5]}.processor.to_q_lora.up.weight"),
+    "no prefix": (f"{TO_Q[5:-5]}.processor.to_q_lora.down.weight",
+                  f"{TO_Q[5:-5]}.processor.to_q_lora.up.weight"),
+    "kohya": ("lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_down.weight",
+              "lora_unet_mid_block_attentions_0_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+    "kohya in LDM's names": (
+        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_down.weight",
+        "lora_unet_middle_block_1_transformer_blocks_0_attn1_to_q.lora_up.weight"),
+}  # fmt: skip
+
+
+def q_of(checkpoint):
+    return np.asarray(checkpoint.unet.params["params"]["mid_attn"]["self_0"]["q"]["kernel"])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_names_is_read(opened, tmp_path, layout):
+    down, up = arrays()
+    torch_weights.write(
+        tmp_path / "a.safetensors", dict(zip(LAYOUTS[layout], (down, up), strict=True))
+    )
+    merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+    np.testing.assert_allclose(q_of(merged) - q_of(opened), (up @ down).T, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "said", "scale"),
+    [
+        (4.0, None, 2.0),
+        (None, {"unet.lora_alpha": 6}, 3.0),
+        (None, {"unet.lora_alpha": 6, "unet.use_rslora": True}, 6 / 2**0.5),
+        (None, {"unet.lora_alpha": 6, "unet.alpha_pattern": {"attn1.to_q": 1}}, 0.5),
+        (None, {"text_encoder.lora_alpha": 6}, 1.0),
+        (None, None, 1.0),
+    ],
+)
+def test_alpha_stands_beside_the_arrays_or_is_the_rank(opened, tmp_path, alpha, said, scale):
+    down, up = arrays()
+    state = dict(zip(LAYOUTS["peft"], (down, up), strict=True))
+    state |= {f"{TO_Q}.alpha": np.array(alpha, "f4")} if alpha else {}
+    metadata = {"lora_adapter_metadata": json.dumps(said)} if said else None
+    torch_weights.write(tmp_path / "a.safetensors", state, metadata)
+    merged = lora_files.apply([str(tmp_path / "a.safetensors")], opened)
+    np.testing.assert_allclose(q_of(merged) - q_of(opened), scale * (up @ down).T, atol=4e-6)
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ({"a.hada_w1_a": (2, 2)}, "is no LoRA of two factors a layer: 1 of 1 names are others, a"),
+        ({f"{TO_Q}.lora_A.weight": (2, 64)}, "is no LoRA of two factors a layer: 1 of 1 names"),
+        ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not read: merge them elsewhere"),
+        (
+            {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
+            "is of another model: this one has none of 1 of its 1 layers, mid_block",
+        ),
+        (
+            {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},
+            r"to_q has factors \[2, 32\] and \[64, 2\], and the weight there is \[64, 64\]",
+        ),
+        (
+            {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},
+            "changes the text part, which the model lacks",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
+    path = tmp_path / "a.safetensors"
+    torch_weights.write(path, {name: np.ones(shape, "f4") for name, shape in state.items()})
+    with pytest.raises(ValueError, match=message) as error:
+        lora_files.apply([str(path)], opened)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_that_is_not_there_and_a_strength_that_is_none():
+    with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: there is no file nope"):
+        lora_files.apply(["nope:0.5"], Checkpoint(None, None, []))
+    with pytest.raises(ValueError, match="the strength is a finite number"):
+        lora_files.apply(["nope:inf"], Checkpoint(None, None, []))
