@@ -142,6 +142,8 @@ class Evaluation(NamedTuple):
     dinov2: str = ""
     """Weights of DINOv2, and statistics of its features of real images."""
     dinov2_reference: str = ""
+    judge: str = ""
+    """The folder of a judge that `metrics train_judge` made."""
     metrics: tuple[str, ...] = ()
     """Names in metrics.table; none: all that the reference and the weights allow."""
 

@@ -281,7 +281,8 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
-        if given := [n for n in ("reference", "inception", "clip", "clip_reference") if value(n)]:
+        others = ("reference", "inception", "clip", "clip_reference", "judge")
+        if given := [name for name in others if value(name)]:
             raise ValueError(
                 f"--{given[0]} is for pictures of a file of prompts, and the digits have a judge "
                 "of their own: give --prompts=FILE too, or leave it out"
@@ -292,7 +293,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
             logging.warning("--%s is for the digits' own prompts: nothing reads it here", name)
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
-             "dinov2_reference", "metrics")  # fmt: skip
+             "dinov2_reference", "judge", "metrics")  # fmt: skip
     group = Evaluation(0, (), num_prompts=len(prompts), **{name: value(name) for name in names})
     return scorers.open_scorer(source, size, prompts, group)
 
@@ -360,9 +361,7 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
         flags.DEFINE_bool("rehearse", False, "Say what would be scored, and end."),
         flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
-        flags.DEFINE_string(
-            "prompts", None, "Prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
-        ),
+        flags.DEFINE_string("prompts", None, "Prompts: .txt, .tsv, .json, SOURCE:PATH::TEXT."),
         whole("num_prompts", None, "How many of them, drawn at random."),
         flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
@@ -374,6 +373,7 @@ def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         flags.DEFINE_string(
             "dinov2_reference", "", "Its statistics of real images: `metrics stats --dinov2`."
         ),
+        flags.DEFINE_string("judge", "", "A folder of `metrics train_judge`: fd_judge, r1_judge."),
         flags.DEFINE_list(
             "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."
         ),

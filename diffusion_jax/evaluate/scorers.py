@@ -15,10 +15,13 @@ from diffusion_jax.metrics import (
     clip_towers,
     dinov2,
     extractors,
+    frechet,
     stats_files,
     table,
+    train_judge,
 )
 from diffusion_jax.metrics import digits as judges
+from diffusion_jax.metrics import judge as own_judge
 from diffusion_jax.metrics import weights as inception_weights
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
@@ -162,10 +165,12 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     ValueError or FileNotFoundError if these cannot be.
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
-    if bool(reference) != bool(inception) or not (inception or clip or evaluation.dinov2):
+    known = (inception, clip, evaluation.dinov2, evaluation.judge)
+    if bool(reference) != bool(inception) or not any(known):
         raise ValueError(
-            "FID needs both the reference's statistics and Inception's weights, and the CLIP "
-            "score a CLIP: give the two, or the third, or all"
+            "FID needs both the reference's statistics and Inception's weights, the CLIP score a "
+            "CLIP, fd_judge and r1_judge a judge (metrics train_judge): give the two, the third or "
+            "the fourth"
         )
     if bool(evaluation.dinov2) != bool(evaluation.dinov2_reference):
         raise ValueError(
@@ -193,6 +198,8 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         if clip_image.real is None or clip_image.real.features is None:
             raise ValueError(_NO_FEATURES.format("cmmd"))
         chosen["clip_image"] = clip_image
+    if evaluation.judge:
+        chosen["judge"] = _own(own_judge.load(evaluation.judge), prompts, card)
     return Scorer(prompts, chosen, evaluation.metrics)
 
 
@@ -215,6 +222,22 @@ def _against(
         cards.make_card(extractor, **card, reference=known), (name,),
         lambda images, prompts: (run(images),), real,
     )  # fmt: skip
+
+
+def _own(made: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
+    """A judge of the set's own, against its held-out pictures at the size of those drawn."""
+    size = card["image_size"][0]
+    at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
+    made = made._replace(reference=at_size(made.reference), test=at_size(made.test))
+    read = own_judge.reader(made, [*prompts, *made.test.captions])
+    vectors = own_judge.vectors(made, made.reference.images)
+    real, known = gaussian(vectors), f"held-out pictures of {made.card['data']}, n {len(vectors)}"
+    of_real = train_judge.scores(read, frechet.reference(real), made.test)
+    own = cards.make_card(made.image, **card, reference=known) | {
+        "captions_told_from": len({*made.candidates, *prompts, *made.test.captions}),
+        **{f"{name}_of_real": value for name, value in of_real.items()},
+    }
+    return Judge(own, ("judge", "nearest"), read, Stats(real, vectors, own))
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:

@@ -25,6 +25,11 @@ prints scores side by side, and refuses if their cards say that they cannot be c
     python -m diffusion_jax.metrics convert WEIGHTS.pth OUT.safetensors
 
 makes safetensors of the FID Inception's public weights, without torch.
+
+    python -m diffusion_jax.metrics train_judge --data=SOURCE:PATH::TEXT --out=FOLDER
+
+trains a judge on a captioned set, such as webdataset:data/emoji/train, for
+`evaluate --judge=FOLDER`, and prints its scores of real pictures and of damaged ones.
 """
 
 import functools
@@ -50,9 +55,11 @@ from diffusion_jax.metrics import (
     frechet,
     images,
     inception,
+    judge,
     preprocess,
     stats_files,
     table,
+    train_judge,
     weights,
 )
 from diffusion_jax.metrics.table import METRICS
@@ -79,6 +86,9 @@ _CLIP_MODE = flags.DEFINE_enum(
 _DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
 _REFERENCE = flags.DEFINE_string("reference", None, "clip: images to take the CMMD to.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
+_DATA = flags.DEFINE_string("data", None, "train_judge: SOURCE:PATH::TEXT, a captioned set.")
+_SEEN = flags.DEFINE_integer("seen", 150_000, "train_judge: pictures of training.", lower_bound=1)
+_OTHER = flags.DEFINE_string("other", "", "train_judge: the same in another style, to be told.")
 _FEW = 4  # Times the dimensions: below, a distance tells more of n than of the images.
 
 
@@ -105,6 +115,9 @@ def main(argv: list[str]) -> None:
                 converted = weights.convert(path, out)
                 which = "the" if converted.official else "not the"
                 print(f"{out}: {converted.digest}, {which} public file")
+            case ["train_judge"] if _DATA.value and _OUT.value:
+                cli.start()
+                _train_judge(_DATA.value, _OUT.value)
             case _:
                 print(__doc__, file=sys.stderr)
                 sys.exit(2)
@@ -152,6 +165,14 @@ def _score_clip(folder: str) -> None:
         scores |= _scores(_metrics_of("clip_image"), generated.features, real, column)
         card["reference"] = _REFERENCE.value
     _report(cards.Scored(scores, card))
+
+
+def _train_judge(data: str, out: str) -> None:
+    made = train_judge.train(
+        data, size=_SIZE.value or 64, seen=_SEEN.value, seed=_SEED.value, other=_OTHER.value
+    )
+    judge.save(made, out)
+    _print_table([{"pictures": name, **row} for name, row in made.card["scores"].items()])
 
 
 def _metrics_of(features: str) -> list[str]:

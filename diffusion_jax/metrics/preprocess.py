@@ -67,9 +67,15 @@ def open_clip(size: int) -> Prepare:
 def squash(size: int) -> Prepare:
     """CMMD's reference: bicubic with antialias to a square, whatever the aspect; not rounded."""
 
+    return lambda images: _normalise_clip(bicubic_square(size)(images))
+
+
+def bicubic_square(size: int) -> Prepare:
+    """Pillow's antialiased bicubic on floats to a square, on 0..255 and not rounded."""
+
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
         rows, columns = (_pillow_bicubic(side, size) for side in images.shape[1:3])
-        return _normalise_clip(_resample(images, rows, columns))
+        return _resample(images, rows, columns)
 
     return prepare
 

@@ -7,7 +7,7 @@ scores up here; tables, figures and pages take their names and order from it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.metrics import bootstrap, clip_score, digits, frechet, mmd, neighbours
+from diffusion_jax.metrics import bootstrap, clip_score, digits, frechet, judge, mmd, neighbours
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.stats_files import Stats
@@ -20,7 +20,8 @@ class Metric(NamedTuple):
     """The metric's name in tables and figures; "" keeps it in the files alone."""
     features: str
     """The features it takes: "inception", "dinov2", "clip" (an image's cosine with its prompt),
-    "clip_image", or the "digits" and "right" of the judge of digits."""
+    "clip_image", "judge" and "nearest" of a judge of one's own, or the "digits" and "right" of that
+    of digits."""
     score: Callable[..., Score]
     """Features of generated images, and what `reference` returned if there is one, to the score."""
     reference: Callable[[Stats], Any] | None = None
@@ -83,6 +84,8 @@ METRICS: dict[str, Metric] = {
         "coverage", "inception", neighbours.coverage, _features, axis=_DENSITY, least=6,
         public_weights=True, by_name=True,
     ),
+    "fd_judge": Metric("Fréchet distance (judge)", "judge", frechet.score, _moments, True, least=2),
+    "r1_judge": Metric("own caption the nearest (judge)", "nearest", judge.share_right),
     "fd_dinov2": Metric("FD-DINOv2", "dinov2", frechet.score, _moments, True, least=2),
     "fid_infinity": Metric(
         "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,

@@ -9,6 +9,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion_jax import settings
 from diffusion_jax.data import transforms
 from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
 from diffusion_jax.data.records import Records
@@ -58,11 +59,20 @@ def open_named(name: str) -> Records | None:
     For example "tfds:coco_captions@val::captions/text".
     """
     source, _, rest = name.partition(":")
-    if source not in SOURCES or not rest:
-        return None
+    return open_records(named(name)) if source in SOURCES and rest else None
+
+
+def named(name: str) -> Data:
+    """The data group of "SOURCE:PATH::TEXT", of which not all need be said.
+
+    Records that are damaged or have no caption are left out. ValueError for a
+    source that there is not.
+    """
+    source, _, rest = name.partition(":")
+    settings.one_of("data source", source, SOURCES)
     path, _, text = rest.partition("::")
     data = Data(source, path, uncaptioned="drop", max_broken=1.0)
-    return open_records(data._replace(text=text) if text else data)
+    return data._replace(text=text) if text else data
 
 
 def _open_pictures(data: Data, shapes: Shapes) -> Pictures:

@@ -1,0 +1,321 @@
+"""What each objective, weighting, guidance, sampler and average is worth on the coloured digits.
+
+    python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
+    python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
+
+Trains the quick start, half as long at a constant rate, under each objective and weighting, then
+draws with each guidance, sampler and average, and lets the digits' judge read the pictures. On each
+axis all but one thing is the quick start's. Time is equal by what it is made of, so that other work
+on the machine changes nothing: all trainings take as many steps of one network, and all pictures as
+many rows of the network's input, of which a guided evaluation has two. The CPU seconds of this
+process that a step and a picture took are written beside.
+
+Prints a line of JSON a row; each is kept in --workdir, and so are the trainings: started again it
+goes on, and other seeds, axes and variants add to what is there. --page writes all that is there.
+"""
+
+import bisect
+import contextlib
+import functools
+import itertools
+import json
+import pathlib
+import re
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+
+from benchmarks import ablations_page, measure
+from configs import quickstart
+from diffusion_jax import cli, heldout, runs, settings, systems
+from diffusion_jax.diffusion import guidance, objective, samplers
+from diffusion_jax.draw import model as models
+from diffusion_jax.draw import program
+from diffusion_jax.evaluate import on_the_way, scorers
+from diffusion_jax.machine import files, sharding
+from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train.command import exit_if_stopped
+from diffusion_jax.train.trace import FOLDER, Trace
+from diffusion_jax.weights import restore
+from imagen_jax import cascade, evaluate
+from imagen_jax import train as imagen_train
+from imagen_jax.settings import Settings, read_settings
+
+STEPS, CHANNELS, BATCH = 600, 128, 64
+"""Of a training: half of the quick start's steps. With a third hardly a digit is learned."""
+SIDE = 16
+"""The side of the quick start's pictures."""
+ROWS = 24
+"""Of the network's input for a picture: the quick start's 12 steps with guidance."""
+LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Noise levels of the held-out v-loss, which all objectives can be compared by."""
+GUIDE = "the run itself, at a third of its steps"
+
+
+class Size(NamedTuple):
+    """How long trainings are, and how large their network."""
+
+    steps: int
+    channels: int
+
+
+class Variant(NamedTuple):
+    """A row of the table: what it has in place of the quick start's."""
+
+    axis: str
+    name: str
+    trained: Mapping[str, Any] = {}
+    """Fields of the config."""
+    drawn: Mapping[str, Any] = {}
+    """Fields of a cascade.Choice."""
+
+    @property
+    def run(self) -> str:
+        """The name of its training: the base's unless it is trained otherwise."""
+        return _file_name(f"{self.axis}_{self.name}") if self.trained else "base"
+
+    @property
+    def key(self) -> str:
+        """The name of its results: all axes share the base's."""
+        return _file_name(f"{self.axis}_{self.name}") if self.trained or self.drawn else "base"
+
+
+def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
+    return {"trained": {"diffusion.precond": predicts, "diffusion.noise": levels, **more}}
+
+
+def _weighting(text: str) -> dict[str, Any]:
+    return {"trained": {"diffusion.weight": text}}
+
+
+def _drawn(**choice: Any) -> dict[str, Any]:
+    return {"drawn": choice}
+
+
+_ALIKE = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v")  # At these levels: ddim, plms.
+AXES: dict[str, dict[str, dict[str, Any]]] = {
+    "objective": {
+        "x0": {},
+        "EDM": _objective("edm", "lognormal", **{"diffusion.p_mean": -1.2}),
+        "eps": _objective("eps", "cosine"),
+        "v": _objective("v", "cosine"),
+        "flow": _objective("flow", "logit_normal"),
+    },
+    "weighting": {
+        "none": {},
+        "EDM": _weighting("edm"),
+        "min-SNR-5": _weighting("min_snr(min_snr=5)"),
+        "P2": _weighting("p2"),
+        "uncertainty": _weighting("uncertainty"),
+    },
+    "guidance": {
+        "cfg 2": {},
+        "none": _drawn(guidance=1.0),
+        "cfg 1.5": _drawn(guidance=1.5),
+        "cfg 3": _drawn(guidance=3.0),
+        "cfg 4": _drawn(guidance=4.0),
+        "interval 3": _drawn(guidance=3.0, guiding="interval(1, 10)"),
+        "APG 3": _drawn(guidance=3.0, guiding="apg"),
+        "rescale 3": _drawn(guidance=3.0, guiding="cfg+rescale"),
+        "CFG++ 0.3": _drawn(guidance=0.3, guiding="cfg_pp"),
+        "autoguidance 2": _drawn(guidance=2.0, guide=GUIDE),
+    },
+    "sampler": {"ddim eta 1": {}, "ddim eta 0": _drawn(sampler="ddim(eta=0)")}
+    | {name: _drawn(sampler=name) for name in samplers.SAMPLERS if name not in _ALIKE}
+    | {"restart": _drawn(sampler="restart(low=0.5, high=2, repeats=1, inner=2)")},
+    "average": {"decay 0.999": {}, "none": _drawn(ema="raw")}
+    | {f"width {width}": _drawn(ema=width) for width in ("0.02", "0.05", "0.1", "0.15", "0.2")},
+}
+"""By axis and name; the first of each is the quick start's own."""
+
+
+def select(only: Sequence[str]) -> list[Variant]:
+    """The variants of axes and AXIS/NAMEs, each with its axis's first; ValueError for others."""
+    wanted = [text.partition("/") for text in only] or [(axis, "", "") for axis in AXES]
+    chosen: dict[tuple[str, str], Variant] = {}
+    for axis, _, name in wanted:
+        settings.one_of("--only", axis, AXES)
+        if name:
+            settings.one_of(f"--only={axis}/", name, AXES[axis])
+        for known in [next(iter(AXES[axis])), name] if name else AXES[axis]:
+            chosen[axis, known] = Variant(axis, known, **AXES[axis][known])
+    return list(chosen.values())
+
+
+def page(root: pathlib.Path) -> str:
+    """The page of all results in a folder."""
+    rows = []
+    for axis, variants in AXES.items():
+        for name, what in variants.items():
+            key = Variant(axis, name, **what).key
+            paths = sorted((root / "results").glob(f"{key}_*.json"))
+            found = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
+            results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in found}
+            rows.append(ablations_page.Row(axis, name, results))
+    return ablations_page.write(rows, measure.machine())
+
+
+def result(
+    root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size
+) -> dict[str, Any]:
+    """The scores of a variant at a seed, from its file if it has one."""
+    path = root / "results" / f"{variant.key}_{seed}.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    path.parent.mkdir(parents=True, exist_ok=True)
+    workdir = root / "runs" / f"{variant.run}_{seed}"
+    cost = trained(workdir, variant.trained, seed, size)
+    row = {"seed": seed, **cost, **drawn(workdir, variant, seed, scorer)}
+    if variant.trained or variant.axis in ("objective", "weighting", "average"):
+        ema = str(variant.drawn.get("ema", "ema"))
+        (loss,) = heldout.measure_run(workdir, None, [ema], None, None, LEVELS)
+        row["v_loss"] = loss["v_loss"]
+    files.write_whole(path, json.dumps(row, indent=1))
+    return row
+
+
+def trained(
+    workdir: pathlib.Path, changes: Mapping[str, Any], seed: int, size: Size
+) -> dict[str, float]:
+    """Trains, or goes on, to the last step; the CPU milliseconds that a step took."""
+    path = workdir / "cost.json"
+    if path.exists():
+        return json.loads(path.read_text())
+    config, mesh = config_of(changes, seed, size), sharding.make_mesh()
+    s = read_settings(config)
+    passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+    inputs, clock = imagen_train.prepare(s, mesh), Clock(workdir / FOLDER, range(0))
+    with inputs.batches, runs.writing(workdir):
+        runs.claim(workdir, config)
+        state = loop.train(inputs, s.run, passes, mesh, workdir, config, clock)
+    exit_if_stopped(state, s.run.steps)
+    cost = {"train_steps": s.run.steps, "step_ms": 1e3 * clock.median()}
+    cost["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    files.write_whole(path, json.dumps(cost))
+    return cost
+
+
+def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, Any]:
+    """The quick start, shorter, with averages of two widths, and with these changes."""
+    c, steps = systems.complete(quickstart.get_config().to_dict()), size.steps
+    c |= {"seed": seed, "steps": steps, "batch_size": BATCH, "log_every": steps, "keep_last": 1}
+    c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
+    c["unet"]["embed_dim"] = size.channels
+    c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
+    # Only the base draws with other averages; a snapshot of the others' last step costs nothing.
+    every = steps if changes else 0
+    # At a constant learning rate, of which half as many steps learn more, and averages do more.
+    c["optimizer"] |= {"schedule": "constant", "warmup": steps // 12}
+    c["optimizer"] |= {"ema_widths": (0.05, 0.1), "snapshot_every": every}
+    for name, value in changes.items():
+        group, _, field = name.partition(".")
+        c[group][field] = value
+    return c
+
+
+class Clock(Trace):
+    """Notes the process's CPU seconds at the start of each step."""
+
+    starts: list[float]
+
+    @contextlib.contextmanager
+    def step(self, number: int) -> Iterator[list[Any]]:
+        """A step."""
+        self.starts = [*getattr(self, "starts", []), time.process_time()]
+        with super().step(number) as results:
+            yield results
+
+    def median(self) -> float:
+        """Seconds from one start to the next; what is drawn and saved falls on few of them."""
+        return statistics.median(np.diff(self.starts)) if len(self.starts) > 1 else 0.0
+
+
+def drawn(
+    workdir: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer
+) -> dict[str, float]:
+    """The judge's scores, the steps that ROWS allow, and the CPU milliseconds of a picture."""
+    chosen = dict(variant.drawn)
+    if chosen.get("guide") == GUIDE:
+        chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
+    ema, choice = chosen.pop("ema", "ema"), cascade.Choice(**chosen)
+    s = models.read_run(workdir, choice, "imagen_jax")
+    steps = steps_for(s)
+    choice = cascade.Choice(**{**chosen, "steps": steps})
+    subject = evaluate.open_subject([str(workdir)], [choice], [[(ema, None)]])
+    point = subject.points[0]()
+    batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
+    spent = []
+
+    def draw(prompts, seeds, scale):
+        start = time.process_time()
+        images = point.draw(prompts, [s + 10_000 * seed for s in seeds], scale)
+        spent.append((time.process_time() - start) / len(seeds))
+        return images
+
+    draw(scorer.prompts[:batch_size], range(batch_size), s.sampler.guidance)  # Compiles.
+    spent.clear()
+    scale = s.sampler.guidance
+    scores = on_the_way.score_now(scorer, draw, (scale,), batch_size)
+    logging.info("%s: %s", variant.key, scores)
+    row = {name.rpartition("/")[2]: value for name, value in scores.items()}
+    return {"steps": steps, "picture_ms": 1e3 * statistics.median(spent)} | row
+
+
+def steps_for(s: Settings) -> int:
+    """The most steps of a sampler and its guidance that ROWS allow; at least one."""
+    return max(1, bisect.bisect_right(range(1, ROWS + 1), ROWS, key=functools.partial(rows, s)))
+
+
+def rows(s: Settings, steps: int) -> int:
+    """The rows of the network's input that a picture takes: the sampler runs on zeros, counting."""
+    sampler, goal, taken = s.sampler._replace(steps=steps), objective.make(s.diffusion), []
+    sigmas, at = samplers.sampling_grid(goal.noise, sampler)
+    guide = guidance.make(sampler, guidance.Model(goal.precond(at), sigmas))
+    guided = guidance.scales(sampler, sampler.guidance, 1) is not None
+
+    def denoise(x, sigma):
+        acts = guided and (guide.acts is None or bool(guide.acts(sigma[0])))
+        taken.append(len(guide.needs) if acts else 1)
+        return jnp.zeros_like(x)
+
+    x = jnp.zeros((1, 1, 1, 1))
+    with jax.disable_jit():  # Loops run as Python's.
+        samplers.make(sampler)(denoise, x, sigmas, lambda i: x)
+    return sum(taken)
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^\w.]+", "_", text)
+
+
+if __name__ == "__main__":
+    _ONLY = flags.DEFINE_list("only", [], "Axes, or AXIS/NAMEs; default: all.")
+    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of trainings and pictures.")
+    _STEPS = flags.DEFINE_integer("steps", STEPS, "Of a training.", lower_bound=3)
+    _CHANNELS = flags.DEFINE_integer("channels", CHANNELS, "Of the network.", lower_bound=32)
+    _PAGE = flags.DEFINE_string("page", None, "Writes the tables of all results here.")
+
+    def main(argv: list[str]) -> None:
+        """Trains, draws and scores what is missing, prints all asked for, writes the page."""
+        if len(argv) > 1:
+            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
+        cli.start(alone=True)
+        with cli.bad_input():
+            variants = select(_ONLY.value)
+            seeds = [int(seed) for seed in _SEEDS.value]
+        root, size = pathlib.Path(str(measure.WORKDIR.value)), Size(_STEPS.value, _CHANNELS.value)
+        scorer = scorers.of_digits(SIDE)
+        for seed, variant in itertools.product(seeds, variants):
+            found = result(root, variant, seed, scorer, size)
+            measure.say({"axis": variant.axis, "variant": variant.name, **found})
+        if _PAGE.value:
+            files.write_whole(_PAGE.value, page(root))
+
+    flags.mark_flag_as_required("workdir")
+    cli.run(main)

@@ -1,0 +1,257 @@
+"""A judge of one's own: two small towers that a captioned set alone has taught (see train_judge).
+
+An image and its caption become unit vectors that lie near each other (InfoNCE, as CLIP: Radford et
+al. 2021). Scores are a Frechet distance of the images' vectors, fd_judge, and r1_judge: the share
+of pictures to which, of all captions that the judge knows, their own is the nearest. They compare
+with scores by the same judge alone, whose hash the card holds; they are no FID and no CLIP score.
+"""
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import safetensors.numpy
+from flax import traverse_util
+from jaxtyping import Array, Bool, Float, UInt8, UInt32
+
+from diffusion_jax.machine import files, untrusted
+from diffusion_jax.metrics import bootstrap, extractors, preprocess
+from diffusion_jax.metrics.bootstrap import Score
+from diffusion_jax.metrics.extractors import Extractor
+from diffusion_jax.text import hashed
+
+WIDTH = 128
+"""Of the vectors."""
+GRID = 16
+"""Cells of a side after the first convolution, whatever the size of the images."""
+_CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
+    "judge.json",
+    "judge.safetensors",
+    "heldout.npz",
+    "captions.txt",
+)
+_SIGNS = 256
+_ROWS = 100  # Images, or texts, at once.
+
+
+class ImageTower(nn.Module):
+    """A picture [B, S, S, 3] in [-1, 1], S a multiple of GRID, to a vector: a small ResNet."""
+
+    widths: Sequence[int] = (32, 96, 192)
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
+        """Vectors, not normalised."""
+        patch = x.shape[1] // GRID
+        norm = lambda h: nn.silu(nn.GroupNorm(16)(h))
+        kernel, stride = (2 * patch - 1, 2 * patch - 1), (patch, patch)
+        h = nn.Conv(self.widths[0], kernel, stride)(x)
+        for level, width in enumerate(self.widths):
+            if level:
+                h = nn.Conv(width, (3, 3), (2, 2))(norm(h))
+            part = nn.Conv(width, (3, 3))(norm(h))
+            h = h + nn.Conv(width, (3, 3))(norm(part))
+        return nn.Dense(WIDTH)(norm(h).reshape(len(h), -1))
+
+
+class TextTower(nn.Module):
+    """Hashed words [B, L], 0 where there is none, to a vector: a transformer of two layers."""
+
+    width: int = 256
+    depth: int = 2
+
+    @nn.compact
+    def __call__(self, ids: UInt32[Array, "B L"]) -> Float[Array, "B D"]:
+        """Vectors, not normalised."""
+        mask = ids != 0
+        h = nn.Dense(self.width)(hashed.embeddings(ids, mask, _SIGNS))  # [B, L, width]
+        seen = nn.make_attention_mask(mask, mask)
+        for _ in range(self.depth):
+            h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h), mask=seen)
+            wide = nn.gelu(nn.Dense(2 * self.width)(nn.LayerNorm()(h)))
+            h = h + nn.Dense(self.width)(wide)
+        count = jnp.maximum(mask.sum(1, keepdims=True), 1)
+        mean = jnp.where(mask[..., None], h, 0).sum(1) / count
+        return nn.Dense(WIDTH)(nn.LayerNorm()(mean))
+
+
+IMAGE, TEXT = ImageTower(), TextTower()
+
+
+Read = Callable[
+    [UInt8[np.ndarray, "B H W 3"], Sequence[str]],
+    tuple[Float[np.ndarray, "B D"], Float[np.ndarray, "B 1"]],
+]
+
+
+class Pair(NamedTuple):
+    """Real pictures with their captions."""
+
+    images: UInt8[np.ndarray, "N S S 3"]
+    captions: list[str]
+
+
+class Judge(NamedTuple):
+    """A trained judge; `load` reads one."""
+
+    image: Extractor
+    text: Extractor
+    """Takes ids of words [B, L]."""
+    max_tokens: int
+    candidates: list[str]
+    """The captions that a picture's own is told from."""
+    reference: Pair
+    """Held-out pictures that drawn ones are compared with."""
+    test: Pair
+    """Others, whose scores say what a perfect model would get."""
+    card: dict[str, Any]
+    """What it was trained on, and its scores of real and damaged pictures."""
+
+
+def of_params(
+    params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
+    card: dict[str, Any],
+) -> Judge:  # fmt: skip
+    """A judge of the towers' parameters {"image", "text"}, for images brought to side `size`."""
+    params = jax.tree.map(np.asarray, params)
+    digest = _digest(params)
+
+    def extractor(tower, part, how, prepare):
+        def apply(params, x):
+            with jax.default_matmul_precision("highest"):
+                return unit(tower.apply({"params": params}, x))
+
+        return Extractor("judge", WIDTH, how, digest, False, params[part], prepare, apply)
+
+    prepare = lambda x: preprocess.bicubic_square(size)(x) * (2 / 255) - 1
+    return Judge(
+        extractor(IMAGE, "image", f"bicubic {size}", prepare),
+        extractor(TEXT, "text", "hashed words", lambda ids: ids),
+        max_tokens, candidates, *pairs, card,
+    )  # fmt: skip
+
+
+def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
+    """Vectors of length 1."""
+    return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
+
+
+def save(judge: Judge, out: str | os.PathLike[str]) -> None:
+    """Writes a judge's folder; its card last, so that a folder with a card is whole."""
+    out = pathlib.Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    params = {"image": judge.image.params, "text": judge.text.params}
+    flat = {"/".join(k): np.ascontiguousarray(v) for k, v in _flat(params)}
+    files.write_whole(out / _WEIGHTS, safetensors.numpy.save(flat))
+    with files.whole(out / _HELD_OUT) as temporary, open(temporary, "wb") as file:
+        pairs = {"reference": judge.reference, "test": judge.test}
+        images = {name: pair.images for name, pair in pairs.items()}
+        texts = {f"{name}_captions": np.array(pair.captions) for name, pair in pairs.items()}
+        arrays: dict[str, Any] = {**images, **texts}
+        np.savez_compressed(file, **arrays)
+    files.write_whole(out / _CAPTIONS, "\n".join(judge.candidates) + "\n")
+    card = {**judge.card, "weights": judge.image.weights, "max_tokens": judge.max_tokens}
+    files.write_whole(out / _CARD, json.dumps(card, indent=1) + "\n")
+
+
+def load(folder: str | os.PathLike[str]) -> Judge:
+    """The judge that `metrics train_judge` wrote; FileNotFoundError or ValueError if it is none."""
+    folder = pathlib.Path(folder)
+    if not (folder / _CARD).is_file():
+        raise FileNotFoundError(
+            f"{folder} holds no judge ({_CARD}): make one with python -m diffusion_jax.metrics "
+            "train_judge --data=SOURCE:PATH --out=FOLDER"
+        )
+    try:
+        card = untrusted.parse_json((folder / _CARD).read_bytes())
+        flat = safetensors.numpy.load((folder / _WEIGHTS).read_bytes())
+        params = traverse_util.unflatten_dict({tuple(k.split("/")): v for k, v in flat.items()})
+        with open(folder / _HELD_OUT, "rb") as file:
+            held = untrusted.read_archive(file)
+        reference, test = (
+            Pair(held[name], held[f"{name}_captions"].tolist()) for name in ("reference", "test")
+        )
+        candidates = (folder / _CAPTIONS).read_text(encoding="utf-8").splitlines()
+        judge = of_params(
+            params, card["size"], card["max_tokens"], candidates, (reference, test), card
+        )
+    except Exception as error:  # Damaged files fail in many ways of their own.
+        raise ValueError(
+            f"{folder} holds no whole judge: {type(error).__name__}: {error}"
+        ) from error
+    if judge.image.weights != card["weights"]:
+        raise ValueError(f"{folder / _WEIGHTS} is damaged: its hash is not the one in {_CARD}")
+    return judge
+
+
+def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
+    """The images' own."""
+    return in_parts(extractors.on_host(judge.image), images)
+
+
+def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
+    """read(images, captions): the images' vectors, and 1 for each whose own caption is nearest.
+
+    Each is told from the judge's candidates and `prompts`, of which the captions are.
+    """
+    captions = list(dict.fromkeys([*judge.candidates, *prompts]))
+    of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
+    tokens = lambda texts: hashed.tokenize(texts, judge.max_tokens)["text_ids"]
+    texts = in_parts(lambda part: of_text(tokens(part)), captions)
+    place = {caption: i for i, caption in enumerate(captions)}
+
+    def read(images, own):
+        found = in_parts(of_image, images)
+        rows = np.array([place[caption] for caption in own])
+        return found, nearest(found, texts, rows)[:, None].astype(np.float64)
+
+    return read
+
+
+def nearest(
+    images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], own: np.ndarray
+) -> Bool[np.ndarray, "N"]:
+    """Whether, of all texts, the image's own (its row) is the nearest; a tie is none."""
+    cosines = images @ texts.T
+    rows = np.arange(len(images))
+    mine = cosines[rows, own].copy()
+    cosines[rows, own] = -np.inf
+    return mine > cosines.max(1)
+
+
+def share_right(right: Float[np.ndarray, "N 1"]) -> Score:
+    """r1_judge as a metric."""
+    return bootstrap.mean(right[:, 0])._replace(decimals=4)
+
+
+def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
+    """Real pictures as a model that draws them `size` pixels wide can at best draw them."""
+    if size >= images.shape[1]:
+        return images
+    shrink = jax.jit(preprocess.bicubic_square(size))
+    small = in_parts(lambda part: np.asarray(shrink(part)), images)
+    return np.clip(np.rint(small), 0, 255).astype(np.uint8)
+
+
+def in_parts(run: Callable[[Any], np.ndarray], rows: Any) -> np.ndarray:
+    """run of a hundred rows at a time."""
+    return np.concatenate([run(rows[i : i + _ROWS]) for i in range(0, len(rows), _ROWS)])
+
+
+def _flat(params: Any) -> Sequence[tuple[tuple[str, ...], np.ndarray]]:
+    return sorted(traverse_util.flatten_dict(params).items())
+
+
+def _digest(params: Any) -> str:
+    """A hash of names and values."""
+    whole = hashlib.sha256()
+    for name, array in _flat(params):
+        whole.update("/".join(name).encode() + np.ascontiguousarray(array).tobytes())
+    return whole.hexdigest()

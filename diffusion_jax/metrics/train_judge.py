@@ -1,0 +1,225 @@
+"""Trains a judge (see judge) on a captioned set, in minutes, and shows what it falls for.
+
+One in ten of the captions, chosen by a hash of their text, is held out with its pictures, so that
+no caption of the test was ever shown. Half of these are the reference of fd_judge, the other half
+is scored as it is and damaged: blurred, under noise, with captions shuffled, and where another set
+is given, that set's pictures.
+"""
+
+import functools
+import hashlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from absl import logging
+from jaxtyping import Array, Float, Int, UInt8, UInt32
+from scipy import ndimage
+
+from diffusion_jax.data import pipeline, sources
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.split import Subset
+from diffusion_jax.machine.progress import Meter
+from diffusion_jax.metrics import frechet, judge, preprocess, table
+from diffusion_jax.metrics.judge import Judge, Pair
+from diffusion_jax.text import hashed
+
+HELD_OUT = 0.1
+"""The share of captions that are held out."""
+MAX_RECORDS = 200_000
+_KEPT = 1_000  # Pictures of the reference, and of the test.
+_CANDIDATES = 5_000
+_BATCH = 128
+_MAX_TOKENS = 64
+
+
+class Split(NamedTuple):
+    """Numbers of pictures, and the captions."""
+
+    training: Int[np.ndarray, "N"]
+    reference: Int[np.ndarray, "R"]
+    test: Int[np.ndarray, "T"]
+    captions: list[str]
+    """The different ones, in their first order."""
+
+
+def train(
+    data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = ""
+) -> Judge:
+    """A judge of the set "SOURCE:PATH::TEXT", after `seen` pictures of its training part.
+
+    `size` is the side at which it looks at pictures, a multiple of 16. `other` names a set of the
+    same captions in another style. ValueError or OSError for sets that cannot be.
+    """
+    if size % judge.GRID or size < 2 * judge.GRID:
+        raise ValueError(f"--size={size}: a judge looks at a multiple of {judge.GRID}, from 32 on")
+    pictures = sources.open_pictures(sources.named(data), size)
+    parts = split(pictures)
+    longest = max(len(text.split()) for text in parts.captions)
+    max_tokens = min(_MAX_TOKENS, 2 * longest)  # "don't" and "t-shirt" are two.
+    params = fit(Subset(pictures, parts.training), size, max_tokens, seen, seed)
+    pairs = _read(pictures, parts.reference), _read(pictures, parts.test)
+    card = {
+        "data": data, "size": size, "seen": seen, "seed": seed,
+        "training": len(parts.training), "heldout": HELD_OUT, "captions": len(parts.captions),
+    }  # fmt: skip
+    drawn = np.random.RandomState(0).permutation(len(parts.captions))[:_CANDIDATES]
+    candidates = [parts.captions[i] for i in sorted(drawn)]
+    made = judge.of_params(params, size, max_tokens, candidates, pairs, card)
+    card["scores"] = damaged_scores(made, other)
+    return made
+
+
+def split(pictures: Pictures) -> Split:
+    """What is held out: a function of each caption, so that no caption is on both sides."""
+    rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
+    texts = [str(text) for text in pictures.texts(rows)]
+    share = {text: _hashed(text) for text in texts}
+    shares = np.array([share[text] for text in texts])
+    kinds = [
+        shares >= HELD_OUT,
+        shares < HELD_OUT / 2,
+        (shares >= HELD_OUT / 2) & (shares < HELD_OUT),
+    ]
+    training, reference, test = (rows[kind] for kind in kinds)
+    few = min(len(reference), len(test))
+    if few < 2 or len(training) < _BATCH:
+        raise ValueError(
+            f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
+            f"judge on: {_BATCH} pictures and some 50 captions are the least"
+        )
+    return Split(training, _spread(reference, _KEPT), _spread(test, _KEPT), list(share))
+
+
+def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
+    """The parameters of both towers, {"image", "text"}, after `seen` pictures."""
+    steps = max(1, seen // _BATCH)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
+    tx = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(schedule, b2=0.98, weight_decay=0.1)
+    )
+    keys = jax.random.split(jax.random.key(seed))
+    params = {
+        "image": judge.IMAGE.init(keys[0], jnp.zeros((1, size, size, 3)))["params"],
+        "text": judge.TEXT.init(keys[1], jnp.zeros((1, max_tokens), jnp.uint32))["params"],
+        "scale": jnp.log(1 / 0.07),  # CLIP's first.
+    }
+    prepare = preprocess.bicubic_square(size)
+
+    @functools.partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state, images, ids):
+        x = prepare(images) * (2 / 255) - 1
+        loss, grads = jax.value_and_grad(contrast)(params, x, ids)
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state, loss
+
+    state, meter = tx.init(params), Meter("pictures", steps * _BATCH)
+    tokens = functools.partial(hashed.tokenize, max_tokens=max_tokens)
+    batches = pipeline.make_batches(pictures, tokens, batch_size=_BATCH, seed=seed, num_threads=1)
+    with batches:
+        for number in range(1, steps + 1):
+            batch = next(batches)
+            params, state, loss = step(params, state, batch["image"], batch["text_ids"])
+            if number % 100 == 0:
+                logging.info("step %d of %d: loss %.3f", number, steps, float(loss))
+            meter.reach(number * _BATCH)
+    return {name: params[name] for name in ("image", "text")}
+
+
+def contrast(
+    params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]
+) -> Float[Array, ""]:
+    """InfoNCE in both directions; rows of equal captions share what is right."""
+    towers: tuple[Any, Any] = (judge.IMAGE, judge.TEXT)
+    images = judge.unit(towers[0].apply({"params": params["image"]}, x))
+    texts = judge.unit(towers[1].apply({"params": params["text"]}, ids))
+    logits = jnp.minimum(jnp.exp(params["scale"]), 100) * images @ texts.T
+    alike = (ids[:, None] == ids[None]).all(-1)
+    target = alike / alike.sum(1, keepdims=True)
+    both = jax.nn.log_softmax(logits, 0) + jax.nn.log_softmax(logits, 1)
+    return -(target * both).sum(axis=1).mean() / 2
+
+
+def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
+    """Both scores, with intervals, of the test's pictures as they are and damaged."""
+    images, captions = made.test
+    shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
+    sets: dict[str, Pair] = {
+        "real": made.test,
+        "blurred by 1/32": Pair(blurred(images, 1 / 32), captions),
+        "blurred by 1/16": Pair(blurred(images, 1 / 16), captions),
+        "noise of 10 %": Pair(noisy(images, 0.1), captions),
+        "noise of 30 %": Pair(noisy(images, 0.3), captions),
+        "captions shuffled": Pair(images, shuffled),
+    }
+    if other:
+        sets["another style"] = _same_captions(other, made)
+    read = judge.reader(made, captions)
+    real = frechet.reference(judge.vectors(made, made.reference.images))
+    return {name: scores(read, real, pair) for name, pair in sets.items()}
+
+
+def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
+    """The columns of fd_judge and r1_judge of pictures with their captions."""
+    vectors, right = read(*pair)
+    both = {"fd_judge": frechet.score(vectors, real), "r1_judge": judge.share_right(right)}
+    return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
+
+
+def blurred(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
+    """Convolved with a Gaussian whose deviation is a share of the side."""
+    sigma = share * images.shape[1]
+    return ndimage.gaussian_filter(images, (0, sigma, sigma, 0))
+
+
+def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
+    """With normal noise whose deviation is a share of white."""
+    noise = np.random.RandomState(0).standard_normal(images.shape) * 255 * share
+    return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
+
+
+def _same_captions(other: str, made: Judge) -> Pair:
+    """The pictures of another set that the test's captions describe, with these captions.
+
+    Words that all captions of a set share, such as its style, say nothing of a picture: captions
+    are the same if the rest is. ValueError if none is.
+    """
+    pictures = sources.open_pictures(sources.named(other), made.card["size"])
+    rows = np.arange(min(len(pictures), MAX_RECORDS))
+    texts = [str(text) for text in pictures.texts(rows)]
+    found = dict(zip(_telling(texts, texts), rows.tolist(), strict=True))
+    pairs = [
+        (found[words], caption)
+        for words, caption in zip(_telling(made.test.captions, made.candidates), made.test.captions,
+                                  strict=True)
+        if words in found
+    ]  # fmt: skip
+    if not pairs:
+        raise ValueError(f"--other={other}: no picture has a caption of the test's")
+    return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
+
+
+def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
+    """The words of each that not all of `among` have."""
+    shared = set.intersection(*(set(text.split()) for text in among))
+    return [tuple(word for word in text.split() if word not in shared) for text in captions]
+
+
+def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
+    """Those that can be used."""
+    _, images, texts = pictures.usable(rows)
+    return Pair(images, [str(text) for text in texts])
+
+
+def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
+    """At most so many of them, evenly from first to last."""
+    count = min(len(rows), most)
+    return rows[np.arange(count) * len(rows) // count] if count else rows
+
+
+def _hashed(text: str) -> float:
+    """A number in [0, 1), a function of the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") / 2**56

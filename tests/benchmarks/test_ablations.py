@@ -1,0 +1,119 @@
+"""The ablations: equal rows of the network's input, intervals over seeds, and the command."""
+
+import json
+
+import pytest
+
+from benchmarks import ablations, ablations_page
+from benchmarks.ablations_page import Interval, Row
+from configs import quickstart
+from imagen_jax.settings import read_settings
+from tests.imagen_jax import commands
+
+
+def settings(**sampler):
+    config = quickstart.get_config()
+    config.sampler.update(sampler)
+    return read_settings(config.to_dict())
+
+
+def _slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("sampler", "steps", "rows"),
+    [
+        ({"name": "heun"}, 6, 22),  # 2 n - 1 evaluations.
+        _slow({}, 12, 24),
+        _slow({"guidance": 1.0}, 24, 24),  # Nothing to guide: one row an evaluation.
+        _slow({"name": "restart(repeats=1, inner=2)"}, 4, 22),  # And 2 x 2.
+        # Of 16 levels from 40 to 0.4 seven lie in the interval: 16 + 7.
+        _slow({"guiding": "interval(1, 10)"}, 16, 23),
+    ],
+)
+def test_a_picture_takes_24_rows_of_the_networks_input_at_most(sampler, steps, rows):
+    s = settings(**sampler)
+    assert ablations.steps_for(s) == steps and ablations.rows(s, steps) == rows
+
+
+def test_all_variants_are_configs_and_share_the_bases_training():
+    each = [(axis, *item) for axis, of in ablations.AXES.items() for item in of.items()]
+    names = [ablations.Variant(axis, name, **what) for axis, name, what in each]
+    keys = [variant.key for variant in names]
+    assert keys.count("base") == len(ablations.AXES) == 5
+    others = [key for key in keys if key != "base"]
+    assert len({*others}) == len(others)
+    assert len({variant.run for variant in names}) == 9  # The base, four objectives, four weights.
+    for variant in names:
+        config = quickstart.get_config()
+        config.update_from_flattened_dict(dict(variant.trained))
+        read_settings(config.to_dict())
+
+
+def test_chosen_variants_come_with_the_first_of_their_axis():
+    chosen = ablations.select(["average/none", "average/width 0.05"])
+    assert [variant.name for variant in chosen] == ["decay 0.999", "none", "width 0.05"]
+    with pytest.raises(ValueError, match="--only is 'sampelr': did you mean 'sampler'"):
+        ablations.select(["sampelr"])
+    with pytest.raises(ValueError, match="--only=sampler/ is 'huen': did you mean 'heun'"):
+        ablations.select(["sampler/huen"])
+
+
+def test_intervals_are_students():
+    # t of 2 degrees of freedom at 97.5 %: 4.3027; the deviation of 1, 2, 3 is 1.
+    half = pytest.approx(4.3027 / 3**0.5, rel=1e-4)
+    assert ablations_page.interval([1, 2, 3]) == Interval(2, half)
+    assert ablations_page.interval([5.0]) == Interval(5, float("inf"))
+    assert Interval(-2, 1.9).is_noise is False and Interval(-2, 2.1).is_noise is True
+
+
+def results(*values):
+    return {seed: {"seen_prompt_accuracy": v, "steps": 12} for seed, v in enumerate(values)}
+
+
+def test_the_page_says_what_differs_outside_the_noise_seed_by_seed():
+    rows = [
+        Row("sampler", "ddim eta 1", results(0.5, 0.6, 0.7)),
+        Row("sampler", "heun", results(0.61, 0.7, 0.8)),  # Always 10 points more, or 11.
+        Row("sampler", "deis", results(0.7, 0.6, 0.5)),
+        Row("sampler", "plms", results(0.4, 0.5, 0.59)),
+        Row("sampler", "unipc", {}),
+    ]
+    text = ablations_page.write(rows, {"device": "cpu", "jax": "0"})
+    assert "## Sampler" in text and "unipc" not in text
+    assert "| ddim eta 1 | 60.0 ± 24.8 |" in text
+    assert "| heun | **70.3 ± 23.6** |" in text and "| deis | 60.0 ± 24.8 |" in text
+    assert "| plms | **49.7 ± 23.6** |" in text
+    assert (
+        "- seen: best is *heun*, by +10.3 ± 1.4 points; better than *ddim eta 1* outside the "
+        "noise: heun; worse outside the noise: plms; no difference shown: deis." in text
+    )
+    assert "over 3 seeds" in text
+    nothing = ablations_page.write(rows[-1:], {"device": "cpu", "jax": "0"})
+    assert "Nothing has been run yet" in nothing
+
+
+@pytest.mark.slow
+def test_the_command_trains_draws_writes_and_goes_on(tmp_path):
+    page, work = tmp_path / "page.md", f"--workdir={tmp_path / 'runs'}"
+    small = (work, "--steps=3", "--channels=32", f"--page={page}")
+    only = "--only=weighting/P2,average/width 0.15,guidance/autoguidance 2"
+    first = commands.run("benchmarks.ablations", *small, only, "--seeds=0", devices=1)
+    assert first.code == 0, first.err
+    lines = [json.loads(line) for line in first.out.splitlines()]
+    named = [f"{line['axis']}/{line['variant']}" for line in lines]
+    assert named == [
+        "weighting/none", "weighting/P2", "average/decay 0.999", "average/width 0.15",
+        "guidance/cfg 2", "guidance/autoguidance 2",
+    ]  # fmt: skip
+    assert [line["steps"] for line in lines] == [12] * 6 and lines[0]["train_steps"] == 3
+    assert lines[0]["v_loss"] == lines[2]["v_loss"] != lines[1]["v_loss"]
+    assert "v_loss" not in lines[5] and 0 <= lines[5]["seen_prompt_accuracy"] <= 1
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("*.json")}
+    again = commands.run("benchmarks.ablations", *small, only, "--seeds=0", devices=1)
+    assert again.out == first.out and "compiling" not in again.err
+    assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+    assert "## Average" in page.read_text() and "| width 0.15 |" in page.read_text()
+    bad = commands.run("benchmarks.ablations", work, "--only=averag", devices=1)
+    assert bad.code == 2 and "--only is 'averag': did you mean 'average'?" in bad.err

@@ -1,0 +1,174 @@
+"""A judge of one's own: its loss by hand, what it holds out, its files, and what it falls for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.data import sources
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.evaluate import scorers
+from diffusion_jax.metrics import __main__ as command
+from diffusion_jax.metrics import judge, train_judge
+from diffusion_jax.metrics.judge import Pair
+from diffusion_jax.settings import Evaluation
+
+COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "white": (255,) * 3}
+
+
+class Stripes(Pictures):
+    """Pictures of two colours, the upper and the lower half, with their names."""
+
+    def __init__(self, number=640):
+        self._names = [
+            f"{a} over {b} {n}" for n in range(number // 16) for a in COLOURS for b in COLOURS
+        ]
+
+    def __len__(self):
+        return len(self._names)
+
+    def read(self, indices, places=None):
+        texts = self.texts(indices)
+        images = np.zeros((len(texts), 32, 32, 3), np.uint8)
+        for image, text in zip(images, texts, strict=True):
+            upper, _, lower, _ = text.split()
+            image[:16], image[16:] = COLOURS[upper], COLOURS[lower]
+        return images, texts
+
+    def texts(self, indices):
+        return [self._names[i] for i in indices]
+
+
+def pair(rows):
+    images, texts = Stripes().read(np.asarray(rows))
+    return Pair(images, texts)
+
+
+@pytest.fixture(scope="module")
+def untrained():
+    """A judge of random weights that knows 16 captions."""
+    keys = jax.random.split(jax.random.key(0))
+    params = {
+        "image": judge.IMAGE.init(keys[0], jnp.zeros((1, 32, 32, 3)))["params"],
+        "text": judge.TEXT.init(keys[1], jnp.zeros((1, 8), jnp.uint32))["params"],
+    }
+    pairs = (pair(range(16, 48)), pair(range(48, 80)))
+    card = {"data": "stripes", "size": 32, "scores": {}}
+    return judge.of_params(params, 32, 8, pair(range(16)).captions, pairs, card)
+
+
+def test_the_loss_is_infonce_over_what_is_alike(monkeypatch):
+    ids = jnp.array([[1, 2], [1, 2], [3, 0]], jnp.uint32)
+    images = np.array([[1.0, 0], [0.6, 0.8], [0, 1]])
+    texts = np.array([[1.0, 0], [1, 0], [0, 2]])  # The last is made a unit vector.
+    apply = lambda rows: lambda variables, x: jnp.asarray(rows)
+    monkeypatch.setattr(judge, "IMAGE", type("", (), {"apply": staticmethod(apply(images))}))
+    monkeypatch.setattr(judge, "TEXT", type("", (), {"apply": staticmethod(apply(texts))}))
+    params = {"image": {}, "text": {}, "scale": jnp.log(2.0)}
+    loss = float(train_judge.contrast(params, jnp.zeros((3, 32, 32, 3)), ids))
+    logits = 2 * images @ np.array([[1, 0], [1, 0], [0, 1.0]]).T
+    target = np.array([[0.5, 0.5, 0], [0.5, 0.5, 0], [0, 0, 1]])
+    log = lambda axis: logits - np.log(np.exp(logits).sum(axis, keepdims=True))
+    expected = -((target * log(1)).sum() + (target * log(0)).sum()) / 6
+    assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_nearest_caption_counts_and_a_tie_does_not():
+    texts = np.array([[1.0, 0], [0, 1], [0, 1]])
+    images = np.array([[0.9, 0.1], [0.1, 0.9], [0.9, 0.1]])
+    assert judge.nearest(images, texts, np.array([0, 1, 2])).tolist() == [True, False, False]
+
+
+def test_the_split_is_of_captions_and_stays_when_pictures_are_added():
+    small, large = train_judge.split(Stripes(640)), train_judge.split(Stripes(960))
+    assert [len(part) for part in small[:3]] == [578, 30, 32]
+    for part, more in zip(small[:3], large[:3], strict=True):
+        assert part.tolist() == [row for row in more.tolist() if row < 640]
+    with pytest.raises(ValueError, match="too few"):
+        train_judge.split(Stripes(32))
+
+
+def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path):
+    judge.save(untrained, tmp_path / "judge")
+    again = judge.load(tmp_path / "judge")
+    assert (again.image.weights, again.candidates) == (
+        untrained.image.weights,
+        untrained.candidates,
+    )
+    assert again.test.captions == untrained.test.captions
+    ours, theirs = (judge.reader(j, pair([20]).captions) for j in (untrained, again))
+    shown = pair([20, 3])
+    for mine, read in zip(ours(*shown), theirs(*shown), strict=True):
+        np.testing.assert_array_equal(mine, read)
+    path = tmp_path / "judge/judge.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"judge\.safetensors is damaged"):
+        judge.load(tmp_path / "judge")
+    path.write_bytes(content[:50])
+    with pytest.raises(ValueError, match="holds no whole judge"):
+        judge.load(tmp_path / "judge")
+    with pytest.raises(FileNotFoundError, match="metrics train_judge"):
+        judge.load(tmp_path)
+
+
+def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_path):
+    judge.save(untrained, tmp_path)
+    prompts = [*pair([0, 1]).captions, "red over red and new"]
+    scorer = scorers.open_scorer("folder", 16, prompts, Evaluation(judge=str(tmp_path)))
+    card = scorer.cards["judge"]
+    assert card["captions_told_from"] == 17 + 32 and card["weights"] == untrained.image.weights
+    assert card["reference"] == "held-out pictures of stripes, n 32" and not card["official"]
+    images = np.random.RandomState(0).randint(0, 256, (3, 16, 16, 3)).astype(np.uint8)
+    scores = scorer.score(scorer.features(images, prompts))["judge"]
+    assert {"fd_judge", "fd_judge_low", "r1_judge", "r1_judge_high"} <= scores.keys()
+    assert card["fd_judge_of_real"] < scores["fd_judge"]
+
+
+def test_real_pictures_are_seen_at_the_size_of_drawn_ones():
+    images = pair([1]).images
+    assert judge.seen_at(images, 32) is images
+    small = judge.seen_at(images, 16)
+    pillow = np.asarray(Image.fromarray(images[0]).resize((16, 16), Image.Resampling.BICUBIC))
+    np.testing.assert_allclose(small[0].astype(int), pillow, atol=1)
+
+
+def test_damages_are_what_they_say():
+    images = np.full((1, 32, 32, 3), 128, np.uint8)
+    images[0, :, 16:] = 0
+    soft = train_judge.blurred(images, 1 / 32)[0, 5, :, 0].astype(int)
+    assert soft[[2, 15, 16, 30]].tolist() == [128, 89, 38, 0]  # A step, by the normal's integral.
+    rough = train_judge.noisy(images, 0.1)[0, :, :16].astype(float)
+    assert rough.std() == pytest.approx(25.5, rel=0.05) and rough.mean() == pytest.approx(
+        128, abs=3
+    )
+
+
+def test_another_style_is_matched_by_the_words_that_tell():
+    among = ["a fox, noto style", "a dog, noto style"]
+    assert train_judge._telling(["a fox, noto style"], among) == [("fox,",)]
+
+
+@pytest.mark.slow
+def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
+    """The real command on the digits: real pictures first, damaged ones far below."""
+    arguments = ("train_judge", "--data=digits", "--size=32", "--seen=12800", f"--out={tmp_path}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["metrics", *arguments])
+        command.flags.FLAGS(["metrics", *arguments[1:]])
+        command.main(["metrics", "train_judge"])
+    assert "captions shuffled" in capsys.readouterr().out
+    scores = judge.load(tmp_path).card["scores"]
+    right, far = ({name: row[k] for name, row in scores.items()} for k in ("r1_judge", "fd_judge"))
+    assert right["real"] > 0.5 and right["captions shuffled"] < 0.2 * right["real"]
+    for name in ("blurred by 1/16", "noise of 30 %"):
+        assert right[name] < right["real"] and far[name] > 2 * far["real"]
+
+
+def test_a_set_has_a_name_of_one_line():
+    assert sources.named("folder:photos::jsonl:text")[:3] == ("folder", "photos", "jsonl:text")
+    assert sources.named("digits")[:3] == ("digits", "", "txt")
+    with pytest.raises(ValueError, match="data source is 'photos'"):
+        sources.named("photos")
