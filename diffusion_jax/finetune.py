@@ -38,8 +38,12 @@ class Start(NamedTuple):
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
     """The task of a config, of factors where `s` asks for them; `read` reads `weights`, if any.
 
-    ValueError if there is nothing to adapt, or s does not fit it.
+    ValueError or FileNotFoundError if there is nothing to adapt, or s does not fit it.
     """
+    if weights and not any(map(os.path.exists, (weights, at_step(weights)[0]))):
+        raise FileNotFoundError(
+            f"unet.weights is {weights!r}: there is no such run, folder or file"
+        )
     if not s.rank:
         return Start(task, read if weights else None)
     if not weights:

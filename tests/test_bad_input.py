@@ -121,6 +121,16 @@ sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
+sample --prompt=a --mask=D/wide.png | --mask=D/wide.png says what of a picture is new: give --image
+sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
+sample --prompt=a --image=D/wide.png | the picture is 4x3: cut a square out of it
+sample --prompt=a --image=D/images/0.png --strength=2 | strength 2.0 is no share of the steps
+sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
+sd_sample --prompt=a --lora=D/none | --config and --lora are for --model
+train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
+train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: say which model is adapted
+train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
+train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | D/none.png
 sd_sample --prompt=a --image=D/file | D/file
@@ -211,6 +221,7 @@ def files(tmp_path_factory):
     (folder / "empty.txt").write_text("\n \n")
     Image.new("RGB", (20, 20)).save(folder / "images" / "0.png")
     (folder / "images" / "0.txt").write_text("a cat")
+    Image.new("L", (4, 3)).save(folder / "wide.png")
     pq.write_table(pa.table({"image": [b"x"], "caption": ["a"]}), folder / "table.parquet")
     return folder
 

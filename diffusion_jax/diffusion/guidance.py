@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, ArrayLike, Bool, Float
 
 from diffusion_jax.diffusion import named, precond
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
@@ -20,6 +20,7 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 
 Scale = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
+Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
 """(x, sigma, names) to D under each of them."""
 

@@ -26,6 +26,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
 from diffusion_jax.machine import checksums
+from diffusion_jax.settings import Optimizer
 from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import averages, restore
@@ -126,10 +127,10 @@ class Checkpointer:
             self._manager.save(step, args=ocp.args.Composite(**items, **others), force=True)
         self._checking = self._checker.submit(self._finish, step)
 
-    def snapshots(self, dtype: str) -> "Snapshots":
+    def snapshots(self, settings: Optimizer) -> "Snapshots":
         """Those of this run, beside its checkpoints; they are closed with these."""
         folder = self._directory.parent / restore.SNAPSHOTS
-        self._snapshots = Snapshots(folder, dtype, self.latest_step() or 0)
+        self._snapshots = Snapshots(folder, settings.snapshot_dtype, self.latest_step() or 0)
         return self._snapshots
 
     def latest_step(self) -> int | None:

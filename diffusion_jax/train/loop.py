@@ -22,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import distributed, flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.machine.log import MetricWriter, noise_level_means, write_manifest
 from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -35,7 +35,7 @@ from diffusion_jax.machine.sharding import (
     shardings,
 )
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
+from diffusion_jax.task import Metrics, Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
@@ -302,8 +302,7 @@ def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints
         )
         occasions.append((lambda step: step % records.every == 0, measure))
     if every := snapshot_every(settings, run.steps):
-        save = checkpoints.snapshots(settings.snapshot_dtype).save
-        occasions.append((lambda step: step % every == 0, save))
+        occasions.append((lambda step: step % every == 0, checkpoints.snapshots(settings).save))
     return occasions
 
 

@@ -1,0 +1,81 @@
+"""A new word from ten pictures: what fine-tuning learns of it, and what it forgets.
+
+    python -m benchmarks.finetuning pictures --out=runs/pink
+    python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
+
+The first writes ten digits in an ink that the quick start never sees, and their captions. The
+second draws with models of the quick start and has its judge, who is told of the ink, read the
+pictures: the shares of which digit, ink and paper are right, of the new word on all digits and
+papers (40 of its 50 prompts are new to fine-tuning too) and of the words from before.
+See docs/finetuning.md.
+"""
+
+import argparse
+import json
+import pathlib
+from collections.abc import Sequence
+
+import numpy as np
+from PIL import Image
+
+from diffusion_jax.data import digits
+from diffusion_jax.data.digits import Prompt
+from diffusion_jax.metrics import digits as judges
+
+INK, COLOUR = "pink", (250, 110, 190)
+SIZE = 16
+_OLD_EVERY, _NEW_IMAGES = 2, 2
+
+
+def ten_prompts() -> list[Prompt]:
+    """Each digit once, on every paper twice."""
+    return [Prompt(i, INK, list(digits.PAPERS)[i % len(digits.PAPERS)]) for i in range(10)]
+
+
+def write_pictures(out: pathlib.Path) -> None:
+    """Ten PNG files with their captions beside them."""
+    glyphs, random = digits.load("train"), np.random.RandomState(0)
+    out.mkdir(parents=True, exist_ok=True)
+    for prompt in ten_prompts():
+        glyph = glyphs.images[random.choice(np.flatnonzero(glyphs.digits == prompt.digit))]
+        ink, paper = (np.array(rgb, np.float32) for rgb in (COLOUR, digits.PAPERS[prompt.paper]))
+        image = digits.colour(digits.enlarge(glyph[None], SIZE)[0], ink, paper)
+        Image.fromarray(image).save(out / f"{prompt.digit}.png")
+        (out / f"{prompt.digit}.txt").write_text(f"{digits.caption(prompt)}\n")
+
+
+def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
+    """The shares of pictures that are right: of the new word, and of `old` prompts."""
+    from imagen_jax import cascade  # Slow to import, and only drawing needs it.
+
+    stages, judge = [cascade.load_model(workdir)], judges.fit_judge()
+    new = [Prompt(digit, INK, paper) for digit in range(10) for paper in digits.PAPERS]
+    new = [digits.caption(prompt) for prompt in new] * _NEW_IMAGES
+    images = cascade.draw(stages, [*new, *old], range(len(new) + len(old)))[-1]
+    read = [digits.caption(prompt) for prompt in judge(images)]
+    right = np.array([a == b for a, b in zip(read, [*new, *old], strict=True)])
+    inks = np.array([INK in text for text in read[: len(new)]])
+    return {
+        "new": float(right[: len(new)].mean()),
+        "new_ink": float(inks.mean()),
+        "old": float(right[len(new) :].mean()),
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs one of the two commands."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("command", choices=("pictures", "score"))
+    parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/pink"))
+    parser.add_argument("--workdir", action="append", default=[])
+    args = parser.parse_args(arguments)
+    if args.command == "pictures":
+        return write_pictures(args.out)
+    old = digits.seen_prompts()[::_OLD_EVERY]
+    digits.INKS[INK] = COLOUR  # Which the judge is to know from here on.
+    for workdir in args.workdir:
+        print(json.dumps({"workdir": workdir, **score(workdir, old)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""Ten pictures of a new word, by the commands: prior, LoRA, drawing, and drawing over pictures."""
+
+import json
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import finetuning
+from diffusion_jax import runs
+from diffusion_jax.weights import restore
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+pytestmark = pytest.mark.slow
+
+
+def run(name, *arguments):
+    ended = commands.run(name, *arguments, devices=1)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def draw(out, *arguments):
+    run(
+        "sample",
+        f"--out={out}",
+        "--num_images=2",
+        "--prompt=a pink seven on gray paper",
+        *arguments,
+    )
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines]).astype(
+        int
+    )
+
+
+@pytest.fixture(scope="module")
+def adapting(trained, tmp_path_factory):
+    """A run of LoRA on `trained` with what that drew before as its prior, in two commands."""
+    folder = tmp_path_factory.mktemp("finetuning")
+    finetuning.main(["pictures", f"--out={folder / 'pink'}"])
+    draw(folder / "before", f"--workdir={trained}")
+    arguments = (
+        *TINY, f"--config.unet.weights={trained}", "--config.data.source=folder",
+        f"--config.data.path={folder / 'pink'}", f"--config.data.prior={folder / 'before'}",
+        "--config.lora.rank=2", f"--workdir={folder / 'run'}", "--config.save_every=2",
+    )  # fmt: skip
+    told = run("train", *arguments, "--config.steps=2").out
+    run("train", *arguments, "--config.steps=4")
+    return folder / "run", told
+
+
+def test_the_rehearsal_and_the_checkpoints_know_the_factors_alone(adapting, trained):
+    workdir, told = adapting
+    assert "parameters     640 trained" in told and " frozen" in told
+    assert restore.steps(workdir / runs.CHECKPOINTS)[-1] == 4
+    size = lambda run, step: sum(
+        file.stat().st_size for file in (run / runs.CHECKPOINTS / step).rglob("*")
+    )
+    assert size(workdir, "4") < 0.5 * size(
+        trained, str(restore.steps(trained / runs.CHECKPOINTS)[-1])
+    )
+
+
+def test_scale_0_draws_as_the_base_and_1_otherwise(adapting, trained, tmp_path):
+    _, base = draw(tmp_path / "base", f"--workdir={trained}")
+    lines, without = draw(tmp_path / "0", f"--workdir={adapting[0]}", "--lora_scale=0")
+    _, with_it = draw(tmp_path / "100", f"--workdir={adapting[0]}", "--lora_scale=100")
+    np.testing.assert_array_equal(without, base)
+    assert np.abs(with_it - base).max() > 0 and lines[0]["stages"][0]["checkpoint"] == 4
+
+
+def test_another_base_is_refused(adapting, tmp_path):
+    workdir = adapting[0]
+    other = tmp_path / "other"
+    run("train", *TINY, f"--workdir={other}", "--config.steps=1", "--config.seed=7")
+    message = f"{workdir} adapts other weights than those that lie in unet.weights now"
+    out = f"--out={tmp_path / 'out'}"
+    ended = commands.run(
+        "sample", f"--workdir={workdir}", f"--unet_weights={other}", out, "--prompt=a", devices=1
+    )
+    assert ended.code == 2 and message in ended.err
+
+
+def test_black_of_a_mask_stays(trained, tmp_path):
+    pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    mask = np.zeros((16, 16), np.uint8)
+    mask[:8] = 255
+    Image.fromarray(mask).save(tmp_path / "mask.png")
+    given = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
+    lines, drawn = draw(tmp_path / "out", f"--workdir={trained}", *given)
+    np.testing.assert_array_equal(drawn[:, 8:], np.broadcast_to(pixels[8:], drawn[:, 8:].shape))
+    assert np.abs(drawn[:, :8] - pixels[:8]).max() > 20
+    assert lines[0]["strength"] == [1.0] and lines[0]["mask"] == str(tmp_path / "mask.png")
