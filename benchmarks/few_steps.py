@@ -8,6 +8,7 @@ that were drawn as asked, digit, ink and paper, by the judge. What is not said i
 """
 
 import time
+from typing import Any
 
 import jax
 from absl import app, flags
@@ -39,7 +40,8 @@ def main(argv: list[str]) -> None:
     measure.say("| sampler | steps | ms a picture | as asked |\n|---|---|---|---|")
     for name in _NAMES.value:
         for number in steps:
-            choice = cascade.Choice(sampler=name, steps=number, grid=_GRID.value)
+            sampler: dict[str, Any] = {"sampler": name, "steps": number, "grid": _GRID.value}
+            choice = cascade.Choice(**sampler)
             with cli.bad_input():
                 model = cascade.load_model(_RUN.value, choice)
             draw = lambda model=model: cascade.draw([model], prompts, range(len(prompts)))[-1]

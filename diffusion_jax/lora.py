@@ -10,6 +10,7 @@ import difflib
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -33,13 +34,9 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
     """
     layers(base, s)  # Before anything is compiled.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
-    drawing = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
 
     def loss(params, frozen, batch, key):
         return task.loss(training(frozen["base"], params), frozen["task"], batch, key)
-
-    def sample(params, frozen, batch, keys, guidance):
-        return task.sample(drawing(frozen["base"], params), frozen["task"], batch, keys, guidance)
 
     def errors(params, frozen, batch, keys, sigma):
         assert task.measure is not None
@@ -49,11 +46,22 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
     return task._replace(
         init=lambda key: init(key, task.init(key), s),
         loss=loss,
-        sample=sample,
+        sample=drawn(task.sample, s),
         frozen={"task": task.frozen, "base": base},
         rules=[(r"/(down|up)$", FSDP), *task.rules],
         measure=task.measure and task.measure._replace(errors=errors),
+        begin=task.begin and drawn(task.begin, s),
     )
+
+
+def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
+    """A Task's `sample` or `begin`, of factors beside the frozen weights that they adapt."""
+    whole = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
+
+    def adapted(params, frozen, *arguments):
+        return function(whole(frozen["base"], params), frozen["task"], *arguments)
+
+    return adapted
 
 
 def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:

@@ -21,10 +21,11 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
     dot, known = f"{name}." if name else "", settings.defaults(kind)
     for field, hint in typing.get_type_hints(kind, include_extras=True).items():
         if field in values and values[field] != known.get(field):
-            _check_value(f"{dot}{field}", values[field], hint)
+            check_value(f"{dot}{field}", values[field], hint)
 
 
-def _check_value(field: str, value: Any, hint: Any) -> None:
+def check_value(field: str, value: Any, hint: Any) -> None:
+    """`check` of one value, by the annotation of its field."""
     kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
     kind = kind if ranges else hint
     if ranges and callable(ranges[0]):
@@ -32,7 +33,7 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
         for call in calls if isinstance(calls, list) else [calls]:
             parameters = inspect.signature(call.func).parameters
             for name, bound in call.keywords.items():
-                _check_value(f"{field}: {name}", bound, parameters[name].annotation)
+                check_value(f"{field}: {name}", bound, parameters[name].annotation)
         return
     others = [known for known in ranges if not isinstance(known, str)]
     if any(value in known for known in others):
@@ -51,7 +52,7 @@ def _check_value(field: str, value: Any, hint: Any) -> None:
                 raise ValueError(f"{field} is {value}: it must be {words}{either}")
 
 
-_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 
 def _misfit(value: Any, kind: Any) -> str:
@@ -64,11 +65,11 @@ def _misfit(value: Any, kind: Any) -> str:
     if origin is not None:
         each = [_misfit(value, part) for part in parts if _misfit(None, part)]
         return " or ".join(each) if all(each) else ""
-    if kind not in _WORDS:
+    if kind not in WORDS:
         return ""
     fits = isinstance(value, (int, float) if kind is float else kind)
     fits = fits and isinstance(value, bool) == (kind is bool)
-    return "" if fits else _WORDS[kind]
+    return "" if fits else WORDS[kind]
 
 
 def _inside(number: int | float, interval: str) -> bool:

@@ -3,7 +3,6 @@
 Below it is what the losses of all systems do alike.
 """
 
-import itertools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, ArrayLike, Bool, Float, Key, PRNGKeyArray, UInt8
 
 from diffusion_jax.diffusion.precond import Images, Sigma
+from diffusion_jax.diffusion.samplers import Begin
 from diffusion_jax.machine.sharding import Rules
 
 Params = Any
@@ -26,7 +26,7 @@ LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""],
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
 LABELS = ("sigma", "loss")  # Names of each sample's two numbers in the program of a loss.
-_LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
+LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
 
 
 class Measure(NamedTuple):
@@ -59,6 +59,8 @@ class Task(NamedTuple):
     """Where each parameter lives on the mesh."""
     measure: Measure | None = None
     """The loss of single images, for a held-out loss; None of a system that has none."""
+    begin: Begin | None = None
+    """Where `sample`, with the same arguments, starts."""
 
 
 def to_range(
@@ -82,21 +84,8 @@ def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Arra
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
     """Sums and counts of a batch's losses within each of five ranges of sigma."""
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
-    level = jnp.searchsorted(jnp.array(_LEVELS), sigma)  # [B]
-    inside = level == jnp.arange(len(_LEVELS) + 1)[:, None]  # [levels, B]
+    level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
+    inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]
     # Not inside * loss, in which a loss that is not finite would spoil every level.
     level_loss = jnp.where(inside, loss, 0).sum(1)
     return {"level_loss": level_loss, "level_count": inside.sum(1).astype(loss.dtype)}
-
-
-def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
-
-    A range that no sample fell into is left out, and all are of metrics without levels.
-    """
-    if "level_loss" not in metrics:
-        return {}
-    edges = ("0", *map(str, _LEVELS), "inf")
-    names = [f"loss/sigma_{a}_to_{b}" for a, b in itertools.pairwise(edges)]
-    rows = zip(names, metrics["level_loss"], metrics["level_count"], strict=True)
-    return {name: float(total / count) for name, total, count in rows if count}

@@ -18,27 +18,26 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax import finetune
-from diffusion_jax.diffusion.guidance import THRESHOLDS
+from diffusion_jax import finetune, lora
 from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Encoders, Model, replaces
 from diffusion_jax.draw.pictures import Given
-from diffusion_jax.draw.program import Images, default_batch_size, in_batches
+from diffusion_jax.draw.program import Images, default_batch_size, in_batches, previewed
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
 from diffusion_jax.text import registry
 from imagen_jax import task
-from imagen_jax.settings import Settings
+from imagen_jax.settings import Sampler, Settings, check
 from imagen_jax.weights.initial import read_unet
 
 
+@model.with_fields_of("sampler", Sampler)
 @dataclasses.dataclass(frozen=True)
 class Choice(model.Choice):
     """Which weights a stage draws with, and how; None stands for what the run's config says."""
 
-    threshold: str | None = replaces("sampler.threshold", f"One of {', '.join(THRESHOLDS)}.")
     aug_sigma: float | None = replaces(
         "super_resolution.aug_sigma", "Noise put on the small images."
     )
@@ -91,11 +90,17 @@ def load_model(
     guide = model.load_guide(choice, "imagen_jax", s, init_of, mesh, task.RULES)
     if guide:
         frozen = {"text": frozen, "guide": guide[1]}
-    imagen = task.make_task(s, encoder, guide and guide[0], choice.strength)
-    imagen = imagen._replace(frozen=frozen)
+
+    def begin_of(changed, preview):
+        check(changed)
+        begin = task.make_task(changed, encoder, guide and guide[0], choice.strength).begin
+        assert begin
+        return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
+
+    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
     base = lambda: read_unet(s.unet_weights, s)
     imagen = finetune.adapted(imagen, workdir, s.lora, base, mesh)
-    return model.load_model(workdir, choice, s, encoder, imagen, mesh)
+    return model.load_model(workdir, choice, s, encoder, imagen, mesh, begin_of)
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
@@ -202,6 +207,19 @@ def describe(stage: Model) -> dict[str, Any]:
     if s.super_resolution.factor > 1:
         described["aug_sigma"] = s.super_resolution.aug_sigma
     return described
+
+
+def card(stages: Sequence[Model]) -> dict[str, Any]:
+    """Runs with their samplers' settings, as the command writes them beside each picture."""
+    each = []
+    for stage in stages:
+        s, described = stage.settings, describe(stage)
+        sampler = described.pop("sampler")
+        described |= {"sampler": sampler.pop("name"), **sampler}
+        each.append(
+            described | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
+        )
+    return {"guidance": stages[0].settings.sampler.guidance, "stages": each}
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:

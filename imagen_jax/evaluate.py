@@ -15,9 +15,11 @@ other pictures are scored by FID and CLIP score, as a curve over the scales:
 embeddings.
 
 --checkpoint and --ema take lists, which become further points: of the first model, and repeated,
---ema=0.999,0.9999 --ema=0.9999,raw, of the ones after it in all combinations. --sampler, --steps
-and --grid have one value for all models, or one for each. The same seeds draw at every point.
-Features are kept batch by batch: started again, a sweep goes on where it was.
+--ema=0.999,0.9999 --ema=0.9999,raw, of the ones after it in all combinations. So do --sampler,
+--steps, --eta and all other settings of the sampler: --steps=10,20,30. Of a cascade the commas are
+between its stages, one value for all or one for each, and a repeated flag gives further points:
+--steps=30,20 --steps=10,10. The same seeds draw at every point. Features are kept batch by batch:
+started again, a sweep goes on where it was.
 
 WORKDIR/evaluation/NAME gets sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf, a
 sheet of pictures for each scale, and scores/, a card with each score; the scores also go to the
@@ -45,17 +47,21 @@ SCALES = (1, 1.5, 2, 3, 4, 5, 6)
 
 def open_subject(
     workdirs: Sequence[str],
-    choices: Sequence[Choice] = (),
+    choices: Sequence[Sequence[Choice]] = (),
     weights: Sequence[Sequence[Weights]] = (),
 ) -> Subject:
-    """A cascade of runs; ValueError or FileNotFoundError if it is none."""
+    """A cascade of runs; ValueError or FileNotFoundError if it is none.
+
+    `choices` are those of each stage at each point, `weights` the averages and checkpoints of each.
+    """
+    choices = choices or [[Choice()] * len(workdirs)]
     if len(weights) > len(workdirs):
         raise ValueError(
             f"--ema or --checkpoint is given {len(weights)} times for {len(workdirs)} stages: give "
             "it once a stage, with commas between several"
         )
     weights = [*weights, *([("ema", None)] for _ in workdirs[len(weights) :])]
-    each = zip(choices or [Choice()] * len(workdirs), weights, strict=True)
+    each = zip(choices[0], weights, strict=True)
     chosen = [
         dataclasses.replace(choice, ema=some[0][0], checkpoint=some[0][1]) for choice, some in each
     ]
@@ -64,7 +70,8 @@ def open_subject(
     last = stages[-1].settings
     sizes = stages[0].settings.output_size, last.output_size
     name = pathlib.Path(stages[-1].workdir).name
-    return evaluation.of_models(stages, _draw, _describe, last.data.source, sizes, weights, name)
+    source = last.data.source
+    return evaluation.of_models(stages, _draw, _describe, source, sizes, weights, name, choices)
 
 
 def _draw(
@@ -86,11 +93,11 @@ if __name__ == "__main__":
     workdir = flags.DEFINE_multi_string(
         "workdir", None, "The folder of a training run; repeated for a cascade.", required=True
     )
-    holders = choice_flags.define_lists(Choice, without=("ema", "checkpoint", "guidance"))
+    holders = choice_flags.define_axes(Choice, without=("ema", "checkpoint", "guidance"))
 
     def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
         """The one that the flags name."""
-        choices = choice_flags.choices(Choice, holders, len(workdir.value))
+        choices = choice_flags.axes(Choice, holders, len(workdir.value))
         return [open_subject(workdir.value, choices, weights)]
 
     evaluation.command(open_subjects, SCALES)

@@ -4,7 +4,8 @@
         --num_images=8 --out=pictures
 
 A cascade names its models in the order in which they draw, each with its own settings or all with
-one; what is left out is the config's:
+one; what is left out is the config's. Each setting of the sampler is a flag (--eta, --churn, --rho,
+--sigma_max, --guidance_low ...):
 
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures
@@ -29,7 +30,6 @@ on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of -
 import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from absl import flags
@@ -89,8 +89,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
         small = None if low_res is None else low_res[rows]
         return cascade.draw_batches(stages, row_texts, seeds, sizes, small)
 
-    guidance = stages[0].settings.sampler.guidance
-    card = {"guidance": guidance, "stages": [_card(stage) for stage in stages]}
+    card = cascade.card(stages)
     if given:
         card["strength"] = strengths
     inputs = {"embeddings": _EMBEDDINGS.value, "low_res": _LOW_RES.value}
@@ -124,14 +123,6 @@ def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     if len(pictures) != num_texts:
         raise ValueError(f"{len(pictures)} pictures and {num_texts} texts: give one for each text")
     return np.stack(pictures).astype(np.float32) / 127.5 - 1
-
-
-def _card(stage: Model) -> dict[str, Any]:
-    """A stage's run and its sampler's settings, side by side."""
-    s, card = stage.settings, cascade.describe(stage)
-    sampler = card.pop("sampler")
-    card |= {"sampler": sampler.pop("name"), **sampler}
-    return card | ({"low_res": s.input_size} if s.super_resolution.factor > 1 else {})
 
 
 if __name__ == "__main__":

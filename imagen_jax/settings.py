@@ -135,6 +135,7 @@ def check(s: Settings) -> None:
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
+    guidance_module.check(s.sampler)
     if isinstance(s.unet, UNet):
         unet_module.check(s.unet)
     else:

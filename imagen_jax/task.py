@@ -15,7 +15,6 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
 from diffusion_jax.task import (
     Measure,
-    Sample,
     Task,
     kept_texts,
     loss_by_noise_level,
@@ -91,8 +90,9 @@ def make_task(
         return super_resolution.sampling_inputs(small, aug_sigma, keys, goal.scalings)
 
     measure = Measure(functools.partial(noise.quantiles, goal.noise), errors)
-    sample = _make_sample(s, encoder, goal, sampling_low_res, guide, strength)
-    return Task(init, loss, sample, encoder.frozen, RULES, measure)
+    begin = _make_begin(s, encoder, goal, sampling_low_res, guide, strength)
+    sample = samplers.whole(begin, s.sampler)
+    return Task(init, loss, sample, encoder.frozen, RULES, measure, begin)
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
@@ -101,14 +101,14 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
 
-def _make_sample(
+def _make_begin(
     s: Settings,
     encoder: TextEncoder,
     goal: Objective,
     make_low_res: Callable[[Images, Key[Array, "B"]], LowRes],
     guide: Settings | None,
     strength: float,
-) -> Sample:
+) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
     words = s.sampler.negative_prompt
@@ -121,7 +121,7 @@ def _make_sample(
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
         return encoder.encode(frozen, rows)
 
-    def sample(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, scale):
         of_text = frozen["text"] if guide else frozen
         text, mask = encoder.encode(of_text, batch)
         shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
@@ -143,18 +143,20 @@ def _make_sample(
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
         denoise = threshold(denoise)
-        sampler = samplers.make(s.sampler)
-        if "image" in batch:
-            from diffusion_jax.diffusion import editing  # Few draw over pictures.
-
-            eps, new = samplers.initial_noise(keys, shape, 1), batch.get("mask")
-            new = None if new is None else new[..., None]
-            sampler = editing.over(sampler, to_range(batch["image"]), eps, strength, new)
         x = samplers.initial_noise(keys, shape, sigmas[0])
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
-        return samplers.in_own_coordinates(x, sigmas[-1])
+        noise = samplers.gaussian_noise(keys, shape)
+        finish = lambda x: samplers.in_own_coordinates(x, sigmas[-1])
+        start = samplers.Start(denoise, x, sigmas, noise, finish)
+        if "image" not in batch:
+            return start
+        from diffusion_jax.diffusion import editing  # Few draw over pictures.
 
-    return sample
+        eps, new = samplers.initial_noise(keys, shape, 1), batch.get("mask")
+        new = None if new is None else new[..., None]
+        image = to_range(batch["image"])
+        return start._replace(around=lambda f: editing.over(f, image, eps, strength, new))
+
+    return begin
 
 
 def _denoiser_of(

@@ -81,15 +81,21 @@ os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/
 # on this notebook holds the device, so that commands as above would find no memory on a GPU.
 
 # %%
-from sd_jax import drawing
+import sd_jax
 
-model = drawing.load(WORKDIR)
+model = sd_jax.load(WORKDIR)
 prompts = ["a red seven on gray paper", "a white two on cyan paper", "a blue three on black paper"]
-images = drawing.draw(model, prompts, seeds=[0, 1, 2])
+model.draw(prompts, seeds=[0, 1, 2])
 
-figure, axes = plt.subplots(1, len(prompts), figsize=(9, 3))
-for axis, image, prompt in zip(axes, images, prompts, strict=True):
-    axis.imshow(image)
-    axis.set_title(prompt, fontsize=8)
-    axis.axis("off")
-plt.show()
+# %% [markdown]
+# Everything about the sampler can be chosen, without loading again; and `model.denoiser` is
+# D(x, sigma) of some prompts, for a sampler of your own. This one is Euler's method.
+
+# %%
+import itertools
+
+D = model.denoiser(prompts, guidance=3)
+x = D.start(seeds=[0, 1, 2])
+for sigma, lower in itertools.pairwise(D.sigmas):
+    x = x + (lower - sigma) * (x - D(x, sigma)) / sigma
+own = D.pictures(x)

@@ -96,6 +96,18 @@ def draw_batches(
     yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
 
 
+def card(model: Model) -> dict[str, Any]:
+    """The model and its sampler, as the command writes them beside each picture."""
+    p = model.settings
+    card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
+    height, width = p.output_shape
+    card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
+    card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
+    card |= describe_grid(p.sampler) | describe_guidance(model)
+    card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
+    return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
+
+
 def describe_guidance(model: Model) -> dict[str, Any]:
     """The fields of guidance for cards, where it is not classifier-free and at every level."""
     s: settings.Sampler = model.settings.sampler
@@ -106,10 +118,12 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """The fields of a sampler's grid for cards, where it is not the sampler's own."""
+    """The fields of a sampler's grid for cards, where it is not the sampler's own; its churn."""
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
-    given = sampler.grid or sampler.end
-    return {name: getattr(sampler, name) for name in names} if given else {}
+    given, usual = sampler.grid or sampler.end, sampler._field_defaults
+    fields = {name: getattr(sampler, name) for name in (*names, "churn")}
+    shown = lambda name: (given and name in names) or fields[name] != usual[name]
+    return {name: value for name, value in fields.items() if shown(name)}
 
 
 def default_batch_size(model: Model) -> int:

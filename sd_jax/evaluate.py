@@ -7,7 +7,8 @@
 
 draws the prompts at each scale and scores them by FID and CLIP score, as a curve over the scales;
 a model of the coloured digits is scored by their judge, without any of these files. --checkpoint
-and --ema take lists, and become further points. The same seeds draw at every point. Features are
+and --ema take lists, and become further points, and so do all settings of the sampler:
+--sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. The same seeds draw at every point. Features are
 kept batch by batch: started again, a sweep goes on where it was.
 
 Models that were trained elsewhere, and several of either, share one figure, a curve each:
@@ -27,7 +28,7 @@ python -m diffusion_jax.report WORKDIR --rcp).
 
 import dataclasses
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,34 +47,51 @@ SCALES = (1.5, 2, 3, 4, 5, 6, 7, 8)
 LAST: tuple[Weights, ...] = (("ema", None),)
 
 
-def open_run(workdir: str, choice: Choice, weights: Sequence[Weights] = LAST) -> Subject:
-    """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw."""
+def open_run(
+    workdir: str,
+    choice: Choice,
+    weights: Sequence[Weights] = LAST,
+    choices: Sequence[Choice] = (),
+) -> Subject:
+    """The model of a run; ValueError or FileNotFoundError if there is none, or it cannot draw.
+
+    `choices` are how it draws at each point, `choice` at the first.
+    """
     ema, step = weights[0]
     choice = dataclasses.replace(choice, ema=ema, checkpoint=step)
     s, model = read_run(workdir, choice), drawing.load(workdir, choice)
     described = {"training_seed": s.run.seed, "vae": s.vae_weights}
-    return _subject(model, described, s.data.source, [weights])
+    return _subject(model, described, s.data.source, [weights], choices or [choice])
 
 
-def open_model(path: str, choice: Choice, file: File, ema: str = "ema") -> Subject:
-    """A model that was trained elsewhere; errors as of drawing.load."""
+def open_model(
+    path: str, choice: Choice, file: File, ema: str = "ema", choices: Sequence[Choice] = ()
+) -> Subject:
+    """A model that was trained elsewhere, likewise; errors as of drawing.load."""
     choice = dataclasses.replace(choice, ema=ema)
     described = {"lora": list(file.lora)} if file.lora else {}
-    return _subject(drawing.load(path, choice, file), described, "", [])
+    return _subject(drawing.load(path, choice, file), described, "", [], choices or [choice])
 
 
 def _subject(
-    model: Model, described: dict[str, Any], source: str, weights: Sequence[Sequence[Weights]]
+    model: Model,
+    described: Mapping[str, Any],
+    source: str,
+    weights: Sequence[Sequence[Weights]],
+    choices: Sequence[Choice],
 ) -> Subject:
-    p = model.settings
-    s, (height, width) = p.sampler, p.output_shape
+    height, width = model.settings.output_shape
     if height != width:
         raise ValueError(f"{model.workdir} draws {width}x{height}: only squares are scored")
-    described |= {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
-    described |= drawing.describe_grid(s) | drawing.describe_guidance(model)
-    name = pathlib.Path(model.workdir).name
-    sizes = height, height
-    return evaluation.of_models([model], _draw, lambda _: described, source, sizes, weights, name)
+
+    def describe(model: Model) -> dict[str, Any]:
+        s = model.settings.sampler
+        of = {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
+        return {**described, **of, **drawing.describe_grid(s), **drawing.describe_guidance(model)}
+
+    name, sizes = pathlib.Path(model.workdir).name, (height, height)
+    rows = [[choice] for choice in choices]
+    return evaluation.of_models([model], _draw, describe, source, sizes, weights, name, rows)
 
 
 def _draw(
@@ -89,7 +107,7 @@ if __name__ == "__main__":
     _MODEL = flags.DEFINE_multi_string(
         "model", [], "A diffusers directory or a checkpoint's file; several."
     )
-    _CHOICE = choice_flags.define(
+    _CHOICE = choice_flags.define_axes(
         Choice, without=("ema", "checkpoint", "guidance", "height", "width")
     )
     _FILE = file_flags.define()
@@ -102,11 +120,11 @@ if __name__ == "__main__":
             raise ValueError("--model alone has no workdir: say where the files go with --out=PATH")
         if len(weights) > 1:
             raise ValueError("--ema and --checkpoint are given once, with commas between several")
-        choice = Choice(**choice_flags.values(_CHOICE))
+        choices = [choice for (choice,) in choice_flags.axes(Choice, _CHOICE, 1)]
         ema = "raw" if all(ema == "raw" for ema, _ in weights[0]) else "ema"
         return [
-            *(open_run(workdir, choice, weights[0]) for workdir in _WORKDIR.value),
-            *(open_model(path, choice, _FILE(), ema) for path in _MODEL.value),
+            *(open_run(run, choices[0], weights[0], choices) for run in _WORKDIR.value),
+            *(open_model(path, choices[0], _FILE(), ema, choices) for path in _MODEL.value),
         ]
 
     evaluation.command(open_subjects, SCALES)

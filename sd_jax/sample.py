@@ -10,7 +10,7 @@
 Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz), which needs CLIP's vocabulary beside
 it (--tokenizer=FOLDER) and, of 2.x, what it predicts (--prediction=v). What is left out is the
 run's, or else 50 steps at guidance 7.5 and the size that the model was trained at, by a directory's
-own scheduler or PLMS.
+own scheduler or PLMS. Each setting of the sampler is a flag (--eta, --churn, --grid ...).
 
 A LoRA trained here is a run, --workdir, and --lora_scale its strength. LoRA files of diffusers and
 kohya join a --model, as they are or FILE:STRENGTH: --lora=style.safetensors:0.7 --lora=cat.pt.
@@ -34,13 +34,12 @@ import numpy as np
 from absl import flags
 from jaxtyping import ArrayLike
 
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import choice_flags, pictures
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
-from diffusion_jax.draw.model import Model
 from diffusion_jax.machine import programs, sheets
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice
-from sd_jax.sampling import Preview
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a training run.")
 _MODEL = flags.DEFINE_string("model", None, "A diffusers directory or a checkpoint's file.")
@@ -79,7 +78,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
     files = {"image": flags.FLAGS.image, "mask": flags.FLAGS.mask}
     loras = {"lora": file.lora} if file.lora else {}
-    return Session(prompts, draw, _card(model) | loras, files)
+    return Session(prompts, draw, drawing.card(model) | loras, files)
 
 
 def _choice(given: Mapping[str, np.ndarray], preview: Preview | None) -> Choice:
@@ -113,18 +112,6 @@ def _given(num_texts: int) -> Mapping[str, np.ndarray]:
     if not (width and height) and len({image.size for image in opened.images}) > 1:
         raise ValueError("the pictures differ in size: give --height and --width for all")
     return opened.at((width or first.width, height or first.height), num_texts)
-
-
-def _card(model: Model) -> dict[str, Any]:
-    """The model and its sampler, for the metadata."""
-    p = model.settings
-    card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
-    height, width = p.output_shape
-    card |= {"height": height, "width": width, "predicts": p.diffusion.predicts}
-    card |= {"sampler": p.sampler.name, "steps": p.sampler.steps, "eta": p.sampler.eta}
-    card |= drawing.describe_grid(p.sampler) | drawing.describe_guidance(model)
-    card |= {"guidance": p.sampler.guidance, "negative_prompt": p.sampler.negative_prompt}
-    return card | ({"strength": p.strength, "steps_taken": p.steps_taken} if p.strength < 1 else {})
 
 
 if __name__ == "__main__":

@@ -4,28 +4,33 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, ArrayLike, Float
+from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion import guidance, objective, precond, samplers
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
 from sd_jax import vae as vae_module
 from sd_jax.settings import Pipeline, Settings
 
-Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 NEGATIVE = "negative_"
 IMAGE, MASK = "image", "mask"
 _PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 KiB a pixel.
 
 
-def make_sample(
+def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
+    """A Task's `sample`, of the arguments of make_begin."""
+    return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
+
+
+def make_begin(
     p: Pipeline,
     encoder: TextEncoder,
     preview: Preview | None = None,
     guide: Settings | None = None,
-) -> Callable[..., Images]:
-    """A Task's `sample`: (params, frozen, batch, a key an image, guidance) to images.
+) -> samplers.Begin:
+    """Where `sample` starts.
 
     `frozen` holds the weights of "text" and "vae", and of a model of `guide` that leads this one,
     "guide"; `batch` what `prompts` returns, and, to draw over pictures, IMAGE [B, H, W, 3] of uint8
@@ -37,10 +42,9 @@ def make_sample(
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     scalings, factor = goal.precond(time), vae_module.factor(vae)
 
-    def sampler_of(frozen, batch, keys):
-        sampler = samplers.make(p.sampler)
+    def over(frozen, batch, keys):
         if IMAGE not in batch:
-            return sampler, p.output_shape
+            return lambda sampler: sampler, p.output_shape
         from diffusion_jax.diffusion import editing  # Few draw over pictures.
 
         pixels = to_range(batch[IMAGE], p.latents.pixels)
@@ -50,9 +54,9 @@ def make_sample(
         if MASK in batch:  # A latent is known where all of its pixels are.
             b, h, w, _ = z.shape
             new = batch[MASK].reshape(b, h, factor, w, factor).any((2, 4))[..., None]
-        return editing.over(sampler, z, eps, p.strength, new), pixels.shape[1:3]
+        return lambda f: editing.over(f, z, eps, p.strength, new), pixels.shape[1:3]
 
-    def sample(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, scale):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
         empty = lambda: prompts(encoder, [""] * len(keys), "")
@@ -69,12 +73,16 @@ def make_sample(
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:
-            denoise = sketched(denoise, preview, *colours(p, frozen["vae"]))
-        sampler, size = sampler_of(frozen, batch, keys)
+            from sd_jax import previews  # Where pictures are drawn: a task has none.
+
+            denoise = previews.sketched(denoise, preview, p, frozen["vae"])
+        around, size = over(frozen, batch, keys)
         shape = (*(side // factor for side in size), unet.in_channels)
         first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
-        x = samplers.initial_noise(keys, shape, first)
-        x = sampler(denoise, x, sigmas, samplers.gaussian_noise(keys, shape))
+        x, noise = samplers.initial_noise(keys, shape, first), samplers.gaussian_noise(keys, shape)
+        return samplers.Start(denoise, x, sigmas, noise, lambda x: finish(frozen, batch, x), around)
+
+    def finish(frozen, batch, x):
         z = samplers.in_own_coordinates(x, sigmas[-1]) / p.latents.scale
         at_once = max(1, _PIXELS // (z.shape[1] * z.shape[2] * factor**2))
         decode = lambda z: vae.apply(frozen["vae"], z, method="decode")
@@ -83,7 +91,7 @@ def make_sample(
             return images
         return jnp.where(batch[MASK][..., None], images, to_range(batch[IMAGE]))
 
-    return sample
+    return begin
 
 
 def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
@@ -106,27 +114,3 @@ def attended(
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))
-
-
-def sketched(
-    denoise: Denoiser, preview: Preview, matrix: Float[Array, "Z 3"], grey: Float[Array, "3"]
-) -> Denoiser:
-    """The same denoiser, which shows what it finds in the colours of `matrix` and `grey`."""
-    from diffusion_jax.machine import programs  # Where pictures are drawn: a task has none.
-
-    def shown(x, sigma):
-        x0 = denoise(x, sigma)
-        programs.on_host(preview, x0 @ matrix + grey, sigma[0])
-        return x0
-
-    return shown
-
-
-def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """RGB of each latent channel, by the VAE's first-order response to flat latents, and of 0."""
-    z = p.vae.latent_channels
-    flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale
-    latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))
-    images: Any = p.vae.apply(vae_params, latents, method="decode")
-    means = images.mean((1, 2))  # [2 Z + 1, 3]
-    return (means[:z] - means[z:-1]) / 2, means[-1]

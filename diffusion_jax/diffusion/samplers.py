@@ -40,6 +40,30 @@ class Method(NamedTuple):
     as diffusers' multistep solvers have it; whether times between whole ones are rounded."""
 
 
+class Start(NamedTuple):
+    """What a sampler takes, what becomes of what it returns, and what draws over pictures."""
+
+    denoise: Denoiser
+    x: Images
+    sigmas: Sigmas
+    noise: Draws
+    finish: Callable[[Images], Images]
+    around: Callable[[Sampler], Sampler] = lambda sampler: sampler
+
+
+Begin = Callable[..., Start]  # Of the arguments of a Task's `sample`.
+
+
+def whole(begin: Begin, s: Any) -> Callable[..., Images]:
+    """A Task's `sample`: the sampler of a config's `sampler`, from its start to images."""
+
+    def sample(*arguments: Any) -> Images:
+        start = begin(*arguments)
+        return start.finish(start.around(make(s))(*start[:4]))
+
+    return sample
+
+
 def make(s: Any) -> Sampler:
     """The sampler of a config's `sampler`; ValueError for one that there is not."""
     return bound("sampler.name", s.name, s)

@@ -5,19 +5,18 @@ import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import finetune, runs, systems
-from diffusion_jax.diffusion.grids import ENDS, GRIDS
-from diffusion_jax.diffusion.guidance import GUIDANCE
-from diffusion_jax.diffusion.samplers import SAMPLERS
-from diffusion_jax.draw.program import Draw, make_draw
+from diffusion_jax import described, finetune, ranges, runs, settings, systems
+from diffusion_jax.diffusion.guidance import Preview
+from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
@@ -29,56 +28,85 @@ from diffusion_jax.weights import restore
 Encoders = dict[Text, tuple[TextEncoder, Any]]
 
 
-def replaces(field: str, text: str) -> Any:
+def replaces(field: str, text: str, kind: Any = None, loads: bool = False) -> Any:
     """A field of a Choice that, where it is not None, stands in place of the config's `field`.
 
-    `text` is the help of its flag (see draw.choice_flags).
+    `text` is the help of its flag (see draw.choice_flags), `kind` its annotation in the config,
+    if that has a range; `loads` is of what says which weights are read.
     """
-    return dataclasses.field(default=None, metadata={"field": field, "help": text})
+    metadata = {"field": field, "help": text, "kind": kind, "loads": loads}
+    return dataclasses.field(default=None, metadata=metadata)
 
 
 def chosen(default: Any, text: str) -> Any:
     """A field of a Choice of which a config says nothing; `text` as in `replaces`."""
-    return dataclasses.field(default=default, metadata={"help": text})
+    return dataclasses.field(default=default, metadata={"help": text, "loads": True})
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which weights draw, and how; None stands for what the run's config says."""
+    """Which weights draw, and how; None stands for what the run's config says.
+
+    A system's own has a field for each of its sampler's settings: see `with_fields_of`.
+    """
 
     ema: str = chosen(
         "ema", 'Of a run a decay such as 0.9999, a width (0.05), "ema" (the largest) or "raw".'
     )
     checkpoint: int | None = chosen(None, "Of a run a step that was saved; else the last.")
-    guidance: float | None = replaces("sampler.guidance", "Guidance scale; 1 draws without.")
-    sampler: str | None = replaces("sampler.name", f"One of {', '.join(SAMPLERS)}.")
-    steps: int | None = replaces("sampler.steps", "Sampling steps.")
-    grid: str | None = replaces("sampler.grid", f"Their noise levels: one of {', '.join(GRIDS)}.")
-    end: str | None = replaces("sampler.end", f"Where these end: {' or '.join(ENDS)}.")
-    guiding: str | None = replaces(
-        "sampler.guiding", f"How guidance acts, joined by +: {', '.join(GUIDANCE)}."
-    )
     guide: str | None = chosen(
         None, "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative text."
     )
     lora_scale: float | None = replaces(
-        "lora.scale", "Of a run of LoRA, times what it learned: 0 draws as what it adapts does."
+        "lora.scale",
+        "Of a run of LoRA, times what it learned: 0 draws as what it adapts does.",
+        loads=True,
     )
     unet_weights: str | None = replaces(
-        "unet.weights", "Of a run of LoRA, where what it adapts lies now, if not in its config."
+        "unet.weights",
+        "Of a run of LoRA, where what it adapts lies now, if not in its config.",
+        loads=True,
     )
     text_weights: str | None = replaces(
-        "text.weights", "Folder or Hugging Face name of the text encoder's weights."
+        "text.weights", "Folder or Hugging Face name of the text encoder's weights.", loads=True
     )
 
     def fields_of(self, group: str) -> dict[str, Any]:
         """The values chosen in place of a config group's, by their names there."""
-        values = {}
+        return self.changes(loads=True).get(group, {})
+
+    def changes(self, loads: bool = False) -> dict[str, dict[str, Any]]:
+        """The values chosen by group and name; those that say what is loaded only if `loads`."""
+        groups: dict[str, dict[str, Any]] = {}
         for field in dataclasses.fields(self):
-            in_group, _, name = field.metadata.get("field", "").partition(".")
-            if in_group == group and (value := getattr(self, field.name)) is not None:
-                values[name] = value
-        return values
+            group, _, name = field.metadata.get("field", "").partition(".")
+            value = getattr(self, field.name)
+            if group and value is not None and (loads or not field.metadata["loads"]):
+                groups.setdefault(group, {})[name] = value
+        return groups
+
+
+C = TypeVar("C", bound=Choice)
+
+
+def with_fields_of(group: str, kind: type) -> Callable[[type[C]], type[C]]:
+    """Gives a class of choices a field for each of a config group's, with its range as its help.
+
+    It is called as in the config, but for `name`, which is called as the group.
+    """
+
+    def add(cls: type[C]) -> type[C]:
+        fields = []
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items():
+            text = f"In place of the config's {group}.{name}: {described.words(hint)}."
+            plain = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
+            field = replaces(f"{group}.{name}", text, hint)
+            fields.append((group if name == "name" else name, plain | None, field))
+        made = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
+        made.__doc__, made.__module__ = cls.__doc__, cls.__module__
+        return made
+
+    return add
 
 
 class Model(NamedTuple):
@@ -94,6 +122,10 @@ class Model(NamedTuple):
     step: int
     guide: str = ""
     """The run whose model guides this one, if any."""
+    programs: Programs | None = None
+    """What draws with other settings of the same networks."""
+    settle: Callable[[Choice], Any] | None = None
+    """The settings of another choice of how to draw."""
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice, system: str) -> Any:
@@ -115,12 +147,20 @@ def load_model(
     encoder: TextEncoder,
     task: Task,
     mesh: Mesh,
+    begin_of: BeginOf,
 ) -> Model:
-    """The model of a run, with the weights chosen; `task.frozen` lies on the devices already."""
+    """The model of a run, with the weights chosen; `task.frozen` lies on the devices already.
+
+    `begin_of` makes the task's `begin` of settings.
+    """
     shapes = jax.eval_shape(task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, task.rules))
-    draw = make_draw(task.sample, task.frozen, mesh)
-    model = Model(str(workdir), s, encoder, draw, placed, "", 0, choice.guide or "")
+    programs = make_programs(begin_of, task.frozen, mesh)
+    guide = choice.guide or ""
+    settle = functools.partial(_changed, s)
+    model = Model(
+        str(workdir), s, encoder, programs.draw(s), placed, "", 0, guide, programs, settle
+    )
     return with_weights(model, choice.ema, choice.checkpoint)
 
 
@@ -161,6 +201,26 @@ def with_weights(model: Model, ema: str, step: int | None) -> Model:
     )
     params, step = restore.load_params_and_step(folder, shapes, ema, step)
     return model._replace(params=params, ema=restore.name_of(folder / str(step), ema), step=step)
+
+
+def with_choice(model: Model, choice: Choice, preview: Preview | None = None) -> Model:
+    """The same model and weights, which draws as chosen: nothing is loaded, programs are kept.
+
+    ValueError for what cannot be.
+    """
+    assert model.programs and model.settle
+    s = model.settle(choice)
+    return model._replace(settings=s, draw=model.programs.draw(s, preview))
+
+
+def _changed(s: Any, choice: Choice) -> Any:
+    """The settings with what was chosen in place of their own."""
+    for group, values in choice.changes().items():
+        before = getattr(s, group)
+        values = settings.complete(before._asdict(), values, group)
+        ranges.check(type(before), values, group)
+        s = s._replace(**{group: before._replace(**values)})
+    return s
 
 
 def open_encoder(

@@ -6,19 +6,36 @@ drawn in nor the number of devices changes it (beyond the order of floating-poin
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jaxtyping import Float
 
+from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion.guidance import Preview
+from diffusion_jax.diffusion.samplers import Begin
+from diffusion_jax.machine import programs
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
+BeginOf = Callable[[Any, Preview | None], Begin]
+"""(settings, preview) to a task's `begin`; ValueError for settings that do not go together."""
+
+
+class Programs(NamedTuple):
+    """What draws with other settings of the same networks."""
+
+    draw: Callable[..., Draw]
+    """(settings, preview=None) to what draws with them, kept for the next time."""
+    begin: Callable[[Any], tuple[Begin, Any]]
+    """Settings to a task's `begin`, and its frozen weights."""
+
+
 _PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
 
 
@@ -45,6 +62,32 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
         return jax.device_get(images)[: len(seeds)]
 
     return draw
+
+
+def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, kept: int = 16) -> Programs:
+    """What draws with which settings; of so many the compiled programs are kept."""
+
+    @functools.lru_cache(maxsize=kept)
+    def program(s: Any, preview: Preview | None) -> Draw:
+        return make_draw(samplers.whole(begin_of(s, preview), s.sampler), frozen, mesh)
+
+    def draw(s: Any, preview: Preview | None = None) -> Draw:
+        scale = {"guidance": 1.0}  # An argument of what draws.
+        return program(s._replace(sampler=s.sampler._replace(**scale)), preview)
+
+    return Programs(draw, lambda s: (begin_of(s, None), frozen))
+
+
+def previewed(begin: Begin, preview: Preview | None) -> Begin:
+    """The same start, whose denoiser shows `preview` on the host what it finds, if there is one."""
+    if preview is None:
+        return begin
+
+    def shown(*arguments: Any) -> samplers.Start:
+        start = begin(*arguments)
+        return start._replace(denoise=programs.watched(start.denoise, preview))
+
+    return shown
 
 
 def in_batches(

@@ -5,11 +5,12 @@ are drawn from the same noise at each; the features of the pictures are kept bat
 loop).
 """
 
+import dataclasses
 import functools
 import itertools
 import pathlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,16 +20,14 @@ from absl import app, flags, logging
 from diffusion_jax import cli, ranges, runs
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Model, fingerprint, with_weights
+from diffusion_jax.draw.model import Choice, Model, fingerprint, with_choice, with_weights
 from diffusion_jax.draw.program import Images
-from diffusion_jax.evaluate import figures, loop, report, scorers, sweep
+from diffusion_jax.evaluate import figures, loop, report, scorers, sweep, sweep_flags
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.metrics.cards import Card, Scored
 from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
-
-flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
 
 class Point(NamedTuple):
@@ -42,6 +41,8 @@ class Point(NamedTuple):
     """Sampler, steps, precision, and what else the pictures depend on."""
     later: str = ""
     """Of models in a row the checkpoints and averages of those after the first, if they vary."""
+    settings: Mapping[str, str] = {}
+    """The sampler's settings that vary over the sweep, by the config's names, "sampler.steps"."""
 
 
 Weights = tuple[str, int | None]
@@ -87,21 +88,27 @@ def of_models(
     sizes: tuple[int, int],
     weights: Sequence[Sequence[Weights]] = (),
     name: str = "",
+    choices: Sequence[Sequence[Choice]] = ((),),
 ) -> Subject:
     """The models of runs in a row; what each draws with makes the points, in all combinations.
 
     `weights` are those of each model, one or several, of which it holds the first already; without
-    them there is one point. `draw` takes models, prompts, seeds and the guidance scale; `describe`
+    them there is one point. `choices` are how each draws, at each point likewise (see
+    choice_flags.axes). `draw` takes models, prompts, seeds and the guidance scale; `describe`
     says what else a model's pictures depend on; `sizes` are the sides of what the first draws and
     of the pictures.
     """
     joined = lambda values: ", ".join(map(str, values))
+    varied = _varied(choices)
 
-    def at(*chosen: tuple[int, Weights]) -> Point:
+    def at(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
         row = [
             with_weights(model, *which) if n else model
             for model, (n, which) in zip(models, chosen, strict=True)
         ]
+        if number:
+            pairs = zip(row, choices[number], strict=True)
+            row = [with_choice(model, choice) for model, choice in pairs]
         each = [model.settings for model in row]
         card = {
             "sampler": joined(s.sampler.name for s in each),
@@ -112,13 +119,26 @@ def of_models(
         params = [model.params for model in row]
         vary = any(len(choices) > 1 for choices in weights[1:])
         later = ", ".join(f"{model.step} {model.ema}" for model in row[1:] if vary)
-        return Point(row[0].step, row[0].ema, params, functools.partial(draw, row), card, later)
+        drawn = functools.partial(draw, row)
+        return Point(row[0].step, row[0].ema, params, drawn, card, later, varied[number])
 
     first = [[(models[i].ema, None)] for i in range(len(weights), len(models))]
-    every = itertools.product(*(enumerate(choices) for choices in [*weights, *first]))
-    points = [functools.partial(at, *chosen) for chosen in every]
+    every = list(itertools.product(*(enumerate(own) for own in [*weights, *first])))
+    numbers = range(len(choices))
+    points = [functools.partial(at, chosen, n) for chosen in every for n in numbers]
     batch_size = program.default_batch_size(sizes[0], sizes[0])
     return Subject(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, points, name)
+
+
+def _varied(choices: Sequence[Sequence[Choice]]) -> list[dict[str, str]]:
+    """Of each point what is not the same at all of them, by the config's names."""
+    named: dict[str, list[list[Any]]] = {}
+    for field in dataclasses.fields(choices[0][0]) if choices[0] else ():
+        values = [[getattr(one, field.name) for one in row] for row in choices]
+        if "field" in field.metadata and any(row != values[0] for row in values):
+            named[field.metadata["field"]] = values
+    text = lambda row: ",".join(map(str, row if len(set(row)) > 1 else row[:1]))
+    return [{name: text(v[n]) for name, v in named.items()} for n in range(len(choices))]
 
 
 def command(
@@ -132,16 +152,18 @@ def command(
     scales are those taken by default. What it raises of ValueError and OSError is one message and
     exit code 2.
     """
-    f = _define_flags(guidance)
+    f = sweep_flags.define(guidance)
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         with cli.bad_input():
-            scales = sorted(_number(text, "guidance", float) for text in f["guidance"].value)
+            scales = sorted(
+                sweep_flags.number(text, "guidance", float) for text in f["guidance"].value
+            )
             ranges.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
-            subjects = open_subjects(_weights(f["ema"].value, f["checkpoint"].value))
+            subjects = open_subjects(sweep_flags.weights(f["ema"].value, f["checkpoint"].value))
             check_names(subjects)
             check_folder(f["name"].value)
             if f["out"].value:
@@ -196,6 +218,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
     checkpoint or average is missing, features there are of another sweep, or images not finite.
     """
     out, rows, pictures = pathlib.Path(), [], []
+    several = any(len(subject.points) > 1 for subject in subjects)
     for subject, open_point in ((s, open_point) for s in subjects for open_point in s.points):
         with cli.bad_input():
             point = open_point()
@@ -204,6 +227,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
         of_point: dict[str, Any] = {"model": subject.name} if len(subjects) > 1 else {}
         of_point |= {"checkpoint": point.checkpoint, "ema": point.ema}
         of_point |= {"later": point.later} if point.later else {}
+        of_point |= point.settings
         model = fingerprint(point.params)
         for scale in plan.guidance:
             name = f"{sweep.point_name(of_point)}_guidance_{scale:g}"
@@ -211,7 +235,8 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
             if plan.size not in (None, subject.size):
                 card["resized"] = f"{loop.KERNEL} from {subject.size}x{subject.size}"
             row = {"guidance": scale, **of_point}
-            cards, features = _features(subject, point, scorer, plan, out, name, card, row)
+            kept = out / f"images_{pathlib.Path(sweep.sheet_name(row, several)).stem}"
+            cards, features = _features(subject, point, scorer, plan, out, name, card, kept)
             if jax.process_index():
                 continue
             pictures.append(_sheet(scorer, features.pop("images")))
@@ -222,7 +247,7 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
                 out / sweep.SCORED, name, {k: Scored(v, cards[k]) for k, v in scores.items()}
             )
             sweep.write_table(out / sweep.TABLE, rows)
-            sheets.write_png(out / sweep.sheet_name(row), pictures[-1])
+            sheets.write_png(out / sweep.sheet_name(row, several), pictures[-1])
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
@@ -233,15 +258,17 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
 
 def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
-    card: Card, row: sweep.Row,
+    card: Card, images: pathlib.Path,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
-    """The cards and features of all prompts at one point, of which those there are not redone."""
+    """The cards and features of all prompts at one point, of which those there are not redone.
+
+    `images` is the folder of its pictures, where they are kept.
+    """
     folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     with cli.bad_input():
         cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
-    images = out / f"images_{pathlib.Path(sweep.sheet_name(row)).stem}"
     save = functools.partial(_save, images) if keep else None
     compute = loop.drawing(
         scorer, point.draw, scale, batch_size, first_seed=plan.seed, size=plan.size, save=save
@@ -322,62 +349,3 @@ def common_size(subjects: Sequence[Subject]) -> int:
             f"they are brought before they are scored, such as --size={sides[0]}"
         )
     return sides[0]
-
-
-def _weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
-    """The flags' axes, of the first model and of those after it for which a flag is repeated."""
-    names = [text.split(",") for text in emas] or [["ema"]]
-    steps = [[_number(n, "checkpoint", int) for n in text.split(",")] for text in checkpoints]
-    pairs = itertools.zip_longest(names, steps)
-    return [list(itertools.product(ema or ["ema"], at or [None])) for ema, at in pairs]
-
-
-def _number(text: str, flag: str, kind: type) -> Any:
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ValueError(f"--{flag}={text} is no number") from error
-
-
-def _define_flags(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
-    scales = ",".join(f"{scale:g}" for scale in guidance)
-    whole = functools.partial(flags.DEFINE_integer, lower_bound=1)
-    several = flags.DEFINE_multi_string
-    holders = [
-        flags.DEFINE_list("guidance", [], f"Scales to score; default {scales}."),
-        several(
-            "checkpoint",
-            [],
-            "Steps that were saved, with commas; default: the last. Repeated "
-            "for the next stage of a cascade.",
-        ),
-        several(
-            "ema", [], 'Decays (0.9999), widths (0.05), "ema" (the largest, default) or "raw".'
-        ),
-        whole("size", None, "Brings pictures to this side before they are scored; default: none."),
-        flags.DEFINE_string("out", None, "Takes the files in place of the first model's workdir."),
-        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
-        whole("batch_size", None, "Images drawn at once."),
-        flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
-        flags.DEFINE_bool("rehearse", False, "Say what would be scored, and end."),
-        flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
-        flags.DEFINE_string("prompts", None, "Prompts: .txt, .tsv, .json, SOURCE:PATH::TEXT."),
-        whole("num_prompts", None, "How many of them, drawn at random."),
-        flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
-        flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
-        flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
-        flags.DEFINE_string(
-            "clip_reference", "", "Features of real images that `metrics stats --clip` made: CMMD."
-        ),
-        flags.DEFINE_string("dinov2", "", "Weights of DINOv2 (ViT-L/14), for FD-DINOv2."),
-        flags.DEFINE_string(
-            "dinov2_reference", "", "Its statistics of real images: `metrics stats --dinov2`."
-        ),
-        flags.DEFINE_string("judge", "", "A folder of `metrics train_judge`: fd_judge, r1_judge."),
-        flags.DEFINE_list(
-            "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."
-        ),
-        whole("num_seen", 1, "Digits: images of each prompt seen."),
-        whole("num_heldout", 8, "Digits: images of each prompt never shown."),
-    ]
-    return {holder.name: holder for holder in holders}

@@ -4,15 +4,19 @@ They are matplotlib's: saved as PNG or PDF, or as SVG text whose points say thei
 mouse.
 """
 
+import colorsys
 import html
 import io
 import re
+import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480", "#b3476f", "#2b8c8c")
+_DASHES = ("-", "--", ":", "-.")
+_WIDE = 76  # Letters of a name that fit a figure's width.
 _GREY = "#e3e8ec"
 _SHORT = 34  # Letters of a name of which two fit beside each other.
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
@@ -61,19 +65,23 @@ def save(plot: Plot, format: str) -> bytes:
     buffer = io.BytesIO()
     dates = {"pdf": {"CreationDate": None}, "svg": {"Date": None}}
     with matplotlib.rc_context(_STYLE):
-        names = [item.name for item in (*plot.bands, *plot.lines)]
+        names = [_wrapped(item.name) for item in (*plot.bands, *plot.lines)]
+        colours = _distinct(len(plot.lines))
         columns = 2 if max(map(len, names)) <= _SHORT else 1
-        legend = 0.17 * max(0, -(-len(names) // columns) - 2)  # Two rows fit the height below.
+        rows = -(-sum(1 + name.count("\n") for name in names) // columns)
+        legend = 0.17 * max(0, rows - 2)  # Two rows fit the height below.
         figure = Figure(figsize=(5.2, 3.6 + legend), layout="constrained")
         axes = figure.add_subplot()
         for band in plot.bands:
-            axes.fill_between(band.x, band.low, band.high, color=_GREY, label=band.name, lw=0)
+            axes.fill_between(
+                band.x, band.low, band.high, color=_GREY, label=_wrapped(band.name), lw=0
+            )
         for i, line in enumerate(plot.lines):
-            _draw(axes, line, _COLOURS[i % len(_COLOURS)], i)
+            _draw(axes, line, colours[i], i)
         axes.margins(0.08)
         axes.autoscale_view()  # What stands beside a point needs to know where the others are.
         for i, line in enumerate(plot.lines):
-            _label(axes, line, _COLOURS[i % len(_COLOURS)])
+            _label(axes, line, colours[i])
         axes.set_xlabel(plot.x)
         axes.set_ylabel(plot.y)
         if len(names) > 1:
@@ -94,8 +102,21 @@ def svg(plot: Plot) -> str:
     return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
 
 
+def _wrapped(name: str) -> str:
+    return textwrap.fill(name, _WIDE)
+
+
+def _distinct(number: int) -> list[str]:
+    """So many colours, no two alike: beyond the usual ones, hues at three brightnesses."""
+    more = range(number - len(_COLOURS))
+    shades = [colorsys.hls_to_rgb(i / len(more), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in more]
+    hexes = ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
+    return [*_COLOURS, *hexes][:number]
+
+
 def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
-    axes.plot(line.x, line.y, color=colour, lw=1.6, label=line.name)
+    dashes = _DASHES[number // len(_COLOURS) % len(_DASHES)]
+    axes.plot(line.x, line.y, color=colour, lw=1.6, ls=dashes, label=_wrapped(line.name))
     if line.low:
         axes.vlines(line.x, line.low, line.high, color=colour, lw=0.9, alpha=0.35)
     for n in range(len(line.hover)):

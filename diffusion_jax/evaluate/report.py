@@ -25,16 +25,18 @@ PAGE = "report.html"
 RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
 """Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
 _POINTS = 300
+_WORDS = {"ema": "average", "later": "later stages"}
 
 
 class SweepResult(NamedTuple):
-    """One sweep: its rows, their cards, and a sheet of pictures by guidance scale."""
+    """One sweep: its rows, their cards, and the sheet of pictures of each of its points."""
 
     name: str
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
     """Scores and their cards, a point and extractor each."""
     sheets: dict[str, pathlib.Path]
+    folder: pathlib.Path = pathlib.Path()
 
 
 class RunResult(NamedTuple):
@@ -208,7 +210,10 @@ def _by_extractor(evaluations: Sequence[SweepResult]) -> list[tuple[str, list[Ca
 
 
 def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
-    columns = ["guidance", *(column for column in table.shown() if column in rows[0])]
+    drawn = ("guidance", "model", "checkpoint", "ema", "later")
+    columns = [column for column in drawn if any(row.get(column) for row in rows)]
+    columns += sweep.axes(rows[0])
+    columns += [column for column in table.shown() if column in rows[0]]
     shares = [float(row.get("features_share_of_time") or 0) for row in rows]
     return {
         "name": name,
@@ -219,6 +224,8 @@ def _table(name: str, rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def _cell(row: Row, column: str) -> dict[str, str]:
+    if column not in table.shown() and column != "guidance":
+        return {"value": row.get(column) or "", "interval": ""}
     ends = [row.get(f"{column}_{end}") for end in ("low", "high")]
     interval = " to ".join(f"{float(end):.3g}" for end in ends if end)
     return {"value": f"{float(row[column]):.4g}", "interval": interval}
@@ -281,15 +288,15 @@ def _values(cards: Sequence[Card], field: str) -> str:
     numbers = [float(value) for value in values if isinstance(value, int | float)]
     if len(numbers) == len(values):
         return ", ".join(f"{number:.10g}" for number in sorted(set(numbers)))
-    return ", ".join(dict.fromkeys(map(_plain, values)))
+    return ", ".join(dict.fromkeys(map(plain, values)))
 
 
-def _plain(value: Any) -> str:
-    """Without the marks of Python; of a hash the beginning, as the files hold it whole."""
+def plain(value: Any) -> str:
+    """A card's value without the marks of Python, of a hash the beginning: files hold it whole."""
     if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
+        return ", ".join(f"{name} {plain(v)}" for name, v in value.items())
     if isinstance(value, list):
-        return "; ".join(map(_plain, value))
+        return "; ".join(map(plain, value))
     text = "" if value is None else str(value)
     return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text
 
@@ -311,11 +318,25 @@ def _read_evaluation(path: pathlib.Path) -> SweepResult:
     with path.open() as file:
         rows = list(csv.DictReader(file))
     scored = sweep.read_scored(folder / sweep.SCORED)
-    sheets = {}
+    found = SweepResult(folder.name, rows, scored, {}, folder)
+    several = len({sweep.point_name(row) for row in rows}) > len({row.get("model") for row in rows})
+    sheets: dict[str, pathlib.Path] = {}
     for row in sorted(rows, key=lambda row: float(row["guidance"])):
-        of_model = f", {row['model']}" if row.get("model") else ""
-        sheets[f"{float(row['guidance']):g}{of_model}"] = folder / sheet_name(row)
-    return SweepResult(folder.name, rows, scored, {g: p for g, p in sheets.items() if p.exists()})
+        if kept := sheet_of(found, row):
+            own = several and kept.name == sheet_name(row, several=True)
+            of_point = sweep.label(row) if own else row.get("model")
+            sheets[", ".join(filter(None, (f"{float(row['guidance']):g}", of_point)))] = kept
+    return found._replace(sheets=sheets)
+
+
+def sheet_of(evaluation: SweepResult, row: Row) -> pathlib.Path | None:
+    """The pictures of a point, if they are there; of earlier code, which kept one sheet a scale,
+    that of the scale's last point."""
+    alike = lambda other: sheet_name(other) == sheet_name(row)
+    last = [other for other in evaluation.rows if alike(other)][-1:] == [row]
+    names = [sheet_name(row, several=True), *([sheet_name(row)] if last else [])]
+    paths = (evaluation.folder / name for name in names)
+    return next((path for path in paths if path.exists()), None)
 
 
 def _axis(column: str) -> str:
@@ -325,4 +346,6 @@ def _axis(column: str) -> str:
 
 def _label(column: str) -> str:
     metric = table.shown().get(column)
-    return metric.label if metric else column.replace("_", " ")
+    if "." in column:
+        return sweep.axis_label(column)
+    return metric.label if metric else _WORDS.get(column, column.replace("_", " "))

@@ -30,13 +30,27 @@ _ENDS = ("_low", "_high")
 def point_name(row: Row) -> str:
     """A point's weights, as a file's name: the model of several, its checkpoint and average."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
+    parts += [f"{axis_label(axis)}_{row[axis]}" for axis in axes(row)]
     return "_".join(_file_name(part) for part in parts if part)
 
 
 def label(row: Row) -> str:
     """The same in words."""
     parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
-    return ", ".join([*filter(None, parts), *(f"then {row[k]}" for k in ["later"] if row.get(k))])
+    parts += [f"then {row[k]}" for k in ["later"] if row.get(k)]
+    parts += [f"{axis_label(axis)} {row[axis]}" for axis in axes(row)]
+    return ", ".join(filter(None, parts))
+
+
+def axes(row: Row) -> list[str]:
+    """The columns of settings that vary over a sweep: the config's names, "sampler.steps"."""
+    return [column for column in row if "." in column]
+
+
+def axis_label(axis: str) -> str:
+    """What an axis is called: its flag's name."""
+    group, _, name = axis.partition(".")
+    return group if name == "name" else name.replace("_", " ")
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
@@ -116,10 +130,13 @@ def describe(row: Row) -> str:
     return "\n".join(parts)
 
 
-def sheet_name(row: Row) -> str:
-    """The file of pictures drawn at a row's scale, by its model if there are several."""
-    model = f"{_file_name(row['model'])}_" if row.get("model") else ""
-    return f"{model}guidance_{float(row['guidance']):g}.png"
+def sheet_name(row: Row, several: bool = False) -> str:
+    """The file of pictures drawn at a row's scale, by its model if there are several.
+
+    Of a sweep of several checkpoints, averages or settings it has the point's name.
+    """
+    model = point_name(row) if several else _file_name(row.get("model") or "")
+    return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")
 
 
 def _file_name(text: str) -> str:

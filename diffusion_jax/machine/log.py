@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import itertools
 import json
 import math
 import os
@@ -18,6 +19,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from diffusion_jax.machine import events, files, tuning
+from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
 MANIFEST = "manifest.json"
@@ -76,6 +78,19 @@ def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
     """A line of metrics.jsonl."""
     finite = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
     return json.dumps({"step": step, **finite}) + "\n"
+
+
+def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
+
+    A range that no sample fell into is left out, and all are of metrics without levels.
+    """
+    if "level_loss" not in metrics:
+        return {}
+    edges = ("0", *map(str, LEVELS), "inf")
+    names = [f"loss/sigma_{a}_to_{b}" for a, b in itertools.pairwise(edges)]
+    rows = zip(names, metrics["level_loss"], metrics["level_count"], strict=True)
+    return {name: float(total / count) for name, total, count in rows if count}
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -37,6 +37,24 @@ def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
         function(*(np.zeros(x.shape, x.dtype) for x in arrays))
 
 
+def watched(
+    denoise: Callable[..., Any],
+    preview: Callable[..., None],
+    colours: Callable[[Any], Any] = lambda x0: x0,
+) -> Callable[..., Any]:
+    """The same D(x, sigma), which shows the host what it finds, in these colours, and its level.
+
+    The bits are the same; an error that `preview` raises ends the program.
+    """
+
+    def shown(x, sigma):
+        x0 = denoise(x, sigma)
+        on_host(preview, colours(x0), sigma[0])
+        return x0
+
+    return shown
+
+
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
     """A jitted function, called as it is; `what` is its name for people, "" for a short one's."""
     compiled = {}

@@ -7,7 +7,6 @@ ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
 import contextlib
 import functools
 import pathlib
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import distributed, flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, write_manifest
+from diffusion_jax.machine.log import MetricWriter, noise_level_means, write_manifest
 from diffusion_jax.machine.progress import step_line
 from diffusion_jax.machine.sharding import (
     ambient,
@@ -36,7 +35,7 @@ from diffusion_jax.machine.sharding import (
     shardings,
 )
 from diffusion_jax.settings import Optimizer, Run
-from diffusion_jax.task import Metrics, Params, Task, Texts, noise_level_means
+from diffusion_jax.task import Metrics, Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
@@ -115,7 +114,7 @@ def train(
     tx, key, create, layout = _plan(task, run, settings, mesh)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
-        stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
+        stopping = stack.enter_context(distributed.sigterm())  # It outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         # Before what it is to see the end of.
         watchdog = closing(Watchdog(run.step_timeout, distributed.hanging))
@@ -321,23 +320,6 @@ def _example_drawer(draw, examples, folder, seed):
         return sheet[None]
 
     return draw_examples
-
-
-@contextlib.contextmanager
-def _sigterm() -> Iterator[Callable[[int], bool]]:
-    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
-
-    Of several processes one may get it alone, and all must stop at the same step.
-    """
-    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    try:
-        yield lambda step: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Progress:

@@ -1,7 +1,7 @@
 """Models trained elsewhere, ready to draw: diffusers directories and single files."""
 
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ from absl import logging
 from jax.typing import DTypeLike
 
 from diffusion_jax.draw.model import Model
-from diffusion_jax.draw.program import make_draw
+from diffusion_jax.draw.program import make_programs
 from diffusion_jax.machine import sharding
 from diffusion_jax.ranges import check
 from diffusion_jax.text import TextEncoder, clip
@@ -60,7 +60,11 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice, file)
     p = _pipeline(path, opened, file, unet.network, vae.network)
-    p = p._replace(sampler=_sampler(path, opened, choice), strength=choice.strength)
+    scheduler = opened.scheduler
+    settle = lambda choice: p._replace(
+        sampler=_sampler(path, scheduler, choice), strength=choice.strength
+    )
+    p = settle(choice)
     settings.check_pipeline(p)
     encoder = _encoder(path, text, choice, file, unet.text_width, p.unet.dtype)
     logging.info(
@@ -71,8 +75,16 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
     frozen = {"text": place(text.params), "vae": place(vae.params)}
-    draw = make_draw(sampling.make_sample(p, encoder, choice.preview), frozen, mesh)
-    return Model(str(path), p, encoder, draw, place(unet.params), choice.ema, 0)
+
+    def begin_of(p, preview):
+        settings.check_pipeline(p)
+        return sampling.make_begin(p, encoder, preview or choice.preview)
+
+    programs = make_programs(begin_of, frozen, mesh)
+    params = place(unet.params)
+    return Model(
+        str(path), p, encoder, programs.draw(p), params, choice.ema, 0, "", programs, settle
+    )
 
 
 def _whole(
@@ -121,16 +133,17 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
     )
 
 
-def _sampler(path: pathlib.Path, opened: Checkpoint, choice: Choice) -> Sampler:
+def _sampler(path: pathlib.Path, scheduler: Mapping[str, Any] | None, choice: Choice) -> Sampler:
     """A directory's own scheduler, unless another sampler is chosen or its is not built here."""
-    sampler = DEFAULTS._replace(steps=choice.steps or DEFAULTS.steps)
-    if opened.scheduler:
+    chosen = choice.fields_of("sampler")
+    sampler = DEFAULTS._replace(steps=chosen.get("steps", DEFAULTS.steps))
+    if scheduler:
         try:
-            own = schedulers.read_sampler(opened.scheduler, sampler)
-            sampler = own if choice.sampler in (None, own.name) else sampler
+            own = schedulers.read_sampler(scheduler, sampler)
+            sampler = own if chosen.get("name") in (None, own.name) else sampler
         except ValueError as error:
-            logging.warning("%s: %s; it draws by %s", path, error, choice.sampler or sampler.name)
-    return sampler._replace(**choice.fields_of("sampler"))
+            logging.warning("%s: %s; it draws by %s", path, error, chosen.get("name", sampler.name))
+    return sampler._replace(**chosen)
 
 
 def _encoder(

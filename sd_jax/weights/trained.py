@@ -6,15 +6,16 @@ import os
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax import finetune
+from diffusion_jax import finetune, lora
+from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import model
 from diffusion_jax.draw.model import Model, replaces
 from diffusion_jax.machine import sharding
 from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
-from sd_jax.sampling import Preview, make_sample
-from sd_jax.settings import Settings, check_pipeline
+from sd_jax.sampling import make_begin
+from sd_jax.settings import Sampler, Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import lora_files, names
@@ -23,18 +24,13 @@ from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
 
 
+@model.with_fields_of("sampler", Sampler)
 @dataclasses.dataclass(frozen=True)
 class Choice(model.Choice):
     """Which weights draw, and how; None stands for what the run's config says."""
 
-    eta: float | None = replaces("sampler.eta", "Share of new noise in a step of ddim.")
-    negative_prompt: str | None = replaces(
-        "sampler.negative_prompt", "What guidance leads away from."
-    )
-    height: int | None = replaces("sampler.height", "Pixels.")
-    width: int | None = replaces("sampler.width", "Pixels.")
     vae_weights: str | None = replaces(
-        "vae.weights", "Another VAE: a file, a diffusers directory or a workdir."
+        "vae.weights", "Another VAE: a file, a diffusers directory or a workdir.", loads=True
     )
     strength: float = 1.0
     """See settings.Pipeline."""
@@ -61,13 +57,17 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
     init_of = lambda run: task.make_task(run, encoder, None).init
     guide = model.load_guide(choice, "sd_jax", s, init_of, mesh, task.RULES)
     frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
-    drawn = task.make_task(s, encoder, vae_params)._replace(
-        frozen=frozen | ({"guide": guide[1]} if guide else {}),
-        sample=make_sample(p, encoder, choice.preview, guide and guide[0]),
-    )
+    frozen |= {"guide": guide[1]} if guide else {}
+
+    def begin_of(p, preview):
+        check_pipeline(p)
+        begin = make_begin(p, encoder, preview or choice.preview, guide and guide[0])
+        return lora.drawn(begin, s.lora) if s.lora.rank else begin
+
+    drawn = task.make_task(s, encoder, vae_params)._replace(frozen=frozen)
     base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     drawn = finetune.adapted(drawn, workdir, s.lora, base, mesh)
-    return model.load_model(workdir, choice, p, encoder, drawn, mesh)
+    return model.load_model(workdir, choice, p, encoder, drawn, mesh, begin_of)
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:

@@ -1,11 +1,15 @@
 """The sampling command: what it writes, that a seed makes a picture, and its errors."""
 
+import itertools
 import json
+import re
 
 import numpy as np
 import pytest
 from PIL import Image
 
+import imagen_jax
+from diffusion_jax.draw import loaded
 from tests.imagen_jax import commands
 
 PROMPTS = ("a red seven on gray paper", "a white two on cyan paper", "a blue one on black paper")
@@ -46,6 +50,43 @@ def test_the_pictures_are_the_named_files_and_a_sheet(six):
     assert {path.name for path in out.iterdir()} == names | {"sheet.png", "metadata.jsonl"}
     assert {image.shape for image in images} == {(16, 16, 3)}
     assert len({image.tobytes() for image in images}) == 6
+
+
+def _draw_in_a_notebook(workdir, out):
+    model = imagen_jax.load(workdir)
+    prompts, seen = [p for p in PROMPTS for _ in range(2)], []
+    before = model.draw(prompts, guidance=1, steps=1)
+    again = model.draw(prompts, guidance=3, progress=lambda images, sigma: seen.append(sigma))
+    assert again._repr_png_()[1:4] == b"PNG" and repr(again) == "6 pictures of 16x16"
+    assert re.fullmatch(rf"{workdir}, step \d+, ema, ddim, 2 steps, guidance 2", repr(model))
+    assert len(seen) == 2 and seen[0] > seen[1]
+    euler = model.denoiser(prompts, guidance=3, sampler="euler")
+    x = euler.start(0)
+    for sigma, lower in itertools.pairwise(euler.sigmas):
+        x = x + (lower - sigma) * (x - euler(x, sigma)) / sigma
+    drawn = model.draw(prompts, guidance=3, sampler="euler").images
+    np.testing.assert_allclose(euler.pictures(x).astype(int), drawn, atol=1)
+    with pytest.raises(ValueError, match="there is no choice stepz: did you mean steps"):
+        model.draw("a", stepz=3)
+    with pytest.raises(ValueError, match="guide says what is loaded"):
+        model.draw("a", guide="run")
+    with pytest.raises(loaded.Cancelled):
+        model.draw("a", progress=_cancel)
+    for n, image in enumerate(again):
+        (out / f"{n}.png").write_bytes(loaded.png(image))
+    assert (before.images != again.images).any()
+
+
+def _cancel(images, sigma):
+    raise loaded.Cancelled
+
+
+def test_a_loaded_model_draws_the_commands_bytes_with_any_choices(six, trained, tmp_path):
+    process = commands.fork(_draw_in_a_notebook, trained, tmp_path, devices=8)
+    process.join()
+    assert process.exitcode == 0
+    for n, line in enumerate(six[1]):
+        assert (tmp_path / f"{n}.png").read_bytes() == (six[0] / line["file_name"]).read_bytes()
 
 
 def test_a_seed_draws_its_image_again_alone_in_another_batch(six, trained, tmp_path):

@@ -13,7 +13,7 @@ from diffusion_jax.diffusion import noise, samplers, schedules, spacings
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
-from sd_jax import sampling, vae
+from sd_jax import previews, sampling, vae
 from sd_jax.settings import (
     Conditioning,
     Diffusion,
@@ -169,7 +169,7 @@ def test_sketches_are_the_first_order_of_the_decoder(draw):
     assert sorted(sigma for _, sigma in shown) == pytest.approx(sorted(sigmas[:3].tolist()))
     assert all(images.shape == (3, 4, 2, 3) for images, _ in shown)
     assert last.shape == (3, 4, 2, 3)
-    found = sampling.colours(PIPELINE, {})
+    found = previews.colours(PIPELINE, {})
     np.testing.assert_allclose(found[0], matrix / 0.5, rtol=1e-5)
     np.testing.assert_allclose(found[1], 0.5, rtol=1e-5)
 

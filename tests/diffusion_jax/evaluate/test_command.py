@@ -24,6 +24,7 @@ from diffusion_jax.evaluate import report, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
 from diffusion_jax.machine import events, sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
+from imagen_jax.cascade import Choice
 from tests import processes
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.event_files import points
@@ -282,6 +283,26 @@ def test_the_weights_of_every_stage_are_axes(monkeypatch):
     names = {sweep.point_name({"checkpoint": p.checkpoint, "ema": p.ema, "later": p.later})
              for p in points}  # fmt: skip
     assert len(names) == 4 and "step_00000009_ema_7_0.9_9_ema" in names
+
+
+def test_settings_of_the_sampler_are_axes_at_the_same_weights():
+    """Nothing is loaded again: a point is the model with another program."""
+    of = lambda sampler: types.SimpleNamespace(
+        sampler=sampler, unet=types.SimpleNamespace(dtype="x")
+    )
+    settle = lambda choice: of(types.SimpleNamespace(name="heun", **choice.changes()["sampler"]))
+    programs = types.SimpleNamespace(draw=lambda s, preview: s.sampler.steps)
+    model = Model("run", of(types.SimpleNamespace(name="heun", steps=3)), toy.ENCODER, 3, {"a": 1},
+                  "ema", 9, "", programs, settle)  # fmt: skip
+    subject = evaluation.of_models(
+        [model], lambda models, *_: models[0].draw, lambda model: {}, "folder", (8, 8),
+        choices=[[Choice(steps=n)] for n in (3, 5, 7)],
+    )  # fmt: skip
+    points = [open_point() for open_point in subject.points]
+    assert [point.draw([], [], 1.0) for point in points] == [3, 5, 7]
+    assert [point.card["steps"] for point in points] == ["3", "5", "7"]
+    assert [point.settings for point in points] == [{"sampler.steps": n} for n in "357"]
+    assert all(point.params[0] is model.params for point in points)
 
 
 def test_models_of_unlike_sizes_need_one_to_be_scored_at(tmp_path):

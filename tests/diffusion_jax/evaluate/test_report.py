@@ -77,6 +77,42 @@ def test_names_in_a_figure_say_what_tells_its_lines_apart(workdir):
     assert [line.name for line in alone.lines] == ["step_00000002"]
 
 
+def test_rows_of_a_sweep_of_settings_are_told_apart(tmp_path):
+    """Checkpoint, average and each axis are columns, and each point keeps its pictures."""
+    folder = tmp_path / "evaluation" / "both"
+    folder.mkdir(parents=True)
+    rows = [
+        {"guidance": 2.0, "checkpoint": step, "ema": "raw", "sampler.steps": steps, "fid": 9.0}
+        for step in (2, 4) for steps in ("10", "20")
+    ]  # fmt: skip
+    sweep.write_table(folder / sweep.TABLE, rows)
+    for n, row in enumerate(rows):
+        pixel = np.full((1, 1, 3), n, np.uint8)
+        sheets.write_png(folder / sweep.sheet_name(row, several=True), pixel)
+    run = report.read_run(tmp_path)
+    kept = {
+        name: np.asarray(Image.open(p))[0, 0, 0] for name, p in run.evaluations[0].sheets.items()
+    }
+    assert kept == {f"2, step {s}, raw, steps {n}": i
+                    for i, (s, n) in enumerate([(2, 10), (2, 20), (4, 10), (4, 20)])}  # fmt: skip
+    made = report._table("both", run.evaluations[0].rows)
+    assert made["labels"] == ["guidance", "checkpoint", "average", "steps", "FID"]
+    assert [cell["value"] for cell in made["rows"][3]] == ["2", "4", "raw", "20", "9"]
+    assert len(report.plots([run])[0].lines) == 4
+
+
+def test_no_two_lines_share_a_colour_and_long_names_are_whole():
+    lines = [figures.Line(f"line {n} " + "of a long name " * 9, [1, 2], [n, n]) for n in range(40)]
+    assert len(set(figures._distinct(40))) == 40
+    text = figures.svg(figures.Plot(lines, "x", "y"))
+    assert (
+        len(set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.6|(#[0-9a-f]{6})", text)))
+        > 40
+    )
+    legend = re.findall(r">([^<>]*(?:line \d+|long name)[^<>]*)<", text)
+    assert max(map(len, legend)) <= 76 and sum("line" in part for part in legend) == 40
+
+
 def test_long_names_stand_below_each_other_and_add_to_the_height(workdir):
     (line,) = report.trade_off([report.read_run(workdir)], "clip_score", "fid")
 

@@ -1,0 +1,526 @@
+// The page: a form that draws, grids of two settings, sweeps, and training as it goes on.
+// The address after # holds the whole form, so that a link draws the same pictures again.
+
+import {element, plot, short} from "/plots.js";
+
+const $ = (id) => document.getElementById(id);
+const MAIN = ["guidance", "steps", "sampler"];
+let models = [], job = null, results = null;
+
+const get = async (path) => answer(await fetch(path));
+const post = async (path, body) => answer(await fetch(path, {
+  method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body ?? null)}));
+
+async function answer(response) {
+  const said = await response.json();
+  if (!response.ok) throw new Error(said.error);
+  return said;
+}
+
+// --- The form ---------------------------------------------------------------------------------
+
+const model = () => models.find((one) => one.name === $("model").value) ?? models[0];
+const control = (name) => $(`field-${name}`);
+
+function options(select, values, chosen) {
+  select.replaceChildren(...values.map((value) => element("option", {value}, String(value))));
+  if (chosen != null && values.map(String).includes(String(chosen))) select.value = chosen;
+}
+
+function field(one) {
+  const id = `field-${one.name}`, label = one.name.replaceAll("_", " ");
+  let input;
+  if (one.kind === "switch") {
+    input = element("select", {id}, element("option", {value: "true"}, "yes"),
+      element("option", {value: "false"}, "no"));
+  } else if (one.options.length && ["grid", "end"].includes(one.name)) {
+    input = element("select", {id}, element("option", {value: ""}, "the sampler's own"),
+      ...one.options.map((value) => element("option", {value}, value)));
+  } else {
+    const list = one.options.length ? `${id}-names` : null;
+    const numeric = ["number", "whole"].includes(one.kind);
+    input = element("input", {id, list, inputmode: numeric ? "decimal" : null, title: one.help});
+    if (list) input.append(element("datalist", {id: list},
+      ...one.options.map((value) => element("option", {value}))));
+  }
+  input.value = String(one.value);
+  input.addEventListener("input", marked);
+  const names = input.querySelector?.("datalist");
+  return element("label", {}, label, input, names);
+}
+
+function marked() {
+  for (const one of model().fields) {
+    control(one.name).classList.toggle("changed", control(one.name).value !== String(one.value));
+  }
+}
+
+function showModel() {
+  const one = model();
+  options($("checkpoint"), one.checkpoints.length ? one.checkpoints : ["-"], one.checkpoint);
+  options($("ema"), one.averages.length ? one.averages : ["ema"], "ema");
+  $("checkpoint").closest("label").hidden = !one.checkpoints.length;
+  $("ema").closest("label").hidden = !one.averages.length;
+  const of = (wanted) => one.fields.filter((f) => MAIN.includes(f.name) === wanted);
+  $("main-fields").replaceChildren(...of(true).map(field));
+  $("more-fields").replaceChildren(...of(false).map(field));
+  const axes = ["", "checkpoint", "ema", ...one.fields.map((f) => f.name), "prompt"];
+  for (const id of ["x", "y"]) {
+    options($(id), axes);
+    $(id).options[0].textContent = "nothing";
+    $(id).querySelector("[value=ema]").textContent = "average";
+  }
+  $("words").textContent = one.words;
+}
+
+function typed(name, text) {
+  const one = model().fields.find((f) => f.name === name);
+  if (name === "checkpoint") return Number(text);
+  if (!one || one.kind === "text") return text;
+  if (one.kind === "switch") return text === "true";
+  const parts = text.split(",").map((part) => part.trim());
+  return model().stages > 1 && parts.length > 1 ? parts : text.trim();
+}
+
+function choices() {
+  const one = model(), chosen = {};
+  if (one.checkpoints.length) {
+    chosen.ema = $("ema").value;
+    if (one.stages === 1) chosen.checkpoint = Number($("checkpoint").value);
+  }
+  for (const f of one.fields) {
+    const text = control(f.name).value, always = one.stages === 1 && MAIN.includes(f.name);
+    if (always || text !== String(f.value)) chosen[f.name] = typed(f.name, text);
+  }
+  return chosen;
+}
+
+const lines = () => $("prompts").value.split("\n").map((line) => line.trim()).filter(Boolean);
+const values = (id) => $(id).value ? $(`${id}-values`).value.split(";").map((v) => v.trim())
+  .filter(Boolean) : [""];
+
+function asked() {
+  const count = Number($("count").value), first = Number($("seed").value);
+  const seeds = Array.from({length: count}, (_, n) => first + n), wanted = [];
+  const set = (picture, axis, value) => {
+    if (!axis) return picture;
+    if (axis === "prompt") return {...picture, prompt: picture.prompt.replace("*", value)};
+    return {...picture, choices: {...picture.choices, [axis]: typed(axis, value)}};
+  };
+  const grid = Boolean($("x").value || $("y").value);
+  for (const [n, prompt] of lines().entries()) {
+    const own = grid ? seeds : seeds.map((seed) => seed + n * count);
+    for (const y of values("y")) for (const x of values("x")) for (const seed of own) {
+      const picture = set({model: model().name, prompt, seed, choices: choices()}, $("x").value, x);
+      wanted.push({x, y, line: n, ...set(picture, $("y").value, y)});
+    }
+  }
+  return wanted;
+}
+
+// --- Links ------------------------------------------------------------------------------------
+
+const KEPT = ["model", "checkpoint", "ema", "count", "seed", "x", "x-values", "y", "y-values"];
+
+function hash(changes = {}) {
+  const query = new URLSearchParams();
+  for (const id of KEPT) {
+    const value = id in changes ? changes[id] : $(id).value;
+    if (value !== "" && value !== "-") query.set(id, value);
+  }
+  for (const line of changes.prompts ?? lines()) query.append("prompt", line);
+  const chosen = changes.choices ?? choices();
+  for (const [name, value] of Object.entries(chosen)) {
+    if (!KEPT.includes(name)) query.set(`set.${name}`, value);
+  }
+  return `#draw?${query}`;
+}
+
+function restore(query) {
+  if (query.has("model")) $("model").value = query.get("model");
+  if (!$("model").value) throw new Error(`there is no model ${query.get("model")} here`);
+  showModel();
+  for (const id of KEPT.slice(1)) if (query.has(id)) $(id).value = query.get(id);
+  if (query.has("prompt")) $("prompts").value = query.getAll("prompt").join("\n");
+  for (const [key, value] of query) {
+    if (key.startsWith("set.") && control(key.slice(4))) control(key.slice(4)).value = value;
+  }
+  $("grid").open = Boolean($("x").value || $("y").value);
+  marked();
+}
+
+// --- Drawing ----------------------------------------------------------------------------------
+
+function say(text, wrong = false) {
+  $("status").textContent = text;
+  $("status").classList.toggle("error", wrong);
+}
+
+async function draw(event) {
+  event?.preventDefault();
+  if (job) await cancel();
+  const wanted = asked();
+  history.replaceState(null, "", hash());
+  say("Sending");
+  if (innerWidth < 800) $("results").scrollIntoView();
+  try {
+    const sent = wanted.map(({model, prompt, seed, choices}) => ({model, prompt, seed, choices}));
+    const made = await post("/api/draw", sent);
+    wanted.forEach((picture, n) => Object.assign(picture, made.pictures[n]));
+    layOut(wanted);
+    watch(made.job, wanted);
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+
+async function cancel() {
+  const ending = job;
+  if (!ending) return;
+  await post(`/api/jobs/${ending.name}/cancel`);
+  await ending.ended;
+}
+
+function watch(name, wanted) {
+  const source = new EventSource(`/api/jobs/${name}`);
+  let finished;
+  const mine = {name, ended: new Promise((resolve) => finished = resolve)};
+  job = mine;
+  $("cancel").disabled = false;
+  $("progress").hidden = false;
+  $("progress").value = 0;
+  source.onmessage = ({data}) => {
+    const now = JSON.parse(data), total = wanted.length, done = now.drawn.length;
+    for (const n of now.drawn) show(wanted[n], wanted[n].url, false);
+    for (const [n, look] of Object.entries(now.looks))
+      if (!now.drawn.includes(Number(n))) show(wanted[n], `data:image/png;base64,${look}`, true);
+    $("progress").value = done / total;
+    const looking = Object.keys(now.looks).length;
+    say({waiting: now.ahead ? `Waiting: ${now.ahead} before this` : "Waiting",
+      drawing: looking ? `Drawing: ${done} of ${total} done, noise level ${short(now.level)}`
+        : `Drawing: ${done} of ${total} done; new settings compile first`,
+      done: `${total} ${total === 1 ? "picture" : "pictures"}`,
+      cancelled: `Cancelled: ${done} of ${total} done`, failed: now.error}[now.state],
+    now.state === "failed");
+    if (["done", "cancelled", "failed"].includes(now.state)) over();
+  };
+  source.onerror = () => {
+    say("The connection to the server was lost", true);
+    over();
+  };
+  const over = () => {
+    source.close();
+    if (job === mine) {
+      job = null;
+      $("cancel").disabled = true;
+      $("progress").hidden = true;
+      for (const blank of document.querySelectorAll("#pictures .blank")) blank.style.animation = "none";
+    }
+    finished();
+  };
+}
+
+function frame(picture, words) {
+  const blank = element("div", {class: "blank"});
+  picture.button = element("button", {type: "button", class: "picture", "aria-busy": "true",
+    "aria-label": `${picture.prompt}, seed ${picture.seed}`, onclick: () => detail(picture)},
+  blank, element("span", {}, words));
+  return picture.button;
+}
+
+function show(picture, source, busy) {
+  if (picture.shown === source) return;
+  picture.shown = source;
+  const image = picture.button.querySelector("img") ?? element("img", {alt: picture.prompt});
+  image.onload = () => image.classList.toggle("small", image.naturalWidth <= 128);
+  image.src = source;
+  if (!image.isConnected) picture.button.firstChild.replaceWith(image);
+  picture.button.setAttribute("aria-busy", busy);
+}
+
+function layOut(wanted) {
+  const gridded = $("x").value || $("y").value;
+  const groups = lines().map((line, n) => {
+    const own = wanted.filter((picture) => picture.line === n);
+    const body = gridded ? gridOf(own) : element("div", {class: "sheet"},
+      ...own.map((picture) => frame(picture, `seed ${picture.seed}`)));
+    return element("section", {class: "group"}, element("h2", {}, line), body);
+  });
+  $("pictures").replaceChildren(...groups);
+}
+
+function gridOf(own) {
+  const xs = [...new Set(own.map((p) => p.x))], ys = [...new Set(own.map((p) => p.y))];
+  const name = (id, value) => $(id).value === "prompt" ? value : $(id).value
+    ? `${$(id).selectedOptions[0].textContent.replaceAll("_", " ")} ${value}` : "";
+  const row = (y) => element("tr", {}, element("th", {scope: "row"}, name("y", y)),
+    ...xs.map((x) => element("td", {}, element("div", {class: "cell"},
+      ...own.filter((p) => p.x === x && p.y === y).map((p) => frame(p, `seed ${p.seed}`))))));
+  return element("div", {class: "scroll", tabindex: 0, role: "region", "aria-label": "Grid"},
+    element("table", {class: "grid"},
+      element("thead", {}, element("tr", {}, element("td"),
+        ...xs.map((x) => element("th", {scope: "col"}, name("x", x))))),
+      element("tbody", {}, ...ys.map(row))));
+}
+
+function detail(picture) {
+  const one = models.find((m) => m.name === picture.model);
+  const changes = {model: picture.model, prompts: [picture.prompt], seed: picture.seed, count: 1,
+    x: "", y: "", "x-values": "", "y-values": "", choices: picture.choices};
+  if (picture.choices.checkpoint) changes.checkpoint = picture.choices.checkpoint;
+  if (picture.choices.ema) changes.ema = picture.choices.ema;
+  const link = `${location.origin}/${hash(changes)}`;
+  const done = picture.shown === picture.url;
+  const sizes = done ? Array.from({length: one.stages}, (_, n) => picture.url.replace(".png", `/${n}.png`)) : [];
+  const images = (sizes.length > 1 ? sizes : [picture.shown ?? ""]).map((src) => {
+    const image = element("img", {src, alt: picture.prompt});
+    image.onload = () => image.classList.toggle("small", image.naturalWidth <= 128);
+    return image;
+  });
+  const file = `${picture.prompt.replace(/\W+/g, "_").slice(0, 60)}_${picture.seed}.png`;
+  $("detail").replaceChildren(
+    element("div", {class: images.length > 1 ? "pair" : ""}, ...images),
+    element("h2", {}, picture.prompt),
+    element("p", {class: "note"}, `seed ${picture.seed}, ` + Object.entries(picture.choices)
+      .map(([key, value]) => `${key === "ema" ? "average" : key.replaceAll("_", " ")} ${value}`)
+      .join(", ")),
+    element("p", {}, element("a", {href: link, target: "_blank", rel: "noopener"}, "Link to this picture"),
+      done ? " · " : "", done ? element("a", {href: picture.url, download: file}, "Save as PNG") : ""),
+    element("p", {class: "note"}, "The same bytes in a terminal:"),
+    element("pre", {tabindex: 0}, picture.command),
+    element("div", {class: "buttons"},
+      element("button", {type: "button", onclick: () => copy(picture.command, "The command")}, "Copy command"),
+      element("button", {type: "button", class: "primary", onclick: () => $("detail").close()}, "Close")));
+  $("detail").showModal();
+}
+
+async function copy(text, what) {
+  try {
+    await navigator.clipboard.writeText(text);
+    say(`${what} is copied`);
+  } catch {
+    say(text);
+  }
+}
+
+// --- Sweeps -----------------------------------------------------------------------------------
+
+async function showSweeps() {
+  results = await get("/api/sweeps");
+  const named = results.sweeps.map((sweep) => `${sweep.run}: ${sweep.name}`);
+  const before = $("sweep").value;
+  options($("sweep"), named.length > 1 ? ["all", ...named] : named, before);
+  showAxes();
+}
+
+function chosenSweeps() {
+  const named = (sweep) => `${sweep.run}: ${sweep.name}`;
+  return results.sweeps.filter((s) => ["all", named(s)].includes($("sweep").value));
+}
+
+function showAxes() {
+  const every = chosenSweeps().flatMap((sweep) => sweep.points);
+  if (!every.length) {
+    $("sweep-plot").replaceChildren(element("p", {class: "empty"},
+      "No sweep yet: the command evaluate makes them."));
+    return;
+  }
+  const columns = Object.keys(results.metrics).filter((c) => every.some((p) => c in p.scores));
+  const before = [$("sweep-x").value, $("sweep-y").value];
+  options($("sweep-x"), ["guidance", ...columns], before[0] || "guidance");
+  options($("sweep-y"), columns, before[1] || columns.at(-1));
+  for (const id of ["sweep-x", "sweep-y"]) {
+    for (const one of $(id).options) one.textContent = results.metrics[one.value]?.label ?? one.value;
+  }
+  showCurve();
+}
+
+function showCurve() {
+  const [x, y] = [$("sweep-x").value, $("sweep-y").value], label = (c) => results.metrics[c]?.label ?? c;
+  const sweeps = chosenSweeps(), drawn = [];
+  for (const sweep of sweeps) {
+    for (const name of new Set(sweep.points.map((p) => p.label))) {
+      const own = sweep.points.filter((p) => p.label === name && x in p.scores && y in p.scores)
+        .sort((a, b) => a.guidance - b.guidance);
+      const prefix = sweeps.length > 1 ? `${sweep.run} ${sweep.name}, ` : "";
+      drawn.push({name: prefix + name, points: own.map((p) => ({
+        x: p.scores[x], y: p.scores[y], low: p.scores[`${y}_low`], high: p.scores[`${y}_high`],
+        words: `${name}, guidance ${p.guidance}: ${label(y)} ${short(p.scores[y])}`,
+        choose: () => showPoint(sweep, p)}))});
+    }
+  }
+  $("sweep-plot").replaceChildren(plot({x: label(x), y: label(y), lines: drawn}));
+  $("point").replaceChildren(element("p", {class: "note"}, "Choose a point to see its pictures."));
+  $("point").classList.remove("panel");
+}
+
+function table(rows, head) {
+  return element("div", {class: "scroll"}, element("table", {},
+    head ? element("thead", {}, element("tr", {}, ...head.map((h) => element("th", {scope: "col"}, h)))) : null,
+    element("tbody", {}, ...rows.map(([first, ...rest]) => element("tr", {},
+      element("th", {scope: "row"}, first), ...rest.map((cell) => element("td", {}, cell)))))));
+}
+
+function showPoint(sweep, point) {
+  const scores = Object.keys(results.metrics).filter((c) => c in point.scores).map((c) => {
+    const ends = [point.scores[`${c}_low`], point.scores[`${c}_high`]];
+    const interval = ends[0] == null ? "" : ` (${short(ends[0])} to ${short(ends[1])})`;
+    return [results.metrics[c].label, short(point.scores[c]) + interval];
+  });
+  const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
+    element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
+  $("point").classList.add("panel");
+  $("point").replaceChildren(
+    element("div", {}, point.sheet ? element("img", {src: point.sheet, alt: `Pictures of ${point.label}`})
+      : element("p", {class: "note"}, "No pictures of this point were kept.")),
+    element("div", {}, element("h2", {}, `${sweep.run}, ${point.label}, guidance ${point.guidance}`),
+      table(scores), element("p", {class: "note"}, "Scored by:"),
+      element("pre", {tabindex: 0}, point.command),
+      element("div", {class: "buttons"},
+        element("button", {type: "button", onclick: () => copy(point.command, "The command")}, "Copy command"),
+        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")),
+      ...cards));
+}
+
+function drawLike(sweep, point) {
+  const query = new URLSearchParams({model: sweep.run, checkpoint: point.choices.checkpoint,
+    ema: point.choices.ema});
+  for (const [name, value] of Object.entries(point.choices)) query.set(`set.${name}`, value);
+  location.hash = `#draw?${query}`;
+}
+
+// --- Training ---------------------------------------------------------------------------------
+
+let before = "";
+
+async function showTraining() {
+  const now = await get("/api/training");
+  const text = JSON.stringify(now);
+  if (text === before) return;
+  before = text;
+  const hours = (s) => s > 5400 ? `${(s / 3600).toFixed(1)} hours` : `${Math.ceil(s / 60)} minutes`;
+  $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
+    element("strong", {}, run.name),
+    element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
+    element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
+    run.live ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
+      : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running"))));
+  showCurves(now.runs);
+  showSamples(now.runs);
+  const head = ["field", ...now.names];
+  $("differing").replaceChildren(...(now.differing.length ? [element("h2", {}, "How the configs differ"),
+    element("div", {class: "panel"}, table(now.differing.map((d) => [d.field, ...d.values]), head))] : []));
+}
+
+function showCurves(runs) {
+  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
+  const total = (key) => /^heldout\/.*\/loss$/.test(key);
+  const level = (key) => key.startsWith("loss/");
+  const figures = [["Loss", (k) => k === "loss", true], ["Loss by noise level", level, true],
+    ["Held-out loss", total, true], ["Images per second", (k) => k === "images_per_second", false],
+    ["Skipped steps", (k) => k === "skipped", false], ["Norm of the gradient", (k) => k === "grad_norm", true],
+    ["Learning rate", (k) => k === "lr", false]];
+  $("curves").replaceChildren(...figures.flatMap(([title, fits, log]) => {
+    const drawn = runs.flatMap((run) => keys.filter((key) => fits(key) && run.curves[key]).map((key) => ({
+      name: [runs.length > 1 ? run.name : "", level(key) ? key.slice(5).replaceAll("_", " ")
+        : total(key) ? key.split("/")[1].replaceAll("_", " ") : ""].filter(Boolean).join(", "),
+      points: run.curves[key].map(([x, y]) => ({x, y}))})));
+    return drawn.length ? [plot({title, x: "step", y: title, lines: drawn, log, small: true})] : [];
+  }));
+}
+
+function showSamples(runs) {
+  const at = Object.fromEntries([...document.querySelectorAll("#over-time input")].map((i) => [i.id, i]));
+  $("over-time").replaceChildren(...runs.flatMap((run, n) => {
+    if (!run.samples.length) return [];
+    const id = `samples-${n}`, last = run.samples.length - 1;
+    const follows = !at[id] || at[id].value === at[id].max;
+    const image = element("img", {alt: ""}), label = element("span");
+    const slider = element("input", {type: "range", id, min: 0, max: last, "aria-label": "Step",
+      oninput: () => {
+        const step = run.samples[Number(slider.value)];
+        image.src = `/api/training/${n}/${step}.png`;
+        image.alt = `What ${run.name} drew at step ${step}`;
+        label.textContent = `step ${step.toLocaleString("en")}`;
+        slider.setAttribute("aria-valuetext", label.textContent);
+      }});
+    slider.value = follows ? last : at[id].value;
+    slider.dispatchEvent(new Event("input"));
+    return [element("h2", {}, `What ${run.name} drew at fixed seeds, `, label),
+      element("div", {class: "panel"}, slider, image)];
+  }));
+}
+
+// --- Views ------------------------------------------------------------------------------------
+
+const VIEWS = ["draw", "sweeps", "training"];
+let timer;
+
+async function turn(view) {
+  for (const name of VIEWS) {
+    $(`view-${name}`).hidden = name !== view;
+    $(`tab-${name}`).setAttribute("aria-selected", name === view);
+    $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
+  }
+  clearInterval(timer);
+  try {
+    if (view === "sweeps") await showSweeps();
+    if (view === "training") {
+      before = "";
+      await showTraining();
+      timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
+    }
+  } catch (error) {
+    $(`view-${view}`).prepend(element("p", {class: "error"}, error.message));
+  }
+}
+
+async function follow() {
+  const [view, query] = location.hash.slice(1).split(/\?(.*)/s);
+  const wanted = VIEWS.includes(view) ? view : "draw";
+  await turn(wanted);
+  if (wanted === "draw" && query) {
+    try {
+      restore(new URLSearchParams(query));
+      await draw();
+    } catch (error) {
+      say(error.message, true);
+    }
+  }
+}
+
+async function start() {
+  const {models: found, package: name} = await get("/api/models");
+  models = found;
+  $("package").textContent = name;
+  document.title = `${name}: draw`;
+  options($("model"), models.map((one) => one.name));
+  showModel();
+  $("model").addEventListener("change", showModel);
+  $("form").addEventListener("submit", draw);
+  $("cancel").addEventListener("click", cancel);
+  $("link").addEventListener("click", () => copy(`${location.origin}/${hash()}`, "The link"));
+  $("prompts").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
+  });
+  $("sweep").addEventListener("change", showAxes);
+  for (const id of ["sweep-x", "sweep-y"]) $(id).addEventListener("change", showCurve);
+  for (const [n, view] of VIEWS.entries()) {
+    const tab = $(`tab-${view}`);
+    tab.addEventListener("click", () => {
+      history.replaceState(null, "", view === "draw" ? hash() : `#${view}`);
+      turn(view);
+    });
+    tab.addEventListener("keydown", ({key}) => {
+      const step = {ArrowRight: 1, ArrowLeft: -1}[key];
+      if (!step) return;
+      const next = $(`tab-${VIEWS[(n + step + VIEWS.length) % VIEWS.length]}`);
+      next.focus();
+      next.click();
+    });
+  }
+  window.addEventListener("hashchange", follow);
+  await follow();
+}
+
+start().catch((error) => say(error.message, true));

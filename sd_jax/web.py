@@ -1,0 +1,17 @@
+"""A page to draw with Stable Diffusion models, compare them, and watch them train.
+
+    python -m sd_jax.web --workdir=runs/sd_quickstart [--workdir=runs/other ...] [--port=8765]
+
+opens at the address that it prints, on this machine alone unless --host says otherwise: then it
+asks for the token that it prints too. Pictures appear while they are drawn, each with a link and
+the command that gives the same bytes; two choices make a grid; sweeps and training are read from
+the runs. It needs the extra [web]: pip install starlette uvicorn.
+A --workdir may also be a diffusers directory.
+"""
+
+from diffusion_jax.web.command import command
+from sd_jax.drawing import Choice
+from sd_jax.notebook import load
+
+if __name__ == "__main__":
+    command("sd_jax", lambda stages, choices: load(*stages, **choices), Choice)

@@ -1,0 +1,245 @@
+"""The page's server without a browser: its queue, what it refuses, and that it opens no paths."""
+
+import asyncio
+import json
+import threading
+import types
+
+import numpy as np
+import pytest
+
+from diffusion_jax.draw import loaded
+from diffusion_jax.draw.loaded import Cancelled
+from diffusion_jax.web import command, jobs, server
+from imagen_jax.cascade import Choice
+from imagen_jax.settings import Sampler
+
+HOSTS = ("127.0.0.1",)
+JSON = ("content-type", "application/json")
+
+
+class Slow(loaded.Loaded):
+    """Draws pixels that are the seed, in steps that a test lets go on."""
+
+    def __init__(self):
+        low_res = types.SimpleNamespace(aug_sigma=0.1)
+        s = types.SimpleNamespace(sampler=Sampler(), super_resolution=low_res)
+        self.stages = (types.SimpleNamespace(workdir="runs/none", step=0, settings=s),)
+        self.choice = Choice()
+        self.go, self.drawn = threading.Semaphore(0), []
+
+    def __repr__(self):
+        return "slow"
+
+    def draw(self, prompts, *, seeds, progress, **choices):
+        images = np.array(seeds, np.uint8)[:, None, None, None] * np.ones((4, 4, 3), np.uint8)
+        for level in (2.0, 1.0):
+            assert self.go.acquire(timeout=20)
+            progress(images, level)
+        self.drawn.append((prompts, seeds, choices))
+        return types.SimpleNamespace(images=images, smaller=())
+
+
+def wait_for(condition):
+    for _ in range(400):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError("it never came")
+
+
+@pytest.fixture
+def slow():
+    return Slow()
+
+
+@pytest.fixture
+def site(slow):
+    return server.Site("imagen_jax", {"slow": slow}, {"slow": ["runs/no run"]})
+
+
+def ask(app, path, body=None, headers=(), host="127.0.0.1:8765", cookie=""):
+    """(status, headers, content) of a request, as a server hands it to the application."""
+    path, _, query = path.partition("?")
+    given = [("host", host), *([("cookie", cookie)] if cookie else []), *headers]
+    scope = {
+        "type": "http", "method": "GET" if body is None else "POST", "path": path, "raw_path": b"",
+        "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
+        "headers": [(k.encode(), v.encode()) for k, v in given], "server": ("x", 1),
+        "client": ("x", 2),
+    }  # fmt: skip
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body or b"", "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    asyncio.run(app(scope, receive, send))
+    content = b"".join(message.get("body", b"") for message in sent)
+    return sent[0]["status"], {k.decode(): v.decode() for k, v in sent[0]["headers"]}, content
+
+
+def asked(**changes):
+    return {"model": "slow", "prompt": "a <b>", "seed": 3, "choices": {"steps": "4"}, **changes}
+
+
+def post(app, pictures, path="/api/draw", headers=(JSON,)):
+    status, _, content = ask(app, path, json.dumps(pictures).encode(), headers)
+    return status, json.loads(content)
+
+
+def test_a_picture_is_drawn_looked_at_and_kept(site, slow):
+    app = server.app(site, HOSTS)
+    status, said = post(app, [asked(), asked(seed=5)])
+    assert status == 200
+    job = site.queue.jobs[said["job"]]
+    assert ask(app, said["pictures"][0]["url"])[0] == 404
+    slow.go.release()
+    wait_for(lambda: job.looks)
+    assert (set(job.looks), job.level) == ({0, 1}, 2.0)
+    slow.go.release()
+    wait_for(lambda: job.state == "done")
+    status, headers, png = ask(app, said["pictures"][1]["url"])
+    assert (status, headers["content-type"], png[:4]) == (200, "image/png", b"\x89PNG")
+    assert slow.drawn == [(["a <b>"] * 2, [3, 5], {"steps": 4})]
+    assert said["pictures"][0]["command"] == (
+        "python -m imagen_jax.sample '--workdir=runs/no run' '--prompt=a <b>' --seed=3 --steps=4 "
+        "--out=pictures"
+    )
+    _, again = post(app, [asked(seed=5)])  # Nothing is left to draw of it.
+    wait_for(lambda: site.queue.jobs[again["job"]].state == "done")
+    assert len(slow.drawn) == 1
+
+
+def test_jobs_wait_for_each_other_and_can_be_cancelled(site, slow):
+    app = server.app(site, HOSTS)
+    names = [post(app, [asked(seed=seed)])[1]["job"] for seed in (1, 2, 3)]
+    first, second, third = (site.queue.jobs[name] for name in names)
+    wait_for(lambda: first.state == "drawing")
+    assert [site.queue.ahead(job) for job in (second, third)] == [1, 2]
+    assert post(app, None, f"/api/jobs/{names[1]}/cancel")[0] == 200
+    assert (second.state, site.queue.ahead(third)) == ("cancelled", 1)
+    post(app, None, f"/api/jobs/{names[0]}/cancel")
+    slow.go.release(4)
+    wait_for(lambda: third.ended)
+    assert [job.state for job in (first, second, third)] == ["cancelled", "cancelled", "done"]
+    assert [seeds for _, seeds, _ in slow.drawn] == [[3]]
+    report = site.report(first)
+    assert (report["state"], report["drawn"], report["looks"]) == ("cancelled", [], {})
+
+
+def test_the_queue_is_bounded(site, slow):
+    app = server.app(site, HOSTS)
+    many = [post(app, [asked(seed=n)])[0] for n in range(jobs.WAITING + 2)]
+    assert many[-1] == 429 and many[: jobs.WAITING] == [200] * jobs.WAITING
+    for job in site.queue.jobs.values():
+        site.queue.cancel(job)
+    slow.go.release(2)
+
+
+@pytest.mark.parametrize(
+    ("picture", "message"),
+    [
+        (asked(model="other"), "there is no model 'other': choose from slow"),
+        (asked(prompt=" "), "a prompt is a text of 1 to 2,000 letters"),
+        (asked(prompt="a" * 2001), "a prompt is a text of 1 to 2,000 letters"),
+        (asked(seed=2**31), "the seed is 2147483648"),
+        (asked(seed="1"), "the seed is '1'"),
+        (asked(choices={"steps": 1001}), "steps is 1001: here it is 1,000 at most"),
+        (asked(choices={"steps": "many"}), "invalid literal"),
+        (asked(choices={"guide": "/etc/passwd"}), "there is no choice 'guide'"),
+        (asked(choices={"text_weights": "/etc"}), "there is no choice 'text_weights'"),
+        ("a", "a picture is an object"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_a_line(site, picture, message):
+    status, said = post(server.app(site, HOSTS), [picture])
+    assert status == 400 and message in said["error"]
+
+
+def test_a_drawing_has_a_bounded_number_of_pictures(site):
+    app = server.app(site, HOSTS)
+    assert post(app, [])[0] == 400
+    assert post(app, [asked()] * (jobs.PICTURES + 1))[0] == 400
+    assert post(app, "x" * 2**20)[1]["error"].startswith("a request has 1,048,576 bytes")
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/../server.py", "/server.py", "/api/jobs/../../etc/passwd", "/api/jobs/none", "/etc/passwd",
+     "/api/sweeps/0/0/0.png", "/api/sweeps/9/9/9.png", "/api/training/0/1.png", "/page.html"],
+)  # fmt: skip
+def test_no_path_of_the_machine_is_opened(site, path):
+    assert ask(server.app(site, HOSTS), path)[0] == 404
+
+
+def test_other_sites_get_nothing(site):
+    """Neither under a name of theirs for this address, nor by a form that a browser sends."""
+    app = server.app(site, HOSTS)
+    assert ask(app, "/", host="evil.example:8765")[0] == 421
+    assert ask(app, "/", host="[::1]:8765")[0] == 421
+    assert post(app, [asked()], headers=(("content-type", "text/plain"),))[0] == 400
+    status, headers, _ = ask(app, "/")
+    assert status == 200 and "default-src 'none'" in headers["content-security-policy"]
+    assert "access-control-allow-origin" not in headers
+
+
+def test_an_address_for_others_asks_for_the_token(site):
+    app = server.app(site, (), token="secret")
+    anywhere = {"host": "box.example:8765"}
+    assert ask(app, "/", **anywhere)[0] == ask(app, "/api/models", **anywhere)[0] == 403
+    assert ask(app, "/?token=wrong", **anywhere)[0] == 403
+    status, headers, _ = ask(app, "/?token=secret", **anywhere)
+    assert (status, headers["location"]) == (303, "/")
+    cookie = headers["set-cookie"]
+    assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+    assert ask(app, "/", cookie=cookie.partition(";")[0], **anywhere)[0] == 200
+    assert ask(app, "/", cookie="token=é", **anywhere)[0] == 403
+    local = [command.is_local(h) for h in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "box")]
+    assert local == [True, True, True, False, False]
+
+
+def test_models_say_what_can_be_chosen(site):
+    (one,) = json.loads(ask(server.app(site, HOSTS), "/api/models")[2])["models"]
+    fields = {field["name"]: field for field in one["fields"]}
+    assert fields["steps"]["value"] == 30 and fields["guidance_high"]["value"] == "inf"
+    assert {"sampler", "eta", "aug_sigma"} <= set(fields)
+    assert not {"guide", "ema", "text_weights"} & set(fields)
+    assert "dpmpp_2m" in fields["sampler"]["options"]
+
+
+def test_runs_of_one_name_are_told_apart():
+    assert command.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
+        "run": ["a/run"], "run_2": ["b/run"], "sr": ["c/base", "c/sr"]
+    }  # fmt: skip
+
+
+def test_a_model_that_fails_does_not_end_the_queue(site, slow, monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("out of memory\nmore")
+
+    queue = site.queue
+    with monkeypatch.context() as patched:
+        patched.setattr(slow, "draw", fail)
+        job = queue.add([site.picture(asked())])
+        wait_for(lambda: job.ended)
+    assert (job.state, job.error) == ("failed", "RuntimeError: out of memory")
+    slow.go.release(2)
+    after = queue.add([site.picture(asked())])
+    wait_for(lambda: after.state == "done")
+
+
+def test_looks_of_a_second_batch_belong_to_its_pictures():
+    job = jobs.Job([])
+    look = jobs._Looks(job, [4, 5, 6])
+    two, seen = np.zeros((2, 2, 2, 3), np.uint8), []
+    for level in (9.0, 1.0, 9.0):  # The last batch is filled up, and cut off when it is drawn.
+        look._last = 0.0
+        look(two, level)
+        seen.append(sorted(job.looks))
+    assert seen == [[4, 5], [4, 5], [6]]
+    job.cancelled = True
+    with pytest.raises(Cancelled):
+        look(two, 1.0)
