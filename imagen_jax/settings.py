@@ -11,16 +11,7 @@ from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.objective import WEIGHTINGS
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import (
-    Data,
-    Evaluation,
-    Heldout,
-    Lora,
-    MeshShape,
-    Optimizer,
-    Run,
-    Text,
-)
+from diffusion_jax.settings import Data, Evaluation, Heldout, Lora, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from imagen_jax import unet as unet_module
