@@ -29,10 +29,7 @@ class System(NamedTuple):
     """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
     shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
-    """The groups that choose among several networks by their value `kind`, the default first.
-
-    A network is its class, or MODULE:CLASS, which is imported when it is used.
-    """
+    """Groups that choose a network by their value `kind`: a class or MODULE:CLASS, default first."""
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -108,12 +105,11 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
     return {"weights": "", **fields} if f"{name}_weights" in system.settings._fields else fields
 
 
-def _kind(system: System, name: str, group: Mapping[str, Any]) -> type:
+def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
     """The class that a group is read as: its own, or the network of its `kind`."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):
         return kinds
     kind = group.get("kind", next(iter(kinds)))
     settings.one_of(f"{name}.kind", kind, kinds)
-    network: Any = named.resolved(kinds[kind])
-    return network
+    return named.resolved(kinds[kind])
