@@ -29,7 +29,7 @@ class System(NamedTuple):
     """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
     shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
-    """Groups that choose a network by their value `kind`: a class or MODULE:CLASS, default first."""
+    """Groups that choose by their `kind`: a class or MODULE:CLASS, the default first."""
 
     @property
     def groups(self) -> dict[str, Any]:
