@@ -247,7 +247,7 @@ def drawn(
     s = models.read_run(workdir, choice, "imagen_jax")
     steps = steps_for(s)
     choice = cascade.Choice(**{**chosen, "steps": steps})
-    subject = evaluate.open_subject([str(workdir)], [choice], [[(ema, None)]])
+    subject = evaluate.open_subject([str(workdir)], [[choice]], [[(ema, None)]])
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     spent = []

@@ -18,13 +18,14 @@ compare by it at equal levels, --levels=0.1,0.3,1,3,10. A run that held nothing 
 import functools
 import importlib
 import json
+import math
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from absl import flags, logging
+from absl import app, flags, logging
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
@@ -147,6 +148,11 @@ def measure_run(
     s = systems.read(config, config["system"])
     if not hasattr(s, "heldout"):
         raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
+    if not (share or s.data.heldout):
+        raise ValueError(
+            f"{workdir} held nothing out: say what share of its data to measure on, such as "
+            "--share=0.01"
+        )
     s = s._replace(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
         heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
@@ -182,19 +188,30 @@ if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
     _EMA = flags.DEFINE_list("ema", [], 'Decays, widths, "ema" or "raw"; default: all kept.')
     _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
-    _SHARE = flags.DEFINE_float("share", None, "Of the data, in place of config.data.heldout.")
+    _SHARE = flags.DEFINE_float(
+        "share", None, "Of the data, in place of config.data.heldout.", 1e-9, 1.0
+    )
     _RECORDS = flags.DEFINE_integer("records", None, "How many at most.", lower_bound=1)
     _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of training's.")
+
+    def _level(text: str) -> float:
+        try:
+            level = float(text)
+        except ValueError:
+            level = math.nan
+        if not 0 < level < math.inf:
+            raise ValueError(f"--levels={text}: give noise levels above 0, such as 0.1,1,10")
+        return level
 
     def main(argv: list[str]) -> None:
         """Prints the losses."""
         if len(argv) > 1:
-            raise flags.Error(f"unknown arguments {argv[1:]}")
+            raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         with cli.bad_input():
             lines = measure_run(
                 pathlib.Path(_WORKDIR.value), _CHECKPOINT.value, _EMA.value, _SHARE.value,
-                _RECORDS.value, [float(text) for text in _LEVELS.value],
+                _RECORDS.value, [_level(text) for text in _LEVELS.value],
             )  # fmt: skip
         if jax.process_index() == 0:
             print(*map(json.dumps, lines), sep="\n")

@@ -24,8 +24,8 @@ def main(argv: list[str]) -> None:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
         runs = [report.read_run(workdir) for workdir in argv[1:]]
         bands = [report.read_rcp()] if flags.FLAGS.rcp else []
-    out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / report.PAGE)
-    files.write_whole(out, report.page(runs, bands))
+        out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / report.PAGE)
+        files.write_whole(out, report.page(runs, bands))
     logging.info("wrote %s", out)
 
 

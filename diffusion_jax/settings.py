@@ -75,6 +75,8 @@ class Optimizer(NamedTuple):
     lr: Positive
     schedule: str = "constant"
     warmup: Amount = 10_000
+    decay_from: Count = 70_000
+    """The step from which the schedule "inverse_sqrt" lowers the rate."""
     b1: Decay = 0.9
     b2: Decay = 0.999
     eps: Positive = 1e-8

@@ -6,6 +6,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from diffusion_jax import settings
+from diffusion_jax.diffusion import named
 from diffusion_jax.settings import Run
 from diffusion_jax.text import registry
 
@@ -27,8 +28,8 @@ class System(NamedTuple):
     example: str = ""
     """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
     shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
-    networks: Mapping[str, Mapping[str, type]] = MappingProxyType({})
-    """The groups that choose among several networks by their value `kind`, the default first."""
+    networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
+    """Groups that choose by their `kind`: a class or MODULE:CLASS, the default first."""
 
     @property
     def groups(self) -> dict[str, Any]:
@@ -104,11 +105,11 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
     return {"weights": "", **fields} if f"{name}_weights" in system.settings._fields else fields
 
 
-def _kind(system: System, name: str, group: Mapping[str, Any]) -> type:
+def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
     """The class that a group is read as: its own, or the network of its `kind`."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):
         return kinds
     kind = group.get("kind", next(iter(kinds)))
     settings.one_of(f"{name}.kind", kind, kinds)
-    return kinds[kind]
+    return named.resolved(kinds[kind])

@@ -1,4 +1,4 @@
-"""Conditioning of both UNets: the time, the text, how noisy the low-res image is.
+"""Conditioning of NeMo's UNets: the time, the text, how noisy the low-res image is.
 
 B batch, L text tokens, D their width, E = 4 unet.embed_dim time embedding.
 """
@@ -21,23 +21,29 @@ POOLING = ("attention", "mean")
 
 
 @runtime_checkable
-class Conditioned(Protocol):
-    """The fields of a UNet that say how it is conditioned."""
+class Pictured(Protocol):
+    """The fields of a UNet that say which pictures it takes."""
 
     image_size: int
-    embed_dim: int
-    text_pooling: str
-    learned_time_dim: int
-    null_token: bool
     noise_aug: bool
-    attention_impl: str
-    dtype: DTypeLike
-    param: Callable
 
     @property
     def low_res(self) -> bool:
         """Whether it sees a low-res image."""
         ...
+
+
+@runtime_checkable
+class Conditioned(Pictured, Protocol):
+    """Also those that say how NeMo's are conditioned."""
+
+    embed_dim: int
+    text_pooling: str
+    learned_time_dim: int
+    null_token: bool
+    attention_impl: str
+    dtype: DTypeLike
+    param: Callable
 
 
 def condition(
@@ -56,7 +62,7 @@ def condition(
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
     emb = embed("time_embed")(time)  # [B, E]
     if unet.noise_aug:
-        emb += embed("low_res_time_embed")(_given(low_res_time, "low_res_time", "noise_aug"))
+        emb += embed("low_res_time_embed")(given(low_res_time, "low_res_time", "noise_aug"))
     text = text.astype(unet.dtype)
     context = dense(text, cond_dim, "text_to_cond", dtype=unet.dtype)  # [B, L, cond_dim]
     if unet.text_pooling == "attention":
@@ -78,11 +84,18 @@ def with_low_res(
     x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
 ) -> Float[Array, "B H W 6"]:
     """The low-res image, enlarged to the size of x, as further channels."""
-    low_res = _given(low_res, "low_res", "low_res").astype(x.dtype)
+    low_res = given(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, ops.bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
-def example_inputs(unet: Conditioned, text_width: int) -> dict[str, Any]:
+def given(value: Array | None, name: str, field: str) -> Array:
+    """The value of an argument that a field asks for; ValueError if it is not given."""
+    if value is None:
+        raise ValueError(f"a UNet with {field}=True must be given {name}")
+    return value
+
+
+def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
     """Zeros in the shapes that `unet` takes, for one image and one token."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
@@ -105,6 +118,11 @@ def check_conditioning(unet: Conditioned) -> None:
         raise ValueError(
             f"unet.learned_time_dim {unet.learned_time_dim} must be even, or 0 for none"
         )
+    check_low_res(unet)
+
+
+def check_low_res(unet: Pictured) -> None:
+    """ValueError for noise on an image that there is not."""
     if unet.noise_aug and not unet.low_res:
         raise ValueError(
             "unet.noise_aug needs unet.low_res=True: there is no image to add noise to"
@@ -164,9 +182,3 @@ class TextEmbed(nn.Module):
         h = layer_norm(pooled, dtype=self.dtype)
         h = nn.silu(dense(h, self.width, "dense1", dtype=self.dtype))
         return dense(h, self.width, "dense2", dtype=self.dtype)
-
-
-def _given(value: Array | None, name: str, field: str) -> Array:
-    if value is None:
-        raise ValueError(f"a UNet with {field}=True must be given {name}")
-    return value

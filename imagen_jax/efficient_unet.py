@@ -113,6 +113,10 @@ class EfficientUNet(nn.Module):
         """Always: this network is for super-resolution alone."""
         return True
 
+    def check(self, text_width: int) -> None:
+        """`check`, for settings, which do not import this file."""
+        check(self, text_width)
+
     def _attention(self, width, name):
         block = with_remat(BLOCKS[self.attention], self.remat, self.remat_keeps)
         head_dim = width // self.num_heads if self.num_heads else self.head_dim

@@ -3,6 +3,8 @@
 NHWC; B batch, H W pixels, C channels, E time embedding.
 """
 
+from typing import Any
+
 import flax.linen as nn
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -75,6 +77,24 @@ class ConvTranspose(nn.Module):
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
         return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias)
+
+
+def check_resolutions(unet: Any) -> None:
+    """ValueError unless its levels halve the image evenly and reach its attention's resolutions."""
+    levels = len(unet.channel_mult)
+    unit = unet.patch * 2 ** (levels - 1)
+    if unet.image_size % unit:
+        raise ValueError(
+            f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
+            f"{levels - 1} halvings: take a multiple of {unit}, or fewer levels"
+        )
+    reached = [unet.image_size // unet.patch >> level for level in range(levels)]
+    for resolution in unet.attention_resolutions:
+        if resolution not in reached:
+            raise ValueError(
+                f"unet.attention_resolutions holds {resolution}, which a UNet of image_size "
+                f"{unet.image_size} and {levels} levels never reaches: choose from {reached}"
+            )
 
 
 def check_width(name: str, width: int) -> None:

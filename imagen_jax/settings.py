@@ -1,7 +1,7 @@
 """The config of an Imagen model, base or super-resolution: typed and checked."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from diffusion_jax import settings, systems
 from diffusion_jax.diffusion import guidance as guidance_module
@@ -11,22 +11,15 @@ from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.objective import WEIGHTINGS
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import (
-    Data,
-    Evaluation,
-    Heldout,
-    Lora,
-    MeshShape,
-    Optimizer,
-    Run,
-    Text,
-)
+from diffusion_jax.settings import Data, Evaluation, Heldout, Lora, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
-from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
-from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
+
+if TYPE_CHECKING:
+    from imagen_jax.efficient_unet import EfficientUNet
+    from imagen_jax.magnitude_unet import MagnitudeUNet
 
 
 class Diffusion(NamedTuple):
@@ -91,7 +84,7 @@ class Settings(NamedTuple):
     """
 
     run: Run
-    unet: UNet | EfficientUNet
+    unet: "UNet | EfficientUNet | MagnitudeUNet"
     unet_weights: str
     text: Text
     diffusion: Diffusion
@@ -115,7 +108,11 @@ class Settings(NamedTuple):
         return self.output_size // self.super_resolution.factor
 
 
-UNETS: dict[str, type] = {"unet": UNet, "efficient": EfficientUNet}
+UNETS: dict[str, type | str] = {
+    "unet": UNet,
+    "efficient": "imagen_jax.efficient_unet:EfficientUNet",
+    "magnitude": "imagen_jax.magnitude_unet:MagnitudeUNet",
+}
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
@@ -129,10 +126,11 @@ def check(s: Settings) -> None:
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:
             raise ValueError(f"sampler.{name} is {high}: it must be above sampler.{below}, {low}")
-    if isinstance(s.unet, EfficientUNet):
-        efficient_unet.check(s.unet, s.text.width)
-    else:
+    guidance_module.check(s.sampler)
+    if isinstance(s.unet, UNet):
         unet_module.check(s.unet)
+    else:
+        s.unet.check(s.text.width)
     _check_sizes(s)
     _check_texts(s)
 

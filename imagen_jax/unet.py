@@ -20,7 +20,7 @@ from diffusion_jax.nn.layers import KEEPS, GroupNorm, blocks_per_level, conv, wi
 from diffusion_jax.settings import DTYPES, Amount, Count, Counts, Decay
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, ResBlock, check_width
+from imagen_jax.layers import ConvTranspose, ResBlock, check_resolutions, check_width
 
 
 class UNet(nn.Module):
@@ -155,20 +155,7 @@ def check(unet: UNet) -> None:
     without a word, is surely a mistake in a config.
     """
     check_layers(unet)
-    levels = len(unet.channel_mult)
-    unit = unet.patch * 2 ** (levels - 1)
-    if unet.image_size % unit:
-        raise ValueError(
-            f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
-            f"{levels - 1} halvings: take a multiple of {unit}, or fewer levels"
-        )
-    reached = [unet.image_size // unet.patch >> level for level in range(levels)]
-    for resolution in unet.attention_resolutions:
-        if resolution not in reached:
-            raise ValueError(
-                f"unet.attention_resolutions holds {resolution}, which a UNet of image_size "
-                f"{unet.image_size} and {levels} levels never reaches: choose from {reached}"
-            )
+    check_resolutions(unet)
 
 
 def check_layers(unet: UNet) -> None:

@@ -234,8 +234,9 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     """What a run says of itself with --rehearse, on as many devices of this machine's CPU.
 
-    Only where all that it reads is here, as on a cluster whose nodes share their folders.
-    ValueError with its own message if it refuses.
+    Its memory is compared with that of the devices that are booked. Only where all that it reads is
+    here, as on a cluster whose nodes share their folders. ValueError with its own message if it
+    refuses.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
@@ -248,7 +249,9 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
     unet = (config_of(run) or {}).get("unet", {})
     kernels = unet.get("attention_impl") in ("cudnn", "splash")  # Which no CPU can trace.
     plain = ["--config.unet.attention_impl=blockwise"] if kernels else []
-    whole = [sys.executable, "-m", *command(run, folder), *plain, "--rehearse"]
+    trains = job.command.rpartition(".")[2].startswith("train")
+    booked = [f"--device_memory={target.kind.memory:.0f}"] if trains else []
+    whole = [sys.executable, "-m", *command(run, folder), *plain, *booked, "--rehearse"]
     environ = os.environ | variables
     try:
         ended = subprocess.run(
@@ -261,7 +264,8 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
         raise ValueError(f"the rehearsal of {run.name} fails: {last}")
     if ended.returncode:
         return f"{run.name} is not rehearsed: it ended with code {ended.returncode}, {last}"
-    return f"{run.name}\n{ended.stdout}"
+    warnings = re.findall(r"^W\d{4} .*?\] (.*)$", ended.stderr, re.MULTILINE)
+    return "\n".join([run.name, ended.stdout, *(f"warning: {text}" for text in warnings)])
 
 
 def check_mesh(run: Run, target: Target) -> None:

@@ -21,7 +21,7 @@ _KINDS = ("h100", "v5p")
 DEVICES = (1, 8, 16, 32, 64, 128, 256, 512)
 _TORUS = {1: (1, 1, 1), 8: (2, 2, 2), 16: (2, 2, 4), 32: (2, 4, 4), 64: (4, 4, 4), 128: (4, 4, 8),
           256: (4, 8, 8), 512: (8, 8, 8)}  # fmt: skip
-_MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
+_MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.", 1e-3, 1.0)
 
 
 class Section(NamedTuple):

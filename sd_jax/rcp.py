@@ -49,10 +49,10 @@ def main(argv: list[str]) -> None:
             return print(tables.markdown(runs))
         verdict = convergence.judge(check_alike(runs), [run.samples_to_target for run in runs])
     print(describe(runs, verdict))
-    if out := flags.FLAGS.out:
-        write(pathlib.Path(out), runs)
-    if out := flags.FLAGS.package:
-        with cli.bad_input():
+    with cli.bad_input():
+        if out := flags.FLAGS.out:
+            write(pathlib.Path(out), runs)
+        if out := flags.FLAGS.package:
             pack(pathlib.Path(out), paths, flags.FLAGS.system)
     sys.exit(0 if verdict.passed else _FAILED_EXIT)
 

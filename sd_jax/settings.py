@@ -234,6 +234,7 @@ def check_pipeline(p: Pipeline) -> None:
             "diffusion.noise is 'zero_terminal_snr' and diffusion.predicts 'eps': no image can be "
             "told from its noise where there is nothing else, so set diffusion.predicts='v'"
         )
+    guidance_module.check(p.sampler)
     check_size(p, "sampler.height", p.output_shape[0])
     check_size(p, "sampler.width", p.output_shape[1])
     if not 0 < p.strength <= 1 or p.steps_taken < 1:

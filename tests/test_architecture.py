@@ -30,7 +30,7 @@ ALLOWED = {
     "text": {"", "machine", "weights"},
     "data": {"", "machine"},
     "precache": {"", "machine", "data", "text", "weights"},
-    "train": {"", "machine", "data", "draw", "text", "weights"},
+    "train": {"", "machine", "data", "draw", "nn", "text", "weights"},
     "draw": {"", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "machine", "data", "text", "weights"},
     "evaluate": {"", "machine", "data", "draw", "metrics", "text", "train"},

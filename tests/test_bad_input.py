@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -31,6 +32,15 @@ COMMANDS = {
     "digits": "diffusion_jax.data.digits --out=D/digits",
     "report": "diffusion_jax.report",
     "plan": "launch.plan --config=configs/quickstart.py",
+    "heldout": "diffusion_jax.heldout --workdir=D/imagen",
+    "metrics": "diffusion_jax.metrics",
+    "rcp": "sd_jax.rcp",
+    "coco": "sd_jax.prepare",
+    "scaling": "launch.scaling",
+    "slurm": "launch.slurm --job=launch/jobs/quickstart_sweep.py --dry_run",
+    "gke": "launch.gke --job=launch/jobs/base64_500m.py --dry_run",
+    "text": "diffusion_jax.text",
+    "weights": "sd_jax.weights convert --from=D/file --to=D/converted",
 }
 TABLE = """
 train --config=D/syntax.py | D/syntax.py, line 2: SyntaxError: invalid syntax
@@ -92,7 +102,7 @@ train --config.data.source=folder --config.data.path=D/images --config.data.min_
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
 train --config.data.source=mixture | the data source 'mixture' needs data.mixture
 sd_train --config.vae.weights= | vae.weights is empty: say where the VAE is
-sd_train --config.vae.weights=/nowhere | /nowhere
+sd_train --config.vae.weights=/nowhere | no file /nowhere, and no folder
 vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
 sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
@@ -136,6 +146,7 @@ evaluate --prompts=D/binary.txt | D/binary.txt is no text in UTF-8
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0
 precache --captions=D/none | D/none
+precache --captions=D/binary.txt | --captions=D/binary.txt is no text in UTF-8
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: 0 is not above 0
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
@@ -144,6 +155,41 @@ digits --num=0 | --num=0: write 1 picture or more
 report D/metrics | D/metrics/metrics.jsonl, line 2 is damaged: '{"step": '
 report D/none | D/none holds neither metrics.jsonl nor evaluation/*/sweep.csv
 plan --target=h10:8 | h10
+plan --target=h100:8 --mfu=0 | --mfu=0.0: it must be above 0 and at most 1
+train --config.sampler.guiding=cfg_pp --config.sampler.name=restart | is 'cfg_pp' and sampler
+train --config.sampler.guiding=cfg_pp --config.sampler.name=heun(churn=3) | is 'cfg_pp' and sampler
+sample --prompt=a --guiding=cfg_pp --sampler=restart | take ddim or euler, or heun
+sample --prompt=a --guiding=cfg_pp --sampler=heun(churn=5) | take ddim or euler, or heun
+sd_sample --prompt=a --guiding=cfg_pp --sampler=restart | take ddim or euler, or heun
+evaluate --guiding=cfg_pp --sampler=restart | take ddim or euler, or heun
+sample --prompt=a --guiding=cfgpp | cfgpp
+sample --prompt=a --guide=D/none | D/none
+sample --prompt=a --sampler=heun(wrong=1) | wrong
+sample --prompt=a --ema=0.5 | 0.5
+evaluate --metrics=nosuch | nosuch
+heldout --workdir=D/none | D/none holds no config.json
+heldout --levels=x | --levels=x: give noise levels above 0
+heldout --levels=nan | --levels=nan: give noise levels above 0
+heldout --share=2 | share
+heldout | D/imagen held nothing out: say what share
+heldout --share=0.01 --checkpoint=7 | no checkpoint of step 7
+report D/scored --out=D/none/page.html | D/none/page.html
+heldout word | unknown arguments ['word']
+metrics fid D/none.npz D/none.npz --dinov2=D/none | D/none
+metrics compare D/none D/none | D/none
+metrics stats --images=D/images --out=D/x.txt | the name must end in .npz
+rcp | name one result or more
+rcp D/none | D/none
+coco captions --annotations=D/none --out=D/x.tsv | no file D/none
+coco laion --metadata=D/empty --out=D/x | no .parquet in D/empty
+scaling --mfu=2 | mfu
+slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | Slurm has GPUs
+slurm --job.accelerator=h100:12 --job.workdir=/shared/x | hosts have 8 GPUs
+slurm --job.acelerator=h100:8 | did you mean accelerator
+gke --job.image=x --job.workdir=/shared/x | choose one in a bucket
+text convert D/none D/out2 | D/none
+text --nosuch | Unknown command line flag 'nosuch'
+weights | D/file
 """
 ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
 
@@ -163,11 +209,13 @@ def files(tmp_path_factory):
     for name, text in (("damaged", '{"system": "imagen_jax", '), ("list", "[1]")):
         (folder / name).mkdir()
         (folder / name / "config.json").write_text(text)
-    for name in ("empty", "images", "metrics"):
+    for name in ("empty", "images", "metrics", "scored"):
         (folder / name).mkdir()
     lines = ['{"step": 1, "loss": 2}', '{"step": ', json.dumps({"step": 3}), ""]
     (folder / "metrics" / "metrics.jsonl").write_text("\n".join(lines))
-    (folder / "metrics" / "config.json").write_text((folder / "imagen/config.json").read_text())
+    (folder / "scored" / "metrics.jsonl").write_text(lines[0] + "\n")
+    for name in ("metrics", "scored"):
+        shutil.copy(folder / "imagen" / "config.json", folder / name)
     (folder / "file").write_text("no folder")
     (folder / "binary.txt").write_bytes(bytes(range(256)))
     (folder / "empty.txt").write_text("\n \n")

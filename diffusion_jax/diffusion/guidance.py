@@ -98,10 +98,19 @@ def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
 
 
 def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
-    """The guidance of a config's `sampler`: `guiding` within guidance_low and guidance_high.
+    """The guidance of a config's `sampler`: `guiding` within guidance_low and guidance_high."""
+    check(s)
+    guide = outward(other)
+    for wrapper in bound("sampler.guiding", s.guiding):
+        guide = wrapper(guide, model)
+    if (s.guidance_low, s.guidance_high) != (0, float("inf")):
+        within = named.Call("interval", (s.guidance_low, s.guidance_high))
+        guide = named.bind("sampler.guiding", within, GUIDANCE)(guide, model)
+    return guide
 
-    ValueError for cfg_pp with a sampler that evaluates D between the grid's levels.
-    """
+
+def check(s: Any) -> None:
+    """ValueError for cfg_pp with a sampler that evaluates D between the grid's levels."""
     (sampler,) = named.calls("sampler.name", getattr(s, "name", "ddim"))
     churned = getattr(s, "churn", 0) or sampler.positional or "churn" in sampler.by_name
     between = sampler.name == "restart" or (sampler.name == "heun" and churned)
@@ -110,13 +119,6 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
             f"sampler.guiding is {s.guiding!r} and sampler.name {s.name!r}, which evaluates the "
             "network between the levels of its grid: take ddim or euler, or heun without churn"
         )
-    guide = outward(other)
-    for wrapper in bound("sampler.guiding", s.guiding):
-        guide = wrapper(guide, model)
-    if (s.guidance_low, s.guidance_high) != (0, float("inf")):
-        within = named.Call("interval", (s.guidance_low, s.guidance_high))
-        guide = named.bind("sampler.guiding", within, GUIDANCE)(guide, model)
-    return guide
 
 
 def bound(field: str, text: str) -> list[functools.partial]:

@@ -69,7 +69,7 @@ def bind(
 ) -> functools.partial:
     """The function of a call, as `bound` has it."""
     one_of(field, call.name, table)
-    function = _resolved(table[call.name])
+    function = resolved(table[call.name])
     kinds = inspect.signature(function).parameters.values()
     own = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
     written = {**dict(zip(own, call.positional, strict=False)), **call.by_name}
@@ -96,7 +96,8 @@ def _call(node: ast.expr) -> Call:
     return Call(node.func.id, tuple(map(ast.literal_eval, node.args)), by_name)
 
 
-def _resolved(function: Function) -> Callable[..., Any]:
+def resolved(function: Function) -> Callable[..., Any]:
+    """The function itself, imported where it is "MODULE:FUNCTION"."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")

@@ -4,6 +4,7 @@ A system says how it reads its own flags and opens its models; prompts, seeds, p
 are the same for all.
 """
 
+import contextlib
 import json
 import pathlib
 import tempfile
@@ -54,11 +55,13 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
             raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
         cli.start()
         out = pathlib.Path(f["out"].value)
-        with cli.bad_input(), tempfile.TemporaryDirectory() as aside:
+        with cli.bad_input(), contextlib.ExitStack() as held:
             if not f["out"].value:
                 raise ValueError("--out is empty: name the folder to write to")
             files.check_writable(out, "--out")
-            folder = pathlib.Path(aside) if f["rehearse"].value else out
+            folder = out
+            if f["rehearse"].value:
+                folder = pathlib.Path(held.enter_context(tempfile.TemporaryDirectory()))
             session = open_session(_read_prompts(f["prompt"].value, f["prompts"].value), folder)
             if f["rehearse"].value:
                 print(_rehearse(session, out, f["num_images"].value, folder))

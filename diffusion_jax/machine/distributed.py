@@ -9,6 +9,7 @@ MPI, --distributed=on lets JAX find the others.
 import contextlib
 import os
 import re
+import signal
 import socket
 import sys
 import threading
@@ -108,6 +109,23 @@ def gather_text(text: str) -> list[str]:
     row[: len(raw)] = np.frombuffer(raw, np.uint8)
     rows = multihost_utils.process_allgather(row)
     return [bytes(row).rstrip(b"\0").decode(errors="ignore") for row in np.atleast_2d(rows)]
+
+
+@contextlib.contextmanager
+def sigterm() -> Iterator[Callable[[int], bool]]:
+    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
+
+    Of several processes one may get it alone, and all must stop at the same step.
+    """
+    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
+        yield multihost_utils.reached_preemption_sync_point
+        return
+    received = []
+    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
+    try:
+        yield lambda step: bool(received)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -28,12 +28,16 @@ def is_full(error: BaseException) -> bool:
 
 
 @contextlib.contextmanager
-def named(path: Path) -> Iterator[None]:
-    """A context in which errors without a file name, as those of a failed write, get this one."""
+def named(path: Path, hidden: Path = "") -> Iterator[None]:
+    """A context in which errors without a file name, as those of a failed write, get this one.
+
+    Those that name `hidden` too.
+    """
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.filename in (None, str(hidden)):
+            error.filename = str(path)
         raise
 
 
@@ -64,7 +68,7 @@ def whole(
     # Two writers of one file, also on two hosts, must not share a temporary name.
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
-        with named(target):
+        with named(target, temporary):
             yield temporary
         if not temporary.is_dir():
             with temporary.open("rb") as file:

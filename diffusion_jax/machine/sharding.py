@@ -23,8 +23,8 @@ _TENSOR_AXIS = {OUTPUTS: -1, INPUTS: -2}
 Rules = Sequence[tuple[str, P | str]]
 # Of the networks of both systems, their text encoders and autoencoders.
 RULES: Rules = [
-    (r"conv1/kernel$", OUTPUTS),  # Of residual blocks, between which lies a group norm.
-    (r"conv2/kernel$", INPUTS),
+    (r"conv1/(unit_)?kernel$", OUTPUTS),  # Of residual blocks, between which lies a group norm.
+    (r"conv2/(unit_)?kernel$", INPUTS),
     (r"(kernel|null_token|embedding)$", FSDP),
     (r"(bias|scale|frequencies)$", P()),
 ]

@@ -19,15 +19,15 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import KEPT
 
 Padding = tuple[int, int]
-_PRODUCT = "product"
+PRODUCT = "product"
 """The name, for KEEPS, of what convolutions and linear layers give."""
 _POLICIES = jax.checkpoint_policies
 KEEPS: Mapping[str, Callable[..., Any]] = {
     "nothing": _POLICIES.nothing_saveable,
     "attention": _POLICIES.save_only_these_names(KEPT),
-    "products": _POLICIES.save_only_these_names(KEPT, _PRODUCT),
+    "products": _POLICIES.save_only_these_names(KEPT, PRODUCT),
     "offloaded": _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT, _PRODUCT],
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT, PRODUCT],
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
@@ -89,7 +89,7 @@ def dense(
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
     out = nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
-    return checkpoint_name(out, _PRODUCT)
+    return checkpoint_name(out, PRODUCT)
 
 
 class ToHeads(nn.Module):
@@ -114,7 +114,7 @@ class ToHeads(nn.Module):
         if self.bias:
             bias = self.param("bias", uniform(c), (math.prod(heads),)).reshape(heads)
             out = [ops.add_broadcast(y, b) for y, b in zip(out, bias, strict=True)]
-        return [checkpoint_name(y, _PRODUCT) for y in out]
+        return [checkpoint_name(y, PRODUCT) for y in out]
 
 
 class FromHeads(nn.Module):
@@ -132,7 +132,7 @@ class FromHeads(nn.Module):
         kernel = self.param("kernel", init, (n * k, self.width)).astype(self.dtype)
         out = jnp.einsum("btnk,nkc->btc", x.astype(self.dtype), kernel.reshape(n, k, self.width))
         bias = self.param("bias", init, (self.width,))
-        return checkpoint_name(ops.add_broadcast(out, bias), _PRODUCT)
+        return checkpoint_name(ops.add_broadcast(out, bias), PRODUCT)
 
 
 def conv(
@@ -162,7 +162,7 @@ def conv(
         promote_dtype=_promoted,
         name=name,
     )(x).astype(dtype)
-    return checkpoint_name(out, _PRODUCT)
+    return checkpoint_name(out, PRODUCT)
 
 
 def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:

@@ -139,7 +139,10 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
     """The captions, and the name of their source."""
     if file is not None:
-        lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+        try:
+            lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--captions={file} is no text in UTF-8: give a line each") from error
         texts = [*prompts, *(line.strip() for line in lines if line.strip())]
         if not texts:
             raise ValueError(f"{file} holds no captions: write one a line")

@@ -9,8 +9,6 @@ themselves: it is for other programs.
 
 import sys
 
-from absl import app
-
 from diffusion_jax import cli
 from diffusion_jax.text import convert
 
@@ -30,4 +28,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    cli.run(main)

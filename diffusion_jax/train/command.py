@@ -41,6 +41,9 @@ def command(
         "workdir", None, "The folder of this run; made if need be.", required=True
     )
     alone = flags.DEFINE_bool("rehearse", False, "Say what the run would be, and end.")
+    device_memory = flags.DEFINE_float(
+        "device_memory", None, "Bytes that a device will have, with --rehearse; else as these have."
+    )
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
         "profile_steps", "", "Steps to trace for xprof into the workdir's `profile`: 100:105."
@@ -63,7 +66,8 @@ def command(
                 held.enter_context(inputs.batches)
                 runs.claim(folder, config.value.to_dict(), write=False)
                 finetune.check_base(folder, inputs.base)
-                told = rehearse(inputs, s.run, passes, mesh, folder, alone.value)
+                limit = device_memory.value
+                told = rehearse(inputs, s.run, passes, mesh, folder, alone.value, limit)
                 _say(told, unread())
                 if alone.value:
                     return

@@ -7,7 +7,6 @@ ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
 import contextlib
 import functools
 import pathlib
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -115,7 +114,7 @@ def train(
     tx, key, create, layout = _plan(task, run, settings, mesh)
     frozen = place_all(task.frozen, mesh, task.rules)
     with contextlib.ExitStack() as stack:
-        stopping = stack.enter_context(_sigterm())  # First, so that it outlasts the last save.
+        stopping = stack.enter_context(distributed.sigterm())  # It outlasts the last save.
         closing = lambda thing: stack.enter_context(contextlib.closing(thing))
         # Before what it is to see the end of.
         watchdog = closing(Watchdog(run.step_timeout, distributed.hanging))
@@ -321,23 +320,6 @@ def _example_drawer(draw, examples, folder, seed):
         return sheet[None]
 
     return draw_examples
-
-
-@contextlib.contextmanager
-def _sigterm() -> Iterator[Callable[[int], bool]]:
-    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
-
-    Of several processes one may get it alone, and all must stop at the same step.
-    """
-    if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
-        yield multihost_utils.reached_preemption_sync_point
-        return
-    received = []
-    before = signal.signal(signal.SIGTERM, lambda *_: received.append(True))
-    try:
-        yield lambda step: bool(received)
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 class _Progress:

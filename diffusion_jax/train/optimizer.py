@@ -59,10 +59,21 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
     return schedule
 
 
+def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
+    """The same warm-up, and lr / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
+    warm = warmup_constant(lr, warmup)
+
+    def schedule(step):
+        return warm(step) * jax.lax.rsqrt(jnp.maximum(jnp.asarray(step) / decay_from, 1.0))
+
+    return schedule
+
+
 SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
     "constant": lambda s, steps: warmup_constant(s.lr, s.warmup),
     "ldm": lambda s, steps: warmup_ldm(s.lr, s.warmup),
     "cosine": lambda s, steps: warmup_cosine(s.lr, s.warmup, steps),
+    "inverse_sqrt": lambda s, steps: inverse_sqrt(s.lr, s.warmup, s.decay_from),
 }
 
 

@@ -41,11 +41,12 @@ Rows = list[tuple[str, str]]
 
 def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
-    alone: bool = True,
+    alone: bool = True, device_memory: float | None = None,
 ) -> str:  # fmt: skip
     """What the run is, in lines; ValueError, or a note on where, for what it would fail at.
 
     `alone`: no training follows, which would look for damage in the checkpoints itself.
+    `device_memory`: bytes of a device that is booked, in place of those that are here.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
@@ -71,7 +72,7 @@ def rehearse(
         ("parameters", f"{_count(state.params):,} trained, {_count(frozen):,} frozen"),
         ("data", f"{len(inputs.batches.pictures):,} pictures; {_shapes_of(example)}"),
         ("batch", f"{run.batch_size:,}: {settings.accumulate} x {samples} a device and step"),
-        ("memory", _memory(need)),
+        ("memory", _memory(need, device_memory)),
         ("arithmetic", f"{traced.flops * run.batch_size / 1e12:.3g} TFLOP a step"),
         ("drawing", drawn),
         *_workdir(workdir, run, memory.disk(run, settings, state), state, alone),
@@ -140,10 +141,10 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
     return ", ".join(shapes) + filled
 
 
-def _memory(need: memory.Bytes) -> str:
-    device = jax.local_devices()[0]
-    stats = hardware.memory(device)
-    limit = stats.limit if stats else hardware.host_memory() // jax.local_device_count()
+def _memory(need: memory.Bytes, booked: float | None) -> str:
+    stats = hardware.memory(jax.local_devices()[0])
+    here = stats.limit if stats else hardware.host_memory() // jax.local_device_count()
+    limit = booked or here
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
     said = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
     if need.total > memory.USABLE * limit:

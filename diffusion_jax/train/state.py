@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
+from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer, parts
 from diffusion_jax.train.optimizer import check_decays, keep_finite
@@ -101,7 +102,8 @@ def make_train_step(
             updates, opt_state = tx.update(
                 _clip(grads, norm, clip), state.opt_state, state.params, finite=finite
             )
-            params = keep_finite(finite, optax.apply_updates(state.params, updates), state.params)
+            params = forced(optax.apply_updates(state.params, updates))
+            params = keep_finite(finite, params, state.params)
         with jax.named_scope("averages"):
             ema = {
                 ema_name(d): _average(state.ema[ema_name(d)], params, decay_at(d, state.step))

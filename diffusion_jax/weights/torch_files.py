@@ -38,6 +38,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """
     path = pathlib.Path(path)
     if path.suffix not in SUFFIXES:
+        if not path.exists():
+            raise FileNotFoundError(f"no file {path}, and no folder")
         raise ValueError(f"cannot read {path}: its name must end in {', '.join(SUFFIXES)}")
     if path.suffix in (".safetensors", ".npz"):
         return torch_weights.read(path)

@@ -35,7 +35,7 @@ def main(argv: list[str]) -> None:
     source, target = _FROM.value, _TO.value
     match argv[1:]:
         case ["convert"] if source and target and _CONFIG.value is not None:
-            with cli.bad_input(NotSaved):
+            with cli.bad_input(NotSaved, usual=(), code=1), cli.bad_input():
                 convert.to_workdir(source, _CONFIG.value, target)
         case ["export"] if source and target:
             with cli.bad_input():

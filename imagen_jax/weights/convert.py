@@ -124,11 +124,12 @@ def from_workdir(
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
     s = initial.settings_of(workdir)
+    unet = nemo.known(s.unet)
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = initial.of_run(workdir, s, ema, step)
-    state = nemo.to_nemo(params, s.unet)
+    state = nemo.to_nemo(params, unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 
 

@@ -41,7 +41,7 @@ def settings_of(workdir: str | os.PathLike[str]) -> Settings:
 def read_nemo(path: str | os.PathLike[str], s: Settings) -> Any:
     """The parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names."""
     try:
-        params = nemo.from_nemo(torch_files.read_state_dict(path), s.unet, s.text.width)
+        params = nemo.from_nemo(torch_files.read_state_dict(path), nemo.known(s.unet), s.text.width)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)

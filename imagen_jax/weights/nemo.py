@@ -25,6 +25,7 @@ from imagen_jax import efficient_unet
 from imagen_jax import unet as unet_module
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.efficient_unet import EfficientUNet
+from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.unet import UNet, attends
 
 PREFIX = "model.model.unet."
@@ -64,12 +65,21 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
     return state
 
 
-def abstract_params(unet: UNet | EfficientUNet, text_width: int) -> Any:
+def known(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
+    """The network, if it is one of NeMo's; ValueError otherwise."""
+    if isinstance(unet, MagnitudeUNet):
+        raise ValueError(f"NeMo has no {type(unet).__name__}: take another unet.kind")
+    return unet
+
+
+def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int) -> Any:
     """Shapes of a UNet's parameters, without making them; ValueError if its fields do not fit."""
     if isinstance(unet, UNet):
         unet_module.check_layers(unet)
-    else:
+    elif isinstance(unet, EfficientUNet):
         efficient_unet.check_layers(unet)
+    else:
+        unet.check()
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 

@@ -7,10 +7,12 @@ sweep, a download, a conversion) and one fault: SIGKILL, SIGTERM or SIGSTOP at a
 full disk (a small tmpfs, where one can be mounted), files that are damaged or gone. Then the same
 command runs again until it is done, and all that matters of what it wrote is compared byte for byte
 with that of an undisturbed one. A line a round, and a table at the end; the exit code is 1 if
-anything differs.
+anything differs. --record=FILE keeps each round's outcome: the rounds in it are not run again, so
+that a campaign that was stopped goes on by the same command.
 """
 
 import argparse
+import json
 import pathlib
 import random
 import sys
@@ -32,22 +34,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=1e9, help="No round begins after these.")
     parser.add_argument("--only", default="", help="Of the commands, those with this in the name.")
+    parser.add_argument("--record", type=pathlib.Path, help="A file of outcomes, to go on from.")
     args = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="campaign-") as folder:
-        outcomes = campaign(pathlib.Path(folder), args.rounds, args.seed, args.minutes, args.only)
+        outcomes = campaign(
+            pathlib.Path(folder), args.rounds, args.seed, args.minutes, args.only, args.record
+        )
     print(table(outcomes))
     return int(not outcomes or any(outcome.different for outcome in outcomes))
 
 
 def campaign(
-    folder: pathlib.Path, count: int, seed: int, minutes: float = 1e9, only: str = ""
-) -> list[Outcome]:
+    folder: pathlib.Path, count: int, seed: int, minutes: float = 1e9, only: str = "",
+    record: pathlib.Path | None = None,
+) -> list[Outcome]:  # fmt: skip
     """The outcomes of the rounds, in order; each command's faults come in turn."""
-    end, outcomes = time.monotonic() + 60 * minutes, []
+    end, outcomes = time.monotonic() + 60 * minutes, read(record, seed)[:count]
     with subjects.every(folder / "inputs") as (every, trained):
         undisturbed = {}
         plan = rounds.plan({n: s for n, s in every.items() if only in n}, seed)
         for number, (name, fault) in zip(range(count), plan, strict=False):
+            if number < len(outcomes):
+                continue
             if time.monotonic() > end:
                 break
             if name == "a sweep" and not trained.exists():
@@ -60,7 +68,19 @@ def campaign(
             )
             print(f"{number:3} {outcome}", flush=True)
             outcomes.append(outcome)
+            if record:
+                with record.open("a") as file:
+                    file.write(json.dumps({"seed": seed, **outcome._asdict()}) + "\n")
     return outcomes
+
+
+def read(record: pathlib.Path | None, seed: int) -> list[Outcome]:
+    """The outcomes in a file, in order; ValueError if they are of another seed."""
+    lines = record.read_text().splitlines() if record and record.exists() else []
+    rows = [json.loads(line) for line in lines]
+    if any(row.pop("seed") != seed for row in rows):
+        raise ValueError(f"{record} is of another seed than {seed}")
+    return [Outcome(**row) for row in rows]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:

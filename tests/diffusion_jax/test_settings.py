@@ -13,6 +13,7 @@ import pytest
 from jax.typing import DTypeLike
 
 from diffusion_jax import settings
+from diffusion_jax.diffusion import named
 from imagen_jax import settings as imagen_settings
 from launch import gke, job, slurm
 from sd_jax import settings as sd_settings
@@ -196,7 +197,7 @@ def kinds():
     for module in (imagen_settings, sd_settings):
         for system in module.SYSTEMS.values():
             for kind in system.groups.values():
-                found += kind.values() if isinstance(kind, Mapping) else [kind]
+                found += map(named.resolved, kind.values()) if isinstance(kind, Mapping) else [kind]
     return dict.fromkeys(kind for kind in found if not isinstance(kind, types.UnionType))
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from configs import quickstart
+from configs import quickstart, quickstart_mp
 from diffusion_jax.draw import program
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -22,14 +22,14 @@ MICRO_BATCHES = [((1, 1, 1), 2), ((1, 2, 1), 1)]  # Of a device: four passes eac
 
 
 @functools.cache
-def system():
-    c = quickstart.get_config()
+def system(config=quickstart):
+    c = config.get_config()
     c.unet.update(embed_dim=32, head_dim=32, cond_dim=32)
     c.text.update(encoder="t5", width=32)
     c.sampler.update(name="ddim", eta=0.0, steps=2)
     # With Adam's own epsilon a step would not depend on the size of a gradient, but on the sign of
     # what float32 leaves of it.
-    c.optimizer.update(schedule="constant", warmup=0, lr=1e-2, eps=0.1)
+    c.optimizer.update(schedule="constant", warmup=0, lr=1e-2, eps=0.1, clip=1.0)
     settings = read_settings({**c.to_dict(), "prompts": ("a",)})
     rng = np.random.default_rng(0)
     texts = list(rng.normal(size=(8, 6, 32)).astype(np.float32))
@@ -64,16 +64,16 @@ def test_the_loss_of_micro_batches_is_that_of_the_whole_with_its_noise():
 
 
 @functools.cache
-def run(sizes, micro_batch=0):
+def run(sizes, micro_batch=0, config=quickstart):
     """The losses of three steps, the parameters after them, and the pictures they draw."""
-    settings, imagen, batch = system()
+    settings, imagen, batch = system(config)
     mesh = sharding.make_mesh(*sizes)
     tx = make_optimizer(settings.optimizer, 10)
     create = lambda key: init_state(imagen.init(key), tx, (0.9,))
     key = jax.device_put(jax.random.key(3), sharding.replicated(mesh))
     # Also what is too small to be worth splitting.
     where = sharding.shardings(jax.eval_shape(create, key), mesh, imagen.rules, fsdp_min_size=32)
-    state = jax.device_put(init_state(initial(), tx, (0.9,)), where)
+    state = jax.device_put(init_state(initial(config), tx, (0.9,)), where)
     placed = jax.device_put(batch, sharding.batch_sharding(mesh))
     optimizer = settings.optimizer._replace(ema_decays=(0.9,), micro_batch=micro_batch)
     optimizer = for_mesh(optimizer, len(batch["image"]), mesh)
@@ -89,20 +89,26 @@ def run(sizes, micro_batch=0):
 
 
 @functools.cache
-def initial():
+def initial(config=quickstart):
     # Zeros would hide much of the network: see the rest of the tests.
     noisy = lambda p: p + 0.02 * jax.random.normal(jax.random.key(5), p.shape)
-    init = lambda key: jax.tree.map(noisy, system()[1].init(key))
+    init = lambda key: jax.tree.map(noisy, system(config)[1].init(key))
     return jax.device_get(jax.jit(init)(jax.random.key(1)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("sizes", "micro_batch"), [*((sizes, 0) for sizes in MESHES), *MICRO_BATCHES]
+    ("sizes", "micro_batch", "config"),
+    [
+        *((sizes, 0, quickstart) for sizes in MESHES),
+        *((*micro, quickstart) for micro in MICRO_BATCHES),
+        ((1, 4, 2), 0, quickstart_mp),
+        ((1, 2, 1), 1, quickstart_mp),
+    ],
 )
-def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_batch):
-    losses, params, pictures = run(sizes, micro_batch)
-    expected = run((1, 1, 1))
+def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_batch, config):
+    losses, params, pictures = run(sizes, micro_batch, config)
+    expected = run((1, 1, 1), config=config)
     assert len(set(expected[0])) == 3  # They change.
     np.testing.assert_allclose(losses, expected[0], rtol=1e-5)
     # float32 sums in other orders: gradients of 1 or so are off by 1e-6 of it, and move by 0.1.
@@ -110,9 +116,13 @@ def test_every_mesh_and_micro_batch_trains_and_draws_as_one_device(sizes, micro_
     np.testing.assert_allclose(pictures, expected[2], atol=1e-4)
 
 
-def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs():
-    shapes = jax.eval_shape(system()[1].init, jax.random.key(0))
+@pytest.mark.parametrize(
+    ("config", "block", "kernel"),
+    [(quickstart, "mid_res_0", "kernel"), (quickstart_mp, "mid_0", "unit_kernel")],
+)
+def test_residual_blocks_are_split_over_tensor_by_outputs_and_then_by_inputs(config, block, kernel):
+    shapes = jax.eval_shape(system(config)[1].init, jax.random.key(0))
     mesh = sharding.make_mesh(1, 2, 4)
-    places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"]["mid_res_0"]
-    assert places["conv1"]["kernel"].spec == P(None, None, "fsdp", "tensor")
-    assert places["conv2"]["kernel"].spec == P(None, None, "tensor", "fsdp")
+    places = sharding.shardings(shapes, mesh, task.RULES, fsdp_min_size=32)["params"][block]
+    assert places["conv1"][kernel].spec == P(None, None, "fsdp", "tensor")
+    assert places["conv2"][kernel].spec == P(None, None, "tensor", "fsdp")

@@ -30,6 +30,7 @@ def test_each_run_is_rehearsed_and_then_submitted(tmp_path):
     assert "parameters     3,323,889 trained, 0 frozen\n" in ended.stderr
     assert f"workdir        {tmp_path}/runs/0: starts anew\n" in ended.stderr
     assert "mesh: replica 1, fsdp 8, tensor 1" in ended.stderr  # As on the eight GPUs.
+    assert " GB of 80.0 a device, estimated: " in ended.stderr and "warning:" not in ended.stderr
     assert taken.count("#!/bin/bash") == 1 and "imagen_jax.train" in taken
     assert not (tmp_path / "runs").exists()
 
@@ -43,6 +44,14 @@ def test_what_a_rehearsal_refuses_is_not_submitted(tmp_path):
     (line,) = [text for text in ended.stderr.splitlines() if text.startswith("error: ")]
     assert line.startswith("error: the rehearsal of quickstart-0 fails: error: ")
     assert "heun" in line and "wrong" in line
+
+
+@pytest.mark.slow
+def test_a_step_that_may_not_fit_into_what_is_booked_is_said(tmp_path):
+    large = "--job.sweep=(('batch_size=4000000',),)"
+    ended, _ = launch(tmp_path, f"--job.workdir={tmp_path}/runs", large)
+    (line,) = [text for text in ended.stderr.splitlines() if text.startswith("warning: ")]
+    assert line.startswith("warning: the step may not fit: ") and " GB of 80.0 a device" in line
 
 
 @pytest.mark.slow

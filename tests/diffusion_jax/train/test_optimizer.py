@@ -29,6 +29,15 @@ def test_cosine_is_one_half_in_the_middle_and_0_at_the_end():
     np.testing.assert_allclose(actual, [0.16, 0.64, 0.8, 0.4, 0.0, 0.0], rtol=1e-6, atol=1e-7)
 
 
+def test_the_inverse_root_halves_the_rate_at_four_times_the_steps():
+    schedule = optimizer.inverse_sqrt(lr=0.8, warmup=3, decay_from=10)
+    actual = [float(schedule(step)) for step in (0, 2, 3, 10, 40, 160)]
+    np.testing.assert_allclose(actual, [0.2, 0.6, 0.8, 0.8, 0.4, 0.2], rtol=1e-6)
+    settings = Optimizer(lr=0.8, schedule="inverse_sqrt", warmup=3, decay_from=10)
+    named = optimizer.SCHEDULES["inverse_sqrt"](settings, 7)
+    assert float(named(40)) == actual[4]
+
+
 def test_a_cosine_shorter_than_its_warmup_is_an_error():
     with pytest.raises(ValueError, match=r"schedule of 10 steps has no room after 10 steps"):
         optimizer.warmup_cosine(lr=0.1, warmup=10, steps=10)

@@ -28,7 +28,8 @@ def compiled(caplog):
 
 
 def told(
-    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None
+    workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
+    device_memory=None,
 ):  # fmt: skip
     """The lines by their names."""
     batches = pipeline.make_batches(
@@ -38,7 +39,7 @@ def told(
     with batches:
         before = batches.get_state()
         inputs = loop.Inputs(task, batches, EXAMPLES, evaluation, records=records)
-        text = rehearse(inputs, run, settings, mesh, workdir)
+        text = rehearse(inputs, run, settings, mesh, workdir, device_memory=device_memory)
         assert batches.get_state() == before  # No sample is taken from the run.
     return {line[:14].strip(): line[15:] for line in text.splitlines()}
 
@@ -132,6 +133,12 @@ def test_a_step_that_may_not_fit_and_a_disk_that_may_fill_are_said(tmp_path, mon
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
     told(tmp_path)
     assert "the step may not fit: " in caplog.text and "the disk may fill up: " in caplog.text
+
+
+def test_a_booked_device_takes_the_place_of_what_is_here(tmp_path, caplog):
+    lines = told(tmp_path, device_memory=1e5)
+    assert " GB of 0.0 a device, estimated: " in lines["memory"]
+    assert "the step may not fit: " in caplog.text
 
 
 def test_a_workdir_that_cannot_be_written_is_named(tmp_path, monkeypatch):

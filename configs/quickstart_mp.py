@@ -1,0 +1,34 @@
+"""The quick start's digits drawn by the UNet that keeps magnitudes (EDM2's, config G).
+
+Its objective, optimizer and schedule are EDM2's too.
+
+python -m imagen_jax.train --config=configs/quickstart_mp.py --workdir=runs/quickstart_mp
+python -m imagen_jax.evaluate --workdir=runs/quickstart_mp
+"""
+
+from ml_collections import ConfigDict
+
+from configs import quickstart
+
+
+def get_config() -> ConfigDict:
+    c = quickstart.get_config()
+    c.unet = ConfigDict(
+        {
+            "kind": "magnitude",
+            "image_size": 16,
+            "patch": 4,
+            "embed_dim": 128,
+            "channel_mult": (1,),
+            "num_res_blocks": 1,
+            "attention_resolutions": (),  # The middle of the UNet always attends.
+            "head_dim": 32,
+            "cond_dim": 64,
+        }
+    )
+    c.diffusion.update(precond="edm", weight="uncertainty")
+    c.optimizer.update(
+        schedule="inverse_sqrt", decay_from=100, warmup=50, lr=4e-2, weight_decay=0.0,
+        clip=float("inf"),
+    )  # fmt: skip
+    return c

@@ -1,0 +1,233 @@
+"""A UNet that keeps magnitudes: EDM2's, config G (Karras et al. 2024, arXiv 2312.02696), with text.
+
+No group norm, no biases: weights of unit length, sums and activations that are scaled, and pixel
+norm on the way down hold every activation near magnitude 1 (see nn.magnitude). Where the paper
+has a class, a text is pooled, and its attention may see the text beside the pixels. It belongs with
+precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
+
+NHWC; B batch, H W pixels (h w at a level: patches, halved once a level), C its channels, E
+embedding, L text tokens and D their width, K the width of the context, N heads.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Annotated
+
+import flax.linen as nn
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from diffusion_jax.nn import ops
+from diffusion_jax.nn.attention import attend, counts_keys, valid_first
+from diffusion_jax.nn.layers import KEEPS, with_remat
+from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
+from diffusion_jax.settings import DTYPES, Count, Counts, Decay
+from imagen_jax.attention import check_attention, check_heads
+from imagen_jax.conditioning import check_low_res, given, with_low_res
+from imagen_jax.layers import check_resolutions
+
+ATTENTION = ("fused", "cross", "self")
+_BRANCH = 0.3  # The share of a residual or attention branch in the sum with its input.
+_LARGEST = 256  # Activations are clipped there.
+
+
+class MagnitudeUNet(nn.Module):
+    """F(x, time | text[, low-res image]); the fields are the `unet` group of a config."""
+
+    image_size: Count
+    patch: Count = 1
+    """Pixels are gathered into patches of this side first, so that resolutions count patches."""
+    embed_dim: Count = 192
+    channel_mult: Counts = (1, 2, 3, 4)
+    num_res_blocks: Count = 3
+    attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
+    attention: Annotated[str, ATTENTION] = "fused"
+    """Whether pixels attend to pixels and text, to text, or to pixels as in the paper."""
+    head_dim: Count = 64
+    cond_dim: Count = 512
+    dropout: Decay = 0.0
+    low_res: bool = False
+    noise_aug: bool = False
+    """The low-res image is noisy, and a second time says how much."""
+    remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, what the gradient does not compute again: see layers.KEEPS."""
+    attention_impl: str = "auto"
+    """See attention.attend."""
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B H W 3"],
+        time: Float[Array, "B"],
+        text: Float[Array, "B L D"],
+        text_mask: Bool[Array, "B L"],
+        low_res: Float[Array, "B _ _ 3"] | None = None,
+        low_res_time: Float[Array, "B"] | None = None,
+        *,
+        train: bool = False,
+    ) -> Float[Array, "B H W 3"]:
+        """`time` is the preconditioner's c_noise; dropout needs train and an rng "dropout"."""
+        emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time)
+        widths = [self.embed_dim * m for m in self.channel_mult]
+        deepest = len(widths) - 1
+        block = functools.partial(
+            with_remat(Block, self.remat, self.remat_keeps),
+            head_dim=self.head_dim,
+            dropout=self.dropout,
+            train=train,
+            implementation=self.attention_impl,
+            dtype=self.dtype,
+        )
+        run = lambda made, h: made(h, emb, context, text_mask)
+
+        def blocks(level, decoder):
+            kind = self.attention if self._resolution(level) in self.attention_resolutions else ""
+            return functools.partial(block, widths[level], attention=kind, decoder=decoder)
+
+        x = x.astype(self.dtype)  # [B, H, W, 3]
+        if self.low_res:
+            x = with_low_res(x, low_res)  # [B, H, W, 6]
+        x = ops.space_to_depth(x, self.patch)  # [B, h, w, 3 or 6 patch^2]
+        x = _with_one(x)  # In place of biases, a channel of ones.
+        h = MPConv(widths[0], 3, self.dtype, name="init_conv")(x)  # [B, h, w, C]
+        skips = [h]  # Of every level, as many as the way up takes off again.
+        for level in range(len(widths)):
+            if level > 0:
+                halve = block(h.shape[-1], resample="down", name=f"down_{level}_resample")
+                h = run(halve, h)  # [B, h/2, w/2, C]
+                skips.append(h)
+            for i in range(self.num_res_blocks):
+                h = run(blocks(level, False)(name=f"down_{level}_{i}"), h)  # [B, h, w, C]
+                skips.append(h)
+
+        middle = functools.partial(block, widths[deepest], decoder=True)
+        h = run(middle(attention=self.attention, name="mid_0"), h)
+        h = run(middle(name="mid_1"), h)
+
+        for level in reversed(range(len(widths))):
+            if level < deepest:
+                double = block(
+                    h.shape[-1], resample="up", decoder=True, name=f"up_{level}_resample"
+                )
+                h = run(double, h)  # [B, 2h, 2w, C]
+            for i in range(self.num_res_blocks + 1):
+                h = mp_cat(h, skips.pop())  # [B, h, w, C + skip's C]
+                h = run(blocks(level, True)(name=f"up_{level}_{i}"), h)  # [B, h, w, C]
+
+        gain = self.param("out_gain", nn.initializers.zeros, ())
+        h = MPConv(3 * self.patch**2, 3, self.dtype, name="out_conv")(h, gain)
+        return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
+
+    def _conditions(self, time, text, text_mask, low_res_time):
+        """The embedding [B, E], the context [B, L, K] of attention, and its mask [B, L].
+
+        Tokens get a one beside their numbers, so that a text that was dropped, all zeros, is a
+        learned vector of magnitude 1 too.
+        """
+        widths = [self.embed_dim * m for m in self.channel_mult]
+        linear = lambda name: MPConv(max(widths), name=name)
+        embed = lambda t, name: linear(name)(mp_fourier(t, widths[0]))  # [B, E], float32
+        tokens = normalize(_with_one(normalize(text.astype(jnp.float32))))  # [B, L, D + 1]
+        pooled = normalize((tokens * text_mask[:, :, None]).sum(1))  # [B, D + 1]
+        emb = embed(time, "time_embed")
+        if self.noise_aug:
+            low_res_time = given(low_res_time, "low_res_time", "noise_aug")
+            emb = mp_sum(emb, embed(low_res_time, "low_res_time_embed"), 0.5)
+        emb = mp_silu(mp_sum(emb, linear("text_embed")(pooled), 0.5))
+        if self.attention == "self":
+            return emb, None, text_mask
+        if counts_keys(self.attention_impl):  # The order of tokens changes nothing else.
+            tokens, text_mask = valid_first(tokens, text_mask)
+        to_context = MPConv(self.cond_dim, dtype=self.dtype, name="text_to_cond")
+        return emb, to_context(tokens), text_mask
+
+    def _resolution(self, level: int) -> int:
+        return self.image_size // self.patch >> level
+
+    def check(self, text_width: int = 0) -> None:
+        """ValueError for fields that do not go together; texts of every width do."""
+        del text_width
+        check_attention(self.attention, self.attention_impl, self.dtype, self.head_dim)
+        check_low_res(self)
+        check_resolutions(self)
+        widths = [self.embed_dim * m for m in self.channel_mult]
+        attending = [
+            width
+            for level, width in enumerate(widths)
+            if self._resolution(level) in self.attention_resolutions
+        ]
+        check_heads({*attending, widths[-1]}, self.head_dim)  # The middle always attends.
+
+
+class Block(nn.Module):
+    """A residual block, then attention where it has any (figure 21)."""
+
+    width: int
+    decoder: bool = False
+    """On the way up; on the way down pixel norm comes first."""
+    resample: str = ""
+    """"up" and "down" change the resolution by 2 first."""
+    attention: str = ""
+    """In ATTENTION; "" for none."""
+    head_dim: int = 64
+    dropout: float = 0.0
+    train: bool = False
+    implementation: str = "auto"
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
+        """Returns [B, H, W, width]; the context may be None where nothing attends to it."""
+        if self.resample == "down":
+            x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
+        if self.resample == "up":
+            x = ops.repeat_2x2(x)  # [B, 2H, 2W, C]
+        skip = lambda x: x if x.shape[-1] == self.width else self._layer("skip")(x)
+        if not self.decoder:
+            x = normalize(skip(x))  # [B, H, W, width]
+
+        h = self._layer("conv1", 3)(mp_silu(x))  # [B, H, W, width]
+        gain = self.param("emb_gain", nn.initializers.zeros, ())
+        scale = 1 + MPConv(self.width, name="emb")(emb, gain)  # [B, width], float32
+        h = mp_silu(h * scale[:, None, None]).astype(self.dtype)
+        h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
+        h = self._layer("conv2", 3)(h)
+        x = mp_sum(skip(x), h, _BRANCH)  # [B, H, W, width]
+
+        if self.attention:
+            x = mp_sum(x, self._attended(x, context, text_mask), _BRANCH)
+        return jnp.clip(x, -_LARGEST, _LARGEST)
+
+    def _attended(self, x, context, text_mask):
+        """[B, H, W, C] -> [B, H, W, C]: keys are the pixels, the text's tokens, or both."""
+        pixels = x.reshape(len(x), -1, self.width)  # [B, HW, C]
+        if self.attention == "cross":
+            (q,), keys = self._heads(pixels, 1, "q"), []
+        else:
+            q, *keys = self._heads(pixels, 3, "qkv")  # [B, HW, N, K] each
+        if self.attention == "self":
+            return self._out(attend(q, *keys, implementation=self.implementation), x)
+        text = self._heads(context, 2, "kv_context")  # [B, L, N, K] each
+        if keys:
+            text = [jnp.concatenate(pair, axis=1) for pair in zip(keys, text, strict=True)]
+        return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
+
+    def _heads(self, tokens, parts, name):
+        """`parts` arrays [B, T, N, K] of [B, T, C], each vector of a head of magnitude 1."""
+        heads = self._layer(name, width=parts * self.width)(tokens)
+        shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)
+        heads = normalize(heads.reshape(shape))
+        return [heads[:, :, i] for i in range(parts)]
+
+    def _out(self, heads, x):
+        return self._layer("out")(heads.reshape(x.shape))
+
+    def _layer(self, name, kernel=1, width=None):
+        return MPConv(width or self.width, kernel, self.dtype, name=name)
+
+
+def _with_one(x: Float[Array, "*B C"]) -> Float[Array, "*B C+1"]:
+    return jnp.concatenate([x, jnp.ones_like(x[..., :1])], axis=-1)

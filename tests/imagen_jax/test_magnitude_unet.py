@@ -1,0 +1,343 @@
+"""The UNet that keeps magnitudes: against the authors' code, and by what it promises.
+
+tests/fixtures/edm2_unet.npz holds what NVlabs/edm2's UNet (commit 4bf8162) gives for CONFIG with
+`random_params`: outputs, gradients, and the losses of four steps of torch's Adam.
+"""
+
+import functools
+import pathlib
+import re
+import zlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import quickstart_mp
+from diffusion_jax import runs
+from diffusion_jax.nn import magnitude
+from diffusion_jax.settings import Optimizer
+from diffusion_jax.train import optimizer, state
+from diffusion_jax.weights import restore
+from imagen_jax.conditioning import example_inputs
+from imagen_jax.magnitude_unet import Block, MagnitudeUNet
+from imagen_jax.settings import read_settings
+from launch.planner import systems as planned
+from tests.imagen_jax import commands
+
+TEXT_WIDTH = 7
+CONFIG = dict(
+    image_size=8,
+    embed_dim=8,
+    channel_mult=(1, 2),
+    num_res_blocks=1,
+    attention_resolutions=(4,),
+    attention="self",
+    head_dim=8,
+)
+# Tiny programs compile longer than they run.
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+FIXTURE = pathlib.Path(__file__).parents[1] / "fixtures" / "edm2_unet.npz"
+
+
+def flat(tree):
+    """{"params/mid_0/conv1/unit_kernel": array, ...}."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(p, simple=True, separator="/"): a for p, a in leaves}
+
+
+def random_params(unet):
+    """Normal numbers in every parameter, of a length that is not 1, each from its own name."""
+
+    def draw(path, leaf):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        rng = np.random.default_rng(zlib.crc32(name.encode()))
+        return jnp.asarray(1.3 * rng.normal(size=leaf.shape), jnp.float32)
+
+    init = lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH))
+    return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(init, jax.random.key(0)))
+
+
+def given(size=8, tokens=3):
+    rng = np.random.default_rng(5)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    mask = jnp.arange(tokens) < jnp.array([[tokens], [1]])
+    text = normal(2, tokens, TEXT_WIDTH)
+    return dict(x=normal(2, size, size, 3), time=normal(2), text=text, text_mask=mask)
+
+
+@pytest.fixture(scope="module")
+def authors():
+    with np.load(FIXTURE) as saved:
+        return {name: saved[name] for name in saved.files}
+
+
+def text_of(authors):
+    """One token an image, of zeros in the second: its text was dropped."""
+    text = jnp.asarray(authors["text"])
+    return dict(text=text, text_mask=jnp.ones(text.shape[:2], bool))
+
+
+def test_the_output_and_its_gradients_are_the_authors(authors):
+    unet = MagnitudeUNet(**CONFIG)
+    x, time, text = jnp.asarray(authors["x"]), jnp.asarray(authors["time"]), text_of(authors)
+
+    def product(params, x):
+        y = unet.apply(params, x, time, **text)
+        return (y * authors["target"]).sum(), y
+
+    gradient = jit(jax.grad(product, argnums=(0, 1), has_aux=True))
+    (d_params, dx), y = gradient(random_params(unet), x)
+    np.testing.assert_allclose(y, authors["y"], rtol=1e-5, atol=1e-5)
+    # Sums of some hundred products: float32 leaves 1e-6 of the largest.
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4)
+    close(dx, authors["dx"], atol=1e-4)
+    leaves = flat(d_params)
+    assert {f"grad/{name}" for name in leaves} == {n for n in authors if n.startswith("grad/")}
+    for name, ours in leaves.items():
+        theirs, ours = authors[f"grad/{name}"], np.asarray(ours)
+        if theirs.shape != ours.shape:  # Of large ones the sums and a few numbers are kept.
+            ours = np.array([ours.sum(), np.abs(ours).sum(), *ours.ravel()[:4]])
+        close(ours, theirs, atol=2e-5 * max(1, np.abs(theirs).max()), err_msg=name)
+
+
+@pytest.fixture(scope="module")
+def trained(authors):
+    """The states and losses of four steps as the authors' fixture has them."""
+    unet = MagnitudeUNet(**CONFIG)
+
+    def loss(params, frozen, batch, key):
+        y = unet.apply(params, batch["x"], batch["time"], batch["text"], batch["text_mask"])
+        return ((y - batch["target"]) ** 2).mean(), {}
+
+    settings = Optimizer(
+        lr=0.05,
+        schedule="inverse_sqrt",
+        warmup=0,
+        decay_from=2,
+        b2=0.99,
+        eps=1e-3,
+        weight_decay=0.0,
+    )
+    tx = optimizer.make_optimizer(settings, 4)
+    step = jit(state.make_train_step(loss, tx, (0.5,), clip=np.inf))
+    # The authors' layers normalise in the first pass what ours are made with.
+    now = state.init_state(magnitude.forced(random_params(unet)), tx, (0.5,))
+    batch = {**{k: jnp.asarray(authors[k]) for k in ("x", "time", "target")}, **text_of(authors)}
+    states, losses = [now], []
+    for _ in range(4):
+        now, metrics = step(now, (), batch, jax.random.key(0))
+        states.append(now)
+        losses.append(float(metrics["loss"]))
+    return states, losses, functools.partial(step, batch=batch, key=jax.random.key(0))
+
+
+def test_steps_of_forced_weights_at_an_inverse_root_rate_are_the_authors(trained, authors):
+    _, losses, _ = trained
+    np.testing.assert_allclose(losses, authors["losses"], rtol=2e-5)
+
+
+def magnitudes(params):
+    """The magnitude of every output's weights."""
+    units = {k: np.asarray(a) for k, a in flat(params).items() if k.endswith(magnitude.UNIT)}
+    return {k: np.sqrt((a**2).mean(axis=tuple(range(a.ndim - 1)))) for k, a in units.items()}
+
+
+def test_every_weight_stays_at_magnitude_1_in_training_and_only_weights_are_forced(trained):
+    states, *_ = trained
+    for now in states:
+        for name, lengths in magnitudes(now.params).items():
+            np.testing.assert_allclose(lengths, 1, atol=2e-4, err_msg=name)
+    gains = [flat(now.params)["params/out_gain"] for now in states]
+    assert len({float(gain) for gain in gains}) == 5 and abs(float(gains[-1]) - 1) > 0.01
+    first, last = (flat(now.params)["params/mid_0/conv1/unit_kernel"] for now in states[::4])
+    assert np.abs(first - last).max() > 0.05  # They turn.
+
+
+def test_an_average_is_shorter_than_its_weights_and_computes_as_its_direction(trained):
+    states, *_ = trained
+    unet, average = MagnitudeUNet(**CONFIG), states[-1].ema["0.5"]
+    lengths = np.concatenate([a.ravel() for a in magnitudes(average).values()])
+    assert lengths.max() < 1.0001 and lengths.min() < 0.9995
+    apply = jit(lambda params: unet.apply(params, **given()))
+    np.testing.assert_allclose(
+        apply(average), apply(magnitude.forced(average)), rtol=2e-3, atol=2e-3
+    )  # The 1e-4 that is added to lengths counts for a little more in short ones.
+
+
+def test_a_step_that_is_not_finite_leaves_the_weights(trained):
+    states, _, step = trained
+    batch = {**step.keywords["batch"], "target": jnp.nan * step.keywords["batch"]["target"]}
+    after, metrics = step(states[1], (), batch=batch)
+    assert int(metrics["skipped"]) == 1
+    jax.tree.map(np.testing.assert_array_equal, after.params, states[1].params)
+
+
+def test_activations_keep_magnitude_1_through_every_block():
+    """Gains as at the start, but for the output's, which is 0 then and 1 here."""
+    unet = MagnitudeUNet(**CONFIG | dict(embed_dim=64, channel_mult=(1, 1)))
+    params = jit(lambda key: unet.init(key, **example_inputs(unet, TEXT_WIDTH)))(jax.random.key(0))
+    apply = jit(
+        lambda params: unet.apply(params, **given(), capture_intermediates=True, mutable=True)
+    )
+    assert float(jnp.abs(apply(params)[0]).max()) == 0
+    params["params"]["out_gain"] = jnp.ones(())
+    y, seen = apply(params)
+    rms = lambda a: float(jnp.sqrt((a**2).mean()))
+    outputs = {
+        name: rms(value["__call__"][0])
+        for name, value in seen["intermediates"].items()
+        if isinstance(value, dict)
+    }
+    assert len(outputs) == 14
+    for name, value in outputs.items():
+        assert 0.75 < value < 1.15, (name, value)  # Attention's means are shorter than its values.
+    assert 0.75 < rms(y) < 1.15
+
+
+def softmax_attention(q, k, v):
+    scores = np.einsum("tnk,snk->nts", q, k) / np.sqrt(q.shape[-1])
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return np.einsum("nts,snk->tnk", weights / weights.sum(-1, keepdims=True), v)
+
+
+@pytest.mark.parametrize("kind", ["fused", "cross"])
+def test_attention_to_text_is_that_of_unit_queries_keys_and_values(kind):
+    rng, unit = np.random.default_rng(0), lambda a: a / np.sqrt((a**2).mean(-1, keepdims=True))
+    x, context = rng.normal(size=(1, 2, 3, 8)), rng.normal(size=(1, 5, 4))
+    mask, emb = np.array([[True, False, True, True, False]]), np.zeros((1, 4))
+    block = Block(8, attention=kind, head_dim=4)
+    args = [jnp.asarray(a, jnp.float32) for a in (x, emb, context)] + [jnp.asarray(mask)]
+    params = block.init(jax.random.key(0), *args)["params"]
+    bare = Block(8).apply({"params": {k: params[k] for k in ("conv1", "conv2", "emb", "emb_gain")}},
+                          *args)  # fmt: skip
+    h = np.asarray(bare[0], np.float64).reshape(6, 8)
+
+    def heads(tokens, name, parts):
+        w = np.asarray(params[name][magnitude.UNIT], np.float64)
+        w = w / np.sqrt((w**2).sum(0))
+        return unit((tokens @ w).reshape(len(tokens), parts, 2, 4)).transpose(1, 0, 2, 3)
+
+    text = heads(context[0][mask[0]], "kv_context", 2)
+    if kind == "fused":
+        q, *pixels = heads(h, "qkv", 3)
+        k, v = (np.concatenate(pair) for pair in zip(pixels, text, strict=True))
+    else:
+        (q,), (k, v) = heads(h, "q", 1), text
+    out = np.asarray(params["out"][magnitude.UNIT], np.float64)
+    out = softmax_attention(q, k, v).reshape(6, 8) @ (out / np.sqrt((out**2).sum(0)))
+    expected = (0.7 * h + 0.3 * out) / np.sqrt(0.7**2 + 0.3**2)
+    actual = np.asarray(block.apply({"params": params}, *args)[0]).reshape(6, 8)
+    np.testing.assert_allclose(actual, expected, atol=2e-3)  # 1e-4 is added to each length.
+
+
+@pytest.fixture(scope="module")
+def large():
+    """A super-resolution model with every option, as a function of its inputs."""
+    unet = MagnitudeUNet(**CONFIG | dict(attention="fused", low_res=True, noise_aug=True, patch=2,
+                                         image_size=16))  # fmt: skip
+    params = random_params(unet)
+    rest = dict(low_res=given(4)["x"], low_res_time=jnp.array([0.3, -0.2]))
+    apply = jit(lambda inputs: unet.apply(params, **inputs))
+    return unet, params, apply, {**given(16), **rest}
+
+
+def test_each_input_of_a_super_resolution_model_counts_and_masked_tokens_do_not(large):
+    _, _, apply, inputs = large
+    y = apply(inputs)
+    assert y.shape == (2, 16, 16, 3)
+    for name in ("x", "time", "text", "low_res", "low_res_time"):
+        changed = np.abs(apply({**inputs, name: inputs[name] + 0.3}) - y).max(axis=(1, 2, 3))
+        assert (changed > 1e-3).all(), name
+    beyond = jnp.where(inputs["text_mask"][:, :, None], 0.0, 100.0)
+    np.testing.assert_allclose(apply({**inputs, "text": inputs["text"] + beyond}), y, atol=1e-5)
+    none = apply({**inputs, "text_mask": jnp.zeros((2, 3), bool)})
+    assert np.isfinite(none).all()
+
+
+@pytest.mark.slow
+def test_remat_and_bfloat16_compute_the_same(large):
+    unet, params, apply, inputs = large
+    product = lambda x, u: (u.apply(params, **{**inputs, "x": x}) ** 2).mean()
+    again = unet.copy(remat=True, remat_keeps="products")
+    kept, redone = (jit(jax.grad(product), static_argnums=1)(inputs["x"], u) for u in (unet, again))
+    np.testing.assert_allclose(redone, kept, rtol=1e-3, atol=1e-5)
+    assert np.abs(kept).max() > 1e-3
+    y = jit(unet.copy(dtype=jnp.bfloat16).apply)(params, **inputs)
+    exact = apply(inputs)
+    error = np.sqrt(np.mean((y - exact) ** 2) / np.mean(exact**2))
+    assert y.dtype == jnp.float32 and 1e-4 < error < 0.05, error
+
+
+def test_a_dropped_text_has_finite_gradients():
+    """Zeros have no direction, and a root no gradient at 0."""
+    unet = MagnitudeUNet(**CONFIG | dict(attention="cross", channel_mult=(1,), image_size=4))
+    inputs = given(4)
+    inputs["text"] = jnp.zeros_like(inputs["text"])
+    gradient = jit(jax.grad(lambda p: unet.apply(p, **inputs).sum()))(random_params(unet))
+    assert all(np.isfinite(g).all() for g in jax.tree.leaves(gradient))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(image_size=9), "unet.image_size 9 does not divide into patches of 1 and 1 halvings"),
+        (dict(attention_resolutions=(3,)), "holds 3, which a UNet of image_size 8 and 2 levels"),
+        (dict(head_dim=3), "unet.head_dim 3 does not divide the width 16"),
+        (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
+        (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
+    ],
+)
+def test_fields_that_do_not_go_together_say_why(changes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        MagnitudeUNet(**CONFIG | changes).check()
+    MagnitudeUNet(**CONFIG).check()
+
+
+TINY = (
+    "--config=configs/quickstart_mp.py", "--config.unet.embed_dim=32", "--config.unet.cond_dim=32",
+    "--config.batch_size=8", "--config.log_every=1", "--config.save_every=2",
+    "--config.sample_every=0", "--config.optimizer.warmup=0", "--config.sampler.steps=2",
+)  # fmt: skip
+
+
+def run(name, *arguments, code=0, devices=1):
+    ended = commands.run(name, *map(str, arguments), devices=devices)
+    assert ended.code == code, ended.err
+    return ended
+
+
+@pytest.mark.slow
+def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
+    whole, parted = tmp_path / "whole", tmp_path / "parted"
+    run("train", *TINY, f"--workdir={whole}", "--config.steps=4")
+    run("train", *TINY, f"--workdir={parted}", "--config.steps=2")
+    run("train", *TINY, f"--workdir={parted}", "--config.steps=4")
+    unet = read_settings(runs.load(whole)).unet
+    abstract = jax.eval_shape(
+        lambda key: unet.init(key, **example_inputs(unet, 64)), jax.random.key(0)
+    )
+    abstract = {**abstract, "uncertainty": {"kernel": jax.ShapeDtypeStruct((128,), jnp.float32)}}
+    for name in ("raw", "ema"):
+        params, again = (
+            restore.load_params(workdir / runs.CHECKPOINTS, abstract, name, 4)
+            for workdir in (whole, parted)
+        )
+        jax.tree.map(np.testing.assert_array_equal, params, again)
+        for lengths in magnitudes(params).values():
+            np.testing.assert_allclose(lengths, 1, atol=2e-4 if name == "raw" else 2e-2)
+    prompt = "--prompt=a red seven on gray paper"
+    run("sample", f"--workdir={whole}", prompt, f"--out={tmp_path / 'out'}")
+    assert (tmp_path / "out" / "seed_000000.png").is_file()
+    run("evaluate", f"--workdir={whole}", "--guidance=1,2", "--num_seen=4", "--num_heldout=4")
+    assert (whole / "evaluation").is_dir()
+    nemo = tmp_path / "nemo.npz"
+    ended = run("imagen_jax.weights", "export", f"--from={whole}", f"--to={nemo}", code=2)
+    assert "NeMo has no MagnitudeUNet: take another unet.kind" in ended.err
+
+
+def test_the_planner_knows_its_parameters_and_averages():
+    model = planned.read(quickstart_mp.get_config().to_dict())
+    assert planned.parameters(model) == 2_139_590
+    assert set(model.state.ema) == {"0.999"}
