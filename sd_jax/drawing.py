@@ -114,7 +114,7 @@ def describe_guidance(model: Model) -> dict[str, Any]:
     given = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     given |= {"guidance_high": s.guidance_high < float("inf")}
     fields = {name: getattr(s, name) for name, differs in given.items() if differs}
-    return fields | ({"guide": model.guide} if model.guide else {}) | model.lora
+    return fields | ({"guide": model.guide} if model.guide else {}) | dict(model.lora)
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
