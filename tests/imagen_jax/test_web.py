@@ -157,8 +157,10 @@ def test_a_sweeps_point_shows_its_pictures_and_draws_like_it(page, address):
     source = page.locator("#point img").evaluate("image => image.src")
     sheet = np.asarray(Image.open(io.BytesIO(urllib.request.urlopen(source).read())))
     assert (sheet == 120).all()
-    command = page.locator("#point pre").inner_text()
-    assert "--guidance=3.0 --ema=raw --checkpoint=3" in command
+    page.click("#point button")
+    assert len(drawn(page)) == 4
+    chosen = [page.input_value(f"#{name}") for name in ("checkpoint", "ema", "field-guidance")]
+    assert chosen == ["3", "raw", "3.0"]
 
 
 def test_a_running_training_shows_its_next_lines(page, trained):
