@@ -17,8 +17,8 @@ import jax
 from absl import flags
 from etils import epath
 
-from diffusion_jax import cli, runs
-from diffusion_jax.machine import progress, sharding
+from diffusion_jax import cli, finetune, runs
+from diffusion_jax.machine import files, progress, sharding
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import averages, restore
 
@@ -60,8 +60,11 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
     where = sharding.shardings(shapes, sharding.make_mesh(), [(r"", sharding.FSDP)])
     params, step = restore.load_params_and_step(root, sharding.placed(shapes, where), which, step)
     config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
+    base = pathlib.Path(workdir) / finetune.BASE
     with runs.writing(out):
         runs.claim(out, config)
+        if base.is_file() and jax.process_index() == 0:  # Of factors: what they adapt.
+            files.write_whole(pathlib.Path(out) / finetune.BASE, base.read_text())
         checkpoints = Checkpointer(folder, keep_last=1)
         checkpoints.save_trees(step, {"params": params})
         checkpoints.close()

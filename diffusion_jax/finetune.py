@@ -76,6 +76,18 @@ def keep_base(workdir: Path, base: str) -> None:
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
+def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
+    """What the pictures of a run of factors depend on besides, for cards; {} of other runs.
+
+    `scale` stands in place of its config's, unless None.
+    """
+    path = pathlib.Path(workdir) / BASE
+    if not path.is_file():
+        return {}
+    scale = runs.load(workdir)["lora"]["scale"] if scale is None else scale
+    return {"lora_scale": scale, "base": untrusted.parse_json(path.read_text())["fingerprint"]}
+
+
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
     """The task that a run draws with: itself, or of factors, `read` giving what they adapt.
 

@@ -29,7 +29,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
-from diffusion_jax import cli, runs, systems
+from diffusion_jax import cli, finetune, runs, systems
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import programs, sharding
 from diffusion_jax.settings import Heldout
@@ -163,6 +163,7 @@ def measure_run(
     inputs = importlib.import_module(system.command).prepare(s, mesh)
     with inputs.batches:
         task, held = inputs.task, inputs.records
+    finetune.check_base(workdir, inputs.base)
     held = held._replace(sigmas=np.asarray(sigmas, np.float32)) if sigmas else held
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)

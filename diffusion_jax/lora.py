@@ -103,6 +103,8 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         for path, leaf in leaves.items()
         if path.endswith(f"/{_KERNEL}")
     }
+    if not kernels:
+        raise ValueError("this network has no layers that LoRA adapts: take lora.rank=0")
     try:
         chosen = {path: shape for path, shape in kernels.items() if re.search(s.targets, path)}
     except re.error as error:

@@ -72,7 +72,8 @@ def claim(
     config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
     unread = ("text.weights",) if data.embedded or text.get("store") else ()  # For new texts alone.
-    free = ("version", *_FREE, *unread)
+    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()  # base.json knows them.
+    free = ("version", *_FREE, *unread, *moved)
     different = path.exists() and claims.unlike(load(workdir), config, free)
     if different:
         raise ValueError(

@@ -203,6 +203,7 @@ def describe(stage: Model) -> dict[str, Any]:
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"guide": stage.guide} if stage.guide else {}
+    described |= stage.lora
     described |= {"size": s.output_size, "training_seed": s.run.seed, "sampler": sampler}
     if s.super_resolution.factor > 1:
         described["aug_sigma"] = s.super_resolution.aug_sigma

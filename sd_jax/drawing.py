@@ -109,12 +109,12 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """The fields of guidance for cards, where it is not classifier-free and at every level."""
+    """The fields for cards of guidance, where it is not classifier-free and everywhere; of LoRA."""
     s: settings.Sampler = model.settings.sampler
     given = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     given |= {"guidance_high": s.guidance_high < float("inf")}
     fields = {name: getattr(s, name) for name, differs in given.items() if differs}
-    return fields | ({"guide": model.guide} if model.guide else {})
+    return fields | ({"guide": model.guide} if model.guide else {}) | dict(model.lora)
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:

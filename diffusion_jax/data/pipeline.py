@@ -204,7 +204,7 @@ def make_batches(
     def make(indices: Int[np.ndarray, "B"]) -> Batch:
         return batch_of(*pictures.read(indices), indices)
 
-    def batch_of(images: Rows, texts: Sequence[Any], indices: Int[np.ndarray, "B"]) -> Batch:
+    def batch_of(images: Rows, texts: Any, indices: Int[np.ndarray, "B"]) -> Batch:
         counts = pictures.counts(indices)
         return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
 

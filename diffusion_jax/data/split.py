@@ -15,15 +15,19 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """(for training, held out): about this share of the records, chosen by a hash of their keys.
 
     The choice is the same in every run and process, and no record's changes when others come or go.
-    Of a mixture each part is split. What replaces an unusable record in training is never held out.
+    Of a mixture each part is split, but for pictures of a prior, all of which train. What replaces
+    an unusable record in training is never held out.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
     if isinstance(pictures, Mixture):
+        if pictures.part_counts:
+            (own, *priors) = pictures.parts
+            training, apart = split(own, share)
+            return Mixture([training, *priors], pictures.weights, pictures.part_counts), apart
         pairs = [split(part, share) for part in pictures.parts]
         training, apart = ([pair[i] for pair in pairs] for i in (0, 1))
-        kind = pictures.weights, pictures.part_counts
-        return Mixture(training, *kind), Mixture(apart, *kind)
+        return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
     apart = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
     pictures.keep_apart(apart)

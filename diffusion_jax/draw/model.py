@@ -6,7 +6,7 @@ import hashlib
 import os
 import pathlib
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -126,6 +126,8 @@ class Model(NamedTuple):
     """What draws with other settings of the same networks."""
     settle: Callable[[Choice], Any] | None = None
     """The settings of another choice of how to draw."""
+    lora: Mapping[str, Any] = {}
+    """Of a run of factors their strength and what they adapt, for cards."""
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice, system: str) -> Any:
@@ -158,8 +160,9 @@ def load_model(
     programs = make_programs(begin_of, task.frozen, mesh)
     guide = choice.guide or ""
     settle = functools.partial(_changed, s)
+    lora = finetune.describe(workdir, choice.lora_scale)
     model = Model(
-        str(workdir), s, encoder, programs.draw(s), placed, "", 0, guide, programs, settle
+        str(workdir), s, encoder, programs.draw(s), placed, "", 0, guide, programs, settle, lora
     )
     return with_weights(model, choice.ema, choice.checkpoint)
 

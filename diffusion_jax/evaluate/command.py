@@ -100,6 +100,9 @@ def of_models(
     """
     joined = lambda values: ", ".join(map(str, values))
     varied = _varied(choices)
+    for row in choices[1:]:  # What cannot be is an error before the first is drawn.
+        for model, choice in zip(models, row, strict=True):
+            with_choice(model, choice)
 
     def at(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
         row = [

@@ -5,6 +5,7 @@ an average of its weights.
 """
 
 import csv
+import hashlib
 import io
 import itertools
 import json
@@ -25,13 +26,14 @@ from diffusion_jax.metrics.cards import Scored
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
+_LONG = 60  # Letters of a setting in a name of a file.
 
 
 def point_name(row: Row) -> str:
     """A point's weights, as a file's name: the model of several, its checkpoint and average."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
-    parts += [f"{axis_label(axis)}_{row[axis]}" for axis in axes(row)]
-    return "_".join(_file_name(part) for part in parts if part)
+    named = [_file_name(part) for part in parts if part]
+    return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
 def label(row: Row) -> str:
@@ -139,5 +141,12 @@ def sheet_name(row: Row, several: bool = False) -> str:
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")
 
 
-def _file_name(text: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", text)
+def _file_name(*texts: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", "_".join(texts))
+
+
+def _distinct(value: str) -> str:
+    """A value as a part of a file's name, of which no two are alike, and none is long."""
+    if len(value) <= _LONG and re.fullmatch(r"[\w.,+-]*", value):
+        return value
+    return f"{value[:_LONG]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"

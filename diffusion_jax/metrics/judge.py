@@ -35,7 +35,7 @@ _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "judge.json",
     "judge.safetensors",
     "heldout.npz",
-    "captions.txt",
+    "captions.json",
 )
 _SIGNS = 256
 _ROWS = 100  # Images, or texts, at once.
@@ -156,7 +156,7 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
         texts = {f"{name}_captions": np.array(pair.captions) for name, pair in pairs.items()}
         arrays: dict[str, Any] = {**images, **texts}
         np.savez_compressed(file, **arrays)
-    files.write_whole(out / _CAPTIONS, "\n".join(judge.candidates) + "\n")
+    files.write_whole(out / _CAPTIONS, json.dumps(list(judge.candidates)))
     card = {**judge.card, "weights": judge.image.weights, "max_tokens": judge.max_tokens}
     files.write_whole(out / _CARD, json.dumps(card, indent=1) + "\n")
 
@@ -178,7 +178,7 @@ def load(folder: str | os.PathLike[str]) -> Judge:
         reference, test = (
             Pair(held[name], held[f"{name}_captions"].tolist()) for name in ("reference", "test")
         )
-        candidates = (folder / _CAPTIONS).read_text(encoding="utf-8").splitlines()
+        candidates = untrusted.parse_json((folder / _CAPTIONS).read_bytes())
         judge = of_params(
             params, card["size"], card["max_tokens"], candidates, (reference, test), card
         )
@@ -199,17 +199,21 @@ def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndar
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     """read(images, captions): the images' vectors, and 1 for each whose own caption is nearest.
 
-    Each is told from the judge's candidates and `prompts`, of which the captions are.
+    Each is told from the judge's candidates and `prompts`, of which the captions are. Captions of
+    the same tokens are one.
     """
-    captions = list(dict.fromkeys([*judge.candidates, *prompts]))
     of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
     tokens = lambda texts: hashed.tokenize(texts, judge.max_tokens)["text_ids"]
-    texts = in_parts(lambda part: of_text(tokens(part)), captions)
-    place = {caption: i for i, caption in enumerate(captions)}
+    different: dict[bytes, str] = {}
+    captions = [*judge.candidates, *prompts]
+    for caption, ids in zip(captions, tokens(captions), strict=True):
+        different.setdefault(ids.tobytes(), caption)
+    texts = in_parts(lambda part: of_text(tokens(part)), list(different.values()))
+    place = {ids: i for i, ids in enumerate(different)}
 
     def read(images, own):
         found = in_parts(of_image, images)
-        rows = np.array([place[caption] for caption in own])
+        rows = np.array([place[ids.tobytes()] for ids in tokens(own)])
         return found, nearest(found, texts, rows)[:, None].astype(np.float64)
 
     return read

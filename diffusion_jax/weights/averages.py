@@ -59,13 +59,19 @@ def combination(
     """What each stored average counts in one of another width and step, and how far it is off.
 
     The stored are of these steps and widths. Least squares over the profiles (the paper's
-    algorithm 3); the distance is that of the profiles, relative to the wanted one's length.
+    algorithm 3), among counts that add up to 1: where few are stored the result is still a mean of
+    weights. The distance is that of the profiles, relative to the wanted one's length. At step 0
+    all averages are the initial weights.
     """
+    if not step:
+        return np.eye(len(steps))[0], 0.0
     gammas, gamma = np.array([exponent(w) for w in widths]), np.array([exponent(width)])
     times, time = np.asarray(steps, np.float64), np.array([float(step)])
     inner = _products(times, gammas, times, gammas)  # [N, N]
     wanted = _products(times, gammas, time, gamma)  # [N, 1]
-    counts = np.linalg.lstsq(inner, wanted, rcond=None)[0][:, 0]
+    ones = np.ones((len(times), 1))
+    bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # Lagrange's condition.
+    counts = np.linalg.lstsq(bordered, np.append(wanted, [[1.0]], 0), rcond=None)[0][:-1, 0]
     length = _products(time, gamma, time, gamma).item()
     squared = length - 2 * counts @ wanted[:, 0] + counts @ inner @ counts
     return counts, float(np.sqrt(max(squared, 0.0) / length))

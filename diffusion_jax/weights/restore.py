@@ -150,16 +150,19 @@ def powers(root: epath.Path) -> list[str]:
 def _items_of(root: epath.Path, which: str) -> list[str]:
     """The items that an average is read from, or made of: then all that are power functions."""
     names, name = stored(root), name_of(root, which)
-    if which == "raw" or (which == "ema" and not names):
+    whole = (root / "params").exists()  # A snapshot holds averages alone.
+    if whole and (which == "raw" or (which == "ema" and not names)):
         return ["params"]
-    if which == "ema":
+    if which == "ema" and names:
         return [EMA + names[-1]]
     if name in names:
         return [EMA + name]
     if name.startswith(averages.POWER) and (sources := powers(root)):
         return [EMA + source for source in sources]
     any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
-    raise ValueError(f"no average {which!r} in {root}: choose one of {['raw', *names, *any_width]}")
+    raise ValueError(
+        f"no average {which!r} in {root}: choose one of {['raw'][:whole] + names + any_width}"
+    )
 
 
 def traces(root: epath.Path, step: int) -> list[Trace]:

@@ -159,3 +159,5 @@ def test_the_state_of_a_run_holds_factors_alone_and_has_its_places():
 def test_what_cannot_be_adapted_is_said(change, message):
     with pytest.raises(ValueError, match=message):
         lora.adapt(TASK, weights(), S._replace(**change))
+    with pytest.raises(ValueError, match="this network has no layers that LoRA adapts"):
+        lora.layers({"params": {"a": {"unit_kernel": np.zeros((2, 2))}}}, S)

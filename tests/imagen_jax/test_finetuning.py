@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import finetuning
-from diffusion_jax import runs
+from diffusion_jax import finetune, runs
 from diffusion_jax.weights import restore
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -68,7 +68,19 @@ def test_scale_0_draws_as_the_base_and_1_otherwise(adapting, trained, tmp_path):
     lines, without = draw(tmp_path / "0", f"--workdir={adapting[0]}", "--lora_scale=0")
     _, with_it = draw(tmp_path / "100", f"--workdir={adapting[0]}", "--lora_scale=100")
     np.testing.assert_array_equal(without, base)
-    assert np.abs(with_it - base).max() > 0 and lines[0]["stages"][0]["checkpoint"] == 4
+    (stage,) = lines[0]["stages"]
+    assert np.abs(with_it - base).max() > 0 and stage["checkpoint"] == 4
+    kept = json.loads((adapting[0] / finetune.BASE).read_text())["fingerprint"]
+    assert (stage["lora_scale"], stage["base"]) == (0, kept)  # A sweep's features are of these.
+
+
+def test_what_is_adapted_may_move(adapting):
+    config = runs.load(adapting[0])
+    config["unet"]["weights"] = "elsewhere"
+    runs.claim(adapting[0], config, write=False)
+    config["lora"]["rank"] = 3
+    with pytest.raises(ValueError, match="made with another config"):
+        runs.claim(adapting[0], config, write=False)
 
 
 def test_another_base_is_refused(adapting, tmp_path):

@@ -105,7 +105,7 @@ def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
             "moments or embeddings. Name one source of pictures, or leave it empty"
         )
     drawn = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}  # But for sheet.png.
-    prior = _open_pictures(data._replace(source="folder", min_chars=0, **drawn), shapes)
+    prior = _open_pictures(data._replace(source="folder", min_chars=0, min_size=0, **drawn), shapes)
     return Mixture([pictures, prior], (1, 1), (1, data.prior_weight))
 
 

@@ -63,6 +63,13 @@ def test_of_a_mixture_each_part_is_split():
     assert not any(n % 10_000 % 7 == 0 for n in images.ravel()) and len(kept) < len(apart)
 
 
+def test_pictures_of_a_prior_all_train():
+    both = Mixture([Numbered(100), Numbered(300, first=10_000)], (1, 1), (1, 0.5))
+    training, apart = split.split(both, 0.1)
+    assert 0 < len(apart) < 30 and max(numbers(apart)) < 100
+    assert training.part_counts == (1, 0.5) and training.lengths == [100 - len(apart), 300]
+
+
 def test_without_a_share_the_pictures_are_as_they_were():
     pictures = Numbered(10)
     training, apart = split.split(pictures, 0.0)

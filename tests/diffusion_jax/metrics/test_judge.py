@@ -114,6 +114,14 @@ def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path)
         judge.load(tmp_path)
 
 
+def test_captions_that_read_alike_are_one(untrained):
+    """A picture is not wrong because its caption is written in two ways, or over two lines."""
+    images, read = pair([20]).images, judge.reader(untrained)
+    (own,) = [caption for caption in untrained.candidates if read(images, [caption])[1]]
+    other = own.upper().replace(" ", "\n")
+    assert judge.reader(untrained, [own, other])(images, [other])[1] == 1
+
+
 def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_path):
     judge.save(untrained, tmp_path)
     prompts = [*pair([0, 1]).captions, "red over red and new"]

@@ -38,12 +38,22 @@ def test_inner_products_are_integrals_of_the_profiles():
     steps, widths = [3000, 4000, 4000], [0.05, 0.1, 0.2]
     counts, distance = averages.combination(steps, widths, 4000, 0.12)
     each = [np.pad(profile(w, s), (0, 4000 - s)) for s, w in zip(steps, widths, strict=True)]
-    # The paper's closed form is of continuous profiles: a sum over 4,000 steps is close.
-    expected, *_ = np.linalg.lstsq(np.stack(each, 1), profile(0.12, 4000), rcond=None)
-    np.testing.assert_allclose(counts, expected, atol=2e-4)
+    # The paper's closed form is of continuous profiles: a sum over 4,000 steps is close. The last
+    # count is what is left of 1.
+    first = np.stack([one - each[2] for one in each[:2]], 1)
+    expected, *_ = np.linalg.lstsq(first, profile(0.12, 4000) - each[2], rcond=None)
+    np.testing.assert_allclose(counts, [*expected, 1 - expected.sum()], atol=2e-4)
     left = counts @ np.stack(each) - profile(0.12, 4000)
     expected = np.linalg.norm(left) / np.linalg.norm(profile(0.12, 4000))
     assert distance == pytest.approx(expected, rel=1e-2)
+
+
+def test_of_few_snapshots_a_width_is_still_a_mean_of_weights():
+    for steps, widths in (([100], [0.05]), ([50, 50, 100, 100], [0.05, 0.1] * 2)):
+        counts, distance = averages.combination(steps, widths, 100, 0.2)
+        assert counts.sum() == pytest.approx(1, abs=1e-12) and distance > 0.1
+    counts, distance = averages.combination([0, 0], [0.05, 0.1], 0, 0.07)
+    assert (counts.tolist(), distance) == ([1, 0], 0)
 
 
 @pytest.mark.parametrize(
