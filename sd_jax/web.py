@@ -9,9 +9,24 @@ the runs. It needs the extra [web]: pip install starlette uvicorn.
 A --workdir may also be a diffusers directory.
 """
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.web.command import command
 from sd_jax.drawing import Choice
 from sd_jax.notebook import load
 
+
+def open_model(stages: Sequence[str], choices: Mapping[str, Any]) -> Loaded:
+    """A model as chosen; ValueError for several in a row."""
+    if len(stages) > 1:
+        raise ValueError(
+            f"--workdir={','.join(stages)}: there is no such path, and no model here has several "
+            "stages: repeat --workdir for further models"
+        )
+    return load(stages[0], **choices)
+
+
 if __name__ == "__main__":
-    command("sd_jax", lambda stages, choices: load(*stages, **choices), Choice)
+    command("sd_jax", open_model, Choice)

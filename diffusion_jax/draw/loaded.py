@@ -19,14 +19,16 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Float, UInt8
 from PIL import Image
 
+from diffusion_jax import runs
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.draw import model as models
 from diffusion_jax.draw.model import Choice, Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
 from diffusion_jax.task import Texts
+from diffusion_jax.weights import averages, restore
 
-_WEIGHTS = 4  # Checkpoints and averages of a run that stay loaded.
+_WEIGHTS = 4  # Checkpoints and averages of a run that stay loaded, with the first.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
 """(what the images being drawn look like, the noise level), on the host, at each evaluation."""
 
@@ -93,9 +95,9 @@ class Loaded:
         self._choices, self._system = tuple(choices), system
         self._progress: Progress | None = None
         self._cancelled = False
-        pairs = zip(stages, choices, strict=True)
-        first = {(n, c.ema, c.checkpoint): m for n, (m, c) in enumerate(pairs)}
-        self._weights: collections.OrderedDict[Any, Model] = collections.OrderedDict(first)
+        self._names: dict[tuple[int, int], list[str]] = {}
+        self._first = [self._key(n, choice) for n, choice in enumerate(choices)]
+        self._weights: collections.OrderedDict[Any, Model] = collections.OrderedDict()
 
     def __repr__(self) -> str:
         """Run, weights and sampler of each stage, in a line."""
@@ -109,10 +111,11 @@ class Loaded:
         progress: Progress | None = None,
         **choices: Any,
     ) -> Pictures:
-        """One picture for each prompt and seed; of one prompt, or one seed, for each of the others.
+        """One picture a prompt; of one prompt, one a seed.
 
-        `seeds` None counts from 0, as the command does. `choices` are the command's flags; of a
-        cascade a list holds one value a stage. ValueError for what cannot be.
+        `seeds` has one a prompt; a number counts on from it and None from 0, as the command does.
+        `choices` are the command's flags; of a cascade a list holds one value a stage, and the
+        checkpoint None is the one that was loaded. ValueError for what cannot be.
         """
         prompts, seeds = _paired(prompts, seeds)
         row = self._models(choices, progress is not None)
@@ -144,6 +147,13 @@ class Loaded:
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return PromptedDenoiser(model, self._system.tokenize(model, texts))
 
+    def averages(self, n: int, step: int) -> list[str]:
+        """The names of the averages in a stage's checkpoint, also when it is gone since."""
+        if not self._names.get((n, step)):
+            folder = restore.absolute(self.stages[n].workdir) / runs.CHECKPOINTS
+            self._names[n, step] = restore.stored(folder / str(step))
+        return self._names[n, step]
+
     def _models(self, choices: Mapping[str, Any], watched: bool) -> list[Model]:
         """The stages as chosen, whose programs are kept."""
         self._check(choices)
@@ -156,14 +166,27 @@ class Loaded:
         return row
 
     def _with_weights(self, n: int, choice: Choice) -> Model:
-        key = n, choice.ema, choice.checkpoint
-        if key not in self._weights:
-            loaded = models.with_weights(self.stages[n], choice.ema, choice.checkpoint)
-            self._weights[key] = loaded
-        self._weights.move_to_end(key)
-        while len(self._weights) > _WEIGHTS * len(self.stages):
-            self._weights.popitem(last=False)
-        return self._weights[key]
+        """A stage with these weights, of which no two copies are kept."""
+        first, key = self.stages[n], self._key(n, choice)
+        if key == self._first[n]:
+            model = first
+        elif key in self._weights:
+            self._weights.move_to_end(key)
+            model = self._weights[key]
+        else:
+            while len(self._weights) >= (_WEIGHTS - 1) * len(self.stages):
+                self._weights.popitem(last=False)
+            model = self._weights[key] = models.with_weights(first, choice.ema, key[2])
+        called = averages.canonical(choice.ema, self.averages(n, key[2]))
+        return model._replace(ema=called) if first.step else model
+
+    def _key(self, n: int, choice: Choice) -> tuple[int, str, int]:
+        """A stage's number, and which weights are chosen: "ema" by the name that it stands for."""
+        step = self.stages[n].step if choice.checkpoint is None else choice.checkpoint
+        stored = self.averages(n, step)
+        largest = stored[-1] if stored else "raw"
+        name = averages.canonical(choice.ema, stored)
+        return n, largest if name == "ema" else name, step
 
     def _check(self, choices: Mapping[str, Any]) -> None:
         """ValueError for what cannot be chosen of models that are loaded."""

@@ -13,7 +13,7 @@ from diffusion_jax import cli
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.model import Choice
-from diffusion_jax.web import server
+from diffusion_jax.web import results, server
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 _LOCAL = ("127.0.0.1", "localhost", "[::1]")
@@ -42,28 +42,28 @@ def command(
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start(alone=True)
-        logging.get_absl_handler().addFilter(lambda record: "callback failed" not in record.msg)
+        said = lambda record: "callback failed" not in str(record.msg)
+        logging.get_absl_handler().addFilter(said)
         with cli.bad_input():
-            workdirs = named([text.split(",") for text in workdir.value])
+            workdirs = results.named([stages_of(text) for text in workdir.value])
             choices = choice_flags.values(holders)
             models = {name: load(stages, choices) for name, stages in workdirs.items()}
         token = "" if is_local(host.value) else secrets.token_urlsafe(24)
         site = server.Site(package, models, workdirs)
-        hosts = _LOCAL if is_local(host.value) else ()
+        hosts = (*_LOCAL, in_address(host.value)) if is_local(host.value) else ()
         listen(server.app(site, hosts, token), host.value, port.value, token)
 
     cli.run(main)
 
 
-def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """The stages of each model by a name: its last folder's, with a number where two are alike."""
-    found: dict[str, list[str]] = {}
-    for stages in workdirs:
-        name = first = pathlib.Path(stages[-1]).name or stages[-1]
-        while name in found:
-            name = f"{first}_{len(found) + 1}"
-        found[name] = list(stages)
-    return found
+def stages_of(text: str) -> list[str]:
+    """The folders that a --workdir names: one whose own name has commas, or several."""
+    return [text] if pathlib.Path(text).exists() else text.split(",")
+
+
+def in_address(host: str) -> str:
+    """A host as it stands in an address: of IPv6 between brackets."""
+    return f"[{host}]" if ":" in host else host
 
 
 def is_local(host: str) -> bool:
@@ -85,7 +85,7 @@ def listen(application: Any, host: str, port: int, token: str) -> None:
         if listener.started:
             real = listener.servers[0].sockets[0].getsockname()[1]
             ending = f"?token={token}" if token else ""
-            print(f"open http://{host}:{real}/{ending}", flush=True)
+            print(f"open http://{in_address(host)}:{real}/{ending}", flush=True)
 
     listener.startup = say
     listener.run()

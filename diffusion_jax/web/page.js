@@ -5,6 +5,7 @@ import {element, plot, short} from "/plots.js";
 
 const $ = (id) => document.getElementById(id);
 const MAIN = ["guidance", "steps", "sampler"];
+const UNASKED = 16;  // Pictures that a link that is followed draws by itself.
 let models = [], job = null, results = null;
 
 const get = async (path) => answer(await fetch(path));
@@ -58,7 +59,8 @@ function marked() {
 function showModel() {
   const one = model();
   options($("checkpoint"), one.checkpoints.length ? one.checkpoints : ["-"], one.checkpoint);
-  options($("ema"), one.averages.length ? one.averages : ["ema"], "ema");
+  if (one.in_memory && one.checkpoint) $("checkpoint").selectedOptions[0].textContent += " (in memory)";
+  options($("ema"), one.averages.length ? one.averages : ["ema"], one.average);
   $("checkpoint").closest("label").hidden = !one.checkpoints.length;
   $("ema").closest("label").hidden = !one.averages.length;
   const of = (wanted) => one.fields.filter((f) => MAIN.includes(f.name) === wanted);
@@ -374,11 +376,9 @@ function showPoint(sweep, point) {
     element("div", {}, point.sheet ? element("img", {src: point.sheet, alt: `Pictures of ${point.label}`})
       : element("p", {class: "note"}, "No pictures of this point were kept.")),
     element("div", {}, element("h2", {}, `${sweep.run}, ${point.label}, guidance ${point.guidance}`),
-      table(scores), element("p", {class: "note"}, "Scored by:"),
-      element("pre", {tabindex: 0}, point.command),
-      element("div", {class: "buttons"},
-        element("button", {type: "button", onclick: () => copy(point.command, "The command")}, "Copy command"),
-        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")),
+      table(scores),
+      point.choices ? element("div", {class: "buttons"},
+        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")) : "",
       ...cards));
 }
 
@@ -482,7 +482,9 @@ async function follow() {
   if (wanted === "draw" && query) {
     try {
       restore(new URLSearchParams(query));
-      await draw();
+      const pictures = asked().length;
+      if (pictures <= UNASKED) await draw();
+      else say(`${pictures} pictures: press Draw`);
     } catch (error) {
       say(error.message, true);
     }

@@ -14,6 +14,7 @@ import typing
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from absl import logging
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
@@ -38,7 +39,7 @@ _SAFE = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-store",
 }
-_COOKIE = "token"
+_TOKEN = "token"
 Answer = Callable[[Request], Awaitable[Response]]
 
 
@@ -58,14 +59,17 @@ class Site:
         last = model.stages[-1]
         folder = pathlib.Path(last.workdir) / runs.CHECKPOINTS
         steps = restore.steps(folder)
-        decays = restore.stored(restore.absolute(folder) / str(last.step)) if steps else []
+        stored = model.averages(len(model.stages) - 1, last.step) if last.step else []
+        averages = dict.fromkeys(["ema", *stored, "raw", model.choice.ema])
         return {
             "name": name,
             "words": repr(model),
             "stages": len(model.stages),
-            "checkpoints": steps,
+            "checkpoints": sorted({*steps, last.step}) if last.step else [],
             "checkpoint": last.step or None,
-            "averages": ["ema", *decays, "raw"] if steps else [],
+            "in_memory": last.step not in steps,
+            "averages": list(averages) if last.step else [],
+            "average": model.choice.ema,
             "fields": [_field(field, model) for field in fields(model)],
         }
 
@@ -103,12 +107,20 @@ class Site:
         return checked
 
     def command(self, picture: Picture) -> str:
-        """The command that draws the same picture."""
+        """The command that draws the same picture, whatever is trained meanwhile."""
         words = ["python", "-m", f"{self.package}.sample"]
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
+        model, values = self.models[picture.model], {}
+        for field in dataclasses.fields(model.choice):
+            value = getattr(model.choice, field.name)
+            if "help" in field.metadata and value != field.default:
+                values[field.name] = value
+        if steps := tuple(stage.step for stage in model.stages if stage.step):
+            values["checkpoint"] = steps
         text = lambda value: ",".join(map(str, value if type(value) is tuple else [value]))
-        words += [f"--{name}={text(value)}" for name, value in picture.choices]
+        values |= dict(picture.choices)
+        words += [f"--{name}={text(value)}" for name, value in values.items()]
         return shlex.join([*words, "--out=pictures"])
 
     def report(self, job: Job) -> dict[str, Any]:
@@ -152,14 +164,15 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
 
         async def lines() -> AsyncIterator[str]:
             seen = None
-            while True:
-                now = job.version, site.queue.ahead(job) if job.state == "waiting" else 0
-                if now != seen:
-                    seen = now
-                    yield f"data: {json.dumps(site.report(job))}\n\n"
-                if job.ended or await request.is_disconnected():
-                    return
-                await asyncio.sleep(0.05)
+            with job.watched():
+                while True:
+                    now = job.version, site.queue.ahead(job) if job.state == "waiting" else 0
+                    if now != seen:
+                        seen = now
+                        yield f"data: {json.dumps(site.report(job))}\n\n"
+                    if job.ended or await request.is_disconnected():
+                        return
+                    await asyncio.sleep(0.05)
 
         return StreamingResponse(lines(), media_type="text/event-stream")
 
@@ -174,7 +187,7 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
     async def sweeps(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(results.sweeps, site.workdirs, site.package))
+        return JSONResponse(await asyncio.to_thread(results.sweeps, site.workdirs))
 
     async def sheet(request: Request) -> Response:
         keys = (request.path_params[key] for key in ("run", "sweep", "point"))
@@ -213,12 +226,14 @@ def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
         name = host[0] + host[1] or host[2].partition(":")[0]
         if hosts and name not in hosts:
             return JSONResponse({"error": f"this is not {name}"}, 421)
-        given = request.query_params.get(_COOKIE, "")
+        cookie = f"{_TOKEN}_{request.scope['server'][1]}"  # Other ports get it too.
+        given = request.query_params.get(_TOKEN, "")
         if token and given and hmac.compare_digest(given.encode(), token.encode()):
             welcome = RedirectResponse(request.url.path, 303, _SAFE)
-            welcome.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
+            # Not "strict": a link that somebody follows from elsewhere is to open.
+            welcome.set_cookie(cookie, token, httponly=True, samesite="lax")
             return welcome
-        kept = request.cookies.get(_COOKIE, "")
+        kept = request.cookies.get(cookie, "")
         if token and not hmac.compare_digest(kept.encode(), token.encode()):
             return JSONResponse({"error": "open the address with the token that was printed"}, 403)
         try:
@@ -227,8 +242,11 @@ def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
             response = JSONResponse({"error": "there is no such thing"}, 404)
         except Full as error:
             response = JSONResponse({"error": str(error)}, 429)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
             response = JSONResponse({"error": str(error)}, 400)
+        except Exception as error:  # A mistake of ours: the page shows JSON alone.
+            logging.exception("a request failed")
+            response = JSONResponse({"error": f"{type(error).__name__}: {error}"}, 500)
         response.headers.update(_SAFE)
         return response
 

@@ -157,8 +157,9 @@ def test_a_sweeps_point_shows_its_pictures_and_draws_like_it(page, address):
     source = page.locator("#point img").evaluate("image => image.src")
     sheet = np.asarray(Image.open(io.BytesIO(urllib.request.urlopen(source).read())))
     assert (sheet == 120).all()
-    command = page.locator("#point pre").inner_text()
-    assert "--guidance=3.0 --ema=raw --checkpoint=3" in command
+    page.click("#point button")
+    expect(page.locator("#field-guidance")).to_have_value("3.0")
+    assert page.input_value("#ema") == "raw"
 
 
 def test_a_running_training_shows_its_next_lines(page, trained):

@@ -1,18 +1,27 @@
 """The page's server without a browser: its queue, what it refuses, and that it opens no paths."""
 
 import asyncio
+import base64
+import io
 import json
+import math
+import shlex
 import threading
 import types
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from diffusion_jax.draw import loaded
 from diffusion_jax.draw.loaded import Cancelled
-from diffusion_jax.web import command, jobs, server
+from diffusion_jax.evaluate import sweep
+from diffusion_jax.machine import log
+from diffusion_jax.metrics.cards import Scored
+from diffusion_jax.web import command, jobs, results, server
 from imagen_jax.cascade import Choice
 from imagen_jax.settings import Sampler
+from sd_jax import web as sd_web
 
 HOSTS = ("127.0.0.1",)
 JSON = ("content-type", "application/json")
@@ -66,7 +75,7 @@ def ask(app, path, body=None, headers=(), host="127.0.0.1:8765", cookie=""):
         "type": "http", "method": "GET" if body is None else "POST", "path": path, "raw_path": b"",
         "query_string": query.encode(), "root_path": "", "scheme": "http", "http_version": "1.1",
         "headers": [(k.encode(), v.encode()) for k, v in given], "server": ("x", 1),
-        "client": ("x", 2),
+        "client": ("x", 2), "asgi": {"spec_version": "2.4"},
     }  # fmt: skip
     sent = []
 
@@ -134,9 +143,50 @@ def test_the_queue_is_bounded(site, slow):
     app = server.app(site, HOSTS)
     many = [post(app, [asked(seed=n)])[0] for n in range(jobs.WAITING + 2)]
     assert many[-1] == 429 and many[: jobs.WAITING] == [200] * jobs.WAITING
+    for job in list(site.queue.jobs.values())[1:]:
+        site.queue.cancel(job)
+    assert post(app, [asked(seed=99)])[0] == 200  # What is cancelled takes no place.
     for job in site.queue.jobs.values():
         site.queue.cancel(job)
     slow.go.release(2)
+
+
+def test_a_job_that_nobody_watches_ends(site, slow):
+    first, second, third = (site.queue.add([site.picture(asked(seed=n))]) for n in (1, 2, 3))
+    wait_for(lambda: first.state == "drawing")
+    with second.watched():
+        for job in (first, second, third):
+            job.left -= jobs._ALONE
+        assert site.queue.ahead(third) == 2 and third.state == "cancelled"
+        slow.go.release(3)
+        wait_for(lambda: second.ended)
+    assert (first.state, second.state, second.watchers) == ("cancelled", "done", 0)
+    assert ask(server.app(site, HOSTS), f"/api/jobs/{second.name}")[0] == 200
+    assert second.watchers == 0
+
+
+def test_the_pictures_that_were_asked_for_last_are_kept(site, monkeypatch):
+    pictures = [site.picture(asked(seed=n)) for n in range(3)]
+    monkeypatch.setattr(jobs, "_KEPT", 20)
+    for picture in pictures[:2]:
+        site.queue._keep(picture, (b"12345", b"12345"))
+    assert site.queue.files(pictures[0])
+    site.queue._keep(pictures[2], (b"1234567890",))
+    assert [site.queue.files(p) is not None for p in pictures] == [True, False, True]
+
+
+def test_the_command_has_what_the_page_was_started_with(slow):
+    slow.choice = Choice(guide="runs/bad one", lora_scale=0.5, ema="raw", eta=0.25, steps=9)
+    slow.stages = tuple(
+        types.SimpleNamespace(**{**vars(slow.stages[0]), "step": n}) for n in (7, 5)
+    )
+    site = server.Site("imagen_jax", {"slow": slow}, {"slow": ["a", "b"]})
+    words = shlex.split(site.command(site.picture(asked())))
+    assert words[3:] == [
+        "--workdir=a", "--workdir=b", "--prompt=a <b>", "--seed=3", "--ema=raw",
+        "--guide=runs/bad one", "--lora_scale=0.5", "--steps=4", "--eta=0.25", "--checkpoint=7,5",
+        "--out=pictures",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -151,6 +201,7 @@ def test_the_queue_is_bounded(site, slow):
         (asked(choices={"steps": "many"}), "invalid literal"),
         (asked(choices={"guide": "/etc/passwd"}), "there is no choice 'guide'"),
         (asked(choices={"text_weights": "/etc"}), "there is no choice 'text_weights'"),
+        (asked(choices={"checkpoint": float("inf")}), "cannot convert float infinity"),
         ("a", "a picture is an object"),
     ],
 )
@@ -194,11 +245,13 @@ def test_an_address_for_others_asks_for_the_token(site):
     status, headers, _ = ask(app, "/?token=secret", **anywhere)
     assert (status, headers["location"]) == (303, "/")
     cookie = headers["set-cookie"]
-    assert "HttpOnly" in cookie and "samesite=strict" in cookie.lower()
+    assert "HttpOnly" in cookie and "samesite=lax" in cookie.lower()
+    assert cookie.startswith("token_1=secret;")  # Of this port, whose pages are not another's.
     assert ask(app, "/", cookie=cookie.partition(";")[0], **anywhere)[0] == 200
-    assert ask(app, "/", cookie="token=é", **anywhere)[0] == 403
+    assert ask(app, "/", cookie="token_1=é", **anywhere)[0] == 403
     local = [command.is_local(h) for h in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "box")]
     assert local == [True, True, True, False, False]
+    assert [command.in_address(h) for h in ("::1", "127.0.0.2")] == ["[::1]", "127.0.0.2"]
 
 
 def test_models_say_what_can_be_chosen(site):
@@ -210,8 +263,79 @@ def test_models_say_what_can_be_chosen(site):
     assert "dpmpp_2m" in fields["sampler"]["options"]
 
 
+def test_a_checkpoint_that_training_removed_is_offered_as_in_memory(site, slow):
+    slow.stages[0].step, slow.choice = 7, Choice(ema="0.05")
+    slow.averages = lambda n, step: ["0.99", "0.999"]
+    one = site.describe("slow")
+    assert (one["checkpoints"], one["checkpoint"], one["in_memory"]) == ([7], 7, True)
+    assert (one["averages"], one["average"]) == (["ema", "0.99", "0.999", "raw", "0.05"], "0.05")
+
+
+def test_any_mistake_is_an_answer_in_json(site, monkeypatch):
+    app = server.app(site, HOSTS)
+    nested = ask(app, "/api/draw", b"[" * 200_000, (JSON,))
+    assert nested[0] == 400 and "recursion" in json.loads(nested[2])["error"]
+    monkeypatch.setattr(site, "describe", lambda name: 1 / 0)
+    status, _, said = ask(app, "/api/models")
+    assert (status, json.loads(said)) == (500, {"error": "ZeroDivisionError: division by zero"})
+
+
+@pytest.fixture
+def swept(tmp_path):
+    """A base with a sweep of its own, one of a cascade that it begins, and one of two models."""
+    row = {"guidance": 2.0, "checkpoint": 3, "ema": "ema", "fid": 9.0, "clip_score": math.nan}
+    of = lambda *names: [{"workdir": str(tmp_path / name)} for name in names]
+    for name, more, models in (
+        ("own", {}, of("base")),
+        ("row", {}, of("base", "sr")),
+        ("both", {"model": "sr"}, of("base")),
+    ):
+        folder = tmp_path / "base" / "evaluation" / name
+        folder.mkdir(parents=True)
+        sweep.write_table(folder / sweep.TABLE, [{**more, **row}])
+        scored = Scored({"fid": 9.0}, {"extractor": "inception", "models": models})
+        sweep.write_scored(folder / sweep.SCORED, "point", {"inception": scored})
+    return tmp_path
+
+
+def test_sweeps_are_those_of_the_stages_that_drew_them(swept):
+    base, sr = str(swept / "base"), str(swept / "sr")
+    found = results.sweeps({"base": [base], "sr": [base, sr], "other": [base, "other"]})["sweeps"]
+    assert [(one["run"], one["name"]) for one in found] == [
+        ("base", "both"), ("base", "own"), ("sr", "row")
+    ]  # fmt: skip
+    points = {one["name"]: one["points"][0] for one in found}
+    assert points["own"]["scores"] == {"guidance": 2.0, "fid": 9.0}  # What is not finite is left.
+    assert points["own"]["choices"] == {"guidance": "2.0", "ema": "ema", "checkpoint": "3"}
+    assert points["both"]["choices"] is points["row"]["choices"] is None
+
+
+def test_stages_train_under_their_own_names_and_are_read_when_they_change(tmp_path, monkeypatch):
+    base, sr = tmp_path / "base", tmp_path / "sr"
+    for folder in (base, sr):
+        folder.mkdir()
+        (folder / log.METRICS).write_text(log.metrics_line(1, {"loss": 2.0}))
+    read, reads = log.read_metrics, []
+    monkeypatch.setattr(log, "read_metrics", lambda path: reads.append(path) or read(path))
+    workdirs = {"sr": [str(base), str(sr)], "base": [str(base)]}
+    found = [results.training(workdirs) for _ in range(2)][1]
+    assert [run["name"] for run in found["runs"]] == found["names"] == ["base", "sr"]
+    with (sr / log.METRICS).open("a") as file:
+        file.write(log.metrics_line(2, {"loss": 1.0}))
+    assert results.training(workdirs)["runs"][1]["curves"]["loss"] == [(1, 2.0), (2, 1.0)]
+    assert reads == [base / log.METRICS, sr / log.METRICS, sr / log.METRICS]
+
+
+def test_a_folder_may_have_commas(tmp_path):
+    (tmp_path / "a,b").mkdir()
+    assert command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
+    assert command.stages_of("a,b") == ["a", "b"]
+    with pytest.raises(ValueError, match="--workdir=a,b: there is no such path"):
+        sd_web.open_model(["a", "b"], {})
+
+
 def test_runs_of_one_name_are_told_apart():
-    assert command.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
+    assert results.named([["a/run"], ["b/run"], ["c/base", "c/sr"]]) == {
         "run": ["a/run"], "run_2": ["b/run"], "sr": ["c/base", "c/sr"]
     }  # fmt: skip
 
@@ -243,3 +367,18 @@ def test_looks_of_a_second_batch_belong_to_its_pictures():
     job.cancelled = True
     with pytest.raises(Cancelled):
         look(two, 1.0)
+
+
+def test_looks_of_a_cascades_stages_belong_to_their_pictures():
+    """Four small ones at once, each enlarged two by two; a level may rise within a batch."""
+    job = jobs.Job([])
+    look, seen = jobs._Looks(job, [4, 5, 6, 7, 8]), []
+    small, large = np.zeros((4, 2, 2, 3), np.uint8), np.zeros((2, 600, 600, 3), np.uint8)
+    for images in (small, large, large, small, large):
+        for level in (9.0, 4.0, 5.0):
+            look._last = 0.0
+            look(images, level)
+            seen.append(sorted(job.looks))
+    assert seen[::3] == seen[1::3] == seen[2::3] == [[4, 5, 6, 7], [4, 5], [6, 7], [8], [8]]
+    shown = Image.open(io.BytesIO(base64.b64decode(job.looks[8])))
+    assert shown.size == (200, 200)
