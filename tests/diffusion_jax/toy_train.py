@@ -77,8 +77,8 @@ def _at_step():
 def _in_saving():
     save = checkpoint.Checkpointer.save
 
-    def dying(self, *arguments):
-        save(self, *arguments)
+    def dying(self, *arguments, **options):
+        save(self, *arguments, **options)
         _die()
 
     checkpoint.Checkpointer.save = dying

@@ -102,8 +102,8 @@ def _in_saving():
     """While the first checkpoint of this process is written."""
     save = checkpoint.Checkpointer.save
 
-    def dying(self, *arguments):
-        save(self, *arguments)
+    def dying(self, *arguments, **options):
+        save(self, *arguments, **options)
         _die()
 
     checkpoint.Checkpointer.save = dying
