@@ -135,7 +135,8 @@ def train(
         closing(trace)
         progress = _Progress(run, writer, program.flops, mesh.size, batches)
         explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
-        occasions = _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints)
+        occasions = _occasions(inputs, run, settings, frozen, mesh, workdir, writer)
+        save = _saver(run, settings, checkpoints, batches, config, progress)
         due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
 
         for step in range(first + 1, run.steps + 1):
@@ -151,9 +152,7 @@ def train(
             for write in aside:
                 with progress.paused(), watchdog.paused():
                     write(step, state)
-            if step % run.save_every == 0 or last:
-                with progress.paused():
-                    checkpoints.save(step, state, batches, config, read_back=not stopped)
+            save(step, state, last, stopped)
             if last:
                 break
             with progress.waiting():
@@ -279,7 +278,23 @@ def _beside(state, max_skipped, explain, occasions, steps):
     return due
 
 
-def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints):
+def _saver(run, settings, checkpoints, batches, config, progress):
+    """save(step, state, last, stopped) of what is due. The watchdog sees it: peers may hang."""
+    every = snapshot_every(settings, run.steps)
+    snapshots = checkpoints.snapshots(settings) if every else None
+
+    def save(step, state, last, stopped):
+        if snapshots and (step % every == 0 or step == run.steps):
+            with progress.paused():
+                snapshots.save(step, state)
+        if step % run.save_every == 0 or last:
+            with progress.paused():
+                checkpoints.save(step, state, batches, config, read_back=not stopped)
+
+    return save
+
+
+def _occasions(inputs, run, settings, frozen, mesh, workdir, writer):
     """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
     task, _, examples, evaluation, _, records, _ = inputs
     draw, occasions = make_draw(task.sample, frozen, mesh), []
@@ -301,8 +316,6 @@ def _occasions(inputs, run, settings, frozen, mesh, workdir, writer, checkpoints
             step, heldout.of_all(losses, state.params, state.ema)
         )
         occasions.append((lambda step: step % records.every == 0, measure))
-    if every := snapshot_every(settings, run.steps):
-        occasions.append((lambda step: step % every == 0, checkpoints.snapshots(settings).save))
     return occasions
 
 
