@@ -78,8 +78,8 @@ def command(
             held.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
-            # With a code at which launchers start it again: there may be room by then.
-            held.enter_context(cli.bad_input(NotSaved, usual=(), code=1))
+            # With a code at which launchers start it again: room or data may be there by then.
+            held.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
             state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict(), trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
