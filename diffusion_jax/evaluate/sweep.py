@@ -147,6 +147,6 @@ def _file_name(*texts: str) -> str:
 
 def _distinct(value: str) -> str:
     """A value as a part of a file's name, of which no two are alike, and none is long."""
-    if len(value) <= _LONG and re.fullmatch(r"[\w.,+-]*", value):
+    if len(value) <= _LONG and re.fullmatch(r"[\w.,+()=-]*", value):
         return value
     return f"{value[:_LONG]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"

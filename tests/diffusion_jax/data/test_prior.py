@@ -59,13 +59,14 @@ def test_the_data_alone_have_no_counts(folders):
         assert next(batches).keys() == {"image", "text"}
 
 
-def test_records_that_are_held_out_keep_what_the_others_count(folders):
-    training, apart = split(open_pictures(data(folders), 8), 0.4)
-    assert 0 < len(apart) < 8
-    for part in (training, apart):
-        rows = np.arange(len(part))
-        drawn = [str(text).startswith("drawn") for text in part.read(rows)[1]]
-        np.testing.assert_array_equal(part.counts(rows), np.where(drawn, np.float32(0.25), 1))
+def test_what_was_drawn_is_never_held_out_and_the_others_keep_what_they_count(folders):
+    whole = open_pictures(data(folders), 8)
+    training, apart = split(whole, 0.4)
+    assert 0 < len(apart) < 8 and len(training) == len(whole) - len(apart)
+    assert not any(str(text).startswith("drawn") for text in apart.texts(np.arange(len(apart))))
+    rows = np.arange(len(training))
+    drawn = [str(text).startswith("drawn") for text in training.read(rows)[1]]
+    np.testing.assert_array_equal(training.counts(rows), np.where(drawn, np.float32(0.25), 1))
 
 
 @pytest.mark.parametrize("fields", [{"source": "mixture"}, {"embeddings": (2, 3)}])
