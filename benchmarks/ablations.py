@@ -3,12 +3,13 @@
     python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
-Trains the quick start, half as long at a constant rate, under each objective and weighting, then
-draws with each guidance, sampler and average, and lets the digits' judge read the pictures. On each
-axis all but one thing is the quick start's. Time is equal by what it is made of, so that other work
-on the machine changes nothing: all trainings take as many steps of one network, and all pictures as
-many rows of the network's input, of which a guided evaluation has two. The CPU seconds of this
-process that a step and a picture took are written beside.
+Trains the quick start, half as long at a constant rate and without its weighting, under each
+objective and weighting and in another network, then draws with each guidance, sampler and average,
+and lets the digits' judge read the pictures. On each axis all else is the same. Time is equal by
+what it is made of, so that other work on the machine changes nothing: all trainings take as many
+steps of networks that cost as much, and all pictures as many rows of the network's input, of which
+a guided evaluation has two. The CPU seconds of this process that a step and a picture took are
+written beside.
 
 Prints a line of JSON a row; each is kept in --workdir, and so are the trainings: started again it
 goes on, and other seeds, axes and variants add to what is there. --page writes all that is there.
@@ -32,7 +33,7 @@ import numpy as np
 from absl import app, flags, logging
 
 from benchmarks import ablations_page, measure
-from configs import quickstart
+from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, settings, systems
 from diffusion_jax.diffusion import guidance, objective, samplers
 from diffusion_jax.draw import model as models
@@ -90,6 +91,14 @@ def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
     return {"trained": {"diffusion.precond": predicts, "diffusion.noise": levels, **more}}
 
 
+def _magnitude(**more: Any) -> dict[str, Any]:
+    """The UNet that keeps magnitudes, and its optimizer's settings; a step costs as much."""
+    c = quickstart_mp.get_config().to_dict()
+    names = ("lr", "weight_decay", "clip", "schedule")
+    named = {f"optimizer.{name}": c["optimizer"][name] for name in names}
+    return {"trained": {"unet": c["unet"], "optimizer.decay_from": STEPS // 6, **named, **more}}
+
+
 def _weighting(text: str) -> dict[str, Any]:
     return {"trained": {"diffusion.weight": text}}
 
@@ -113,6 +122,13 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
         "min-SNR-5": _weighting("min_snr(min_snr=5)"),
         "P2": _weighting("p2"),
         "uncertainty": _weighting("uncertainty"),
+    },
+    "network": {
+        "UNet": {},
+        "magnitude": _magnitude(),
+        "magnitude, EDM": _magnitude(
+            **{"diffusion.precond": "edm", "diffusion.weight": "uncertainty"}
+        ),
     },
     "guidance": {
         "cfg 2": {},
@@ -195,7 +211,7 @@ def trained(
         runs.claim(workdir, config)
         state = loop.train(inputs, s.run, passes, mesh, workdir, config, clock)
     exit_if_stopped(state, s.run.steps)
-    cost = {"train_steps": s.run.steps, "step_ms": 1e3 * clock.median()}
+    cost = {"train_steps": s.run.steps, "step_ms": 1e3 * clock.mean()}
     cost["parameters"] = sum(leaf.size for leaf in jax.tree.leaves(state.params))
     files.write_whole(path, json.dumps(cost))
     return cost
@@ -206,8 +222,8 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
     c, steps = systems.complete(quickstart.get_config().to_dict()), size.steps
     c |= {"seed": seed, "steps": steps, "batch_size": BATCH, "log_every": steps, "keep_last": 1}
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
-    c["unet"]["embed_dim"] = size.channels
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
+    c["diffusion"]["weight"] = "min_snr"  # Of config.diffusion.min_snr, which is 0: none.
     # Only the base draws with other averages; a snapshot of the others' last step costs nothing.
     every = steps if changes else 0
     # At a constant learning rate, of which half as many steps learn more, and averages do more.
@@ -215,7 +231,8 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
     c["optimizer"] |= {"ema_widths": (0.05, 0.1), "snapshot_every": every}
     for name, value in changes.items():
         group, _, field = name.partition(".")
-        c[group][field] = value
+        c[group] = c[group] | {field: value} if field else value
+    c["unet"]["embed_dim"] = size.channels
     return c
 
 
@@ -231,9 +248,9 @@ class Clock(Trace):
         with super().step(number) as results:
             yield results
 
-    def median(self) -> float:
-        """Seconds from one start to the next; what is drawn and saved falls on few of them."""
-        return statistics.median(np.diff(self.starts)) if len(self.starts) > 1 else 0.0
+    def mean(self) -> float:
+        """Seconds of a step: starts run ahead of what is computed, so that no single one counts."""
+        return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
 
 def drawn(

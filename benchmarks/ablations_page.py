@@ -18,6 +18,9 @@ NOTES = {
     "-0.4 and EDM with -1.2, deviation 1.2 both; eps and v with the cosine schedule, as DDPM; flow "
     "with logit-normal times.",
     "weighting": "How much an error counts at its level, of the same x0.",
+    "network": "Both as large, to draw the same x0: the quick start's UNet, and the one that keeps "
+    "magnitudes (EDM2's, config G), which comes with EDM2's optimizer; then EDM2's objective too, "
+    "EDM with a learned uncertainty.",
     "guidance": "Names with their scales. The interval is sigma from 1 to 10; autoguidance is led "
     "by the run itself at a third of its steps.",
     "sampler": "At the same levels from 40 to 0.4, and then to 0. Restart goes back from 0.5 to 2 "
@@ -174,19 +177,22 @@ What won here, on the coloured digits in a network of {parameters:,} parameters 
 judged and wrote this page; started again it goes on, and `--only=sampler,guidance/none
 --seeds=3,4` add to it. {device}, jax {jax}.
 
-**Each axis changes one thing** of the quick start in half of its steps at a constant learning
-rate (its objective, no weighting, guidance 2, DDIM with eta 1 in 12 steps, an average of decay
-0.999), the first row of each table. An objective comes with the noise levels and the grid of
-sampling that are its own. Scores are the judge's (`diffusion_jax/metrics/digits.py`): the share
-of pictures with digit, ink and paper as asked, one for each of the 272 prompts seen in training
-and 8 for each of the 18 never shown; FD is the Fréchet distance of the judge's features from real
-pictures; the v-loss is the held-out one at sigma 0.2, 0.5, 1, 2 and 5, by which objectives
-compare ([evaluation.md](evaluation.md#a-held-out-loss)), of the weights that drew.
+**Each axis changes one thing** of the quick start in half of its steps, at a constant learning
+rate and without the weighting that it has since this page was first written (its objective,
+guidance 2, DDIM with eta 1 in 12 steps, an average of decay 0.999), the first row of each table.
+The rate is constant because in first trials, a third of the steps with a rate that fell to zero,
+hardly a digit was learned; it was chosen before any rows were compared. An objective comes with
+the noise levels and the grid of sampling that are its own. Scores are the judge's
+(`diffusion_jax/metrics/digits.py`): the share of pictures with digit, ink and paper as asked, one
+for each of the 272 prompts seen in training and 8 for each of the 18 never shown; FD is the
+Fréchet distance of the judge's features from real pictures; the v-loss is the held-out one at
+sigma 0.2, 0.5, 1, 2 and 5, by which objectives compare
+([evaluation.md](evaluation.md#a-held-out-loss)), of the weights that drew.
 
 **Time is equal** by what it is made of, so that other work on the machine changes nothing: all
-trainings take the same number of steps of the same network, and a picture takes at most 24 rows
-of the network's input, of which a guided evaluation has two, an unguided one one; samplers with
-two evaluations a step get fewer steps. Measured beside, in the process's own CPU time, which
+trainings take the same number of steps of networks that cost as much, and a picture takes at most
+24 rows of the network's input, of which a guided evaluation has two, an unguided one one; samplers
+with two evaluations a step get fewer steps. Measured beside, in the process's own CPU time, which
 other work on the machine does stretch: a step took {step_ms} ms, a picture {picture_ms} ms.
 
 **Intervals** are 95 % by Student's t over {seeds} seeds, each with its own initial weights, data

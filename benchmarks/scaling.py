@@ -134,7 +134,7 @@ def figure(rows: Sequence[Mapping[str, Any]]) -> figures.Plot:
     labels = [f"{100 * row['efficiency']:.0f} %" for row in rows]
     lines = [
         Line("perfect linear", devices, [row["perfect_linear"] for row in rows]),
-        Line("measured", devices, [row["samples_per_second"] for row in rows], labels, labels),
+        Line("measured", devices, [row["samples_per_second"] for row in rows], True, labels),
     ]
     return figures.Plot(lines, f"devices ({rows[0]['device']})", "samples/s")
 

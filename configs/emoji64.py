@@ -8,28 +8,8 @@ python -m imagen_jax.train --config=configs/emoji64.py --workdir=runs/emoji64
 
 from ml_collections import ConfigDict
 
-from configs import emoji32
+from configs import base64_47m, emoji32
 
 
 def get_config() -> ConfigDict:
-    c = emoji32.get_config()
-    c.steps = 100_000
-    c.batch_size = 256
-
-    c.unet.update(
-        image_size=64,
-        embed_dim=128,
-        channel_mult=(1, 2, 3),
-        num_res_blocks=2,
-        attention_resolutions=(8,),
-        head_dim=64,
-        cond_dim=256,
-        dtype="bfloat16",
-    )
-    # Four times the pixels of the same picture: twice the noise hides as much (Hoogeboom 2023).
-    c.diffusion.p_mean = 0.3
-    c.sampler.update(steps=24, sigma_max=80.0)
-    c.optimizer.update(lr=5e-4, warmup=1_000, ema_decays=(0.999, 0.9999))
-    c.data.threads = 8
-    c.save_every, c.sample_every, c.keep_every = 1_000, 2_000, 0
-    return c
+    return emoji32.with_emoji(base64_47m.get_config())

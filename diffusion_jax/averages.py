@@ -8,12 +8,16 @@ writes snapshots of them. Any other width is made of these afterwards: `--ema=0.
 evaluate, sample and diffusion_jax.heldout does it on the way. This command lists the snapshots and
 how close a width can be come to at a step, and writes one as the parameters of a folder that these
 commands take as a --workdir. The error is that of the average's profile over the steps, relative to
-the length of the profile; that of the weights is about a hundredth of it.
+the length of the profile; that of the weights is about a hundredth of it. What snapshots were
+rounded to counts by the factor beside it: widths well below those that are stored multiply it.
 """
 
+import contextlib
 import pathlib
+from collections.abc import Iterator
 
 import jax
+import numpy as np
 from absl import flags
 from etils import epath
 
@@ -41,8 +45,9 @@ def describe(workdir: str, step: int | None = None) -> str:
     ]
     steps, widths = zip(*((s, averages.width_of(n) or 0.0) for s, _, n in sources), strict=True)
     for width in sorted({*_TABLE, *widths}):
-        _, error = averages.combination(steps, widths, at, width)
-        rows.append((f"width {width:g}", f"error {100 * error:.2g} %"))
+        counts, error = averages.combination(steps, widths, at, width)
+        times = float(np.linalg.norm(counts))
+        rows.append((f"width {width:g}", f"error {100 * error:.2g} %, rounding times {times:.2g}"))
     return progress.block(rows)
 
 
@@ -51,24 +56,35 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
     ValueError if there is no such average, or `out` holds checkpoints.
     """
-    config, folder = runs.load(workdir), pathlib.Path(out) / runs.CHECKPOINTS
-    if restore.steps(folder):
-        raise ValueError(f"--out={out} holds checkpoints already: name a new folder")
+    runs.load(workdir)
     root, sources = _sources(workdir, step)
     _, stored, name = sources[-1]
-    shapes = restore.shapes(stored, name)
+    shapes = restore.shapes(stored, restore.EMA + name)
     where = sharding.shardings(shapes, sharding.make_mesh(), [(r"", sharding.FSDP)])
     params, step = restore.load_params_and_step(root, sharding.placed(shapes, where), which, step)
-    config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
-    base = pathlib.Path(workdir) / finetune.BASE
-    with runs.writing(out):
-        runs.claim(out, config)
-        if base.is_file() and jax.process_index() == 0:  # Of factors: what they adapt.
-            files.write_whole(pathlib.Path(out) / finetune.BASE, base.read_text())
+    with weights_alone(workdir, out) as folder:
         checkpoints = Checkpointer(folder, keep_last=1)
         checkpoints.save_trees(step, {"params": params})
         checkpoints.close()
     return step
+
+
+@contextlib.contextmanager
+def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
+    """Makes `out` a run like another one, and gives the folder for the weights that it is to hold.
+
+    ValueError if `out` holds checkpoints.
+    """
+    config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
+    if restore.steps(folder):
+        raise ValueError(f"--out={out} holds checkpoints already: name a new folder")
+    config["optimizer"] |= {"ema_decays": (), "ema_widths": ()}
+    base = files.path(workdir) / finetune.BASE
+    with runs.writing(out):
+        runs.claim(out, config)
+        if base.is_file() and jax.process_index() == 0:  # Of factors: what they adapt.
+            files.write_whole(files.path(out) / finetune.BASE, base.read_text())
+        yield folder
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:

@@ -113,6 +113,11 @@ def start(*, alone: bool = False) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
+    elif there := files.remote(os.environ["JAX_COMPILATION_CACHE_DIR"]):
+        from diffusion_jax.weights import buckets  # Imports Orbax.
+
+        with bad_input():
+            buckets.absolute(str(there))  # Or JAX would look for the bucket through TensorFlow.
     if not alone:
         with bad_input():
             distributed.join()

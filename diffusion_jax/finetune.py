@@ -6,7 +6,6 @@ config, and their fingerprint, in base.json: who draws with it reads them again,
 
 import json
 import os
-import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -40,7 +39,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
     ValueError or FileNotFoundError if there is nothing to adapt, or s does not fit it.
     """
-    if weights and not any(map(os.path.exists, (weights, at_step(weights)[0]))):
+    if weights and not any(files.path(p).exists() for p in (weights, at_step(weights)[0])):
         raise FileNotFoundError(
             f"unet.weights is {weights!r}: there is no such run, folder or file"
         )
@@ -57,7 +56,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
 def check_base(workdir: Path, base: str) -> None:
     """ValueError if the run in `workdir` adapts other weights than those of this fingerprint."""
-    path = pathlib.Path(workdir) / BASE
+    path = files.path(workdir) / BASE
     if not path.is_file():
         return
     kept: Mapping[str, Any] = untrusted.parse_json(path.read_text())
@@ -69,10 +68,19 @@ def check_base(workdir: Path, base: str) -> None:
         )
 
 
+def check_wanted(base: str | None, s: Lora) -> None:
+    """ValueError where a place of adapted weights is given for a run that adapts none."""
+    if base and not s.rank:
+        raise ValueError(
+            f"--unet_weights={base} says where the weights lie that a run of LoRA adapts, and this "
+            "run is none: leave it out"
+        )
+
+
 def keep_base(workdir: Path, base: str) -> None:
     """Writes the fingerprint of the weights that a run adapts, if it does."""
     if base and jax.process_index() == 0:
-        path = pathlib.Path(workdir) / BASE
+        path = files.path(workdir) / BASE
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
@@ -81,7 +89,7 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
     `scale` stands in place of its config's, unless None.
     """
-    path = pathlib.Path(workdir) / BASE
+    path = files.path(workdir) / BASE
     if not path.is_file():
         return {}
     scale = runs.load(workdir)["lora"]["scale"] if scale is None else scale
@@ -124,7 +132,7 @@ def factors(
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
-    return restore.load_params(pathlib.Path(workdir) / runs.CHECKPOINTS, shapes, which, step)
+    return restore.load_params(files.path(workdir) / runs.CHECKPOINTS, shapes, which, step)
 
 
 def at_step(path: Path) -> tuple[str, int | None]:

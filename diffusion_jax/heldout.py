@@ -31,7 +31,7 @@ from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, finetune, runs, systems
 from diffusion_jax.data.pipeline import Batches
-from diffusion_jax.machine import programs, sharding
+from diffusion_jax.machine import files, programs, sharding
 from diffusion_jax.settings import Heldout
 from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import restore
@@ -137,13 +137,16 @@ def measure_run(
     share: float | None = None,
     records: int | None = None,
     sigmas: Sequence[float] = (),
+    base: str | None = None,
 ) -> list[dict[str, Any]]:
     """The losses of a run's parameters and averages, a line of the command's output each.
 
-    None and () stand for the last checkpoint, all weights and what the config says. ValueError or
-    FileNotFoundError if they are not there.
+    None and () stand for the last checkpoint, all weights and what the config says; `base` is where
+    what a run of LoRA adapts lies now. ValueError or FileNotFoundError if they are not there.
     """
     config = runs.load(workdir)
+    if base is not None:
+        config["unet"] |= {"weights": base}
     system = systems.find(config["system"])
     s = systems.read(config, config["system"])
     if not hasattr(s, "heldout"):
@@ -153,6 +156,7 @@ def measure_run(
             f"{workdir} held nothing out: say what share of its data to measure on, such as "
             "--share=0.01"
         )
+    finetune.check_wanted(base, s.lora)
     s = s._replace(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
         heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
@@ -193,6 +197,7 @@ if __name__ == "__main__":
         "share", None, "Of the data, in place of config.data.heldout.", 1e-9, 1.0
     )
     _RECORDS = flags.DEFINE_integer("records", None, "How many at most.", lower_bound=1)
+    _BASE = flags.DEFINE_string("unet_weights", None, "Of a run of LoRA, where its base lies now.")
     _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of training's.")
 
     def _level(text: str) -> float:
@@ -211,8 +216,8 @@ if __name__ == "__main__":
         cli.start()
         with cli.bad_input():
             lines = measure_run(
-                pathlib.Path(_WORKDIR.value), _CHECKPOINT.value, _EMA.value, _SHARE.value,
-                _RECORDS.value, [_level(text) for text in _LEVELS.value],
+                files.path(_WORKDIR.value), _CHECKPOINT.value, _EMA.value, _SHARE.value,
+                _RECORDS.value, [_level(text) for text in _LEVELS.value], _BASE.value,
             )  # fmt: skip
         if jax.process_index() == 0:
             print(*map(json.dumps, lines), sep="\n")

@@ -3,17 +3,16 @@
     python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
-The page is one file that needs no network: figures are SVG (points say their values under the
-mouse), pictures stand inside it. It reads what training and evaluation wrote into the workdirs.
+It is the Sweeps and Training of the page (imagen_jax.web) in one file that needs no server and no
+network, with what training and evaluation wrote into the workdirs by now.
 """
-
-import pathlib
 
 from absl import flags, logging
 
 from diffusion_jax import cli
-from diffusion_jax.evaluate import report
+from diffusion_jax.evaluate import curve
 from diffusion_jax.machine import files
+from diffusion_jax.web import frozen
 
 
 def main(argv: list[str]) -> None:
@@ -22,10 +21,9 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if len(argv) < 2:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
-        runs = [report.read_run(workdir) for workdir in argv[1:]]
-        bands = [report.read_rcp()] if flags.FLAGS.rcp else []
-        out = pathlib.Path(flags.FLAGS.out or pathlib.Path(argv[1]) / report.PAGE)
-        files.write_whole(out, report.page(runs, bands))
+        bands = [curve.read_rcp()] if flags.FLAGS.rcp else []
+        out = files.path(flags.FLAGS.out or files.path(argv[1]) / frozen.PAGE)
+        files.write_whole(out, frozen.page(argv[1:], bands))
     logging.info("wrote %s", out)
 
 

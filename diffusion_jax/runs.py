@@ -68,7 +68,7 @@ def claim(
     Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
     """
     _check_folder(workdir)
-    path = pathlib.Path(workdir) / CONFIG
+    path = files.path(workdir) / CONFIG
     config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
     unread = ("text.weights",) if data.embedded or text.get("store") else ()  # For new texts alone.
@@ -107,15 +107,13 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """ValueError for a URL, and for a file."""
+    """ValueError for a file, and for a bucket that cannot be written to."""
+    if files.remote(workdir):
+        if jax.process_index() == 0:  # The others end with it.
+            files.check_writable(workdir, "--workdir")
+        return
     if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
         raise ValueError(f"workdir {workdir} is a file, or in one: name a folder")
-    scheme, separator, rest = str(workdir).partition(":/")
-    if separator:
-        raise ValueError(
-            f"workdir {scheme}://{rest.lstrip('/')} is a URL: give a folder, such as the one where "
-            "a bucket is mounted (launch.gke does that, at /gcs/BUCKET)"
-        )
 
 
 def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:
@@ -124,7 +122,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
     FileNotFoundError if there is none; ValueError if today's code cannot do what it says, or it is
     not of the system that is asked for.
     """
-    path = pathlib.Path(workdir) / CONFIG
+    path = files.path(workdir) / CONFIG
     if not path.exists():
         raise FileNotFoundError(
             f"{workdir} holds no {CONFIG}: it is no workdir of a training run. Train one with\n"

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import jax.numpy as jnp
 
 CROPS = ("center", "random")
+UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("digits", "arrow", "tfds")
 """Data sources that have captions whatever data.text says."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
@@ -167,7 +168,7 @@ class Data(NamedTuple):
     source: str
     path: str = ""
     text: str = "txt"
-    uncaptioned: Annotated[str, ("error", "drop")] = "error"
+    uncaptioned: Annotated[str, UNCAPTIONED] = "error"
     mixture: tuple[tuple[float, str, str, str], ...] = ()
     """Parts (weight, source, path, text), for the source "mixture"."""
     min_size: Amount = 0

@@ -27,7 +27,8 @@ class SelfAttention(nn.Module):
     def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
         """Ignores the text, which the other kinds take in its place."""
         del context, text_mask
-        q, k, v = _heads(self, GroupNorm(name="norm")(x), 3, x, "qkv")  # 3 of [B, HW, N, K]
+        tokens = _tokens(x)
+        q, k, v = _heads(self, GroupNorm(name="norm")(tokens), 3, x, "qkv")  # 3 of [B, HW, N, K]
         out = attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
         return x + _out(self, out, x)
 
@@ -42,7 +43,7 @@ class CrossAttention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """A text without tokens adds nothing but the bias of the output."""
-        (q,) = _heads(self, GroupNorm(name="norm")(x), 1, x, "q")  # [B, HW, N, K]
+        (q,) = _heads(self, GroupNorm(name="norm")(_tokens(x)), 1, x, "q")  # [B, HW, N, K]
         k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")  # [B, L, N, K]
         out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + _out(self, out, x)
@@ -58,8 +59,9 @@ class FusedAttention(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
         """The pixels are keys through a norm of their own, "norm_self"."""
-        (q,) = _heads(self, GroupNorm(name="norm")(x), 1, x, "q")  # [B, HW, N, K]
-        pixels = _heads(self, GroupNorm(name="norm_self")(x), 2, x, "kv_self")  # 2 of the same
+        tokens = _tokens(x)
+        (q,) = _heads(self, GroupNorm(name="norm")(tokens), 1, x, "q")  # [B, HW, N, K]
+        pixels = _heads(self, GroupNorm(name="norm_self")(tokens), 2, x, "kv_self")  # 2 of the same
         text = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv_context")
         pairs = zip(pixels, text, strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
@@ -120,11 +122,16 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
             )
 
 
+def _tokens(x: Array) -> Array:
+    """[B, H, W, C] -> [B, HW, C], before a norm: so a TPU's compiler copies less than after it."""
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
 def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
-    """`parts` arrays [B, tokens, N, K] of [B, ..., D], as many heads as fill the width of x."""
+    """`parts` arrays [B, tokens, N, K] of [B, tokens, D], as many heads as fill the width of x."""
     num_heads = x.shape[-1] // block.head_dim
     layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)
-    return layer(normed.reshape(len(normed), -1, normed.shape[-1]))
+    return layer(normed)
 
 
 def _out(block: Any, out: Array, x: Array) -> Array:

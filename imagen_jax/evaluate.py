@@ -27,7 +27,6 @@ metrics, and all of it into one page, WORKDIR/report.html.
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +38,8 @@ from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate.command import Subject, Weights
+from diffusion_jax.machine import files
+from diffusion_jax.web import frozen
 from imagen_jax import cascade
 from imagen_jax.cascade import Choice
 
@@ -69,7 +70,7 @@ def open_subject(
     cascade.check_low_res(stages[0], None)
     last = stages[-1].settings
     sizes = stages[0].settings.output_size, last.output_size
-    name = pathlib.Path(stages[-1].workdir).name
+    name = files.path(stages[-1].workdir).name
     source = last.data.source
     return evaluation.of_models(stages, _draw, _describe, source, sizes, weights, name, choices)
 
@@ -100,4 +101,4 @@ if __name__ == "__main__":
         choices = choice_flags.axes(Choice, holders, len(workdir.value))
         return [open_subject(workdir.value, choices, weights)]
 
-    evaluation.command(open_subjects, SCALES)
+    evaluation.command(open_subjects, SCALES, frozen.write)

@@ -37,7 +37,7 @@ from absl import flags
 from diffusion_jax.data import embeddings
 from diffusion_jax.draw import choice_flags, pictures
 from diffusion_jax.draw.command import Session, command, warn_of_cuts
-from diffusion_jax.machine import untrusted
+from diffusion_jax.machine import files, untrusted
 from diffusion_jax.task import Texts
 from imagen_jax import cascade
 from imagen_jax.cascade import Choice, Model
@@ -107,14 +107,15 @@ def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list
     """Captions, and what each stage reads of them: tokens or embeddings."""
     if not _EMBEDDINGS.value:
         return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
-    paths = [pathlib.Path(path) for path in _EMBEDDINGS.value]
+    paths = [files.path(path) for path in _EMBEDDINGS.value]
     arrays = [embeddings.read(path.read_bytes(), str(path)) for path in paths]
     return [path.stem for path in paths], [stage.encoder.tokenize(arrays) for stage in stages]
 
 
 def _low_res(first: Model, num_texts: int) -> np.ndarray | None:
     """The pictures to start from, one for each text, in [-1, 1]."""
-    pictures = [np.asarray(untrusted.open_image(path).convert("RGB")) for path in _LOW_RES.value]
+    opened = [untrusted.open_image(files.local(path)) for path in _LOW_RES.value]
+    pictures = [np.asarray(image.convert("RGB")) for image in opened]
     if not pictures:
         cascade.check_low_res(first, None)
         return None

@@ -8,8 +8,8 @@
         --job.overrides="('data.path=gs://BUCKET/laion64',)"
 
 The first prints the manifests, the second gives them to kubectl; both print a table of the runs.
-The cluster needs JobSet and the Cloud Storage FUSE driver: the bucket of the workdir is mounted at
-/gcs/BUCKET, and must have a hierarchical namespace, in which a folder is renamed as one.
+The cluster needs JobSet. Trainings and evaluations write into the bucket of the workdir themselves;
+for other commands the Cloud Storage FUSE driver mounts it at /gcs/BUCKET.
 
 A run that SIGTERM ended (a preemption; exit code 143) is started again however often that happens,
 one that fails otherwise, or finds its workdir or port still taken, job.restarts times, and one that
@@ -58,7 +58,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     return Launcher(
         render=lambda run: render(job, gke, target, run),
         submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or apply --dry_run's"),
-        folder=mounted,
+        folder=lambda workdir: folder(job, workdir),
     )
 
 
@@ -76,21 +76,22 @@ def check(job: Job) -> None:
         )
 
 
-def mounted(workdir: str) -> str:
-    """The path of a bucket's folder in the container."""
-    return workdir.replace("gs://", "/gcs/", 1)
+def folder(job: Job, workdir: str) -> str:
+    """What a job's command is given for a folder in a bucket: its URL, else where it is mounted."""
+    is_enough = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
+    return workdir if is_enough else workdir.replace("gs://", "/gcs/", 1)
 
 
 def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
     """The JobSet of a run, YAML."""
-    bucket = run.workdir.removeprefix("gs://").split("/")[0]
-    arguments = jobs.command(run, mounted(run.workdir))
-    mounts = [folder for folder in jobs.folders(job, run) if folder.startswith("/gcs/")]
-    buckets = list(dict.fromkeys([bucket, *(folder.split("/")[2] for folder in mounts)]))
+    workdir = folder(job, run.workdir)
+    arguments = jobs.command(run, workdir)
+    mounts = [path for path in (workdir, *jobs.folders(job, run)) if path.startswith("/gcs/")]
+    buckets = list(dict.fromkeys(path.split("/")[2] for path in mounts))
     restarts = job.restarts if gke.restarts < 0 else gke.restarts
     text = templates.fill(
         "gke.yaml", buckets=buckets, arguments=arguments, restarts=restarts, job=job, gke=gke,
-        target=target, run=run, variables=jobs.environment(job, target, mounted(run.workdir)),
+        target=target, run=run, variables=jobs.environment(job, target, workdir),
     )  # fmt: skip
     if not gke.patch:
         return text

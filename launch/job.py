@@ -20,7 +20,7 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from diffusion_jax import cli, settings
-from diffusion_jax.machine import tuning
+from diffusion_jax.machine import files, tuning
 from diffusion_jax.settings import MeshShape, Optimizer
 from diffusion_jax.train import optimizer
 from launch import accelerators
@@ -29,7 +29,8 @@ from launch.accelerators import Target
 _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
+IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")
+"""Commands, by their last name, whose --workdir may be a URL; others want a folder."""
 
 
 class Job(NamedTuple):
@@ -104,7 +105,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
             for run in all_runs:
                 check_mesh(run, target)
         print(table(all_runs), file=sys.stderr)
-        if _DRY_RUN.value:
+        if dry_run.value:
             print("\n".join(rendered))
             return
         with cli.bad_input(ImportError):
@@ -112,6 +113,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
                 print(rehearse(job, run, launcher.folder(run.workdir), target), file=sys.stderr)
             launcher.submit(rendered)
 
+    dry_run = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
     flags.mark_flag_as_required("job")
     cli.run(launch)
 
@@ -242,6 +244,8 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
     disk = "/".join(folder.split("/")[:2])  # Such as /shared or /gcs.
     away = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
+    if "://" in folder:
+        away = [path for path in away if path != disk] + [folder] * (not _opens(folder))
     if away:
         return f"{run.name} is not rehearsed: {', '.join(away)} is not on this machine"
     devices = f"--xla_force_host_platform_device_count={target.devices}"
@@ -266,6 +270,15 @@ def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
         return f"{run.name} is not rehearsed: it ended with code {ended.returncode}, {last}"
     warnings = re.findall(r"^W\d{4} .*?\] (.*)$", ended.stderr, re.MULTILINE)
     return "\n".join([run.name, ended.stdout, *(f"warning: {text}" for text in warnings)])
+
+
+def _opens(url: str) -> bool:
+    """Whether a folder in a bucket can be written to from here."""
+    try:
+        files.check_writable(url, "--workdir")
+    except ValueError:
+        return False
+    return True
 
 
 def check_mesh(run: Run, target: Target) -> None:

@@ -7,9 +7,9 @@
         --job.image=IMAGE --job.workdir=gs://BUCKET/runs/sweep --executor=vertex
 
 Each run of a sweep is a work unit. XManager 0.8.5 finds machines for no other of our accelerators
-than A100s with 40 GB, at most 8 of one machine, and its Kubernetes executor mounts no bucket for
-the workdir: `python -m launch.gke` is for TPUs, other GPUs and several hosts. Vertex mounts buckets
-under /gcs by itself. job.env are environment variables of each run; nothing starts a run again.
+than A100s with 40 GB, at most 8 of one machine: `python -m launch.gke` is for TPUs, other GPUs and
+several hosts. Vertex mounts buckets under /gcs by itself, for commands that need that. job.env are
+environment variables of each run; nothing starts a run again.
 """
 
 import shlex
@@ -20,7 +20,7 @@ from absl import flags
 
 from launch import job as jobs
 from launch.accelerators import Target
-from launch.gke import mounted
+from launch.gke import folder as in_bucket
 from launch.job import Job, Launcher
 
 _EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where it runs.")
@@ -30,7 +30,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     """A work unit for each run, which is a command line."""
     del groups
     check(job, target, _EXECUTOR.value)
-    folder = str if _EXECUTOR.value == "local" else mounted
+    folder = str if _EXECUTOR.value == "local" else lambda workdir: in_bucket(job, workdir)
     return Launcher(
         render=lambda run: shlex.join(["python", "-m", *jobs.command(run, folder(run.workdir))]),
         submit=lambda lines: _submit(job, target, lines),

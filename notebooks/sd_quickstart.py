@@ -8,18 +8,24 @@
 
 # %% [markdown]
 # # Stable Diffusion's quick start
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/YOUR-NAME/imagen-sd-jax/blob/main/notebooks/sd_quickstart.ipynb)
+#
 # Trains a small autoencoder on handwritten digits in named colours, then a latent diffusion model
 # on what it encodes, and draws from it. Some minutes on a GPU or on two CPU cores.
 #
-# On Colab, set `REPOSITORY` to where your copy of the project is. The cell installs one exact set
-# of packages; it does nothing where the project is installed already.
+# The first cell installs one exact set of packages, from a copy of `REPOSITORY` (where the project
+# is installed already it does not), and draws with a trained model that comes with the project.
 
 # %%
 import importlib.util
+import json
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
+
+from IPython.display import Image, display
 
 REPOSITORY = "https://github.com/YOUR-NAME/imagen-sd-jax"
 
@@ -27,11 +33,22 @@ if os.path.isdir("../imagen_jax"):  # Opened from the project's own folder.
     os.chdir("..")
 if importlib.util.find_spec("imagen_jax") is None:
     if not os.path.isdir("imagen-sd-jax"):
-        subprocess.run(["git", "clone", "--depth=1", REPOSITORY], check=True)
+        subprocess.run(["git", "clone", "--depth=1", REPOSITORY, "imagen-sd-jax"], check=True)
     os.chdir("imagen-sd-jax")
     packages = ["-r", "requirements.txt", "-c", "constraints.txt"]
     packages += ["jax[cuda13]"] if shutil.which("nvidia-smi") else []
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
+
+# Any run, trained here or exported; in a process of its own, so that the device is free afterwards.
+SHIPPED = os.environ.get("SHIPPED", "models/emoji32")
+if os.path.isdir(SHIPPED):
+    with open(f"{SHIPPED}/config.json") as file:
+        config = json.load(file)
+    program, out = f"{config['system'].partition('.')[0]}.sample", tempfile.mkdtemp()
+    command = [sys.executable, "-m", program, f"--workdir={SHIPPED}", f"--out={out}"]
+    command += [f"--prompt={prompt}" for prompt in config["prompts"]]
+    subprocess.run(command, check=True)
+    display(Image(f"{out}/sheet.png"))
 
 # %% [markdown]
 # ## Train the autoencoder
@@ -55,8 +72,6 @@ CONFIG = os.environ.get("CONFIG", "--config=configs/sd_quickstart.py")
 # !{sys.executable} -m sd_jax.train {CONFIG} --config.vae.weights={VAE_WORKDIR} --workdir={WORKDIR}
 
 # %%
-import json
-
 from matplotlib import pyplot as plt
 
 with open(f"{WORKDIR}/metrics.jsonl") as file:

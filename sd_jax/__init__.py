@@ -1,9 +1,10 @@
 """Stable Diffusion: text-to-image in latents. `sd_jax.load` opens a run to draw from."""
 
 import importlib
+from typing import Any
 
 
-def __getattr__(name: str) -> object:  # `load` alone: `import sd_jax` is light.
+def __getattr__(name: str) -> Any:  # `load` alone: `import sd_jax` is light.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("sd_jax.notebook").load

@@ -9,7 +9,6 @@
 """
 
 import os
-import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,7 +19,7 @@ from diffusion_jax.diffusion.guidance import scales as scales_of
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
-from diffusion_jax.machine import sheets
+from diffusion_jax.machine import files, sheets
 from sd_jax import sampling, settings
 from sd_jax.weights import published, trained
 from sd_jax.weights.published import File
@@ -35,9 +34,9 @@ def load(
     `file` is for the last two. FileNotFoundError, or ValueError that says what is missing or wrong.
     """
     choice = choice or Choice()
-    path = pathlib.Path(path)
+    path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
-        return published.load_model(path, choice, file or File())
+        return published.load_model(files.local(path), choice, file or File())
     if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
     return trained.load_model(path, choice)

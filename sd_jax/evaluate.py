@@ -27,7 +27,6 @@ python -m diffusion_jax.report WORKDIR --rcp).
 """
 
 import dataclasses
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,6 +38,8 @@ from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate.command import Subject, Weights
+from diffusion_jax.machine import files
+from diffusion_jax.web import frozen
 from sd_jax import drawing, file_flags
 from sd_jax.drawing import Choice, File
 from sd_jax.weights.trained import read_run
@@ -89,7 +90,7 @@ def _subject(
         of = {"workdir": model.workdir, "eta": s.eta, "negative_prompt": s.negative_prompt}
         return {**described, **of, **drawing.describe_grid(s), **drawing.describe_guidance(model)}
 
-    name, sizes = pathlib.Path(model.workdir).name, (height, height)
+    name, sizes = files.path(model.workdir).name, (height, height)
     rows = [[choice] for choice in choices]
     return evaluation.of_models([model], _draw, describe, source, sizes, weights, name, rows)
 
@@ -116,6 +117,7 @@ if __name__ == "__main__":
         """Those that the flags name."""
         if not (_WORKDIR.value or _MODEL.value):
             raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH, or several")
+        file_flags.check_unused(bool(_MODEL.value), _FILE())
         if not _WORKDIR.value and not flags.FLAGS.out:
             raise ValueError("--model alone has no workdir: say where the files go with --out=PATH")
         if len(weights) > 1:
@@ -127,4 +129,4 @@ if __name__ == "__main__":
             *(open_model(path, choices[0], _FILE(), ema, choices) for path in _MODEL.value),
         ]
 
-    evaluation.command(open_subjects, SCALES)
+    evaluation.command(open_subjects, SCALES, frozen.write)

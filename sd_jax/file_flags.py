@@ -9,6 +9,14 @@ from sd_jax.weights.published import File
 flags.disclaim_key_flags()  # They belong to the command that defines them: --help shows them.
 
 
+def check_unused(is_file: bool, file: File) -> None:
+    """ValueError for flags of a model's files where none is named."""
+    if not is_file and any(value is not None for value in file):
+        raise ValueError(
+            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
+        )
+
+
 def define() -> Callable[[], File]:
     """Defines the flags; the function that it returns reads them."""
     dtypes = ["bfloat16", "float32"]

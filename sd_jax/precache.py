@@ -12,7 +12,8 @@ of another one. Captions are encoded by python -m diffusion_jax.precache.
 
 Killed at any moment, the same command goes on. To share the work between machines or processes, run
 it in each with --workers=N and its own --worker=0 ... N-1, on a folder that all see; the work of
-one that dies is done by the rest. Each uses all its devices. --verify compares all that is there
+one that dies is done by the rest. Each uses all its devices. --engine=beam has Apache Beam's
+workers do it (docs/data.md). --verify compares all that is there
 with the checksums that the finished work left, and encodes again what is damaged.
 """
 
@@ -22,13 +23,13 @@ from typing import Any
 import jax
 import numpy as np
 from absl import app, flags, logging
+from jaxtyping import Float, UInt8
 
-from diffusion_jax import cli
+from diffusion_jax import cli, engines
 from diffusion_jax.data import sources
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import files, sharding
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import moments as encode_moments
-from diffusion_jax.precache import workers
 from diffusion_jax.precache.moments import Work
 from diffusion_jax.task import to_range
 from sd_jax import task
@@ -46,7 +47,7 @@ def define_flags() -> None:
     )
     flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
     flags.DEFINE_bool("verify", False, "Read all tars, and encode again what is damaged.")
-    workers.define_flags()
+    engines.define_flags()
     flags.mark_flag_as_required("config")
 
 
@@ -56,11 +57,10 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     args = flags.FLAGS
-    out = pathlib.Path(args.out)
     with cli.bad_input():
+        out = files.path(args.out) if args.dry_run else files.folder(args.out, "--out")
         s = read_settings(args.config.to_dict())
-        share = workers.share(args.worker, args.workers)
-        work = Work(args.shard_images, args.batch, share, args.dry_run, args.verify)
+        work = Work(args.shard_images, args.batch, engines.of(args), args.dry_run, args.verify)
         logging.info("%d tars are in %s", encode(s, out, work), out)
 
 
@@ -80,12 +80,26 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
             "data.flip or data.crop is set, and moments are of whole images as they are: set "
             "data.flip=False and data.crop=center"
         )
-    vae_params = read_vae(s.vae_weights, s.vae)
+    encoder = Encoder(s)
     pictures = sources.open_pictures(s.data, s.latents.image_size)
-    mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
-    program = make_encode(s, vae_params, mesh)
-    work = work._replace(batch=work.batch * mesh.size)
-    return encode_moments.run(pictures, program, out, made_by(s, vae_params), work)
+    work = work._replace(batch=work.batch * jax.local_device_count())
+    return encode_moments.run(pictures, encoder, out, encoder.identity, work)
+
+
+class Encoder(engines.Portable):
+    """`make_encode` on the devices of this process, with the weights of the config."""
+
+    def __init__(self, s: Settings):
+        """Reads the weights; `identity` is what moments depend on."""
+        vae_params = read_vae(s.vae_weights, s.vae)
+        self.identity = made_by(s, vae_params)
+        mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
+        self._encode = make_encode(s, vae_params, mesh)
+        engines.made_by(self, Encoder, s)
+
+    def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B h w _"]:
+        """The moments of images."""
+        return self._encode(images)
 
 
 def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:

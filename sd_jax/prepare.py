@@ -10,14 +10,15 @@ was when it is started again. --dry_run says what would be done.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 from collections.abc import Sequence
 
 from absl import flags
 
-from diffusion_jax import cli
-from diffusion_jax.machine import files, progress
+from diffusion_jax import cli, engines
+from diffusion_jax.machine import files
 from sd_jax.mlperf import coco, download, laion
 
 
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _mlperf(options: argparse.Namespace) -> None:
-    out = pathlib.Path(options.out)
+    out = _out(options, options.out)
     for name in options.sets:
         if options.dry_run:
             base, hashes = download.read_list(options.source, name)
@@ -46,24 +47,26 @@ def _mlperf(options: argparse.Namespace) -> None:
 
 
 def _laion(options: argparse.Namespace) -> None:
-    source, out = pathlib.Path(options.metadata), pathlib.Path(options.out)
+    source, out = files.path(options.metadata), _out(options, options.out)
     tables = sorted(source.glob("*.parquet"))
     if not tables:
         raise FileNotFoundError(f"no .parquet in {source}: it is to hold LAION-400M's metadata")
-    missing = [table for table in tables if not (out / table.name).exists()]
+    engine, names = engines.of(options), tuple(table.name for table in tables)
+    path = lambda number: out / names[number]
     if options.dry_run:
-        print(f"would filter {len(missing)} of {len(tables)} tables into {out}")
+        missing = sum(not path(number).exists() for number in range(len(names)))
+        print(f"would filter {missing} of {len(tables)} tables into {out}")
         return
     out.mkdir(parents=True, exist_ok=True)
-    counts = (laion.filter_licensed(table, out / table.name) for table in missing)
-    kept, total = 0, 0
-    for table_kept, table_total in progress.reported(counts, len(missing), "tables"):
-        kept, total = kept + table_kept, total + table_total
+    write = functools.partial(laion.filter_table, source, out, names)
+    counts = engine.fill(range(len(names)), path, write, noun="tables")
+    kept, total = counts["kept"], counts["read"]
     print(f"{kept:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
 
 
 def _captions(options: argparse.Namespace) -> None:
-    path, out = pathlib.Path(options.annotations), pathlib.Path(options.out)
+    path, out = files.local(options.annotations), files.path(options.out)
+    _out(options, out.parent)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}")
     chosen = coco.choose(coco.read_annotations(path), options.num)
@@ -75,15 +78,20 @@ def _captions(options: argparse.Namespace) -> None:
 
 
 def _images(options: argparse.Namespace) -> None:
-    captions = coco.read_tsv(pathlib.Path(options.captions))
-    out = pathlib.Path(options.out)
+    captions = coco.read_tsv(files.local(options.captions))
+    out = _out(options, options.out)
     if options.dry_run:
         names = [coco.image_name(row.image_id) for row in captions]
         missing = sum(not (out / name).exists() for name in names)
         print(f"would squash {missing:,} of {len(captions):,} images to {coco.SIZE} pixels")
         return
-    done = coco.squash_all(captions, pathlib.Path(options.images), out, options.threads)
+    done = coco.squash_all(captions, files.local(options.images), out, options.threads)
     print(f"{done:,} images done; {len(captions):,} are in {out}")
+
+
+def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
+    """The folder to write into, which a dry run does not ask for."""
+    return files.path(folder) if options.dry_run else files.folder(folder, "--out")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -115,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     arg = add("laion", _laion, "Tables of LAION-400M to those rows that have a licence.")
     arg("--metadata", required=True, help="folder of the parquet files")
     arg("--out", required=True, help="folder for files of the same names")
+    engines.add_arguments(arg)
 
     arg = add("captions", _captions, "COCO's captions to MLPerf's table of 30,000.")
     arg("--annotations", required=True, help="captions_val2014.json")

@@ -59,10 +59,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
     if bool(_WORKDIR.value) == bool(_MODEL.value):
         raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
     file = _FILE()
-    if _WORKDIR.value and any(value is not None for value in file):
-        raise ValueError(
-            "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --model"
-        )
+    file_flags.check_unused(bool(_MODEL.value), file)
     if not prompts:
         raise ValueError("there is nothing to draw: give --prompt=TEXT or --prompts=FILE")
     given = _given(len(prompts))

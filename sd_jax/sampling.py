@@ -42,20 +42,6 @@ def make_begin(
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     scalings, factor = goal.precond(time), vae_module.factor(vae)
 
-    def over(frozen, batch, keys):
-        if IMAGE not in batch:
-            return lambda sampler: sampler, p.output_shape
-        from diffusion_jax.diffusion import editing  # Few draw over pictures.
-
-        pixels = to_range(batch[IMAGE], p.latents.pixels)
-        moments: Any = vae.apply(frozen["vae"], pixels, method="encode")
-        z = p.latents.scale * vae_module.mean_and_std(moments)[0]  # [B, h, w, Z]
-        eps, new = samplers.initial_noise(keys, z.shape[1:], 1), None
-        if MASK in batch:  # A latent is known where all of its pixels are.
-            b, h, w, _ = z.shape
-            new = batch[MASK].reshape(b, h, factor, w, factor).any((2, 4))[..., None]
-        return lambda f: editing.over(f, z, eps, p.strength, new), pixels.shape[1:3]
-
     def begin(params, frozen, batch, keys, scale):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
@@ -76,7 +62,11 @@ def make_begin(
             from sd_jax import previews  # Where pictures are drawn: a task has none.
 
             denoise = previews.sketched(denoise, preview, p, frozen["vae"])
-        around, size = over(frozen, batch, keys)
+        around, size = (lambda sampler: sampler), p.output_shape
+        if IMAGE in batch:
+            from sd_jax import editing  # Few draw over pictures.
+
+            around, size = editing.over(p, frozen["vae"], batch, keys), batch[IMAGE].shape[1:3]
         shape = (*(side // factor for side in size), unet.in_channels)
         first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
         x, noise = samplers.initial_noise(keys, shape, first), samplers.gaussian_noise(keys, shape)

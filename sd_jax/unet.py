@@ -164,8 +164,8 @@ class Transformer(nn.Module):
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)
-        h = dense(GroupNorm(eps=1e-6, name="norm")(x), c, "in", dtype=self.dtype)
-        h = h.reshape(len(h), -1, c)  # [B, HW, C]
+        h = x.reshape(len(x), -1, c)  # [B, HW, C]
+        h = dense(GroupNorm(eps=1e-6, name="norm")(h), c, "in", dtype=self.dtype)
         for i in range(self.depth):
             normed = layer_norm(h, f"self_norm_{i}", dtype=self.dtype)
             h = h + attend(name=f"self_{i}")(normed, normed)

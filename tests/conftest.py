@@ -7,10 +7,12 @@ is short.
 
 import os
 import pathlib
+import shutil
 
 import jax
 import pytest
 
+from tests import emulators, pages
 from tests.imagen_jax import commands
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -22,6 +24,23 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_compilation_cache_dir", str(ROOT / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="module")  # While it is open no other loop of asyncio runs in its thread.
+def browser():
+    """A Chromium of the machine's, driven by Playwright."""
+    driver = pytest.importorskip("playwright.sync_api")
+    chromium = next(
+        filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None
+    )
+    if chromium is None:
+        pytest.skip("needs a browser: apt install chromium")
+    with driver.sync_playwright() as started:
+        opened = started.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox"], timeout=pages.PATIENCE
+        )
+        yield opened
+        opened.close()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -42,3 +61,18 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(path(item)))
+
+
+@pytest.fixture(scope="session")
+def _served():
+    with emulators.running() as environment:
+        yield environment
+
+
+@pytest.fixture(scope="module")
+def stores(_served):
+    """The way to emulators of S3 and of Google's storage, in a module's environment."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in _served.items():
+            patch.setenv(name, value)
+        yield

@@ -31,6 +31,7 @@ ALLOWED = {
     "data": {"", "machine"},
     "precache": {"", "machine", "data", "text", "weights"},
     "train": {"", "machine", "data", "draw", "nn", "text", "weights"},
+    "start": {"", "machine", "data", "train", "weights"},
     "draw": {"", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "machine", "data", "text", "weights"},
     "evaluate": {"", "machine", "data", "draw", "metrics", "text", "train"},

@@ -12,6 +12,7 @@ from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
+from diffusion_jax.engines import Portable
 from diffusion_jax.settings import Data
 
 Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pictures, or their moments.
@@ -23,7 +24,7 @@ _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
 
-class Pictures(abc.ABC):
+class Pictures(Portable, abc.ABC):
     """Random access to a fixed list of pictures; safe to use from several threads."""
 
     @abc.abstractmethod

@@ -11,6 +11,7 @@ import numpy as np
 
 from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
+from diffusion_jax.machine import files
 
 _CHUNK = 256  # Records whose texts are read together.
 
@@ -44,7 +45,7 @@ def fingerprint(prompts: Sequence[str]) -> str:
 def _read(path: str | os.PathLike[str]) -> Sequence[str]:
     if (named := sources.open_named(os.fspath(path))) is not None:
         return _captions(named)
-    path = pathlib.Path(path)
+    path = files.local(path)
     readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
     if path.suffix not in readers:
         raise ValueError(

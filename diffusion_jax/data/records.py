@@ -11,8 +11,9 @@ from jaxtyping import Int, UInt64
 
 from diffusion_jax.data import embeddings, storage
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
-from diffusion_jax.settings import Data
+from diffusion_jax.settings import UNCAPTIONED, Data
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
@@ -28,7 +29,7 @@ class Record(NamedTuple):
     """The place of the record's file, for messages."""
 
 
-class Records(abc.ABC):
+class Records(Portable, abc.ABC):
     """A fixed list of records, read at random and by several threads: the base of file formats."""
 
     @abc.abstractmethod
@@ -153,14 +154,17 @@ def check_captions(
 
     `first` are the names of up to three of them; `suffixes` are those of all files.
     """
-    if uncaptioned not in ("error", "drop"):
-        raise ValueError(f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop'")
-    if num_bare and (uncaptioned == "error" or num_bare == num_images):
+    if uncaptioned not in UNCAPTIONED:
+        raise ValueError(
+            f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or of a folder 'empty'"
+        )
+    if num_bare and (uncaptioned != "drop" or num_bare == num_images):
         raise ValueError(
             f"{num_bare} of {num_images} images have no .{text} beside them: "
             f"{_some(first, num_bare)}. Write a .{text} of the same stem for each (an empty one "
             f"will do), say with data.text where the texts are (there are files of "
-            f"{_list(suffixes)}), or leave these images out with data.uncaptioned=drop"
+            f"{_list(suffixes)}), or leave these images out with data.uncaptioned=drop; a "
+            "folder's are trained without a text with data.uncaptioned=empty"
         )
 
 

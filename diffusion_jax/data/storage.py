@@ -5,7 +5,6 @@ s3fs for s3://, aiohttp for https://.
 """
 
 import contextlib
-import functools
 import hashlib
 import itertools
 import os
@@ -17,7 +16,7 @@ from typing import Any
 
 import fsspec
 
-from diffusion_jax.machine import files
+from diffusion_jax.machine import files, remote
 
 _ATTEMPTS = 4
 _FEW = 1000  # Local files that one thread looks at.
@@ -131,7 +130,7 @@ def write_whole(path: str, content: bytes) -> None:
     if not is_url(path):
         return files.write_whole(path, content)
     try:
-        return _system(path).pipe_file(path, content)
+        _system(path).pipe_file(path, content)
     except Exception as error:  # Each store has its own; a web server takes nothing.
         raise OSError(f"{path} cannot be written: {error}") from error
 
@@ -155,16 +154,8 @@ def _stamp(path: str, row: Mapping[str, Any] | None) -> str:
         return ""
 
 
-@functools.cache
-def _of_protocol(protocol: str) -> fsspec.AbstractFileSystem:
-    try:
-        return fsspec.filesystem(protocol)
-    except (ValueError, ImportError) as error:
-        raise ValueError(f"no reader for {protocol}:// ({error}): install its package") from error
-
-
 def _system(path: str) -> fsspec.AbstractFileSystem:
-    return _of_protocol(path.partition("://")[0])
+    return remote.system(path.partition("://")[0])
 
 
 def _read_range(path: str, first: int, last: int) -> bytes:

@@ -58,7 +58,8 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
     ):
         for record in records:
             for suffix in sorted(record.keys() - {KEY}):
-                member = tarfile.TarInfo(f"{record[KEY].decode()}.{suffix}")
+                key = record[KEY].decode(errors="surrogateescape")
+                member = tarfile.TarInfo(f"{key}.{suffix}")
                 member.size = len(record[suffix])
                 tar.addfile(member, io.BytesIO(record[suffix]))
 

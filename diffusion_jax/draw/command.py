@@ -54,7 +54,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}: write --prompt={argv[1]!r}", 2)
         cli.start()
-        out = pathlib.Path(f["out"].value)
+        out = files.path(f["out"].value)
         with cli.bad_input(), contextlib.ExitStack() as held:
             if not f["out"].value:
                 raise ValueError("--out is empty: name the folder to write to")
@@ -102,11 +102,11 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
     if path is None:
         return list(prompts)
     try:
-        lines = pathlib.Path(path).read_text(encoding="utf-8").splitlines()
+        lines = files.path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts={path} is no text in UTF-8: give one prompt a line") from error
     except OSError as error:
-        raise ValueError(f"--prompts={path}: {error.strerror}") from error
+        raise ValueError(f"--prompts={path}: {error.strerror or error}") from error
     if not any(map(str.strip, lines)):
         raise ValueError(f"--prompts={path} holds no text: give one prompt a line")
     return [*prompts, *(line for line in lines if line.strip())]

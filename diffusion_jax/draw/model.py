@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import pathlib
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -17,11 +16,11 @@ from jax.sharding import Mesh
 from diffusion_jax import described, finetune, ranges, runs, settings, systems
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import files, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.settings import Text
 from diffusion_jax.task import Params, Task
-from diffusion_jax.text import TextEncoder
+from diffusion_jax.text import TextEncoder, registry
 from diffusion_jax.weights import restore
 
 # Text encoders and their weights on the devices, by the settings that they were read with.
@@ -139,7 +138,14 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice, system: str) -> An
     for name, group in config.items():
         if isinstance(group, dict):
             group |= choice.fields_of(name)
-    return systems.read(config, system)
+    s = systems.read(config, system)
+    finetune.check_wanted(choice.unet_weights, s.lora)
+    if choice.text_weights and not registry.ENCODERS[s.text.encoder].pretrained:
+        raise ValueError(
+            f"--text_weights={choice.text_weights} is for an encoder with weights, and {workdir} "
+            f"has {s.text.encoder!r}, which has none: leave it out"
+        )
+    return s
 
 
 def load_model(
@@ -187,7 +193,7 @@ def load_guide(choice: Choice, system: str, s: Any, init_of: Any, mesh: Mesh, ru
         raise ValueError(f"--guide={choice.guide} is a LoRA, and a guide is a whole model")
     shapes = jax.eval_shape(init_of(guide), jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, mesh, rules))
-    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
+    folder = files.path(workdir) / runs.CHECKPOINTS
     return guide, restore.load_params(folder, placed, "ema", number)
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from absl import flags
 from PIL import Image
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.machine import files, untrusted
 
 IMAGE, MASK = "image", "mask"
 flags.disclaim_key_flags()  # They belong to the command that defines them: --help shows them.
@@ -47,8 +47,8 @@ def define() -> Callable[[int], Given | None]:
 
 def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Given | None:
     """The pictures in these files; None without any. ValueError if they do not fit."""
-    opened = [untrusted.open_image(path).convert("RGB") for path in images]
-    white = [untrusted.open_image(path).convert("L") for path in masks]
+    opened = [untrusted.open_image(files.local(path)).convert("RGB") for path in images]
+    white = [untrusted.open_image(files.local(path)).convert("L") for path in masks]
     for name, some in (("pictures", opened), ("masks", white)):
         if len(some) not in (0, 1, num_texts):
             raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one for each")

@@ -22,7 +22,7 @@ from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Choice, Model, fingerprint, with_choice, with_weights
 from diffusion_jax.draw.program import Images
-from diffusion_jax.evaluate import figures, loop, report, scorers, sweep, sweep_flags
+from diffusion_jax.evaluate import curve, figures, loop, scorers, sweep, sweep_flags
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.metrics.cards import Card, Scored
@@ -130,7 +130,7 @@ def of_models(
     numbers = range(len(choices))
     points = [functools.partial(at, chosen, n) for chosen in every for n in numbers]
     batch_size = program.default_batch_size(sizes[0], sizes[0])
-    return Subject(pathlib.Path(models[0].workdir), source, sizes[1], batch_size, points, name)
+    return Subject(files.path(models[0].workdir), source, sizes[1], batch_size, points, name)
 
 
 def _varied(choices: Sequence[Sequence[Choice]]) -> list[dict[str, str]]:
@@ -147,13 +147,14 @@ def _varied(choices: Sequence[Sequence[Choice]]) -> list[dict[str, str]]:
 def command(
     open_subjects: Callable[[Sequence[Sequence[Weights]]], Sequence[Subject]],
     guidance: Sequence[float],
+    write_page: Callable[[pathlib.Path], pathlib.Path],
     digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
 ) -> None:
     """Runs `python -m SYSTEM.evaluate --workdir=FOLDER`; the caller's is its --help.
 
     `open_subjects` gets what each model in a row shall draw with, the first model's first. The
-    scales are those taken by default. What it raises of ValueError and OSError is one message and
-    exit code 2.
+    scales are those taken by default; `write_page` writes a workdir's page and says where. What
+    `open_subjects` raises of ValueError and OSError is one message and exit code 2.
     """
     f = sweep_flags.define(guidance)
 
@@ -171,7 +172,7 @@ def command(
             check_folder(f["name"].value)
             if f["out"].value:
                 files.check_writable(f["out"].value, "--out")
-                subjects = [s._replace(workdir=pathlib.Path(f["out"].value)) for s in subjects]
+                subjects = [s._replace(workdir=files.path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
@@ -183,11 +184,10 @@ def command(
         if f["rehearse"].value:
             print("\n\n".join(told))
             return
-        out, workdir = evaluate(subjects, scorer, plan), subjects[0].workdir
-        page = workdir / "report.html"
+        out = evaluate(subjects, scorer, plan)
         if jax.process_index() == 0:
-            files.write_whole(page, report.page([report.read_run(workdir)]))
-        logging.info("wrote %s, and all of it as a page to %s", out, page)
+            page = write_page(subjects[0].workdir)
+            logging.info("wrote %s, and all of it as a page to %s", out, page)
 
     cli.run(main)
 
@@ -254,7 +254,9 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
             logging.info("%s", sweep.describe(rows[-1]).replace("\n", " | "))
     if jax.process_index() == 0:
         sweep.write_scores(out, rows)
-        _write_curve(subjects[0].workdir, out)
+        _write_curve(out)
+        if (real := scorer.real_sheet()) is not None:
+            sheets.write_png(out / sweep.REAL, real)
         sweep.write_metrics(out, rows, pictures)
     return out
 
@@ -300,10 +302,10 @@ def _share(drawing: float, scoring: float) -> dict[str, float]:
     return {"features_share_of_time": round(float(scoring / (drawing + scoring)), 4)}
 
 
-def _write_curve(workdir: pathlib.Path, out: pathlib.Path) -> None:
-    curve = report.main_figure(report.read_run(workdir), out.name)
+def _write_curve(out: pathlib.Path) -> None:
+    figure = curve.figure(sweep.read(out))
     for format in ("png", "pdf"):
-        files.write_whole(out / f"curve.{format}", figures.save(curve, format))
+        files.write_whole(out / f"curve.{format}", figures.save(figure, format))
 
 
 def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scorer:
@@ -311,12 +313,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
     if source == "digits" and not value("prompts"):
-        others = ("reference", "inception", "clip", "clip_reference", "judge")
-        if given := [name for name in others if value(name)]:
-            raise ValueError(
-                f"--{given[0]} is for pictures of a file of prompts, and the digits have a judge "
-                "of their own: give --prompts=FILE too, or leave it out"
-            )
+        scorers.check_unused("--", {name: holder.value for name, holder in f.items()})
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
     for name in ("num_seen", "num_heldout"):
         if f[name].present:

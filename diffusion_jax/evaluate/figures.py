@@ -1,13 +1,7 @@
-"""Figures of scores and of training, as a paper would print them.
-
-They are matplotlib's: saved as PNG or PDF, or as SVG text whose points say their values under the
-mouse.
-"""
+"""Figures of scores, as a paper would print them: matplotlib's, saved as PNG, PDF or SVG."""
 
 import colorsys
-import html
 import io
-import re
 import textwrap
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,8 +24,8 @@ class Line(NamedTuple):
     name: str
     x: Sequence[float]
     y: Sequence[float]
-    hover: Sequence[str] = ()
-    """Each point's text under the mouse; points that have one are marked."""
+    marked: bool = False
+    """Whether each point is a dot."""
     labels: Sequence[str] = ()
     """The text beside each point."""
     low: Sequence[float] = ()
@@ -91,17 +85,6 @@ def save(plot: Plot, format: str) -> bytes:
     return buffer.getvalue()
 
 
-def svg(plot: Plot) -> str:
-    """An <svg> element for a page, whose points show their texts under the mouse."""
-    text = save(plot, "svg").decode()
-    text = text[text.index("<svg") :]
-    for i, line in enumerate(plot.lines):
-        for n, hover in enumerate(line.hover):
-            group = f'<g id="point-{i}-{n}">'
-            text = text.replace(group, f"{group}<title>{html.escape(hover, False)}</title>", 1)
-    return re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", text, count=1)
-
-
 def _wrapped(name: str) -> str:
     return textwrap.fill(name, _WIDE)
 
@@ -119,9 +102,8 @@ def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
     axes.plot(line.x, line.y, color=colour, lw=1.6, ls=dashes, label=_wrapped(line.name))
     if line.low:
         axes.vlines(line.x, line.low, line.high, color=colour, lw=0.9, alpha=0.35)
-    for n in range(len(line.hover)):
-        (mark,) = axes.plot(line.x[n], line.y[n], "o", color=colour, ms=5, mec="white")
-        mark.set_gid(f"point-{number}-{n}")
+    if line.marked:
+        axes.plot(line.x, line.y, "o", color=colour, ms=5, mec="white")
 
 
 def _label(axes: Any, line: Line, colour: str) -> None:

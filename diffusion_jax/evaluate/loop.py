@@ -66,7 +66,7 @@ def collect(
     if folder is not None:
         if jax.process_count() > 1:  # Process 0 has written the last one.
             multihost_utils.sync_global_devices(f"features {name}")
-        parts = [dict(np.load(path, allow_pickle=False)) for path in _shards(folder)]
+        parts = [_read_shard(path) for path in _shards(folder)]
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
 
 
@@ -151,12 +151,16 @@ def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
+def _read_shard(path: pathlib.Path) -> Features:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as features:
+        return dict(features)
+
+
 def _is_whole(path: pathlib.Path) -> bool:
     damaged = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile,
                zlib.error)  # fmt: skip
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as features:
-            return all(features[name] is not None for name in features.files)
+        return all(array is not None for array in _read_shard(path).values())
     except damaged:
         return False
 

@@ -1,5 +1,6 @@
 """Scorers: the prompts of an evaluation, the features of their pictures, the scores of these."""
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -9,6 +10,7 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import (
     cards,
     clip_score,
@@ -22,16 +24,19 @@ from diffusion_jax.metrics import (
 )
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import judge as own_judge
-from diffusion_jax.metrics import weights as inception_weights
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 from diffusion_jax.settings import Evaluation
 
+Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
+"""Real pictures and their captions, which are the prompts where there are pictures of these."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
 """The columns of the table that each judge's features give."""
+_OF_PROMPTS = ("reference", "inception", "clip", "clip_reference", "dinov2", "dinov2_reference",
+               "judge")  # fmt: skip
 _NO_FEATURES = (
     "{} needs the features of each real image, and the reference has their moments alone: make it "
     "with python -m diffusion_jax.metrics stats --keep_features"
@@ -63,6 +68,7 @@ class Scorer:
         *,
         groups: Mapping[str, slice] | None = None,
         shown: Sequence[int] = range(_SHOWN),
+        real: Real | None = None,
     ):
         """`groups` are the rows of prompts of each kind, `shown` those whose pictures people see.
 
@@ -70,7 +76,7 @@ class Scorer:
         they do not.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
-        self.groups = {"": slice(None), **(groups or {})}
+        self.groups, self._real = {"": slice(None), **(groups or {})}, real
         self._judges = dict(judges)
         self._owners = {name: key for key, judge in judges.items() for name in judge.features}
         self._metrics = self._chosen(metrics)
@@ -84,6 +90,15 @@ class Scorer:
         """The prompt, and whether it was held out of training."""
         held_out = i in range(len(self.prompts))[self.groups.get("heldout", slice(0))]
         return self.prompts[i] + (" (held out)" if held_out else "")
+
+    def real_sheet(self) -> UInt8[np.ndarray, "H W 3"] | None:
+        """Real pictures beside those that people see, in their order; None where there are none."""
+        if self._real is None:
+            return None
+        images, captions = self._real([self.prompts[i] for i in self.shown])
+        same = [self.caption(i) if self.prompts[i] == caption else caption
+                for i, caption in zip(self.shown, captions, strict=True)]  # fmt: skip
+        return sheets.contact_sheet(images, same)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
         """The features that all judges take of the pictures of these prompts, a row each."""
@@ -155,7 +170,18 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
             f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
             "own, so give a file of prompts, and a reference with Inception's weights or CLIP's"
         )
+    check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
     return of_digits(size, metrics=evaluation.metrics)
+
+
+def check_unused(prefix: str, given: Mapping[str, str]) -> None:
+    """ValueError for files that pictures of the digits' own prompts are not compared with."""
+    for name in _OF_PROMPTS:
+        if given[name]:
+            raise ValueError(
+                f"{prefix}{name} is for pictures of a file of prompts, and the digits have a judge "
+                f"of their own: give {prefix}prompts=FILE too, or leave it out"
+            )
 
 
 def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
@@ -185,7 +211,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     if inception:
         if len(prompts) < 2:
             raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
-        make = lambda mode: extractors.inception_extractor(inception_weights.load(inception), mode)
+        make = lambda mode: extractors.load_inception(inception, mode)
         chosen["inception"] = _against("inception", reference, make, "pytorch", card)
     if evaluation.dinov2:
         make = lambda mode: dinov2.load(evaluation.dinov2)
@@ -193,14 +219,16 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
     if clip:
         chosen["clip"] = _pairs(clip_towers.load(clip), card)
     if evaluation.clip_reference:
-        make = lambda mode: clip_towers.load(clip, preprocessing=mode).image
+        make = lambda mode: clip_towers.load_image(clip, mode)
         clip_image = _against("clip_image", evaluation.clip_reference, make, "squash", card)
         if clip_image.real is None or clip_image.real.features is None:
             raise ValueError(_NO_FEATURES.format("cmmd"))
         chosen["clip_image"] = clip_image
+    real = None
     if evaluation.judge:
-        chosen["judge"] = _own(own_judge.load(evaluation.judge), prompts, card)
-    return Scorer(prompts, chosen, evaluation.metrics)
+        made = own_judge.load(evaluation.judge)
+        chosen["judge"], real = _own(made, prompts, card), own_judge.real_pictures(made, size)
+    return Scorer(prompts, chosen, evaluation.metrics, real=real)
 
 
 def _against(
@@ -258,7 +286,8 @@ def of_digits(
     """
     judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
     prompts = seen + digits.heldout_prompts() * num_heldout
-    real = judge.features(judges.real_pictures(size, _REAL))
+    of_seen = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
+    real = judge.features(judges.real_pictures(size, of_seen))
     right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
     card = cards.make_card(
         judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
@@ -278,4 +307,5 @@ def of_digits(
         metrics,
         groups={"seen": slice(len(seen)), "heldout": slice(len(seen), None)},
         shown=[*range(0, len(seen), every), *range(len(seen), len(seen) + 18)],
+        real=lambda shown: (judges.real_pictures(size, shown), shown),
     )

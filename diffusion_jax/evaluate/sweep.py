@@ -4,6 +4,7 @@ A sweep draws the same prompts from the same noise at every point: a guidance sc
 an average of its weights.
 """
 
+import contextlib
 import csv
 import hashlib
 import io
@@ -11,22 +12,55 @@ import itertools
 import json
 import pathlib
 import re
-import shutil
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import UInt8
 from PIL import Image
 
-from diffusion_jax.machine import events, files, log
+from diffusion_jax import runs
+from diffusion_jax.machine import events, files, log, remote
 from diffusion_jax.metrics import cards, table
 from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
+REAL = "real.png"
+"""Real pictures, laid out as the sheets of those drawn: of the same prompts where there are any."""
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
 _LONG = 60  # Letters of a setting in a name of a file.
+
+
+class SweepResult(NamedTuple):
+    """One sweep: its folder, the rows of its table, its points' scores with their cards."""
+
+    folder: pathlib.Path
+    rows: list[dict[str, str]]
+    scored: dict[str, Scored]
+    """A point and extractor each."""
+
+
+def read(folder: pathlib.Path) -> SweepResult:
+    """The sweep of a folder, as far as it is."""
+    with (folder / TABLE).open() as file:
+        return SweepResult(folder, list(csv.DictReader(file)), read_scored(folder / SCORED))
+
+
+def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
+    """The sweeps of a workdir, by name."""
+    tables = (files.path(workdir) / runs.EVALUATION).glob(f"*/{TABLE}")
+    return [read(path.parent) for path in sorted(tables)]
+
+
+def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
+    """The pictures of a point, if they are there; of earlier code, which kept one sheet a scale,
+    that of the scale's last point."""
+    alike = lambda other: sheet_name(other) == sheet_name(row)
+    last = [other for other in one.rows if alike(other)][-1:] == [row]
+    names = [sheet_name(row, several=True), *([sheet_name(row)] if last else [])]
+    paths = (one.folder / name for name in names)
+    return next((path for path in paths if path.exists()), None)
 
 
 def point_name(row: Row) -> str:
@@ -87,17 +121,19 @@ def write_metrics(
         lines.append(log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers}))
     files.write_whole(folder / log.METRICS, "".join(lines))
     top = folder / events.FOLDER
-    shutil.rmtree(top, ignore_errors=True)  # Of a sweep of the same name.
-    with events.writing(top) as writer, Image.open(folder / CURVE) as curve:
-        writer.write_images(rows[-1]["checkpoint"], {"curve": np.asarray(curve.convert("RGB"))})
-    run = lambda point: point_name(point[0])
-    for name, points in itertools.groupby(zip(rows, pictures, strict=True), run):
-        with events.writing(top / name) as writer:
-            for row, sheet in points:
-                step = round(100 * row["guidance"])
-                scores = {f"guidance_x100/{k}": v for k, v in row.items() if _is_score(k, v)}
-                writer.write_scalars(step, scores)
-                writer.write_images(step, {"guidance_x100/pictures": sheet})
+    files.remove_tree(top)  # Of a sweep of the same name.
+    with contextlib.closing(remote.Mirror(top)) as mirror:
+        curve = np.asarray(Image.open(io.BytesIO((folder / CURVE).read_bytes())).convert("RGB"))
+        with events.writing(mirror.local) as writer:
+            writer.write_images(rows[-1]["checkpoint"], {"curve": curve})
+        run = lambda point: point_name(point[0])
+        for name, points in itertools.groupby(zip(rows, pictures, strict=True), run):
+            with events.writing(mirror.local / name) as writer:
+                for row, sheet in points:
+                    step = round(100 * row["guidance"])
+                    scores = {f"guidance_x100/{k}": v for k, v in row.items() if _is_score(k, v)}
+                    writer.write_scalars(step, scores)
+                    writer.write_images(step, {"guidance_x100/pictures": sheet})
 
 
 def _is_score(column: str, value: Any) -> bool:

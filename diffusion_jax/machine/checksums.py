@@ -1,8 +1,10 @@
 """Checksums of a folder's files, kept in it: whether it still holds what was written.
 
-Several processes share the work: each lists and compares every so many of the files.
+Several processes share the work: each lists and compares every so many of the files. In a bucket
+they are those that the store itself keeps and tells in a list, and no file is read for them.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -20,12 +22,16 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
 
     Those ending in .tmp, which somebody is still writing, are left out.
     """
-    folder = pathlib.Path(folder)
-    inside = lambda path: path.relative_to(folder).as_posix()
-    mine = lambda p: p.is_file() and p.parent != folder / FOLDER and p.suffix != ".tmp"
-    paths = sorted(filter(mine, folder.rglob("*")))
+    folder, look = files.path(folder), _look(folder)
+    if there := files.remote(folder):
+        names = there.objects()
+    else:
+        inside = lambda path: path.relative_to(folder).as_posix()
+        names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
+    mine = lambda name: not name.startswith(f"{FOLDER}/") and not name.endswith(".tmp")
+    ordered = sorted(filter(mine, names), key=lambda name: name.split("/"))
     (folder / FOLDER).mkdir(exist_ok=True)
-    listed = {inside(path): [path.stat().st_size, _digest(path)] for path in paths[part::parts]}
+    listed = {name: look(name, True) for name in ordered[part::parts]}
     files.write_whole(_list(folder, part, parts), json.dumps(listed, indent=1))
 
 
@@ -37,13 +43,14 @@ def read_back(
     From the disk where the system lets go of what it keeps in memory. Before each file `unless`
     says whether the rest is left to whoever looks for damage next.
     """
-    folder = pathlib.Path(folder)
+    folder, look = files.path(folder), _look(folder)
     listed = json.loads(_list(folder, part, parts).read_text())
     for path, (size, digest) in listed.items():
         if unless():
             return
-        _let_go(folder / path)
-        if found := _difference(folder / path, size, digest):
+        if not files.remote(folder):
+            _let_go(folder / path)
+        if found := _difference(look, path, size, digest):
             raise OSError(f"{folder / path} was read back wrong: {found}")
 
 
@@ -63,7 +70,7 @@ def damaged(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, str]]:
     """(path, what is not as the lists of a folder say) of each file as in `damage`."""
-    folder, listed = pathlib.Path(folder), {}
+    folder, look, listed = files.path(folder), _look(folder), {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
             found = json.loads(path.read_bytes())
@@ -74,7 +81,7 @@ def damaged(
     for whole in (False, True):  # Sizes first, which takes no time.
         for name in list(names):
             size, digest = listed[name]
-            if found := _difference(folder / name, size, digest if whole else None):
+            if found := _difference(look, name, size, digest if whole else None):
                 names.remove(name)
                 yield name, found
 
@@ -83,11 +90,34 @@ def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
     return folder / FOLDER / f"{part}-of-{parts}.json"
 
 
-def _difference(path: pathlib.Path, size: int, digest: str | None) -> str | None:
+def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
+    """look(name, whole): a file's bytes and its checksum, which is asked for if `whole`.
+
+    SHA-256, or "crc32c:..." or "md5:..." of a store; "" if that tells none.
+    """
+    if there := files.remote(folder):
+        objects = there.objects()
+
+        def listed(name: str, whole: bool) -> tuple[int, str]:
+            if name not in objects:
+                raise FileNotFoundError(errno.ENOENT, "No such object", name)
+            return objects[name]
+
+        return listed
+    place = lambda name: pathlib.Path(folder) / name
+    return lambda name, whole: (place(name).stat().st_size, _digest(place(name)) if whole else "")
+
+
+def _difference(
+    look: Callable[[str, bool], tuple[int, str]], name: str, size: int, digest: str | None
+) -> str | None:
     try:
-        if path.stat().st_size != size:
-            return f"{path.stat().st_size:,} bytes, and {size:,} were written"
-        if digest is not None and _digest(path) != digest:
+        now, found = look(name, digest is not None)
+        if now != size:
+            return f"{now:,} bytes, and {size:,} were written"
+        # What was copied from a bucket, or into one, has a checksum of another kind.
+        kinds = {text.rpartition(":")[0] for text in (digest, found) if text}
+        if digest and found and len(kinds) == 1 and digest != found:
             return "other bytes than were written"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"cannot be read ({error.strerror})"

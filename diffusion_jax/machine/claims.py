@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +20,7 @@ def claim(
     ValueError if the folder was begun with another identity, but for fields that are `free`.
     Without `write`, as for all processes but one, the file is compared if it is there.
     """
-    path, now = pathlib.Path(path), json.loads(json.dumps(identity))
+    path, now = files.path(path), json.loads(json.dumps(identity))
     if path.exists():
         before = json.loads(path.read_text())
         if different := unlike(before, now, free):

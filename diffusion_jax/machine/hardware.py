@@ -3,6 +3,8 @@
 import os
 from typing import Any, NamedTuple
 
+import jax
+
 # Dense bfloat16 FLOP/s of one device as its maker gives them (without sparsity), by what is found
 # in `device_kind`. The first match counts, so that a variant stands before its family.
 PEAKS = {
@@ -50,6 +52,12 @@ def memory(device: Any) -> Memory | None:
         return None
     used = stats["bytes_in_use"]
     return Memory(used, stats.get("peak_bytes_in_use", used), stats["bytes_limit"])
+
+
+def limit(device: Any) -> int:
+    """The bytes that arrays may take on a jax.Device of this process: of a CPU, its share."""
+    stats = memory(device)
+    return stats.limit if stats else host_memory() // jax.local_device_count()
 
 
 def host_memory() -> int:

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jaxtyping import UInt8
 
-from diffusion_jax.machine import events, files, tuning
+from diffusion_jax.machine import events, files, remote, tuning
 from diffusion_jax.task import LEVELS
 
 METRICS = "metrics.jsonl"
@@ -40,8 +40,11 @@ class MetricWriter:
 
         TensorBoard shows `config` as hparams.
         """
-        self._opened = contextlib.ExitStack()
-        folder, self._file = pathlib.Path(workdir), None
+        self._opened, self._file = contextlib.ExitStack(), None
+        names = (METRICS, events.FOLDER) if jax.process_index() == 0 else ()
+        self._mirror = remote.Mirror(files.path(workdir), *names)
+        self._opened.enter_context(contextlib.closing(self._mirror))
+        folder = self._mirror.local
         self._path = folder / METRICS
         if jax.process_index() == 0:
             if self._path.exists():
@@ -67,6 +70,10 @@ class MetricWriter:
         """Writes images by name, to TensorBoard alone."""
         self._events.write_images(step, images)
         self._events.flush()
+
+    def flush(self) -> None:
+        """Returns when all of it is there: in a bucket lines are sent every few seconds else."""
+        self._mirror.send()
 
     def close(self) -> None:
         """Closes the files; nothing can be written afterwards."""
@@ -95,7 +102,7 @@ def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of a metrics.jsonl; one that a kill cut off at the end is left out."""
-    *lines, rest = pathlib.Path(path).read_text(encoding="utf-8").split("\n")
+    *lines, rest = files.path(path).read_text(encoding="utf-8").split("\n")
     del rest  # Empty, or a line without its end.
     read = []
     for number, line in enumerate(lines, 1):
@@ -115,7 +122,7 @@ def write_manifest(
     time, command line, versions, git commit (None outside a checkout), devices, and the environment
     that JAX, XLA and their libraries read.
     """
-    path = pathlib.Path(workdir) / MANIFEST
+    path = files.path(workdir) / MANIFEST
     versions = {package: version(package) for package in _PACKAGES}
     runs = json.loads(path.read_text())["runs"] if path.exists() else []
     run = {

@@ -38,7 +38,7 @@ class Writer:
 
     def __init__(self, folder: files.Path, beat: float = BEAT, stale: float = STALE) -> None:
         """Nothing is taken before the context is entered."""
-        self._folder, self._beat, self._stale = pathlib.Path(folder), beat, stale
+        self._folder, self._beat, self._stale = files.path(folder), beat, stale
         self._said = {
             "host": socket.gethostname(),
             "pid": os.getpid(),
@@ -120,7 +120,7 @@ def refusal(folder: files.Path) -> str | None:
 
     Whether the writer of another machine is alive is not waited for: it counts as alive.
     """
-    folder = pathlib.Path(folder)
+    folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
     gone = holder.get("machine") == _machine() and _has_ended(holder)
     return _refusal(folder, holder) if number and not gone else None

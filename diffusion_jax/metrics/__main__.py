@@ -4,7 +4,9 @@
 
 makes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"); for CMMD
 those of a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features, for FD-DINOv2 those of
---dinov2=FOLDER.
+--dinov2=FOLDER. Killed, the same command goes on; several share the work with --workers=N and
+--worker=0 ... N-1, or Apache Beam's workers do it: --engine=beam (docs/data.md). --dry_run says
+what there is to do.
 
     python -m diffusion_jax.metrics fid A B
 
@@ -33,16 +35,17 @@ trains a judge on a captioned set, such as webdataset:data/emoji/train, for
 """
 
 import functools
+import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import jax
 import numpy as np
 from absl import flags, logging
 
-from diffusion_jax import cli
+from diffusion_jax import cli, engines
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.machine.progress import Meter
@@ -57,6 +60,7 @@ from diffusion_jax.metrics import (
     inception,
     judge,
     preprocess,
+    reference,
     stats_files,
     table,
     train_judge,
@@ -89,12 +93,29 @@ _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may di
 _DATA = flags.DEFINE_string("data", None, "train_judge: SOURCE:PATH::TEXT, a captioned set.")
 _SEEN = flags.DEFINE_integer("seen", 150_000, "train_judge: pictures of training.", lower_bound=1)
 _OTHER = flags.DEFINE_string("other", "", "train_judge: the same in another style, to be told.")
+_SHARD = flags.DEFINE_integer(
+    "shard_images", reference.Work().shard, "stats: images of a shard, the unit that a kill may "
+    "lose.", lower_bound=1,
+)  # fmt: skip
+engines.define_flags()
+_SHARED = ("shard_images", "worker", "workers", "engine", "beam_options", "dry_run")
+_OWN: Mapping[str, Collection[str]] = {
+    "stats": ("images", "out", "weights", "clip", "dinov2", *_SHARED),
+    "fid": ("out", "weights", "dinov2"),
+    "clip": ("out", "prompts", "clip", "reference"),
+    "train_judge": ("data", "out", "other"),
+}
+"""The flags that not every command reads: files, and who shares the work."""
 _FEW = 4  # Times the dimensions: below, a distance tells more of n than of the images.
 
 
 def main(argv: list[str]) -> None:
     """Runs a command."""
     with cli.bad_input():
+        for name in dict.fromkeys(itertools.chain(*_OWN.values())):
+            flag = flags.FLAGS[name]
+            if argv[1:] and flag.value != flag.default and name not in _OWN.get(argv[1], ()):
+                raise ValueError(f"--{name} is not for `{argv[1]}`, which does not read it")
         match argv[1:]:
             case ["stats"] if _IMAGES.value and _OUT.value:
                 cli.start()
@@ -126,14 +147,26 @@ def main(argv: list[str]) -> None:
 def _stats(path: str, out: str) -> None:
     if pathlib.Path(out).suffix != ".npz":
         raise ValueError(f"cannot write {out}: the name must end in .npz")
-    extractor = _clip().image if _CLIP.value else _network()
-    stats = _of_images(path, extractor, keep=_KEEP.value)
-    stats_files.write(out, stats)
-    logging.info("wrote statistics of %d images to %s", stats.gaussian.n, out)
+    if not flags.FLAGS.dry_run:
+        files.check_writable(files.path(out).parent, "--out")
+    network = _network()
+    if _CLIP.value:
+        network = functools.partial(clip_towers.load_image, _CLIP.value, _CLIP_MODE.value)
+    engine = engines.of(flags.FLAGS)
+    work = reference.Work(_SHARD.value, _BATCH.value, _KEEP.value)
+    opened = reference.open_images(path, network, _SIZE.value, _FIT.value)
+    if flags.FLAGS.dry_run:
+        shards = reference.shards_of(opened, out, work)
+        there = sum(shards.path(shard).exists() for shard in shards.numbers)
+        print(f"would take {len(opened)} images in {len(shards.numbers)} shards, {there} are there")
+        return
+    with cli.bad_input(usual=(OSError,), code=1):
+        reference.take(opened, out, work, engine)
+    logging.info("%s has the statistics of %s", out, path)
 
 
 def _fid(a: str, b: str) -> None:
-    extractor = _network()
+    extractor = _network()()
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
@@ -149,7 +182,7 @@ def _fid(a: str, b: str) -> None:
 
 def _score_clip(folder: str) -> None:
     prompts, clip = prompt_files.read(_PROMPTS.value or ""), _clip()
-    generated = _of_images(folder, clip.image, keep=True)
+    generated = _of_images(folder, clip.image)
     if generated.features is None or len(generated.features) != len(prompts):
         n = generated.gaussian.n
         raise ValueError(f"{n} usable images in {folder} and {len(prompts)} prompts are no pairs")
@@ -161,7 +194,7 @@ def _score_clip(folder: str) -> None:
     cosines = clip_score.cosines(generated.features, texts)
     scores = _scores(_metrics_of("clip"), cosines, None, column)
     if _REFERENCE.value:
-        real = _of_images(_REFERENCE.value, clip.image, keep=True)
+        real = _of_images(_REFERENCE.value, clip.image)
         scores |= _scores(_metrics_of("clip_image"), generated.features, real, column)
         card["reference"] = _REFERENCE.value
     _report(cards.Scored(scores, card))
@@ -198,12 +231,12 @@ def _scores(
     return scores
 
 
-def _network() -> extractors.Extractor:
-    return dinov2.load(_DINOV2.value) if _DINOV2.value else _inception()
-
-
-def _inception() -> extractors.Extractor:
-    return extractors.inception_extractor(weights.load(_WEIGHTS.value), _MODE.value, _DIMS.value)
+def _network() -> Callable[[], extractors.Extractor]:
+    """What loads the network whose features are compared; it can be pickled."""
+    if _DINOV2.value:
+        return functools.partial(dinov2.load, _DINOV2.value)
+    how = _WEIGHTS.value, _MODE.value, _DIMS.value
+    return functools.partial(extractors.load_inception, *how)
 
 
 def _clip() -> clip_towers.Clip:
@@ -212,7 +245,7 @@ def _clip() -> clip_towers.Clip:
 
 def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     if not path.endswith(".npz"):
-        return _of_images(path, extractor, keep=True)
+        return _of_images(path, extractor)
     stats = stats_files.read(path)
     stats_files.check(path, stats, extractor)
     if stats.card is None:
@@ -221,28 +254,16 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     return stats
 
 
-def _of_images(path: str, extractor: extractors.Extractor, *, keep: bool) -> stats_files.Stats:
-    encoded = images.open_files(path)
-    source = images.Decoded(encoded, _SIZE.value, _FIT.value)
-    extracted = _run(extractor, source, keep=keep)
-    skipped = {**encoded.left_out(), **extracted.skipped}
-    if skipped:
-        logging.warning("of %d images in %s were left out: %s", len(source), path, skipped)
-    stream = extracted.stream
-    fit = f"{_FIT.value} {_SIZE.value}" if _SIZE.value else None
-    card = cards.make_card(extractor, image_size=source.shape[:2], n=stream.n, fit=fit)
-    card |= {"images": path, "skipped": skipped}
-    return stats_files.Stats(stream.gaussian(), stream.features() if keep else None, card)
-
-
-def _run(
-    extractor: extractors.Extractor, source: extractors.Source, *, keep: bool = True
-) -> extractors.Extracted:
-    meter = Meter("images", len(source))
-    mesh, batch = sharding.make_mesh(), _BATCH.value
-    return extractors.extract(
-        extractor, source, mesh, batch_size=batch, keep=keep, progress=meter.reach
-    )
+def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
+    """Statistics with their features, by all devices of all processes together."""
+    opened = reference.Images(path, extractor, _SIZE.value, _FIT.value)
+    progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
+    how = {"batch_size": _BATCH.value, "progress": progress}
+    stream, skipped = extractors.extract(extractor, opened.source, mesh, **how)
+    card = opened.card(stream.n, skipped)
+    if card["skipped"]:
+        logging.warning("of %d images in %s were left out: %s", len(opened), path, card["skipped"])
+    return stats_files.Stats(stream.gaussian(), stream.features(), card)
 
 
 def _card_of(

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import numpy as np
 
+from diffusion_jax.machine import files
+
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
 """Fields in which scores of one table must agree."""
@@ -73,7 +75,7 @@ def reference_name(path: str, n: int | None) -> str:
 def read_scored(path: str | os.PathLike[str]) -> Scored:
     """Scores with their card from a JSON file; ValueError if there are none."""
     try:
-        content = json.loads(pathlib.Path(path).read_text())
+        content = json.loads(files.path(path).read_text())
         return Scored(dict(content["scores"]), dict(content["card"]))
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} holds no scores with their card: {error!r}") from error

@@ -72,6 +72,11 @@ def load(
     )
 
 
+def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
+    """The tower for images of `load`."""
+    return load(weights, preprocessing=preprocessing).image
+
+
 def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
     def apply(params, x):
         # Else products of float32 are TF32 or bf16 on accelerators.

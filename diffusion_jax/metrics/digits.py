@@ -82,13 +82,12 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
     return compare(judge(images), [digits.caption(p) for p in shown])
 
 
-def real_pictures(size: int, number: int) -> UInt8[np.ndarray, "number size size 3"]:
-    """Held-out glyphs in the colours of prompts that training shows, drawn with a fixed seed."""
+def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
+    """Held-out glyphs in the colours of the prompts, chosen with a fixed seed."""
     glyphs = digits.load("test")
-    prompts = [digits.parse(text) for text in digits.seen_prompts()]
     draw = np.random.RandomState(0)
     pictures = []
-    for prompt in (prompts[i % len(prompts)] for i in range(number)):
+    for prompt in map(digits.parse, prompts):
         glyph = glyphs.images[draw.choice(np.flatnonzero(glyphs.digits == prompt.digit))]
         pictures.append(digits.render(glyph, prompt.ink, prompt.paper, size))
     return np.stack(pictures)

@@ -6,7 +6,6 @@ Letters: B batch, P patches and the tokens before them, D width.
 """
 
 import os
-import pathlib
 import re
 from typing import Any
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from diffusion_jax.machine import files
 from diffusion_jax.metrics import preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text.transformer import Linear, attend
@@ -80,7 +80,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
     ValueError or FileNotFoundError if the weights cannot do.
     """
-    file = pathlib.Path(weights)
+    file = files.local(weights)
     if file.is_file():
         state, config = torch_files.read_state_dict(file), {}
     else:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Num, UInt8
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import batch_sharding, place, replicated
-from diffusion_jax.metrics import inception, preprocess
+from diffusion_jax.metrics import inception, preprocess, weights
 from diffusion_jax.metrics.features import Rows, Stream
 from diffusion_jax.metrics.weights import Weights
 
@@ -100,6 +100,11 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
     )
 
 
+def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Extractor:
+    """`inception_extractor` with the weights of a file, of `weights.load`."""
+    return inception_extractor(weights.load(path), mode, level)
+
+
 def extract(
     extractor: Extractor,
     source: Source,
@@ -110,16 +115,51 @@ def extract(
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
     """The features of all usable rows of a source, in its order, the same in every process."""
-    stream, skipped = Stream(extractor.width, keep=keep), {}
-    for done, (rows, status) in enumerate(features_of(extractor, source, mesh, batch_size)):
-        for value in status[status != 0].tolist():
-            reason = source.reason(value)
-            skipped[reason] = skipped.get(reason, 0) + 1
-        stream.add(rows[status == 0])
-        progress(min((done + 1) * batch_size, len(source)))
-    if stream.not_finite:
-        skipped["not_finite"] = stream.not_finite
-    return Extracted(stream, skipped)
+    run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
+    return run(source, range(len(source)), progress)
+
+
+def make_extract(
+    extractor: Extractor, mesh: Mesh, *, batch_size: int = 64, keep: bool = True
+) -> Callable[..., Extracted]:
+    """Returns extract(source, rows, progress) -> the features of a range of a source's rows.
+
+    Programs are compiled once. A process reads the rows of its own devices alone, the next ones
+    while the devices compute.
+    """
+    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
+    where = batch_sharding(mesh)
+    share = jax.jit(lambda status: status, out_shardings=replicated(mesh))
+    size = _filled(batch_size, mesh)  # One program does for all batches.
+
+    def batches(source: Source, rows: range) -> Iterator[tuple[Rows, np.ndarray]]:
+        """Features and statuses, of all processes' images in each process."""
+        pending = None
+        for start in range(rows.start, rows.stop, batch_size):
+            end = min(start + batch_size, rows.stop)
+            images, status = _read(
+                source, np.minimum(np.arange(start, start + size), end - 1), where
+            )
+            arrays = run(params, images), share(status)
+            if pending is not None:
+                yield _fetch(*pending)
+            pending = arrays, end - start
+        if pending is not None:
+            yield _fetch(*pending)
+
+    def extract(source, rows, progress=lambda done: None):
+        stream, skipped, done = Stream(extractor.width, keep=keep), {}, 0
+        for features, status in batches(source, rows):
+            for value in status[status != 0].tolist():
+                reason = source.reason(value)
+                skipped[reason] = skipped.get(reason, 0) + 1
+            stream.add(features[status == 0])
+            progress(done := done + len(status))
+        if stream.not_finite:
+            skipped["not_finite"] = stream.not_finite
+        return Extracted(stream, skipped)
+
+    return extract
 
 
 def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
@@ -157,29 +197,6 @@ def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
         return np.asarray(run(params, place(filled, batch_sharding(mesh))))[: len(rows)]
 
     return run_rows
-
-
-def features_of(
-    extractor: Extractor, source: Source, mesh: Mesh, batch_size: int
-) -> Iterator[tuple[Rows, UInt8[np.ndarray, "B"]]]:
-    """Batches of features and statuses, of all processes' images in each process.
-
-    A process reads the rows of its own devices alone, the next ones while the devices compute.
-    """
-    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
-    where = batch_sharding(mesh)
-    share = jax.jit(lambda status: status, out_shardings=replicated(mesh))
-    size = _filled(batch_size, mesh)  # One program does for all batches.
-    pending = None
-    for start in range(0, len(source), batch_size):
-        end = min(start + batch_size, len(source))
-        images, status = _read(source, np.minimum(np.arange(start, start + size), end - 1), where)
-        arrays = run(params, images), share(status)
-        if pending is not None:
-            yield _fetch(*pending)
-        pending = arrays, end - start
-    if pending is not None:
-        yield _fetch(*pending)
 
 
 def _everywhere(extractor: Extractor, mesh: Mesh) -> Any:

@@ -1,7 +1,6 @@
 """Images for an extractor from files: folders as pytorch-fid reads them, and webdataset tars."""
 
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from PIL import Image
 from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.sources.webdataset import WebDataset
-from diffusion_jax.machine import untrusted
+from diffusion_jax.machine import files, untrusted
 
 SUFFIXES = ("bmp", "jpg", "jpeg", "pgm", "png", "ppm", "tif", "tiff", "webp")
 FITS = ("exact", "squash", "crop")
@@ -28,6 +27,8 @@ class Files(NamedTuple):
     """An image file's contents, and its name for messages."""
     left_out: Callable[[], dict[str, int]]
     """Counts of the files that were left out, by reason."""
+    stamps: Callable[[], Sequence[str]] = tuple
+    """A text for each, which changes with its size; none where that is not known."""
 
 
 def open_files(path: str) -> Files:
@@ -47,7 +48,7 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
 
     FileNotFoundError or ValueError if there are none.
     """
-    root = pathlib.Path(folder)
+    root = files.local(folder)
     if not root.is_dir():
         raise FileNotFoundError(f"no folder {root}")
     paths = sorted(p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES)
@@ -55,7 +56,8 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
         folders = any(path.is_dir() for path in root.iterdir())
         below = "; there are folders in it, give one of these" if folders else ""
         raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{below}")
-    return Files(len(paths), lambda i: (paths[i].read_bytes(), str(paths[i])), dict)
+    read = lambda i: (paths[i].read_bytes(), str(paths[i]))
+    return Files(len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths])
 
 
 def record_files(records: Records) -> Files:

@@ -7,9 +7,9 @@ with scores by the same judge alone, whose hash the card holds; they are no FID 
 """
 
 import hashlib
+import itertools
 import json
 import os
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -145,7 +145,7 @@ def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
 
 def save(judge: Judge, out: str | os.PathLike[str]) -> None:
     """Writes a judge's folder; its card last, so that a folder with a card is whole."""
-    out = pathlib.Path(out)
+    out = files.path(out)
     out.mkdir(parents=True, exist_ok=True)
     params = {"image": judge.image.params, "text": judge.text.params}
     flat = {"/".join(k): np.ascontiguousarray(v) for k, v in _flat(params)}
@@ -163,7 +163,7 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
 
 def load(folder: str | os.PathLike[str]) -> Judge:
     """The judge that `metrics train_judge` wrote; FileNotFoundError or ValueError if it is none."""
-    folder = pathlib.Path(folder)
+    folder = files.local(folder)
     if not (folder / _CARD).is_file():
         raise FileNotFoundError(
             f"{folder} holds no judge ({_CARD}): make one with python -m diffusion_jax.metrics "
@@ -242,6 +242,24 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
     shrink = jax.jit(preprocess.bicubic_square(size))
     small = in_parts(lambda part: np.asarray(shrink(part)), images)
     return np.clip(np.rint(small), 0, 255).astype(np.uint8)
+
+
+def real_pictures(
+    judge: Judge, size: int
+) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
+    """show(prompts): a held-out picture of each prompt, of another where there is none of it."""
+    pairs = [judge.reference, judge.test]
+    images = np.concatenate([pair.images for pair in pairs])
+    captions = [caption for pair in pairs for caption in pair.captions]
+    order = np.random.RandomState(0).permutation(len(captions)).tolist()
+    of_caption = {captions[row]: row for row in order}
+
+    def show(prompts):
+        rows = [of_caption.get(text, other)
+                for text, other in zip(prompts, itertools.cycle(order), strict=False)]  # fmt: skip
+        return seen_at(images[rows], size), [captions[row] for row in rows]
+
+    return show
 
 
 def in_parts(run: Callable[[Any], np.ndarray], rows: Any) -> np.ndarray:

@@ -6,7 +6,6 @@ Other programs leave the further keys alone: `n`, `card` (JSON), and `features` 
 import io
 import json
 import os
-import pathlib
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -42,10 +41,11 @@ def write(path: str | os.PathLike[str], stats: Stats) -> None:
 
 def read(path: str | os.PathLike[str]) -> Stats:
     """FileNotFoundError, or ValueError for another or a damaged file. Nothing is unpickled."""
-    if not pathlib.Path(path).is_file():
+    file = files.local(path)
+    if not file.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
-        with open(path, "rb") as file:
+        with file.open("rb") as file:
             contents = untrusted.read_archive(file)
     except Exception as error:  # Damaged files fail in many ways of their own.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error

@@ -38,7 +38,7 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
     FileNotFoundError or ValueError that says what is wrong with the file.
     """
-    path = pathlib.Path(path).expanduser() if path else _download()
+    path = files.local(path).expanduser() if path else _download()
     state = torch_files.read_state_dict(path)
     digest = inception_weights.digest(state)
     return Weights(inception_weights.to_params(state), digest, _is_official(path, digest))

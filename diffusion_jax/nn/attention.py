@@ -14,6 +14,8 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.nn.ops import platform as _platform
+
 KEPT = "attention"
 """The name, for jax.checkpoint's policies, of what attention gives and its gradient needs of it."""
 _LANES = 128  # Of a TPU's vectors: splash's blocks are multiples of it.
@@ -83,12 +85,6 @@ def valid_first(
         jnp.take_along_axis(tokens, order[:, :, None], axis=1),
         jnp.take_along_axis(mask, order, axis=1),
     )
-
-
-def _platform() -> str:
-    mesh = jax.sharding.get_abstract_mesh()
-    device = None if mesh.empty else mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform
 
 
 @functools.cache

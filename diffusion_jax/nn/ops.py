@@ -8,6 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+_NUMBERS = ("NHWC", "HWIO", "NHWC")
+_convolve = functools.partial(jax.lax.conv_general_dilated, dimension_numbers=_NUMBERS)
+
 
 def group_norm(
     x: Float[Array, "B *S C"],
@@ -37,9 +40,7 @@ def group_norm(
         factor, offset = factor * (1 + scale), offset * (1 + scale)  # [B, C]
     if shift is not None:
         offset = offset + shift
-    flat = x.reshape(b, -1, c)  # [B, S, C]
-    factor, offset = factor.astype(jnp.float32), offset.astype(jnp.float32)
-    return jnp.reshape(_normalize(flat, factor, offset, groups, eps, silu), x.shape)
+    return _normalize(x, factor.astype(jnp.float32), offset.astype(jnp.float32), groups, eps, silu)
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
@@ -62,40 +63,46 @@ def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[A
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
-    """A convolution of kernel 4, stride 2 and padding 1, as a dense one of 2x2 patches.
+    """nn.Conv(D, (4, 4), strides=2, padding=1); where that is slow, a dense one of 2x2 patches.
 
-    nn.Conv(D, (4, 4), strides=2, padding=1) is its plain form. Padded, each 4x4 window is 2x2 whole
-    patches of 2x2 pixels: the same products, whose gradients are dense convolutions too.
+    Padded, each 4x4 window is 2x2 whole patches of 2x2 pixels: the same products, whose gradients
+    are dense convolutions too.
     """
+    if platform() == "tpu":
+        return add_broadcast(_convolve(x, kernel, (2, 2), ((1, 1), (1, 1))), bias)
     c, d = kernel.shape[2:]
     x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
     patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
-    numbers = ("NHWC", "HWIO", "NHWC")
-    out = jax.lax.conv_general_dilated(x, patches, (1, 1), "VALID", dimension_numbers=numbers)
-    return add_broadcast(out, bias)
+    return add_broadcast(_convolve(x, patches, (1, 1), "VALID"), bias)
 
 
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:
-    """torch's ConvTranspose2d(kernel 4, stride 2, padding 1), as four 2x2 convolutions.
+    """torch's ConvTranspose2d(kernel 4, stride 2, padding 1); where that is slow, four of 2x2.
 
     Each of the four phases (i, j) of the output pixels sees windows of 2x2 pixels, through every
     other tap. Exact, and dense forwards and backwards. The padding is apart from the convolutions,
     whose gradients XLA's CPU backend computes 20 times slower otherwise.
     """
+    if platform() == "tpu":  # Whose compiler skips the zeros between dilated pixels.
+        return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
     b, h, w, _ = x.shape
     x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
 
     def phase(i, j):
         windows, taps = x[:, i : i + h + 1, j : j + w + 1], kernel[3 - i :: -2, 3 - j :: -2]
-        numbers = ("NHWC", "HWIO", "NHWC")
-        return jax.lax.conv_general_dilated(
-            windows, taps, (1, 1), "VALID", dimension_numbers=numbers
-        )
+        return _convolve(windows, taps, (1, 1), "VALID")
 
     rows = [jnp.stack([phase(i, 0), phase(i, 1)], axis=3) for i in (0, 1)]  # [B, H, W, 2, D]
     return add_broadcast(jnp.stack(rows, axis=2).reshape(b, 2 * h, 2 * w, -1), bias)
+
+
+def platform() -> str:
+    """That of the devices of the mesh in use, or else of the default one: "cpu", "gpu", "tpu"."""
+    mesh = jax.sharding.get_abstract_mesh()
+    device = None if mesh.empty else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
 
 
 def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
@@ -143,52 +150,58 @@ def bicubic_upsample(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _normalize(x: Array, factor: Array, offset: Array, groups: int, eps: float, silu: bool):
-    """x [B, S, C], normalised in groups, * factor + offset [B, C], then SiLU where `silu`."""
+    """x [B, *S, C], normalised in groups, * factor + offset [B, C], then SiLU where `silu`."""
     return _normalize_forward(x, factor, offset, groups, eps, silu)[0]
 
 
 def _normalize_forward(x, factor, offset, groups, eps, silu):
     statistics = _moments(x, groups, eps)
-    out = _normalized(x, statistics) * factor[:, None] + offset[:, None]
+    out = _normalized(x, statistics) * _like(factor, x) + _like(offset, x)
     out = jax.nn.silu(out) if silu else out
     return out.astype(x.dtype), (x, factor, offset, statistics)
 
 
-def _normalize_backward(groups, eps, silu, kept, cotangent):
-    del eps
+def _normalize_backward(groups, _, silu, kept, cotangent):
     # The barrier keeps the compiler from storing what the forward pass computed of the same x.
     x, factor, offset, statistics = jax.lax.optimization_barrier(kept)
     normal, gradient = _normalized(x, statistics), cotangent.astype(jnp.float32)
+    row, axes = lambda value: _like(value, x), tuple(range(1, x.ndim - 1))
     if silu:
-        out = normal * factor[:, None] + offset[:, None]
+        out = normal * row(factor) + row(offset)
         gate = jax.nn.sigmoid(out)
         gradient = gradient * gate * (1 + out * (1 - gate))
-    d_offset, d_factor = gradient.sum(1), (gradient * normal).sum(1)  # [B, C]
-    mean = _group_mean(factor * d_offset / x.shape[1], groups)
-    slope = _group_mean(factor * d_factor / x.shape[1], groups)
-    d_normal = gradient * factor[:, None] - mean[:, None] - normal * slope[:, None]
-    return (d_normal * statistics[2][:, None]).astype(x.dtype), d_factor, d_offset
+    d_offset, d_factor = gradient.sum(axes), (gradient * normal).sum(axes)  # [B, C]
+    pixels = math.prod(x.shape[1:-1])
+    mean, slope = (_group_mean(factor * d / pixels, groups) for d in (d_offset, d_factor))
+    d_normal = gradient * row(factor) - row(mean) - normal * row(slope)
+    return (d_normal * row(statistics[2])).astype(x.dtype), d_factor, d_offset
 
 
 _normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
-def _moments(x: Float[Array, "B S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
+def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
     """A point amid each group's values, their mean about it, and 1 / deviation: all [B, C].
 
     One pass over x gives both moments. E[x^2] - E[x]^2 cancels where the mean is large, so they are
     taken about the mean of the first pixel; the result does not depend on it.
     """
-    origin = _group_mean(x[:, 0].astype(jnp.float32), groups)
-    about = x.astype(jnp.float32) - origin[:, None]
-    mean = _group_mean(about.mean(1), groups)
-    variance = jnp.maximum(_group_mean((about**2).mean(1), groups) - mean**2, 0)
+    first, axes = (slice(None), *[0] * (x.ndim - 2)), tuple(range(1, x.ndim - 1))
+    origin = _group_mean(x[first].astype(jnp.float32), groups)
+    about = x.astype(jnp.float32) - _like(origin, x)
+    mean = _group_mean(about.mean(axes), groups)
+    variance = jnp.maximum(_group_mean((about**2).mean(axes), groups) - mean**2, 0)
     return origin, mean, jax.lax.rsqrt(variance + eps)
 
 
-def _normalized(x: Float[Array, "B S C"], statistics: tuple[Array, Array, Array]) -> Array:
-    origin, mean, inverse = (value[:, None] for value in statistics)
+def _normalized(x: Float[Array, "B *S C"], statistics: tuple[Array, Array, Array]) -> Array:
+    origin, mean, inverse = (_like(value, x) for value in statistics)
     return (x.astype(jnp.float32) - origin - mean) * inverse
+
+
+def _like(row: Float[Array, "B C"], x: Float[Array, "B *S C"]) -> Float[Array, "B ... C"]:
+    """One value a channel, to be broadcast over the pixels of x."""
+    return jnp.expand_dims(row, tuple(range(1, x.ndim - 1)))
 
 
 def _group_mean(x: Float[Array, "B C"], groups: int) -> Float[Array, "B C"]:

@@ -15,15 +15,15 @@ instead; --dry_run ends there. Killed at any moment, the same command goes on; o
 finished it encodes only what the data have more. To share the work between machines or processes,
 run the command in each with --workers=N and its own --worker=0 ... N-1 (where jax.distributed is
 set up, it knows them), on a folder that all see; they may start, die and restart as they like.
+--engine=beam has Apache Beam's workers do it (docs/data.md).
 --verify reads all that is stored, and encodes again what is damaged.
 """
 
-import pathlib
-
 from absl import app, flags, logging
 
-from diffusion_jax import cli
-from diffusion_jax.precache import fill, shards, store, workers
+from diffusion_jax import cli, engines
+from diffusion_jax.machine import files
+from diffusion_jax.precache import fill, shards, store
 
 _CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
@@ -37,7 +37,7 @@ _BATCH = flags.DEFINE_integer(
     "batch_tokens", 8192, "Tokens that a device encodes at once.", lower_bound=1
 )
 _VERIFY = flags.DEFINE_bool("verify", False, "Read all that is stored, and mend what is damaged.")
-workers.define_flags()
+engines.define_flags()
 
 
 def main(argv: list[str]) -> None:
@@ -47,13 +47,15 @@ def main(argv: list[str]) -> None:
     cli.start()
     with cli.bad_input():
         job = fill.open_job(_CONFIG.value.to_dict(), _CAPTIONS.value)
-        share = workers.share(flags.FLAGS.worker, flags.FLAGS.workers)
-        work = fill.Work(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, share)
+        engine = engines.of(flags.FLAGS)
+        work = fill.Work(_FORMAT.value, _SHARD.value, _BATCH.value, _VERIFY.value, engine)
+        path = files.path(job.text.store)
+        if not flags.FLAGS.dry_run:
+            files.check_writable(path, "text.store")
         print(fill.table(job, work.format), flush=True)
     if flags.FLAGS.dry_run:
         return
     with cli.bad_input():
-        path = pathlib.Path(job.text.store)
         shards.start(path, job.identity, work.format)
     with cli.bad_input(usual=(OSError,), code=1):  # A full disk, mostly.
         manifest = fill.run(job, work)

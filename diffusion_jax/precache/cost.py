@@ -28,7 +28,7 @@ def table(
     max_tokens: int,
     format: str,
     captions: int,
-    free: int,
+    free: int | None,
     flops: float,
     parameters: int,
 ) -> str:
@@ -49,7 +49,8 @@ def table(
             f"{lengths.max()} at most, of {max_tokens} x {width}",
             *_aligned(rows),
             f"this store: {format}, {padded / chosen:.1f} times smaller than padded bf16; at most "
-            f"{_size(captions * chosen)} (each different caption once), {_size(free)} free",
+            f"{_size(captions * chosen)} (each different caption once)"
+            + ("" if free is None else f", {_size(free)} free"),
             f"online instead: {parameters / 1e6:,.0f} M parameters, {_flop(flops)} for each image, "
             f"every time it is seen: {', '.join(shares)}",
         ]

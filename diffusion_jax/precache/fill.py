@@ -1,34 +1,37 @@
 """Fills a store with the embeddings of a data set's captions: the work of the command precache."""
 
+import functools
 import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
-from jaxtyping import Int, Shaped
 
-from diffusion_jax import settings
+from diffusion_jax import engines, settings
 from diffusion_jax.data import digits, sources
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.machine.progress import Meter
-from diffusion_jax.precache import cost, encode, lookup, plan, shards, store, workers
-from diffusion_jax.precache.workers import Share
+from diffusion_jax.engines import ALONE, Engine
+from diffusion_jax.machine import files
+from diffusion_jax.precache import cost, encode, index, lookup, plan, shards, store
 from diffusion_jax.settings import Data, Evaluation, Text
 from diffusion_jax.text import TextEncoder, registry
 
 _SAMPLE = 1024  # Captions that the table is measured on.
 
 
-class Job(NamedTuple):
+class Job(engines.Portable):
     """An encoder and the captions that it is to encode, checked."""
 
-    text: Text
-    encoder: TextEncoder
-    identity: store.Identity
-    captions: plan.Captions
-    source: dict[str, Any]
-    """Names the data of the captions: a plan of another source is another plan."""
+    def __init__(
+        self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]
+    ):
+        """`source` names the data of the captions: a plan of another source is another plan."""
+        self.text, self.encoder, self.captions = text, encoder, captions
+        self.identity = lookup.identity(text, encoder)
+        self.source = {**source, "captions": len(captions)}
+        self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
+        """encode(format, batch_tokens) is the encoder on the devices of this process."""
 
 
 class Work(NamedTuple):
@@ -38,7 +41,7 @@ class Work(NamedTuple):
     shard_captions: int = 16384
     batch_tokens: int = 8192
     verify: bool = False
-    share: Share = Share()
+    engine: Engine = ALONE
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
@@ -49,9 +52,8 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     if not text.store:
         raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
     captions, source = _captions(data, _prompts(config, data.source), captions_file)
-    encoder = registry.make_encoder(text)
-    source = {**source, "captions": len(captions)}
-    return Job(text, encoder, lookup.identity(text, encoder), captions, source)
+    job = Job(text, registry.make_encoder(text), captions, source)
+    return engines.made_by(job, open_job, config, captions_file)
 
 
 def table(job: Job, format: str) -> str:
@@ -66,7 +68,7 @@ def table(job: Job, format: str) -> str:
         max_tokens=job.encoder.max_tokens,
         format=format,
         captions=total,
-        free=plan.free_bytes(pathlib.Path(job.text.store)),
+        free=plan.free_bytes(files.path(job.text.store)),
         flops=encode.flops(job.encoder),
         parameters=encode.num_parameters(job.encoder),
     )
@@ -74,50 +76,79 @@ def table(job: Job, format: str) -> str:
 
 def run(job: Job, work: Work) -> dict[str, Any]:
     """Encodes what the store lacks; returns its manifest. ValueError if it is of another kind."""
-    path = pathlib.Path(job.text.store)
+    path = files.path(job.text.store)
     manifest = shards.start(path, job.identity, work.format)
-    listed = [shard["file"] for shard in manifest["shards"]]
-    held = shards.whole_shards(path, listed, verify=work.verify)
-    if len(held) < len(listed):
-        logging.warning("%d shards are missing or damaged: encoding them again",
-                        len(listed) - len(held))  # fmt: skip
-    have = shards.held_keys(path, held)
-    planned = plan.folder_of(path, job.source, job.identity)
-    reading = Meter("captions", len(job.captions), name="reading captions")
-    keys = plan.read_keys(job.captions, planned, job.identity, work.share, reading.reach)
-    missing, different = plan.pending(keys, have)
-    logging.info("%s captions, %s different, %s of them to encode",
-                 f"{len(keys):,}", f"{different:,}", f"{len(missing):,}")  # fmt: skip
-    names = _encode_shards(job, work, path, keys, missing)
-    manifest = shards.finish(path, [*held, *names])
+    file = path / store.MANIFEST
+    state = lambda: (file.read_bytes(), file.stat().st_mtime)  # It may be written as it was.
+    written = state()
+    try:
+        manifest = _fill(job, work, path, [shard["file"] for shard in manifest["shards"]])
+    except FileNotFoundError:
+        # Who finishes a store removes the plan, also from under those that share the work.
+        if state() == written:
+            raise
+        manifest = store.read_manifest(path)
     plan.remove(path)
     return manifest
 
 
-def _encode_shards(
-    job: Job,
-    work: Work,
-    path: pathlib.Path,
-    keys: Shaped[np.ndarray, "N"],
-    missing: Int[np.ndarray, "M"],
-) -> list[str]:
-    """Writes the shards that are not there yet; returns the names of all."""
-    if not len(missing):
-        return []
-    size = work.shard_captions
-    parts = [missing[i : i + size] for i in range(0, len(missing), size)]
-    names = [shards.shard_name(keys[part]) for part in parts]
-    shards.whole_shards(path, names, verify=work.verify)
-    paths = [path / name for name in names]
-    encode_texts = encode.on_own_devices(job.encoder, work.format, work.batch_tokens)
-    done = sum(len(part) for part, file in zip(parts, paths, strict=True) if file.exists())
-    meter = Meter("captions", len(missing), name="encoding", done=done)
-    read = lambda i: job.captions.read(parts[i])
-    for i, texts in workers.ahead(read, work.share.missing(paths)):
-        if not paths[i].exists():  # Another worker may have been faster.
-            shards.write_shard(path, keys[parts[i]], encode_texts(texts))
-        meter.add(len(texts))
-    return names
+def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
+    """The stages, each of which is done by the engine before the next one begins."""
+    kind = work.shard_captions, work.verify, listed
+    folder = plan.open_plan(path, job.source, job.identity, *kind)
+    before = index.listed(path, folder, listed)
+    names = index.whole(before, work.engine, verify=work.verify)
+    # What is to be encoded depends on what is still whole.
+    there = plan.open_plan(path, job.source, job.identity, *kind, names)
+    p = plan.Plan(there, len(job.captions), work.shard_captions)
+    if len(names) < len(listed):
+        logging.warning("%d shards are missing or damaged: encoding them again",
+                        len(listed) - len(names))  # fmt: skip
+    stages, engine = _Stages(job, work._replace(engine=ALONE), p, before), work.engine
+    size = lambda chunk: len(p.numbers(chunk))
+    engine.fill(p.chunks, p.keys, stages.write_keys, noun="captions", name="reading", size=size)
+    engine.fill(p.ranges, p.firsts, stages.write_firsts, noun="ranges", name="comparing")
+    total = plan.write_counts(p)
+    logging.info("%s captions, %s of them to encode", f"{p.captions:,}", f"{total:,}")
+    new = range(-(-total // p.size))
+    known = {name: path / name.read_text() for name in files.present(map(p.name, new))}
+    for file in known.values():  # A run before this encoded it; damaged since, it is removed.
+        shards.usable(file, False)
+    engine.fill(
+        new, lambda shard: known.get(p.name(shard), p.name(shard)), stages.encode,
+        noun="captions", name="encoding",
+        size=lambda shard: min(p.size, total - shard * p.size), read=stages.read,
+    )  # fmt: skip
+    names = list(dict.fromkeys([*names, *(p.name(shard).read_text() for shard in new)]))
+    return index.finish(path, names, folder, engine)
+
+
+class _Stages(NamedTuple):
+    """What is done for each shard, or range of keys."""
+
+    job: Job
+    work: Work
+    plan: plan.Plan
+    held: index.Listed
+
+    def write_keys(self, chunk: int) -> None:
+        texts = self.job.captions.read(self.plan.numbers(chunk))
+        plan.write_keys(self.plan, store.keys_of(texts, self.job.identity), chunk)
+
+    def write_firsts(self, part: int) -> None:
+        plan.write_firsts(self.plan, self.held, part)
+
+    def read(self, shard: int) -> list[Any]:
+        return self.job.captions.read(plan.to_encode(self.plan, shard))
+
+    def encode(self, shard: int, texts: list[Any]) -> None:
+        path = files.path(self.job.text.store)
+        keys = store.keys_of(texts, self.job.identity)
+        name = shards.shard_name(keys)
+        if not shards.usable(path / name, self.work.verify):
+            run = self.job.encode(self.work.format, self.work.batch_tokens)
+            shards.write_shard(path, keys, run(texts))
+        files.write_whole(self.plan.name(shard), name)
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
@@ -140,7 +171,7 @@ def _captions(data: Data, prompts: Sequence[str], file: str | None):
     """The captions, and the name of their source."""
     if file is not None:
         try:
-            lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
+            lines = files.path(file).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
             raise ValueError(f"--captions={file} is no text in UTF-8: give a line each") from error
         texts = [*prompts, *(line.strip() for line in lines if line.strip())]

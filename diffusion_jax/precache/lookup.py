@@ -1,11 +1,11 @@
 """Text encoders opened for a config: run in training, or their embeddings taken from elsewhere."""
 
-import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, store
 from diffusion_jax.settings import Text
 from diffusion_jax.text import precomputed, registry
@@ -28,9 +28,9 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
         return precomputed.encoder(text.width, text.max_tokens, text.encoder)
     if not text.store:
         return registry.make_encoder(text)
-    opened = store.Store(text.store)
+    opened = store.Store(files.local(text.store))
     store.check_identity(text.store, opened.identity, rule(text))
-    if text.weights and pathlib.Path(text.weights).is_dir():
+    if text.weights and files.path(text.weights).is_dir():
         open_online(text)
     return store.encoder(opened)
 
@@ -50,8 +50,8 @@ def open_online(text: Text) -> TextEncoder:
             "Pickles become such a folder by\n  python -m diffusion_jax.text convert FOLDER OUT"
         )
     encoder = registry.make_encoder(text)
-    if text.store and (pathlib.Path(text.store) / store.MANIFEST).is_file():
-        stored = store.read_manifest(pathlib.Path(text.store))["identity"]
+    if text.store and (files.path(text.store) / store.MANIFEST).is_file():
+        stored = store.read_manifest(files.path(text.store))["identity"]
         store.check_identity(text.store, stored, identity(text, encoder))
     return encoder
 

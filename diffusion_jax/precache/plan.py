@@ -1,11 +1,10 @@
-"""Which captions of a data set are still to be encoded: all workers make the same plan."""
+"""Which captions of a data set are still to be encoded, planned part by part."""
 
 import hashlib
 import json
 import os
 import pathlib
-import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.machine import files
-from diffusion_jax.precache import store
-from diffusion_jax.precache.workers import Share
+from diffusion_jax.machine import files, tables
+from diffusion_jax.precache import index, store
 
 _CHUNK = 2**16  # Captions whose keys one file holds.
+_NUMBER = np.dtype(np.int64)
+_ROW = np.dtype([("key", tables.KEY), ("number", np.int64)])
 _READ = 256  # Captions that a thread reads at a time.
 
 
@@ -47,59 +47,115 @@ class Captions(NamedTuple):
         return texts + list(self.data.texts(numbers[numbers >= first] - first))
 
 
-def read_keys(
-    captions: Captions,
-    folder: pathlib.Path,
-    identity: store.Identity,
-    share: Share,
-    report: Callable[[int], None],
-) -> Shaped[np.ndarray, "N"]:
-    """The key of every caption, in their order; kept in `folder`, in case this is interrupted.
+class Plan(NamedTuple):
+    """The files by which it is planned what to encode.
 
-    `report` hears how many captions are read so far.
+    A shard of the store holds the next N captions that none before them repeats and that the store
+    does not have. Nobody needs all keys for that: the captions of a chunk become a table of keys,
+    each range of keys is compared in all tables (see machine/tables.py), and a shard is cut out of
+    what is left of the chunks where it lies.
     """
+
+    folder: pathlib.Path
+    captions: int
+    size: int
+    """N, captions of a shard."""
+
+    @property
+    def chunks(self) -> range:
+        """The numbers of the chunks of captions."""
+        return range(-(-self.captions // _CHUNK))
+
+    @property
+    def ranges(self) -> range:
+        """The numbers of the ranges of keys."""
+        return range(tables.num_ranges(self.captions))
+
+    @property
+    def counts(self) -> Int[np.ndarray, "_"]:
+        """How many captions are to be encoded before each chunk, and in all."""
+        return tables.read(self.folder / "counts", _NUMBER)
+
+    def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
+        """The numbers of the captions of a chunk."""
+        return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.captions))
+
+    def keys(self, chunk: int) -> pathlib.Path:
+        """The table of a chunk's keys."""
+        return self.folder / f"keys-{chunk:08}"
+
+    def firsts(self, part: int) -> pathlib.Path:
+        """The numbers of the captions of a range of keys that are to be encoded, int64, sorted."""
+        return self.folder / f"firsts-{part:08}"
+
+    def name(self, shard: int) -> pathlib.Path:
+        """Names the file in the store that holds a shard."""
+        return self.folder / f"name-{shard:08}"
+
+
+def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
+    """The table of a chunk's keys, each with the number of the first caption that has it."""
+    rows = np.zeros(len(keys), _ROW)
+    rows["key"], rows["number"] = keys, plan.numbers(chunk)
+    tables.write(plan.keys(chunk), tables.first_of_each(rows))
+
+
+def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
+    """What is to be encoded of a range of keys: captions whose key is new, and in no `held` shard.
+
+    Takes the memory of a range, about 300 MB.
+    """
+    ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
+    first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
+    have = ranged(sorted(files.present(held.tables)), index.ROW)["key"]
+    numbers = np.sort(first["number"][~np.isin(first["key"], have)])
+    files.write_whole(plan.firsts(part), numbers.tobytes())
+
+
+def write_counts(plan: Plan) -> int:
+    """Counts what is to be encoded, range by range; returns how many captions it is."""
+    counts = np.zeros(len(plan.chunks), np.int64)
+    for part in plan.ranges:
+        numbers = tables.read(plan.firsts(part), _NUMBER)
+        counts += np.bincount(numbers // _CHUNK, minlength=len(counts))
+    files.write_whole(plan.folder / "counts", np.cumsum([0, *counts.tolist()]).tobytes())
+    return int(counts.sum())
+
+
+def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
+    """The numbers of the captions of a shard, sorted."""
+    counts, first = plan.counts, shard * plan.size
+    chunk = int(np.searchsorted(counts, first, side="right")) - 1
+    end = int(np.searchsorted(counts, first + plan.size))
+    parts = [tables.read(plan.firsts(part), _NUMBER) for part in plan.ranges]
+    cut = [rows[slice(*np.searchsorted(rows, [chunk * _CHUNK, end * _CHUNK]))] for rows in parts]
+    return np.sort(np.concatenate(cut))[first - counts[chunk] :][: plan.size]
+
+
+def open_plan(
+    path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
+) -> pathlib.Path:
+    """The folder of a plan while a store is being made: that of this data and no other."""
+    text = json.dumps([source, identity, *more], sort_keys=True, default=str)
+    folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{i:08}.npy" for i in range(-(-len(captions) // _CHUNK))]
-    for done, i in enumerate(share.turns(len(paths))):
-        if not paths[i].exists():
-            texts = captions.read(np.arange(i * _CHUNK, min((i + 1) * _CHUNK, len(captions))))
-            files.write_whole(paths[i], store.keys_of(texts, identity).tobytes())
-        report(min((done + 1) * _CHUNK, len(captions)))
-    return np.concatenate([np.frombuffer(path.read_bytes(), store.KEY) for path in paths])
-
-
-def pending(
-    keys: Shaped[np.ndarray, "N"], have: Shaped[np.ndarray, "M"]
-) -> tuple[Int[np.ndarray, "P"], int]:
-    """The number of the first caption of each key that is not among `have`, which is sorted.
-
-    And how many different keys there are. Takes about 50 bytes a caption.
-    """
-    order = np.argsort(keys, kind="stable")
-    ordered = keys[order]
-    different = np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(keys)]
-    first, ordered = order[different], ordered[different]
-    if len(have):
-        at = np.minimum(np.searchsorted(have, ordered), len(have) - 1)
-        first = first[have[at] != ordered]
-    return np.sort(first), int(different.sum())
-
-
-def folder_of(path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity):
-    """The folder that holds the keys of this data while a store is being made."""
-    text = json.dumps([source, identity], sort_keys=True, default=str)
-    return path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    return folder
 
 
 def remove(path: pathlib.Path) -> None:
     """Forgets all plans of a store that is finished."""
-    shutil.rmtree(path / "plan", ignore_errors=True)
+    files.remove_tree(path / "plan")
     for file in path.glob(".shard-*.tmp"):  # Of workers that were killed.
         file.unlink(missing_ok=True)
 
 
-def free_bytes(path: pathlib.Path) -> int:
-    """The free bytes on the disk of a folder, or of the first of its parents that exists."""
+def free_bytes(path: pathlib.Path) -> int | None:
+    """The free bytes on the disk of a folder, or of the first of its parents that exists.
+
+    None of a bucket.
+    """
+    if files.remote(path):
+        return None
     path = path.absolute()
     while not path.exists():
         path = path.parent

@@ -1,4 +1,4 @@
-"""The writing of a store of embeddings: shards one by one, in the end the index and the manifest.
+"""The writing of a store of embeddings, shard by shard; index.py finishes it.
 
 store.py tells the format. A store without its shards in the manifest is unfinished.
 """
@@ -6,9 +6,8 @@ store.py tells the format. A store without its shards in the manifest is unfinis
 import hashlib
 import itertools
 import json
-import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -68,71 +67,24 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
     return target
 
 
-def finish(path: pathlib.Path, names: Sequence[str]) -> dict[str, Any]:
-    """Writes the index and the manifest over the shards `names`; others are removed.
-
-    Needs about 100 bytes of memory a text. Returns the manifest.
-    """
-    shards = [pretrained.map_safetensors(path / name) for name in names]
-    index = _make_index(shards)
-    content = _save(index)
-    files.write_whole(path / store.INDEX, content)
-    digest = hashlib.sha256(content).hexdigest()
-    sizes = [os.path.getsize(path / name) for name in names]
-    manifest = store.read_manifest(path) | {
-        **_totals(index, shards, sum(sizes) + len(content)),
-        "index": {"file": store.INDEX, "bytes": len(content), "sha256": digest},
-        "shards": [{"file": n, "bytes": size} for n, size in zip(names, sizes, strict=True)],
-    }
-    files.write_whole(path / store.MANIFEST, json.dumps(manifest, indent=1))
-    for stray in {file.name for file in path.glob("shard-*.safetensors")} - set(names):
-        (path / stray).unlink(missing_ok=True)
-    return manifest
-
-
-def whole_shards(path: pathlib.Path, names: Sequence[str], *, verify: bool) -> list[str]:
-    """Removes the damaged ones of the shards `names`, and returns the others.
+def usable(file: pathlib.Path, verify: bool) -> bool:
+    """Whether a shard is there and whole; a damaged one is removed.
 
     `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
     """
-    return [name for name in names if (path / name).is_file() and _usable(path / name, verify)]
-
-
-def held_keys(path: pathlib.Path, names: Sequence[str]) -> Shaped[np.ndarray, "N"]:
-    """The keys of all texts in the shards `names`, sorted."""
-    raw = [pretrained.map_safetensors(path / name)["keys"].view(store.KEY)[:, 0] for name in names]
-    return np.sort(np.concatenate([np.zeros(0, store.KEY), *raw]))
-
-
-def _make_index(shards: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Keys in order, each once, with its shard, first row, number of rows and checksum."""
-    keys = np.concatenate([shard["keys"] for shard in shards])
-    order = np.argsort(keys.view(store.KEY)[:, 0], kind="stable")
-    ordered = keys[order].view(store.KEY)[:, 0]
-    order = order[np.concatenate([[True], ordered[1:] != ordered[:-1]])]
-    column = lambda part: np.concatenate([part(number) for number in range(len(shards))])[order]
-    return {
-        "keys": keys[order],
-        "shard": column(lambda n: np.full(len(shards[n]["keys"]), n, np.int32)),
-        "first": column(lambda n: shards[n]["first"][:-1]),
-        "tokens": column(lambda n: np.diff(shards[n]["first"])).astype(np.int32),
-        "check": column(lambda n: shards[n]["check"]),
-    }
-
-
-def _totals(index, shards, size: int) -> dict[str, Any]:
-    """Numbers of a store for its manifest: sizes, and the errors of its rows."""
-    captions, tokens = len(index["keys"]), int(index["tokens"].sum())
-    errors = np.array([shard["errors"] for shard in shards])
-    weights = [max(1, int(shard["first"][-1])) for shard in shards]
-    return {
-        "captions": captions,
-        "tokens": tokens,
-        "bytes_per_caption": size / captions,
-        "mean_relative_error": float(np.average(errors[:, 0], weights=weights)),
-        "largest_relative_error": float(errors[:, 1].max()),
-        "least_cosine": float(errors[:, 2].min()),
-    }
+    if not file.is_file():
+        return False
+    try:
+        shard = pretrained.open_safetensors(file)
+        if not verify:
+            return True
+        checks = _checks(shard["keys"], shard["first"], shard["values"], shard.get("scales"))
+        if np.array_equal(checks, shard["check"]):
+            return True
+    except (ValueError, KeyError):
+        pass  # Cut off, or damaged in its header.
+    file.unlink(missing_ok=True)
+    return False
 
 
 def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
@@ -143,20 +95,6 @@ def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
 
 def _save(arrays: Mapping[str, np.ndarray]) -> bytes:
     return safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
-
-
-def _usable(file: pathlib.Path, verify: bool) -> bool:
-    try:
-        shard = pretrained.map_safetensors(file)
-        if not verify:
-            return True
-        checks = _checks(shard["keys"], shard["first"], shard["values"], shard.get("scales"))
-        if np.array_equal(checks, shard["check"]):
-            return True
-    except (ValueError, KeyError):
-        pass  # Cut off, or damaged in its header.
-    file.unlink(missing_ok=True)
-    return False
 
 
 def _checks(

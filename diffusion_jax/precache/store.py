@@ -27,6 +27,7 @@ import numpy as np
 from jaxtyping import Int, Shaped
 
 from diffusion_jax.machine import claims
+from diffusion_jax.machine.tables import KEY, KEY_SIZE
 from diffusion_jax.precache import quantize
 from diffusion_jax.text.encoder import Batch, TextEncoder
 from diffusion_jax.weights import pretrained
@@ -36,8 +37,6 @@ INDEX = "index.safetensors"
 FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
 VERSION = 1
-KEY_SIZE = 16
-KEY = np.dtype(f"S{KEY_SIZE}")
 _OPEN_SHARDS = 4096  # Mapped at once; Linux allows a process 65,530 maps.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",

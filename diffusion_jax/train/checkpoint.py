@@ -25,13 +25,15 @@ from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 
-from diffusion_jax.machine import checksums
+from diffusion_jax.machine import checksums, files
 from diffusion_jax.settings import Optimizer
 from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import averages, restore
 
 _DELETED = "deleted"  # What is in this folder is on its way out.
+COMMIT = "commit_success.txt"
+"""The file that Orbax writes last in a bucket, where no folder can be renamed."""
 _DAMAGED = "damaged"  # And here lies what a start passed over.
 
 
@@ -220,11 +222,26 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
     """Moves the folders of these steps into the folder `name`; their places there."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
+        if name == _DELETED and files.remote(directory):
+            _delete(directory / place.name)
+            continue
         place.parent.mkdir(exist_ok=True)
         if place.exists():
             place.rmtree()
-        (directory / place.name).rename(place)
+        if there := files.remote(directory / place.name):
+            # Without it Orbax takes this folder for one that is being written, and clears it.
+            (place.parent / COMMIT).write_text("")
+            there.copy_to(files.path(place))
+            _delete(directory / place.name)
+        else:
+            (directory / place.name).rename(place)
     return places
+
+
+def _delete(folder: epath.Path) -> None:
+    """Deletes a checkpoint in a bucket; what is left after a kill does not look whole."""
+    (folder / COMMIT).unlink(missing_ok=True)
+    folder.rmtree()
 
 
 class Snapshots:

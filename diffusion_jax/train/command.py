@@ -10,9 +10,10 @@ from typing import Any
 import jax
 from absl import app, flags, logging
 from jax.sharding import Mesh
+from ml_collections import config_flags
 
 from diffusion_jax import cli, finetune, runs
-from diffusion_jax.machine import distributed, exits, sharding
+from diffusion_jax.machine import distributed, exits, files, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
 from diffusion_jax.train.not_finite import NothingLearned
@@ -23,7 +24,10 @@ from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.unread import watched
 from diffusion_jax.weights import restore
 
-_WATCHED = ("diffusion", "super_resolution", "sampler", "data")  # Their readers are chosen by name.
+_WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
+"""Groups whose readers are chosen by name."""
+_PATHS = ("path", "weights", "store")
+"""Fields that name files."""
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
 
 
@@ -53,7 +57,7 @@ def command(
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
-        folder = pathlib.Path(workdir.value)
+        folder = files.path(workdir.value)
         with contextlib.ExitStack() as held:
             with cli.bad_input():
                 if not workdir.value:
@@ -68,7 +72,7 @@ def command(
                 finetune.check_base(folder, inputs.base)
                 limit = device_memory.value
                 told = rehearse(inputs, s.run, passes, mesh, folder, alone.value, limit)
-                _say(told, unread())
+                _say(told, unread(), config_flags.get_override_values(flags.FLAGS["config"]))
                 if alone.value:
                     return
                 held.enter_context(runs.writing(folder))
@@ -87,8 +91,17 @@ def command(
     cli.run(main)
 
 
-def _say(told: str, unread: Mapping[str, Any]) -> None:
-    """The block of a rehearsal, and a warning of each field that it did not need."""
+def _say(told: str, unread: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    """The block of a rehearsal, and a warning of each field that it did not need.
+
+    ValueError for one that is a path and was given by flag.
+    """
+    for field in unread:
+        if field in given and field.rpartition(".")[2] in _PATHS:
+            raise ValueError(
+                f"--config.{field}={unread[field]}: nothing here reads it; leave it out, or choose "
+                "what does"
+            )
     if jax.process_index() == 0:
         print(told, flush=True)
         for field, value in unread.items():

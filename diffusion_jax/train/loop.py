@@ -289,6 +289,7 @@ def _saver(run, settings, checkpoints, batches, config, progress):
                 snapshots.save(step, state)
         if step % run.save_every == 0 or last:
             with progress.paused():
+                progress.flush()  # What a run goes on from has its metrics.
                 checkpoints.save(step, state, batches, config, read_back=not stopped)
 
     return save
@@ -377,6 +378,10 @@ class _Progress:
         }
         self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
         self._metrics, self._since, self._waited = [], time.time(), 0.0
+
+    def flush(self) -> None:
+        """Returns when what was reported is where it is kept."""
+        self._writer.flush()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

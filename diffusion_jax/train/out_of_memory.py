@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from diffusion_jax.machine import hardware
+from diffusion_jax.machine import files, hardware
 
 PROFILE = "memory.prof"
 _MANY = 3  # Of the largest, so many are named.
@@ -39,8 +39,9 @@ def explained(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        with contextlib.suppress(jax.errors.JaxRuntimeError, OSError):
-            jax.profiler.save_device_memory_profile(str(workdir / PROFILE))
+        ignored = contextlib.suppress(jax.errors.JaxRuntimeError, OSError)
+        with ignored, files.whole(workdir / PROFILE) as temporary:
+            jax.profiler.save_device_memory_profile(str(temporary))
         raise OutOfMemory(_message(sizes, samples, str(error))) from error
 
 

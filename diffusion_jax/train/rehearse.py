@@ -7,6 +7,7 @@ error; what is told of the rest is a block of lines.
 
 import contextlib
 import datetime
+import math
 import pathlib
 import shutil
 import time
@@ -142,9 +143,7 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
 
 
 def _memory(need: memory.Bytes, booked: float | None) -> str:
-    stats = hardware.memory(jax.local_devices()[0])
-    here = stats.limit if stats else hardware.host_memory() // jax.local_device_count()
-    limit = booked or here
+    limit = booked or hardware.limit(jax.local_devices()[0])
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
     said = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
     if need.total > memory.USABLE * limit:
@@ -158,13 +157,13 @@ def _workdir(
     workdir: pathlib.Path, run: Run, kept: memory.Disk, state: TrainState, alone: bool
 ) -> Rows:
     """What the workdir holds and what would be written there; ValueError if that cannot be."""
-    files.check_writable(workdir, "--workdir")
-    there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    steps, free = restore.steps(workdir / runs.CHECKPOINTS), shutil.disk_usage(there).free
+    if jax.process_index() == 0 or not files.remote(workdir):
+        files.check_writable(workdir, "--workdir")
+    steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
     disk = f"{kept.checkpoints} checkpoints of {kept.checkpoint / 1e9:.2f} GB at most"
     if kept.snapshots:
         disk += f", {kept.snapshots} snapshots of {kept.snapshot / 1e9:.3f} GB"
-    disk += f"; {free / 1e9:,.1f} GB are free"
+    disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
     there = len(restore.steps(workdir / restore.SNAPSHOTS)) * kept.snapshot
     if kept.total + (1 - len(steps)) * kept.checkpoint - there > free:
         logging.warning("the disk may fill up: %s", disk)
@@ -179,6 +178,14 @@ def _workdir(
     if held := writer.refusal(workdir):
         rows.append(("in use", held))
     return [*rows, ("time", _time_left(workdir, run, step))]
+
+
+def _free(workdir: pathlib.Path) -> int | float:
+    """The bytes free where a workdir is or will be; a bucket takes any number."""
+    if files.remote(workdir):
+        return math.inf
+    there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    return shutil.disk_usage(there).free
 
 
 def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 from absl import logging
 
+from diffusion_jax.machine import remote
+
 FOLDER = "profile"
 
 
@@ -42,7 +44,8 @@ class Trace:
         """A step, which appends its results; the trace ends once those of its last are there."""
         results: list[Any] = []
         if self._steps and number == self._steps.start:
-            jax.profiler.start_trace(self._folder)
+            self._mirror = remote.Mirror(self._folder)
+            jax.profiler.start_trace(self._mirror.local)
             self._running = True
         with jax.profiler.StepTraceAnnotation("train", step_num=number):
             yield results
@@ -55,6 +58,7 @@ class Trace:
         if self._running:
             self._running = False
             jax.profiler.stop_trace()
+            self._mirror.close()
             logging.info("traced for xprof: %s", self._folder)
 
 

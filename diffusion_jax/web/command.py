@@ -1,7 +1,6 @@
 """The page's command, whole, for every system: flags -> models -> a server."""
 
 import ipaddress
-import pathlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from diffusion_jax import cli
 from diffusion_jax.draw import choice_flags
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.draw.model import Choice
+from diffusion_jax.machine import files
 from diffusion_jax.web import results, server
 
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -58,7 +58,7 @@ def command(
 
 def stages_of(text: str) -> list[str]:
     """The folders that a --workdir names: one whose own name has commas, or several."""
-    return [text] if pathlib.Path(text).exists() else text.split(",")
+    return [text] if files.path(text).exists() else text.split(",")
 
 
 def in_address(host: str) -> str:

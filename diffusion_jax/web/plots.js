@@ -1,7 +1,7 @@
 // Curves as SVG: lines with points that can be chosen, by mouse and by keyboard.
 
 const NS = "http://www.w3.org/2000/svg";
-const LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 44;
+const WIDTH = 400, HEIGHT = 260, LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 44;
 const DASHES = ["", "7 4", "2 4", "9 3 2 3"];
 
 export function element(name, attributes = {}, ...children) {
@@ -55,9 +55,8 @@ function scale(values, from, to, log) {
   return Object.assign(at, {marks: ticks(low, high, false)});
 }
 
-// lines: [{name, points: [{x, y, low, high, words, choose}]}]
-export function plot({title, x, y, lines, log = false, small = innerWidth < 600}) {
-  const [WIDTH, HEIGHT] = small ? [400, 260] : [640, 360];
+// lines: [{name, points: [{x, y, low, high, label, words, choose}]}], bands: [{name, x, low, high}]
+export function plot({title, x, y, lines, bands = [], log = false, note = ""}) {
   lines = lines.map((line) => ({...line, points: line.points.filter((p) => !log || p.y > 0)}))
     .filter((line) => line.points.length);
   const every = lines.flatMap((line) => line.points);
@@ -78,13 +77,21 @@ export function plot({title, x, y, lines, log = false, small = innerWidth < 600}
   }
   axis.append(element("text", {x: (LEFT + WIDTH - RIGHT) / 2, y: HEIGHT - 6, "text-anchor": "middle"}, x));
   svg.append(axis);
+  const inside = (value, low, high) => Math.max(low, Math.min(high, value)).toFixed(1);
+  for (const band of bands) {
+    const side = (ends) => band.x.map((at, n) =>
+      `${inside(across(at), LEFT, WIDTH - RIGHT)} ${inside(up(ends[n]), TOP, HEIGHT - BOTTOM)}`);
+    svg.append(element("path", {class: "band", d: `M${[...side(band.low), ...side(band.high).reverse()].join("L")}Z`}));
+  }
   const hits = element("g");  // Above all lines.
   lines.forEach((line, n) => svg.append(drawn(line, n, across, up, hits)));
   svg.append(hits);
   const legend = element("ul", {class: "legend"}, ...lines.map((line, n) => element("li", {},
-    element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"}, stroke("M1 5H25", n)), line.name)));
+    element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"}, stroke("M1 5H25", n)), line.name)),
+  ...bands.map((band) => element("li", {}, element("svg", {viewBox: "0 0 26 10", "aria-hidden": "true"},
+    element("path", {class: "band", d: "M0 0H26V10H0Z"})), band.name)));
   return element("figure", {class: "plot"}, element("figcaption", {}, title ?? y), svg,
-    lines.length > 1 || lines[0].name ? legend : null);
+    lines.length > 1 || lines[0].name ? legend : null, note ? element("p", {class: "note"}, note) : null);
 }
 
 function stroke(d, n) {
@@ -101,6 +108,7 @@ function drawn(line, n, across, up, hits) {
       group.append(element("line", {x1: cx, x2: cx, y1: up(point.low), y2: up(point.high),
         stroke: colour(n), "stroke-opacity": 0.35, "stroke-width": 1.5}));
     }
+    if (point.label) group.append(element("text", {x: cx + 7, y: cy - 7}, point.label));
     if (!point.choose) continue;
     const press = (event) => {
       if (event.type === "keydown" && !["Enter", " "].includes(event.key)) return;

@@ -1,19 +1,23 @@
 """What training and evaluation wrote into runs, for the page: sweeps, curves, pictures."""
 
+import itertools
 import math
 import pathlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from diffusion_jax import runs
-from diffusion_jax.evaluate import report, sweep
-from diffusion_jax.evaluate.report import SweepResult
-from diffusion_jax.machine import claims, log
+from diffusion_jax.evaluate import sweep
+from diffusion_jax.evaluate.sweep import SweepResult
+from diffusion_jax.machine import claims, files, log
 from diffusion_jax.metrics import table
+from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
 Workdirs = Mapping[str, Sequence[str]]
+Show = Callable[[pathlib.Path], str]
+"""Gives the address at which the page finds a picture."""
 _SAMPLES = "samples"
 _POINTS = 400  # Of a curve.
 _LIVE = 120  # Seconds since its last line in which a training counts as running.
@@ -25,58 +29,52 @@ def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for stages in workdirs:
         name = first = pathlib.Path(stages[-1]).name or stages[-1]
+        numbers = itertools.count(len(found) + 1)
         while name in found:
-            name = f"{first}_{len(found) + 1}"
+            name = f"{first}_{next(numbers)}"
         found[name] = list(stages)
     return found
 
 
-def sweeps(workdirs: Workdirs) -> dict[str, Any]:
-    """Every sweep of the runs: its points with their scores, label, choices and cards."""
-    found = [
-        {
-            "run": name,
-            "name": one.name,
-            "points": [
-                _point(one, row, f"{n}/{i}/{j}", alone=len(stages) == 1)
-                for j, row in enumerate(one.rows)
-            ],
-        }
-        for n, (name, stages) in enumerate(workdirs.items())
-        for i, one in enumerate(_sweeps(stages))
-    ]
+def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
+    """The sweeps that these models drew, which lie in their first stages' folders with others."""
+    found = []
+    for name, stages in workdirs.items():
+        wanted = _folders(stages) if len(stages) > 1 else None
+        found += [(name, one) for one in sweep.read_all(stages[0]) if _stages(one) == wanted]
+    return found
+
+
+def sweeps(found: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
+    """Sweeps by their run's name: points with scores, settings, pictures and cards."""
+    found = [(name, one) for name, one in found if one.rows]
     metrics = {
-        column: {"label": metric.label, "lower": metric.lower_is_better}
+        column: {"label": metric.label, "axis": metric.axis or metric.label,
+                 "lower": metric.lower_is_better}
         for column, metric in table.shown().items()
+    }  # fmt: skip
+    return {
+        "sweeps": [_sweep(name, one, show) for name, one in found],
+        "metrics": metrics,
+        "unlike": _unlike([one for _, one in found]),
     }
-    return {"sweeps": [one for one in found if one["points"]], "metrics": metrics}
 
 
-def sheet(workdirs: Workdirs, run: int, number: int, point: int) -> bytes | None:
-    """The PNG of a point's pictures; LookupError or None where there is none."""
-    one = _sweeps(list(workdirs.values())[run])[number]
-    path = report.sheet_of(one, one.rows[point])
-    return path.read_bytes() if path else None
+def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
+    """What the runs logged, how far they are, what they drew, and how their configs differ.
 
-
-def training(workdirs: Workdirs) -> dict[str, Any]:
-    """What the runs logged, how far they are, when they drew, and how their configs differ."""
+    `most` pictures of each, where it is given, from the first to the last.
+    """
     every = _runs(workdirs)
     configs = {name: claims.flat(_config(workdir)) for name, workdir in every.items()}
     keys = sorted({key for config in configs.values() for key in config})
-    differing = [
+    differ = [
         {"field": key, "values": [_plain(config.get(key)) for config in configs.values()]}
         for key in keys
         if len({_plain(config.get(key)) for config in configs.values()}) > 1
     ]
-    read = [_training(name, workdir) for name, workdir in every.items()]
-    return {"runs": read, "names": list(configs), "differing": differing}
-
-
-def sample(workdirs: Workdirs, run: int, step: int) -> bytes | None:
-    """The PNG that training drew at a step."""
-    path = _samples(list(_runs(workdirs).values())[run]).get(step)
-    return path.read_bytes() if path else None
+    read = [_training(name, workdir, show, most) for name, workdir in every.items()]
+    return {"runs": read, "names": list(configs), "differing": differ}
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
@@ -85,17 +83,7 @@ def _runs(workdirs: Workdirs) -> dict[str, str]:
     return {name: workdir for name, (workdir,) in named([[w] for w in every]).items()}
 
 
-def _sweeps(stages: Sequence[str]) -> list[SweepResult]:
-    """The sweeps of these stages in a row, which lie in the first one's folder with its own."""
-    try:
-        found = report.read_run(stages[0]).evaluations
-    except FileNotFoundError:
-        return []
-    wanted = _folders(stages) if len(stages) > 1 else None
-    return [one for one in found if _drawn_by(one) == wanted]
-
-
-def _drawn_by(one: SweepResult) -> list[str] | None:
+def _stages(one: SweepResult) -> list[str] | None:
     """The folders' names of the stages that drew a sweep, as its cards say; None of one model."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
@@ -108,19 +96,52 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
     return [pathlib.Path(workdir).name for workdir in workdirs]
 
 
-def _point(one: SweepResult, row: sweep.Row, key: str, alone: bool) -> dict[str, Any]:
-    """A point; `alone` is of one stage. Without choices where the table does not say which drew."""
+def _unlike(found: Sequence[SweepResult]) -> list[str]:
+    """A line for each field for which scores of these sweeps cannot be compared.
+
+    Extractors count apart, and of one those that pair texts from those that compare with images.
+    """
+    groups: dict[tuple[str, bool], list[Card]] = {}
+    for card in (scored.card for one in found for scored in one.scored.values()):
+        groups.setdefault((card["extractor"], bool(card.get("reference"))), []).append(card)
+    return [
+        f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
+        for (extractor, _), cards in groups.items()
+        for field, values in differing(cards, ALIKE).items()
+    ]
+
+
+def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
+    share = max(float(row.get("features_share_of_time") or 0) for row in one.rows)
+    real = one.folder / sweep.REAL
+    return {
+        "run": run,
+        "name": one.folder.name,
+        "share": f"{100 * share:.2g}" if share else "",
+        "real": show(real) if real.exists() else "",
+        "points": [_point(one, row, show) for row in one.rows],
+    }
+
+
+def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
+    """A point; without choices where the table does not say what one model drew it with."""
     numbers = {column: _number(row, column) for column in row}
     scores = {column: number for column, number in numbers.items() if number is not None}
-    drawn = {"guidance": row["guidance"], "ema": row["ema"], "checkpoint": row["checkpoint"]}
     axes = {sweep.axis_label(axis).replace(" ", "_"): row[axis] for axis in sweep.axes(row)}
-    prefix = f"{sweep.point_name(row)}_guidance_{float(row['guidance']):g}_"
+    weights = {"ema": row["ema"], "checkpoint": row["checkpoint"]}
+    alone = not row.get("model") and _stages(one) is None
+    scale, path = f"{float(row['guidance']):g}", sweep.sheet_of(one, row)
+    drawn = {"guidance": scale, "model": row.get("model"), "checkpoint": row["checkpoint"],
+             "average": row["ema"], "later stages": row.get("later"),
+             **{name.replace("_", " "): value for name, value in axes.items()}}  # fmt: skip
+    prefix = f"{sweep.point_name(row)}_guidance_{scale}_"
     return {
         "label": sweep.label(row),
         "guidance": float(row["guidance"]),
+        "drawn": {name: value for name, value in drawn.items() if value},
         "scores": scores,
-        "choices": {**drawn, **axes} if alone and not row.get("model") else None,
-        "sheet": f"/api/sweeps/{key}.png" if report.sheet_of(one, row) else "",
+        "choices": {"guidance": row["guidance"], **weights, **axes} if alone else None,
+        "sheet": show(path) if path else "",
         "cards": {k: _card(v.card) for k, v in one.scored.items() if k.startswith(prefix)},
     }
 
@@ -132,12 +153,12 @@ def _number(row: sweep.Row, column: str) -> float | None:
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None
 
 
-def _card(card: Mapping[str, Any]) -> dict[str, str]:
-    return {name: report.plain(value) for name, value in card.items() if value is not None}
+def _card(card: Card) -> dict[str, str]:
+    return {name: _plain(value) for name, value in card.items() if value is not None}
 
 
-def _training(name: str, workdir: str) -> dict[str, Any]:
-    path = pathlib.Path(workdir) / log.METRICS
+def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str, Any]:
+    path = files.path(workdir) / log.METRICS
     rows = _read(log.read_metrics, path, path) if path.exists() else []
     age = time.time() - path.stat().st_mtime if path.exists() else None
     keys = dict.fromkeys(key for row in rows for key in row if key != "step")
@@ -148,6 +169,10 @@ def _training(name: str, workdir: str) -> dict[str, Any]:
         curves[key] = list(_means(pairs, every))
     last = rows[-1]["step"] if rows else 0
     planned = _config(workdir).get("steps", 0)
+    samples = sorted(_samples(workdir).items())
+    chosen = samples[:: -(-len(samples) // most)] if most and samples else samples
+    if samples and samples[-1] not in chosen:
+        chosen.append(samples[-1])
     return {
         "name": name,
         "step": last,
@@ -155,7 +180,7 @@ def _training(name: str, workdir: str) -> dict[str, Any]:
         "live": age is not None and age < _LIVE and last < planned,
         "seconds": _seconds_left(rows, _config(workdir), planned - last),
         "curves": curves,
-        "samples": sorted(_samples(workdir)),
+        "samples": [[step, show(picture)] for step, picture in chosen],
     }
 
 
@@ -175,13 +200,13 @@ def _seconds_left(
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
     """What training drew, by its step."""
-    paths = pathlib.Path(workdir, _SAMPLES).glob("step_*.png")
+    paths = (files.path(workdir) / _SAMPLES).glob("step_*.png")
     return {int(p.stem.removeprefix("step_")): p for p in paths if p.stem[5:].isdigit()}
 
 
 def _config(workdir: str) -> dict[str, Any]:
     try:
-        return _read(runs.load, workdir, pathlib.Path(workdir) / runs.CONFIG)
+        return _read(runs.load, workdir, files.path(workdir) / runs.CONFIG)
     except (OSError, ValueError):
         return {}
 
@@ -196,4 +221,10 @@ def _read(read: Callable[[Any], Any], of: Any, path: pathlib.Path) -> Any:
 
 
 def _plain(value: Any) -> str:
-    return "" if value is None else str(value)
+    """A value without the marks of Python; of a hash the beginning, for files hold it whole."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
+    if isinstance(value, list):
+        return "; ".join(map(_plain, value))
+    text = "" if value is None else str(value)
+    return f"{text[:12]}…" if re.fullmatch("[0-9a-f]{40,}", text) else text

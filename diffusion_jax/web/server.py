@@ -1,11 +1,12 @@
 """The page's server: what it answers, and whom.
 
-It gives out its own three files, pictures that it drew, and what training and evaluation wrote into
-the runs that it was started with, by their numbers: no path that a browser sends is ever opened.
+It gives out its own files, pictures that it drew, and what training and evaluation wrote into the
+runs that it was started with, by names of its own: no path that a browser sends is ever opened.
 """
 
 import asyncio
 import dataclasses
+import hashlib
 import hmac
 import json
 import pathlib
@@ -22,11 +23,15 @@ from starlette.routing import Route
 
 from diffusion_jax import described, runs
 from diffusion_jax.draw.loaded import Loaded
+from diffusion_jax.machine import files
 from diffusion_jax.web import results
 from diffusion_jax.web.jobs import PICTURES, Full, Job, Picture, Queue
 from diffusion_jax.weights import restore
 
-_FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js", "/plots.js": "plots.js"}
+_FILES = {
+    "/": "page.html",
+    **{f"/{name}": name for name in ("page.css", "draw.js", "results.js", "plots.js")},
+}
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _LETTERS = 2_000  # Of a prompt.
 _BODY = 2**20  # Bytes of a request.
@@ -52,12 +57,20 @@ class Site:
         """`workdirs` are those of each model's stages, `package` whose commands draw the same."""
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
         self.queue = Queue(self.models)
+        self.shown: dict[str, pathlib.Path] = {}
+        """Pictures of runs that the page was told of, by a name that it may ask for."""
+
+    def show(self, picture: pathlib.Path) -> str:
+        """The address of a picture of a run."""
+        name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
+        self.shown[name] = picture
+        return f"/api/shown/{name}.png"
 
     def describe(self, name: str) -> dict[str, Any]:
         """What the page says of a model and offers to choose."""
         model = self.models[name]
         last = model.stages[-1]
-        folder = pathlib.Path(last.workdir) / runs.CHECKPOINTS
+        folder = files.path(last.workdir) / runs.CHECKPOINTS
         steps = restore.steps(folder)
         stored = model.averages(len(model.stages) - 1, last.step) if last.step else []
         averages = dict.fromkeys(["ema", *stored, "raw", model.choice.ema])
@@ -144,6 +157,14 @@ def fields(model: Loaded) -> list[dataclasses.Field]:
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
     """The application; requests for other names than `hosts` are refused, and those without the
     token where there is one: /?token=... gives it to a browser, which keeps it as a cookie."""
+    files = [Route(path, _file(name)) for path, name in _FILES.items()]
+    guarded = [Route(r.path, _guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
+               for r in [*files, *_drawing(site), *_results(site)]]  # fmt: skip
+    return Starlette(routes=guarded)
+
+
+def _drawing(site: Site) -> list[Route]:
+    """What can be drawn, and jobs that draw: asked for, followed, cancelled, and their pictures."""
 
     async def models(request: Request) -> Response:
         return JSONResponse({"models": [site.describe(name) for name in site.models],
@@ -186,36 +207,35 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
         stage = int(request.path_params.get("stage", -1))
         return _png((site.queue.files(job.pictures[number]) or {})[stage])
 
-    async def sweeps(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(results.sweeps, site.workdirs))
-
-    async def sheet(request: Request) -> Response:
-        keys = (request.path_params[key] for key in ("run", "sweep", "point"))
-        return _png(await asyncio.to_thread(results.sheet, site.workdirs, *map(int, keys)))
-
-    async def training(request: Request) -> Response:
-        return JSONResponse(await asyncio.to_thread(results.training, site.workdirs))
-
-    async def sample(request: Request) -> Response:
-        keys = (int(request.path_params[key]) for key in ("run", "step"))
-        return _png(await asyncio.to_thread(results.sample, site.workdirs, *keys))
-
-    routes = [
-        *(Route(path, _file(name)) for path, name in _FILES.items()),
+    return [
         Route("/api/models", models),
         Route("/api/draw", draw, methods=["POST"]),
         Route("/api/jobs/{job}", events),
         Route("/api/jobs/{job}/cancel", cancel, methods=["POST"]),
         Route("/api/jobs/{job}/{number:int}.png", picture),
         Route("/api/jobs/{job}/{number:int}/{stage:int}.png", picture),
-        Route("/api/sweeps", sweeps),
-        Route("/api/sweeps/{run:int}/{sweep:int}/{point:int}.png", sheet),
-        Route("/api/training", training),
-        Route("/api/training/{run:int}/{step:int}.png", sample),
     ]
-    guarded = [Route(r.path, _guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
-               for r in routes]  # fmt: skip
-    return Starlette(routes=guarded)
+
+
+def _results(site: Site) -> list[Route]:
+    """Sweeps and trainings of the models' runs, with their pictures."""
+
+    async def sweeps(request: Request) -> Response:
+        read = lambda: results.sweeps(results.drawn_by(site.workdirs), site.show)
+        return JSONResponse(await asyncio.to_thread(read))
+
+    async def training(request: Request) -> Response:
+        return JSONResponse(await asyncio.to_thread(results.training, site.workdirs, site.show))
+
+    async def shown(request: Request) -> Response:
+        path = site.shown[request.path_params["name"]]
+        return _png(await asyncio.to_thread(path.read_bytes) if path.exists() else None)
+
+    return [
+        Route("/api/sweeps", sweeps),
+        Route("/api/training", training),
+        Route("/api/shown/{name}.png", shown),
+    ]
 
 
 def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:

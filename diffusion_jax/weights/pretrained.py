@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 from absl import logging
 
-from diffusion_jax.machine import untrusted
+from diffusion_jax.machine import files, untrusted
+from diffusion_jax.machine.remote import Remote
 from diffusion_jax.weights import torch_files
 
 INDEX = "model.safetensors.index.json"
@@ -54,7 +55,7 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
             "text.weights is empty: this encoder needs a folder with safetensors, or the name of a "
             "model on the Hugging Face Hub such as google-t5/t5-small"
         )
-    folder = pathlib.Path(name).expanduser()
+    folder = files.local(name).expanduser()
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) or str(name).startswith("."):
@@ -81,10 +82,11 @@ def locate(name: str | os.PathLike[str]) -> pathlib.Path:
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """A JSON object from a file; FileNotFoundError, or ValueError if it is something else."""
-    if not os.path.isfile(path):
+    path = files.path(path)
+    if not path.is_file():
         raise FileNotFoundError(f"no file {path}: it comes with the weights")
     try:
-        value = untrusted.parse_json(pathlib.Path(path).read_text())
+        value = untrusted.parse_json(path.read_text())
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     if not isinstance(value, dict):
@@ -121,8 +123,40 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Name -> array of one safetensors file, mapped into memory. ValueError if it is damaged."""
-    size = os.path.getsize(path)
-    with open(path, "rb") as file:
+    start, entries = _read_header(pathlib.Path(path))
+    data = np.memmap(path, np.uint8, mode="r")[start:] if entries else np.empty(0)
+    part = lambda entry: data[slice(*entry["data_offsets"])]
+    return {name: _view(part(e), e, f"{name} in {path}") for name, e in entries.items()}
+
+
+def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
+    """`map_safetensors`, but of a file in a bucket each array is read whenever it is looked up."""
+    there = files.remote(path)
+    return _Ranges(there) if there else map_safetensors(path)
+
+
+class _Ranges(Mapping[str, np.ndarray]):
+    def __init__(self, path: Remote) -> None:
+        self._path = path
+        self._start, self._entries = _read_header(path)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry = self._entries[name]
+        first, last = (self._start + at for at in entry["data_offsets"])
+        data = np.frombuffer(self._path.read_range(first, last), np.uint8)
+        return _view(data, entry, f"{name} in {self._path}")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
+    """Where the arrays of a safetensors file begin, and what it says of each."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(length) if 8 + length <= size else b""
     try:
@@ -136,8 +170,7 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise ValueError(f"{path} is damaged: {lies[0]} has other bytes than its shape says")
     if max(ends, default=0) > size:
         raise ValueError(f"{path} ends after {size} of {max(ends)} bytes: download it again")
-    data = np.memmap(path, np.uint8, mode="r")[8 + length :] if entries else np.empty(0)
-    return {name: _view(data, entry, f"{name} in {path}") for name, entry in entries.items()}
+    return 8 + length, entries
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
@@ -250,7 +283,7 @@ def _is_sound(entry: Mapping[str, Any]) -> bool:
 
 
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:
+    """An array of its bytes."""
     if entry["dtype"] not in _DTYPES:
         raise ValueError(f"{name} is of type {entry['dtype']}: known are {', '.join(_DTYPES)}")
-    start, end = entry["data_offsets"]
-    return data[start:end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -1,6 +1,7 @@
 """The checkpoints of a run, read: which there are, and their parameters without the optimizer.
 
-Beside them lie the snapshots of the averages by power functions, folders of the same kind.
+Beside them lie the snapshots of the averages by power functions, folders of the same kind. In a
+folder that was packed to be passed on, a file of weights stands in place of what Orbax wrote.
 """
 
 import contextlib
@@ -14,9 +15,9 @@ import orbax.checkpoint as ocp
 from absl import logging
 from etils import epath
 
-from diffusion_jax.machine import checksums, distributed
+from diffusion_jax.machine import checksums, distributed, files
 from diffusion_jax.task import Params
-from diffusion_jax.weights import averages
+from diffusion_jax.weights import averages, buckets, packed
 
 EMA = "ema_"
 """How the item of an average begins; its decay follows, or "power-" and its width."""
@@ -60,12 +61,12 @@ def load_params_and_step(
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
         root = root.parent / SNAPSHOTS
-    items_of = lambda step: _items_of(root / str(step), which)
+    items = lambda step: items_of(root / str(step), which)
     if step is None:
-        step = newest_sound(root, items_of)
+        step = newest_sound(root, items)
     else:
-        _check_sound(root, step, items_of)
-    item, name = items_of(step)[0], name_of(root / str(step), which)
+        _check_sound(root, step, items)
+    item, name = items(step)[0], name_of(root / str(step), which)
     if name.startswith(averages.POWER) and item != EMA + name:
         return _combined(root, step, name, abstract_params), step
     return load_items(root / str(step), {item: abstract_params})[item], step
@@ -84,6 +85,8 @@ def steps(directory: str | os.PathLike[str]) -> list[int]:
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
     """The folder of the checkpoints as Orbax wants it."""
+    if there := files.remote(directory):
+        return buckets.absolute(str(there))
     return epath.Path(directory).absolute()
 
 
@@ -147,21 +150,24 @@ def powers(root: epath.Path) -> list[str]:
     return [name for name in stored(root) if name.startswith(averages.POWER)]
 
 
-def _items_of(root: epath.Path, which: str) -> list[str]:
+def items_of(root: epath.Path, which: str) -> list[str]:
     """The items that an average is read from, or made of: then all that are power functions."""
     names, name = stored(root), name_of(root, which)
-    whole = (root / "params").exists()  # A snapshot holds averages alone.
+    # A snapshot holds averages alone.
+    whole = [item for item in ("params", packed.FILE) if (root / item).exists()]
     if whole and (which == "raw" or (which == "ema" and not names)):
-        return ["params"]
+        return whole[:1]
     if which == "ema" and names:
         return [EMA + names[-1]]
     if name in names:
         return [EMA + name]
     if name.startswith(averages.POWER) and (sources := powers(root)):
         return [EMA + source for source in sources]
+    if (root / packed.FILE).exists():
+        raise ValueError(f"no average {which!r} in {root}: it was packed with one, give no --ema")
     any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
     raise ValueError(
-        f"no average {which!r} in {root}: choose one of {['raw'][:whole] + names + any_width}"
+        f"no average {which!r} in {root}: choose one of {['raw'][: len(whole)] + names + any_width}"
     )
 
 
@@ -221,24 +227,34 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
     check_items(root, abstract)
     placed = jax.tree.map(_placed, abstract)
     with _readable(root), ocp.StandardCheckpointer() as checkpointer:
-        return {name: checkpointer.restore(root / name, placed[name]) for name in abstract}
+        read = lambda name: checkpointer.restore if name != packed.FILE else packed.read
+        return {name: read(name)(_place(root, name), placed[name]) for name in abstract}
 
 
-def shapes(root: epath.Path, name: str) -> Any:
-    """The tree of a stored average, in float32."""
+def shapes(root: epath.Path, item: str) -> Any:
+    """The tree of an item of a step's folder, in float32."""
     with _readable(root):
-        saved = ocp.StandardCheckpointHandler().metadata(root / f"{EMA}{name}").tree
+        if item == packed.FILE:
+            return packed.shapes(_place(root, item))
+        # The handler, not a checkpointer: the latter warns about a file that items do not have.
+        saved = ocp.StandardCheckpointHandler().metadata(root / item).tree
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), saved)
+
+
+def _place(root: epath.Path, item: str) -> Any:
+    """Where an item is read: a file here, also of what lies in a bucket."""
+    return files.local(str(root / item)) if item == packed.FILE else root / item
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
     """ValueError unless a step's folder holds these items, in these shapes."""
-    with _readable(root):
-        # The handler, not a checkpointer: the latter warns about a file that items do not have.
-        handler = ocp.StandardCheckpointHandler()
-        saved = {name: _shapes(handler.metadata(root / name).tree) for name in abstract}
+    if (root / packed.FILE).exists() and packed.FILE not in abstract:
+        raise ValueError(
+            f"{root} was packed to be passed on, without what training goes on from: train in "
+            "another workdir, and name this one as unet.weights"
+        )
     for name, tree in abstract.items():
-        _check_shapes(root / name, saved[name], tree)
+        _check_shapes(root / name, _shapes(shapes(root, name)), tree)
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ from typing import IO, Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.machine import files
 from diffusion_jax.weights import torch_weights
 
 TORCH = (".ckpt", ".pt", ".pth", ".bin")
@@ -36,7 +37,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     Of a checkpoint's contents those under "state_dict" are read, if it has these.
     FileNotFoundError, or ValueError for another or damaged format.
     """
-    path = pathlib.Path(path)
+    path = files.local(path)
     if path.suffix not in SUFFIXES:
         if not path.exists():
             raise FileNotFoundError(f"no file {path}, and no folder")
@@ -65,7 +66,7 @@ def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The model's config that lies in a .nemo file; ValueError if there is none."""
     import yaml  # Only where such a file is read.
 
-    with _readable(path), _nemo_member(pathlib.Path(path), _NEMO_CONFIG) as file:
+    with _readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
         config = yaml.safe_load(file)
         if not isinstance(config, dict):
             raise ValueError(f"{_NEMO_CONFIG} holds no mapping")

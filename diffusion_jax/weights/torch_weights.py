@@ -153,7 +153,7 @@ def write(
 
     `metadata` are words that go beside them.
     """
-    path = pathlib.Path(path)
+    path = files.path(path)
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,7 +162,9 @@ def write(
 
         # diffusers refuses files that do not say whose tensors they are.
         beside = {"format": "pt", **(metadata or {})}
-        files.write_whole(path, safetensors.numpy.save(dict(state), beside))
+        # It copies memory as it lies, in whatever order.
+        arrays = {name: np.asarray(array, order="C") for name, array in state.items()}
+        files.write_whole(path, safetensors.numpy.save(arrays, beside))
         return
     beside = {_METADATA: np.array(json.dumps(metadata))} if metadata else {}
     with files.whole(path) as temporary, temporary.open("wb") as file:

@@ -8,7 +8,8 @@ and train take like one of their own. FILE is opened without torch, and nothing 
     python -m imagen_jax.weights export --from=WORKDIR --to=FILE
 
 writes a run's weights under NeMo's names as .safetensors or .npz; --ema=raw takes the weights
-themselves in place of their average, --ema=0.9999 one of several, --checkpoint=N a step.
+themselves in place of their average, --ema=0.9999 one of several, --checkpoint=N a step. What a
+run of LoRA learned is merged into what it adapts, which may lie elsewhere now: --unet_weights=PATH.
 """
 
 import sys
@@ -20,12 +21,14 @@ from diffusion_jax.train.checkpoint import NotSaved
 from imagen_jax.weights import convert
 
 _USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CONFIG --to=WORKDIR
-       python -m imagen_jax.weights export --from=WORKDIR --to=FILE [--ema=raw] [--checkpoint=N]"""
+       python -m imagen_jax.weights export --from=WORKDIR --to=FILE [--ema=raw] [--checkpoint=N]
+           [--unet_weights=PATH]"""
 
 _CONFIG = cli.define_config()
 _FROM = flags.DEFINE_string("from", None, "What is read: a checkpoint of NeMo's, or a workdir.")
 _TO = flags.DEFINE_string("to", None, "What is written: a workdir, or a file.")
 _EMA = flags.DEFINE_string("ema", "ema", 'A decay such as 0.9999, "ema" for the largest, or "raw".')
+_BASE = flags.DEFINE_string("unet_weights", None, "Of a run of LoRA, where its base lies now.")
 _STEP = flags.DEFINE_integer("checkpoint", None, "A step that was saved; default: the last.")
 
 
@@ -39,7 +42,7 @@ def main(argv: list[str]) -> None:
                 convert.to_workdir(source, _CONFIG.value, target)
         case ["export"] if source and target:
             with cli.bad_input():
-                convert.from_workdir(source, target, _EMA.value, _STEP.value)
+                convert.from_workdir(source, target, _EMA.value, _STEP.value, _BASE.value)
         case _:
             print(_USAGE, file=sys.stderr)
             sys.exit(2)

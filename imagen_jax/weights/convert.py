@@ -1,8 +1,6 @@
 """NeMo's checkpoints as workdirs, and workdirs' weights as NeMo's: both whole or not at all."""
 
 import os
-import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +35,7 @@ def to_workdir(
     at the weights. What was written is read again, compared to the last bit, and computed
     with once. ValueError if file and config do not fit, or the workdir is not empty.
     """
-    source, workdir = pathlib.Path(source), pathlib.Path(workdir)
+    source, workdir = files.path(source), files.path(workdir)
     s = read_settings(config.to_dict())
     # A kill may come between the weights and the comparison: the same command does both again.
     folder, unfinished = workdir / runs.CHECKPOINTS, workdir / _UNFINISHED
@@ -65,7 +63,7 @@ def to_workdir(
     with runs.writing(workdir):
         files.write_whole(unfinished, "")
         runs.claim(workdir, config.to_dict())
-        shutil.rmtree(folder, ignore_errors=True)
+        files.remove_tree(folder)
         checkpoints = checkpoint.Checkpointer(folder, keep_last=1)
         checkpoints.save(0, state, _Start(), config.to_dict())
         checkpoints.close()
@@ -80,7 +78,7 @@ def check_written(
 
     The network must compute the same from what is read as from them, and finite numbers.
     """
-    folder = pathlib.Path(workdir) / runs.CHECKPOINTS
+    folder = files.path(workdir) / runs.CHECKPOINTS
     learning = objective.make(s.diffusion).with_learned
     abstract = jax.eval_shape(learning, nemo.abstract_params(s.unet, s.text.width))
     unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
@@ -113,14 +111,15 @@ def from_workdir(
     path: str | os.PathLike[str],
     ema: str = "ema",
     step: int | None = None,
+    base: str | None = None,
 ) -> None:
     """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
 
-    Of a run of LoRA these are the adapted weights with what it learned merged into them. `ema` and
-    `step` as for restore.load_params. ValueError or FileNotFoundError if there are no such weights,
-    or NeMo has no such network.
+    Of a run of LoRA these are the adapted weights, which lie in `base` if not where its config
+    says, with what it learned merged into them. `ema` and `step` as for restore.load_params.
+    ValueError or FileNotFoundError if there are no such weights, or NeMo has no such network.
     """
-    path = pathlib.Path(path)
+    path = files.path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
     s = initial.settings_of(workdir)
@@ -128,7 +127,7 @@ def from_workdir(
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = initial.of_run(workdir, s, ema, step)
+        params = initial.of_run(workdir, s, ema, step, base)
     state = nemo.to_nemo(params, unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 

@@ -1,12 +1,12 @@
 """The network of a run or of NeMo's checkpoint: to start from, to adapt, to write elsewhere."""
 
 import os
-import pathlib
 from typing import Any
 
 import jax
 
 from diffusion_jax import finetune, runs
+from diffusion_jax.machine import files
 from diffusion_jax.weights import torch_files
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import nemo
@@ -19,17 +19,25 @@ def read_unet(path: str | os.PathLike[str], s: Settings) -> Any:
     FileNotFoundError, or ValueError for those of another network.
     """
     workdir, step = finetune.at_step(path)
-    if (pathlib.Path(workdir) / runs.CONFIG).is_file():
+    if (files.path(workdir) / runs.CONFIG).is_file():
         return of_run(workdir, s, step=step)
     return jax.device_get(read_nemo(path, s))
 
 
 def of_run(
-    workdir: str | os.PathLike[str], s: Settings, which: str = "ema", step: int | None = None
+    workdir: str | os.PathLike[str],
+    s: Settings,
+    which: str = "ema",
+    step: int | None = None,
+    base: str | None = None,
 ) -> Any:
-    """The same of a run's weights; `which` and `step` as for restore.load_params."""
+    """The same of a run's weights; `which` and `step` as for restore.load_params.
+
+    `base` is where what a run of LoRA adapts lies now, if not where its config says.
+    """
     there, abstract = settings_of(workdir), nemo.abstract_params(s.unet, s.text.width)
-    read = lambda: read_unet(there.unet_weights, s)
+    finetune.check_wanted(base, there.lora)
+    read = lambda: read_unet(base or there.unet_weights, s)
     return finetune.network(workdir, there, abstract, read, which, step)
 
 

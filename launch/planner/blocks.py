@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.machine import flops, sharding
@@ -123,11 +124,14 @@ def measure(block: Block, kind: str) -> Measured:
     """A block compiled for one TPU of a kind, with its gradient where it is trained."""
     mesh = compiling.one_device(kind)
     function, arguments = _programs(block)[block.trained]
-    whole = sharding.replicated(mesh)
-    arguments = jax.tree.map(
-        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=whole), arguments
-    )
-    lowered = jax.jit(sharding.ambient(mesh, function)).lower(*arguments)
+    # Parameters lie as the state keeps them, activations as the compiler likes, which within a
+    # whole program is free too: with fixed ones it would copy them at every block's border.
+    fixed = sharding.replicated(mesh)
+    free = Format(Layout.AUTO, fixed)
+    places = (fixed, free, fixed, fixed, free)[: len(arguments)]
+    results = (free, (fixed, free)) if block.trained else free
+    run = sharding.ambient(mesh, function)
+    lowered = jax.jit(run, in_shardings=places, out_shardings=results).lower(*arguments)
     label = block.label if block.trained else f"{block.label}, forward"
     return measured(compiling.compile_for(lowered, kind), kind, label, work(block))
 

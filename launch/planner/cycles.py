@@ -61,7 +61,8 @@ def is_kernel(instruction: Instruction) -> bool:
 def kind(program: Program, instruction: Instruction) -> str:
     """What an instruction mostly does, one of KINDS."""
     opcode, source = instruction.opcode, instruction.source
-    opcodes = {inner.opcode for inner in program.inside(instruction)} | {opcode}
+    inside = program.inside(instruction)
+    opcodes = {inner.opcode for inner in inside} | {opcode}
     if is_kernel(instruction):
         return KERNEL
     if opcode.startswith(EXCHANGES) or opcodes & set(EXCHANGES):
@@ -72,7 +73,8 @@ def kind(program: Program, instruction: Instruction) -> str:
         return COPIES
     if "jvp(" not in source and re.search(r"(^|/)(update|jit\(_?where\)|average)", source):
         return OPTIMIZER
-    if "norm" in source:
+    exponentials = (inner.source for inner in inside if inner.opcode == "exponential")
+    if any("norm" in name for name in (source, *exponentials)):  # SiLU is part of its norm.
         return NORM
     exponential = "exponential" in opcodes and "erf" not in opcodes  # GELU's gradient has both.
     return SOFTMAX if exponential or "splash" in source else ELEMENTWISE

@@ -22,6 +22,7 @@ import time
 from absl import app, flags, logging
 
 from diffusion_jax import cli
+from diffusion_jax.machine import files
 from sd_jax.mlperf import mllog, run
 
 _CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
@@ -57,6 +58,12 @@ def main(argv: list[str]) -> None:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
     workdir = pathlib.Path(_WORKDIR.value)
+    with cli.bad_input():
+        if files.remote(workdir):
+            raise ValueError(
+                f"--workdir={_WORKDIR.value}: the benchmark's log grows line by line, which no "
+                "bucket's file can; name a folder, and copy it there afterwards"
+            )
     submission = run.Submission(
         _DIVISION.value, _ORG.value, _PLATFORM.value, _STATUS.value, _CLEARED.value
     )

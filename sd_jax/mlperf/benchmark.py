@@ -26,7 +26,6 @@ from diffusion_jax.metrics import (
     extractors,
     frechet,
     stats_files,
-    weights,
 )
 from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.extractors import Extractor
@@ -79,7 +78,7 @@ def open_judge(evaluation: Evaluation) -> Judge:
             f"evaluation.num_prompts is {evaluation.num_prompts}, and {evaluation.prompts} holds "
             f"{len(captions)}: take 2 or more, and no more than there are"
         )
-    inception = extractors.inception_extractor(weights.load(evaluation.inception), "pytorch")
+    inception = extractors.load_inception(evaluation.inception)
     stats = stats_files.read(evaluation.reference)
     stats_files.check(evaluation.reference, stats, inception)
     real = frechet.reference(stats.gaussian)

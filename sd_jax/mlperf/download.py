@@ -45,7 +45,8 @@ _FLAGS = (
 )  # fmt: skip
 _FOLDERS = (MOMENTS, CLIP)
 CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-_TOKENIZER = ("config.json", "open_clip_config.json", "tokenizer.json", "vocab.json", "merges.txt")
+_LAST = ("open_clip_config.json", "tokenizer.json")  # They say that all is there.
+_TOKENIZER = ("config.json", "vocab.json", "merges.txt", *_LAST)
 
 
 def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
@@ -121,14 +122,20 @@ def fetch_tokenizer(out: pathlib.Path) -> None:
     OSError that names the command where that fails.
     """
     folder = out / CLIP
-    if all((folder / name).is_file() for name in ("open_clip_config.json", "tokenizer.json")):
+    if all((folder / name).is_file() for name in _LAST):
         return
     import huggingface_hub  # Imports a hundred modules, and only a download needs it.
 
     try:
-        huggingface_hub.snapshot_download(
-            CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=folder
-        )
+        with tempfile.TemporaryDirectory() as temporary:
+            there = files.remote(folder)
+            place = temporary if there else folder
+            huggingface_hub.snapshot_download(
+                CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=place
+            )
+            if there:
+                for name in _TOKENIZER:
+                    (there / name).send(pathlib.Path(place, name))
     except Exception as error:  # Networks fail in many ways.
         raise OSError(
             f"the tokenizer of {CLIP_ON_HUB} could not be had ({type(error).__name__}): put "

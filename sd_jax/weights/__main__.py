@@ -14,21 +14,22 @@ it themselves.
 
 LoRA: --lora=FILE or FILE:STRENGTH, of diffusers or kohya, is merged into what is written. Of a run
 of LoRA what it learned is merged into the weights that it adapts, and --names=diffusers or
---names=kohya writes its factors alone, in a file of that kind.
+--names=kohya writes its factors alone, in a file of that kind. --unet_weights=PATH says where the
+former lie now, if not in the run's config.
 """
 
 import os
-import pathlib
 import sys
 
 from absl import flags
 
 from diffusion_jax import cli, runs
+from diffusion_jax.machine import files
 from sd_jax.weights import checkpoints, lora_files, trained
 
 _USAGE = """usage: python -m sd_jax.weights convert --from=PATH --to=PATH [--names=ldm|nemo|
            diffusers|kohya] [--ema=ema|raw] [--config=YAML] [--norm_groups=16] [--predicts=eps|v]
-           [--tokenizer=FOLDER] [--lora=FILE:STRENGTH]"""
+           [--tokenizer=FOLDER] [--lora=FILE:STRENGTH] [--unet_weights=PATH]"""
 
 _FROM = flags.DEFINE_string("from", None, "What is read: a file, a diffusers directory, a run.")
 _TO = flags.DEFINE_string("to", None, "What is written: a file, or a new diffusers directory.")
@@ -36,6 +37,7 @@ _NAMES = flags.DEFINE_string(
     "names", "ldm", 'In a file: "ldm" or "nemo"; "diffusers" or "kohya" of the factors of a LoRA.'
 )
 _LORA = flags.DEFINE_multi_string("lora", [], "A LoRA to merge: FILE or FILE:STRENGTH; several.")
+_BASE = flags.DEFINE_string("unet_weights", None, "Of a run of LoRA, where its base lies now.")
 _EMA = flags.DEFINE_string("ema", "ema", '"ema": averages where the file has them; "raw": never.')
 _CONFIG = flags.DEFINE_string("config", None, "LDM's yaml of the model, for a single file.")
 _GROUPS = flags.DEFINE_integer("norm_groups", None, "Of residual blocks; MLPerf's have 16.")
@@ -59,14 +61,14 @@ def main(argv: list[str]) -> None:
 
 def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
     """Converts as the flags say, and opens the result; ValueError if it is not the same."""
-    target = pathlib.Path(target)
-    is_run = (pathlib.Path(source) / runs.CHECKPOINTS).is_dir()
+    target = files.path(target)
+    is_run = (files.path(source) / runs.CHECKPOINTS).is_dir()
     if is_run and _NAMES.value in lora_files.DIALECTS:
         trained.write_lora(source, target, _NAMES.value, _EMA.value)
         print(f"{target}: the factors alone, in the names of {_NAMES.value}")
         return
     opened = lambda: checkpoints.load(source, _EMA.value, _GROUPS.value, config=_CONFIG.value)
-    read = trained.to_checkpoint(source, _EMA.value) if is_run else opened()
+    read = trained.to_checkpoint(source, _EMA.value, _BASE.value) if is_run else opened()
     read = lora_files.apply(_LORA.value, read)
     for line in read.report:
         print(line)

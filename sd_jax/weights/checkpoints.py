@@ -79,7 +79,7 @@ def load(
     where neither that nor the file says it. FileNotFoundError, or ValueError that lists the keys
     that do not fit.
     """
-    path = pathlib.Path(path)
+    path = files.local(path)
     if ema not in ("ema", "raw"):
         raise ValueError(f"ema is {ema!r}: choose 'ema' or 'raw'")
     if path.is_dir() and config is not None:
@@ -108,7 +108,7 @@ def save_diffusers(
     the checkpoint says, or eps), and the tokenizer is for from_pretrained's caller to give.
     ValueError for networks that diffusers does not have.
     """
-    folder = pathlib.Path(folder)
+    folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty: name a new folder")
     index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
@@ -123,10 +123,10 @@ def save_diffusers(
             index[part] = [library, config.get("_class_name") or config["architectures"][0]]
         _write_json(temporary / "scheduler" / "scheduler_config.json", ddim)
         for part, source in (("tokenizer", tokenizer), ("scheduler", scheduler)):
-            if source is not None and (pathlib.Path(source) / part).is_dir():
-                there = temporary / part
-                shutil.copytree(pathlib.Path(source) / part, there, dirs_exist_ok=True)
-                theirs = pretrained.read_json(pathlib.Path(source) / "model_index.json")
+            if source is not None and (files.path(source) / part).is_dir():
+                there, local = temporary / part, files.local(source)
+                shutil.copytree(local / part, there, dirs_exist_ok=True)
+                theirs = pretrained.read_json(local / "model_index.json")
                 index[part] = theirs.get(part, index[part])
         _write_json(temporary / "model_index.json", index)
 

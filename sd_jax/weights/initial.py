@@ -1,13 +1,13 @@
 """Weights that training starts from: those of the frozen VAE, and those of another UNet."""
 
 import os
-import pathlib
 from typing import Any
 
 import flax.linen as nn
 import jax
 
 from diffusion_jax import finetune, runs
+from diffusion_jax.machine import files
 from diffusion_jax.weights import restore
 from sd_jax.settings import read_settings
 from sd_jax.unet import UNet
@@ -54,20 +54,25 @@ def of_run(
     text_width: int,
     which: str = "ema",
     step: int | None = None,
+    base: str | None = None,
 ) -> Any:
-    """The params of a run's UNet; `which` and `step` as for restore.load_params."""
+    """The params of a run's UNet; `which` and `step` as for restore.load_params.
+
+    `base` is where what a run of LoRA adapts lies now, if not where its config says.
+    """
     there = read_settings(runs.load(workdir, "sd_jax"))
-    read = lambda: read_unet(there.unet_weights, unet, text_width)
+    finetune.check_wanted(base, there.lora)
+    read = lambda: read_unet(base or there.unet_weights, unet, text_width)
     abstract = names.abstract_unet(unet, text_width)
     return finetune.network(workdir, there, abstract, read, which, step)
 
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:
-    return (pathlib.Path(path) / runs.CHECKPOINTS).is_dir()
+    return (files.path(path) / runs.CHECKPOINTS).is_dir()
 
 
 def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
-    return jax.device_get(restore.load_params(pathlib.Path(path) / runs.CHECKPOINTS, abstract))
+    return jax.device_get(restore.load_params(files.path(path) / runs.CHECKPOINTS, abstract))
 
 
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:

@@ -11,6 +11,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from diffusion_jax.machine import files
 from diffusion_jax.weights import torch_files, torch_weights
 from sd_jax.unet import UNet
 from sd_jax.vae import SCALE
@@ -47,7 +48,7 @@ def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Co
         return json.loads(said) if said else {}
     import yaml  # Only where such a file is read.
 
-    config = pathlib.Path(config)
+    config = files.local(config)
     if not config.is_file():
         raise FileNotFoundError(f"no file {config}: --config is LDM's yaml of the model")
     try:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from diffusion_jax import lora
+from diffusion_jax.machine import files
 from diffusion_jax.settings import Lora
 from diffusion_jax.task import Params
 from diffusion_jax.text import clip_weights
@@ -135,7 +136,7 @@ def _parse(text: str) -> tuple[pathlib.Path, float]:
         path, strength = text, 1.0
     if not math.isfinite(strength):
         raise ValueError(f"--lora={text}: the strength is a finite number")
-    found = pathlib.Path(path)
+    found = files.local(path)
     found = found / FILE if found.is_dir() else found
     if not found.is_file():
         raise FileNotFoundError(f"--lora={text}: there is no file {found}")

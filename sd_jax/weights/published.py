@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import make_programs
-from diffusion_jax.machine import sharding
+from diffusion_jax.machine import files, sharding
 from diffusion_jax.ranges import check
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
@@ -157,7 +157,7 @@ def _encoder(
         )
     folder = path / "tokenizer"
     if file.tokenizer:
-        folder = pathlib.Path(file.tokenizer)
+        folder = files.local(file.tokenizer)
     elif choice.text_weights:
         folder = pretrained.locate(choice.text_weights)
     if not folder.is_dir():

@@ -77,14 +77,17 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
     return s
 
 
-def to_checkpoint(workdir: str | os.PathLike[str], ema: str = "ema") -> Checkpoint:
+def to_checkpoint(
+    workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
+) -> Checkpoint:
     """The weights of a run with its VAE and its text encoder, where it has them, to be written.
 
-    Of a run of LoRA these are the adapted weights with what it learned merged into them.
+    Of a run of LoRA these are the adapted weights, which lie in `base` if not where its config
+    says, with what it learned merged into them.
     """
     s = read_run(workdir, Choice())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = of_run(workdir, s.unet, s.text.width, ema)
+        params = of_run(workdir, s.unet, s.text.width, ema, base=base)
     plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None

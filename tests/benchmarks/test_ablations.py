@@ -41,14 +41,17 @@ def test_all_variants_are_configs_and_share_the_bases_training():
     each = [(axis, *item) for axis, of in ablations.AXES.items() for item in of.items()]
     names = [ablations.Variant(axis, name, **what) for axis, name, what in each]
     keys = [variant.key for variant in names]
-    assert keys.count("base") == len(ablations.AXES) == 5
+    assert keys.count("base") == len(ablations.AXES) == 6
     others = [key for key in keys if key != "base"]
     assert len({*others}) == len(others)
-    assert len({variant.run for variant in names}) == 9  # The base, four objectives, four weights.
+    # The base, four objectives, four weights, two of the other network.
+    assert len({variant.run for variant in names}) == 11
     for variant in names:
-        config = quickstart.get_config()
-        config.update_from_flattened_dict(dict(variant.trained))
-        read_settings(config.to_dict())
+        s = read_settings(ablations.config_of(variant.trained, 1, ablations.Size(12, 64)))
+        assert (s.unet.embed_dim, s.run.steps, s.run.seed) == (64, 12, 1)
+        other = variant.run.startswith("network")
+        assert (type(s.unet).__name__ == "MagnitudeUNet") == other
+        assert s.optimizer.lr == (0.04 if other else 0.002)
 
 
 def test_chosen_variants_come_with_the_first_of_their_axis():

@@ -1,6 +1,7 @@
 """One round of the campaign: a command, a fault, the same command again, and a comparison."""
 
 import contextlib
+import functools
 import itertools
 import os
 import pathlib
@@ -84,13 +85,14 @@ class Job:
             path.touch()
         taken = out.with_name(f"{out.name} taken")
         taken.mkdir(exist_ok=True)
+        noting = functools.partial(commands.record_samples, taken)
         self.processes: list[BaseProcess] = []
         for i, outputs in enumerate(self.outputs):
             joined = [f"--process_id={i}"] if subject.processes > 1 else []
             self.processes.append(
                 commands.start(
                     name, *arguments, *joined, devices=1, outputs=outputs,
-                    samples=taken if subject.notes else None,
+                    before=noting if subject.notes else None,
                 )
             )  # fmt: skip
 

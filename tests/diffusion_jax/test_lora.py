@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax import lora
+from diffusion_jax import finetune, lora
 from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import sharding
 from diffusion_jax.settings import Lora, Optimizer
@@ -161,3 +161,10 @@ def test_what_cannot_be_adapted_is_said(change, message):
         lora.adapt(TASK, weights(), S._replace(**change))
     with pytest.raises(ValueError, match="this network has no layers that LoRA adapts"):
         lora.layers({"params": {"a": {"unit_kernel": np.zeros((2, 2))}}}, S)
+
+
+def test_a_place_of_adapted_weights_for_a_run_that_adapts_none_is_an_error():
+    finetune.check_wanted("s3://bkt/base", S)
+    finetune.check_wanted(None, Lora())
+    with pytest.raises(ValueError, match=r"--unet_weights=s3://bkt/base says .* leave it out"):
+        finetune.check_wanted("s3://bkt/base", Lora())

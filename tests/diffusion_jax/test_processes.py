@@ -19,7 +19,7 @@ from diffusion_jax.machine import exits, log
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands
-from tests.processes import Group, free_port, last_step
+from tests.processes import PATIENCE, Group, free_port, last_step
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def stop_one(workdir, number, which=1):
     group.wait_for_step(workdir, 3 + last_step(workdir))
     os.kill(group.processes[which].pid, number)
     survivor = group.processes[1 - which]
-    survivor.join(120)
+    survivor.join(PATIENCE)
     group.processes[which].kill()
     return survivor.exitcode, group.said()
 
@@ -82,7 +82,7 @@ def test_one_that_is_killed_ends_the_other_which_says_so(killed):
     assert code == 1, said
     here = socket.gethostname()
     expected = (
-        rf"error: process 1 on {here} has ended \(it was last heard \d\.\d s ago\), and so does "
+        rf"error: process 1 on {here} has ended \(it was last heard \d+\.\d s ago\), and so does "
         rf"process 0 on {here}. (The last checkpoint is of step \d+|There is no checkpoint yet); "
         r"the same command, in each process, continues: .+"
     )
@@ -154,12 +154,12 @@ def refused(tmp_path, *told, code=exits.REFUSED):
     processes, outputs = [], []
     for i, (number, count, address) in enumerate(told):
         outputs.append((tmp_path / f"{i}.out", tmp_path / f"{i}.err"))
-        run = (f"--workdir={tmp_path}", "--steps=1", "--join_timeout=100")
+        run = (f"--workdir={tmp_path}", "--steps=1", "--join_timeout=200")
         who = (f"--process_id={number}", f"--num_processes={count}", f"--coordinator={address}")
         name = "tests.diffusion_jax.toy_train"
         processes.append(commands.start(name, *run, *who, devices=1, outputs=outputs[-1]))
     for process in processes:
-        process.join(150)
+        process.join(PATIENCE)
         process.kill()
     said = [err.read_text() for _, err in outputs]
     assert [process.exitcode for process in processes] == [code] * len(told), said

@@ -75,9 +75,9 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
-def test_a_url_is_no_workdir(kind):
-    with pytest.raises(ValueError, match="workdir gs://bucket/run is a URL: give a folder"):
-        runs.claim(kind("gs://bucket/run"), config())
+def test_a_workdir_may_be_in_two_kinds_of_store(kind):
+    with pytest.raises(ValueError, match=r"https://bucket/run is in no store .*: those are gs://"):
+        runs.claim(kind("https://bucket/run"), config())
 
 
 def test_only_the_first_process_writes_the_config(tmp_path, monkeypatch):

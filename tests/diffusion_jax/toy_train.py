@@ -1,7 +1,6 @@
 """The training loop on the toy system, as a command, and a kill where it is asked for."""
 
 import os
-import pathlib
 import signal
 import sys
 
@@ -10,7 +9,7 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.data import digits, pipeline
-from diffusion_jax.machine import distributed, exits, sharding
+from diffusion_jax.machine import distributed, exits, files, sharding
 from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy
@@ -49,11 +48,11 @@ def main(argv):
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
-        distributed.advise(lambda: command.how_to_go_on(pathlib.Path(_WORKDIR.value)))
+        distributed.advise(lambda: command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None
         inputs = loop.Inputs(toy.task(), batches, examples, evaluation)
-        state = loop.train(inputs, run, OPTIMIZER, mesh, pathlib.Path(_WORKDIR.value), {})
+        state = loop.train(inputs, run, OPTIMIZER, mesh, files.path(_WORKDIR.value), {})
     if int(state.step) < run.steps:
         sys.exit(exits.PREEMPTED)
 

@@ -59,13 +59,13 @@ def start(
     *arguments: str,
     devices: int,
     outputs: tuple[pathlib.Path, pathlib.Path],
-    samples: pathlib.Path | None = None,
+    before: Callable[[], None] | None = None,
 ) -> BaseProcess:
     """The running process, which writes its stdout and stderr to `outputs`.
 
-    `samples` is a folder for what record_samples writes.
+    It calls `before`, such as a partial of record_samples, before the command.
     """
-    process = _server.Process(target=_command, args=(name, arguments, devices, outputs, samples))
+    process = _server.Process(target=_command, args=(name, arguments, devices, outputs, before))
     process.start()
     return process
 
@@ -108,10 +108,9 @@ def _call(function, arguments, devices):
     function(*arguments)
 
 
-def _command(name, arguments, devices, outputs, samples):
-    if samples is not None:
-        record_samples(samples)
-
+def _command(name, arguments, devices, outputs, before):
+    if before:
+        before()
     for path, number in zip(outputs, (1, 2), strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     os.chdir(ROOT)

@@ -99,7 +99,8 @@ def _train(workdir, steps, save_every=2):
     outputs = (workdir / "stdout.txt", workdir / STDERR)
     samples = workdir / SAMPLES
     samples.mkdir(exist_ok=True)
-    return commands.start("train", *arguments, devices=1, outputs=outputs, samples=samples)
+    before = functools.partial(commands.record_samples, samples)
+    return commands.start("train", *arguments, devices=1, outputs=outputs, before=before)
 
 
 def _wait_for_step(workdir, step, process):

@@ -1,8 +1,10 @@
 """The evaluation command: its table, its pictures, and that they are the model's."""
 
+import base64
 import csv
 import io
 import json
+import re
 
 import numpy as np
 import pytest
@@ -117,6 +119,17 @@ def test_started_again_it_draws_nothing_and_gives_the_same_table(evaluated, trai
 
 def test_the_page_shows_the_sweep_and_the_training(evaluated, trained):
     text = (trained / "report.html").read_text()
-    assert text.count("<svg") == 5  # Trade-off, distance, shares of both prompts, loss, speed.
-    assert text.count("data:image/png;base64,") == 2
-    assert "<title>guidance 3\n" in text
+    page = json.loads(re.findall('id="kept">(.*)</script>', text)[0])
+    (one,), (run,) = page["/api/sweeps"]["sweeps"], page["/api/training"]["runs"]
+    scores = {"guidance", "fd_digits", "seen_prompt_accuracy", "heldout_prompt_accuracy"}
+    assert [point["guidance"] for point in one["points"]] == [1, 3]
+    assert all(point["scores"].keys() >= scores for point in one["points"])
+    assert {"loss", "images_per_second"} <= run["curves"].keys()
+    pictures = [point["sheet"] for point in one["points"]]
+    folder, _, _ = evaluated
+    for picture, name in zip(
+        (*pictures, one["real"]), ("guidance_1", "guidance_3", "real"), strict=True
+    ):
+        kind, _, content = picture.partition(",")
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(content) == (folder / f"{name}.png").read_bytes()

@@ -90,7 +90,7 @@ def test_a_second_run_in_a_workdir_is_refused_and_one_after_a_kill_is_not(tmp_pa
     workdir = tmp_path / "run"
     run = ("train", *TINY, f"--workdir={workdir}", "--config.save_every=1")
     first = Group(tmp_path / "first", 1, *run, "--config.steps=1000000")
-    first.wait_for_step(workdir, 2)
+    first.wait_for_step(workdir, 3)  # A save waits for the one before: that of step 1 is whole.
     pid = first.processes[0].pid
     for count in (1, 2):
         second = Group(tmp_path / f"second_{count}", count, *run)

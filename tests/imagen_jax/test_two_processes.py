@@ -1,13 +1,13 @@
 """Two processes that jax.distributed joins share the data; one may continue alone."""
 
 import json
-import socket
 
 import numpy as np
 import pytest
 
 from diffusion_jax.data import digits
-from tests.imagen_jax import commands, two_processes
+from tests import processes
+from tests.imagen_jax import two_processes
 from tests.imagen_jax.two_processes import BATCH, SAVED, STEPS
 
 
@@ -20,14 +20,7 @@ def path(tmp_path_factory):
 def two(path, tmp_path_factory):
     """What each of two processes wrote."""
     out = tmp_path_factory.mktemp("two")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    arguments = [(process, 2, port, path, out) for process in range(2)]
-    processes = [commands.fork(two_processes.main, *a) for a in arguments]
-    for process in processes:
-        process.join(120)
-    assert [process.exitcode for process in processes] == [0, 0]
+    assert processes.run_all(2, two_processes.main, path, out, devices=2) == [0, 0]
     return [json.loads((out / f"{process}.json").read_text()) for process in range(2)]
 
 

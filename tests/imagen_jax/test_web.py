@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import time
 import urllib.request
 
 import numpy as np
@@ -13,17 +12,23 @@ from PIL import Image
 
 from diffusion_jax.evaluate import sweep
 from diffusion_jax.machine import sheets
-from tests.imagen_jax import commands
+from diffusion_jax.web import jobs
+from tests import pages
+from tests.imagen_jax import commands, test_cascade
+from tests.pages import draw, drawn
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(CHROMIUM is None, reason="needs a browser: apt install chromium"),
-]
-PROMPT = "a red seven on gray paper"
+pytestmark = pytest.mark.slow
 expect = playwright.expect
-expect.set_options(timeout=120_000)
+expect.set_options(timeout=pages.PATIENCE)
+enlarger = test_cascade.enlarger
+
+
+@pytest.fixture(scope="module")
+def trained(trained, tmp_path_factory):
+    """The run without what other tests evaluated of it."""
+    others = shutil.ignore_patterns("evaluation", "report.html")
+    return shutil.copytree(trained, tmp_path_factory.mktemp("of_web") / "run", ignore=others)
 
 
 @pytest.fixture(scope="module")
@@ -39,62 +44,18 @@ def address(trained, tmp_path_factory):
     for n, row in enumerate(rows):
         pixels = np.full((8, 8, 3), 40 * n, np.uint8)
         sheets.write_png(folder / sweep.sheet_name(row, several=True), pixels)
-    out = tmp_path_factory.mktemp("web")
-    process = commands.start(
-        "web", f"--workdir={trained}", "--port=0", devices=1, outputs=(out / "out", out / "err")
-    )
-    for _ in range(1200):
-        said = (out / "out").read_text() if (out / "out").exists() else ""
-        found = re.search(r"open (http://\S+)", said)
-        if found or not process.is_alive():
-            break
-        time.sleep(0.1)
-    assert found, (out / "err").read_text()
-    yield found[1]
-    process.terminate()
-    process.join()
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield opened
-        opened.close()
+    with pages.served("imagen_jax.web", trained, folder=tmp_path_factory.mktemp("web")) as found:
+        yield found
 
 
 @pytest.fixture
 def page(browser, address):
-    errors = []
-    context = browser.new_context(viewport={"width": 1200, "height": 800})
-    opened = context.new_page()
-    opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on("request", lambda request: errors.append(request.url) if not (
-        request.url.startswith((address, "data:"))) else None)  # fmt: skip
-    opened.goto(address)
-    expect(opened.locator("#field-steps")).to_be_visible()
-    yield opened
-    context.close()
-    assert errors == []
-
-
-def draw(page, prompt=PROMPT, count=2, **fields):
-    page.fill("#prompts", prompt)
-    page.fill("#count", str(count))
-    for name, value in fields.items():
-        page.fill(f"#field-{name}", str(value))
-    page.click("#draw")
-
-
-def drawn(page):
-    """The bytes of the pictures, once all are there."""
-    expect(page.locator("#status")).to_have_text(re.compile(r"^\d+ pictures?$"))
-    sources = page.locator("#pictures img").evaluate_all("images => images.map(i => i.src)")
-    return [urllib.request.urlopen(source).read() for source in sources]
+    with pages.opened(browser, address) as opened:
+        yield opened
 
 
 def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
-    page, trained, tmp_path, browser, address
+    page, trained, tmp_path
 ):
     draw(page, "a <b>red</b> seven", guidance=3, steps=3)
     images = drawn(page)
@@ -109,15 +70,15 @@ def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
     page.locator(".picture").nth(1).click()
     expect(page.locator("dialog pre")).to_contain_text("imagen_jax.sample")
     link = page.locator("dialog a").first.get_attribute("href")
-    other = browser.new_page()
+    other = page.context.new_page()
     other.goto(link)
     assert drawn(other) == images[1:]
     other.close()
 
 
-def test_two_tabs_wait_for_each_other_and_one_cancels(page, browser, address):
-    draw(page, count=40, steps=1000)
-    other = browser.new_page()
+def test_two_tabs_wait_for_each_other_and_one_cancels(page, address):
+    draw(page, count=jobs.PICTURES, steps=1000)  # Minutes, of which it is cancelled.
+    other = page.context.new_page()
     other.goto(address)
     expect(other.locator("#field-steps")).to_be_visible()
     draw(other, count=1, steps=3)
@@ -150,7 +111,7 @@ def test_a_grid_has_the_pictures_of_its_settings(page):
 def test_a_sweeps_point_shows_its_pictures_and_draws_like_it(page, address):
     page.click("#tab-sweeps")
     expect(page.locator("svg .hit")).to_have_count(4)
-    assert page.locator(".legend li").all_inner_texts() == ["step 3, ema", "step 3, raw"]
+    assert page.locator(".legend li").all_inner_texts() == ["ema", "raw"]
     page.locator("svg .hit").nth(3).click()
     expect(page.locator("#point h2")).to_have_text("run, step 3, raw, guidance 3")
     expect(page.locator("#point")).to_contain_text("12 (8 to 12)")
@@ -209,3 +170,26 @@ def test_a_mistake_is_said(page):
     expect(page.locator("#status")).to_have_text("sampler.name is 'huen': did you mean 'heun'?")
     draw(page, sampler="ddim", steps=2000)
     expect(page.locator("#status")).to_have_text("steps is 2000: here it is 1,000 at most")
+
+
+def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enlarger, tmp_path):
+    stages = f"{trained},{enlarger}"
+    with (
+        pages.served("imagen_jax.web", stages, folder=tmp_path / "web") as address,
+        pages.opened(browser, address) as page,
+    ):
+        expect(page.locator("#checkpoint")).to_be_hidden()  # Each stage has its own.
+        draw(page, steps="2,3", guidance="3,1.5")
+        larger = drawn(page)
+        page.locator(".picture").nth(1).click()
+        expect(page.locator("dialog img")).to_have_count(2)
+        both = pages.files(page, "dialog img")
+        made = pages.of_command(page, tmp_path / "out", "--all_sizes")
+        page.keyboard.press("Escape")
+        page.click("#tab-training")
+        names = page.locator("#runs strong")
+        expect(names).to_have_text(["run", enlarger.name])
+        page.click("#tab-sweeps")
+        expect(page.locator("#sweep-plots")).to_contain_text("No sweep yet")
+    assert both == [made["seed_000001_16.png"], made["seed_000001.png"]] and both[1] == larger[1]
+    assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]

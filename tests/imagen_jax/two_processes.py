@@ -1,7 +1,6 @@
 """One of several processes of a run, which reads batches and writes which pictures they held."""
 
 import json
-import os
 import pathlib
 
 BATCH, STEPS, SAVED = 8, 10, 3
@@ -44,13 +43,11 @@ def read(path, state=None, steps=STEPS):
     return taken, saved
 
 
-def main(process, processes, port, path, out):
-    """Joins the others, reads, and writes OUT/PROCESS.json."""
-    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+def main(address, process, path, out):
+    """Joins the other, reads, and writes OUT/PROCESS.json."""
     import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.distributed.initialize(f"127.0.0.1:{port}", processes, process)
+    jax.distributed.initialize(address, 2, process)
     taken, saved = read(path)
     ended = {"devices": jax.device_count(), "taken": taken, "saved": saved.decode()}
     pathlib.Path(out, f"{process}.json").write_text(json.dumps(ended))

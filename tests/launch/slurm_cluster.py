@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import processes
+
 NODES = ("n1", "n2")
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
 # A job that is queued again starts once its last credential has expired: 2 minutes by default.
@@ -31,6 +33,7 @@ SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
 SlurmdLogFile={folder}/slurmd-%n.log
+SlurmdDebug=debug
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
@@ -69,22 +72,23 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Kills a node: its daemon, and all that jobs run on it, at once."""
         self.daemons[node].kill()
-        named = f"SLURMD_NODENAME={node}".encode()
-        for process in pathlib.Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                if named in (process / "environ").read_bytes().split(bytes(1)):
-                    parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                    for number in (parent, int(process.name)):
-                        if "slurmd" not in pathlib.Path(f"/proc/{number}/comm").read_text():
-                            os.kill(number, signal.SIGKILL)
+        # srun's own child first: it sees srun die and has the controller kill the step, which would
+        # hit the job once it has been queued again.
+        for number in sorted(_of_jobs(node), key=lambda n: (_name(n) != "srun", -n)):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(number, signal.SIGKILL)
         self.daemons[node].wait()
+
+    def ask(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
+        """A program of Slurm's that has ended."""
+        return subprocess.run(
+            command, input=text, text=True, capture_output=True, cwd=self.folder,
+            env=self.environment, timeout=120, check=False,
+        )  # fmt: skip
 
     def run(self, *command: str, text: str = "") -> str:
         """What a program of Slurm's prints."""
-        ended = subprocess.run(
-            command, input=text, text=True, capture_output=True, cwd=self.folder,
-            env=self.environment, timeout=60, check=False,
-        )  # fmt: skip
+        ended = self.ask(*command, text=text)
         assert ended.returncode == 0, (command, ended.stderr)
         return ended.stdout
 
@@ -105,7 +109,24 @@ class Cluster:
             if job["JobState"] in states and int(job["Restarts"]) >= restarts:
                 return job
             time.sleep(0.3)
-        raise AssertionError((job, (self.folder / "slurmctld.log").read_text()[-3000:]))
+        logs = [pathlib.Path(job["StdOut"]), *sorted(self.folder.glob("slurm*.log"))]
+        ends = [f"{log}:\n{log.read_text()[-4000:]}" for log in logs if log.exists()]
+        raise AssertionError("\n\n".join([str(job), *ends]))
+
+
+def _of_jobs(node: str) -> set[int]:
+    """The processes of jobs on a node, and those of Slurm's that started them."""
+    named, found = f"SLURMD_NODENAME={node}".encode(), set()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if named in (process / "environ").read_bytes().split(bytes(1)):
+                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+                found |= {int(process.name), *[parent] * (_name(parent) == "slurmstepd")}
+    return found
+
+
+def _name(number: int) -> str:
+    return pathlib.Path(f"/proc/{number}/comm").read_text().strip()
 
 
 @contextlib.contextmanager
@@ -115,11 +136,7 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
         pytest.skip(f"no {missing[0]} here: apt-get install slurmctld slurmd slurm-client munge")
     if os.geteuid():
         pytest.skip("slurmd needs root")
-    with contextlib.ExitStack() as sockets:
-        bound = [sockets.enter_context(socket.socket()) for _ in range(3)]
-        for one in bound:
-            one.bind(("127.0.0.1", 0))
-        ports = [one.getsockname()[1] for one in bound]
+    ports = [processes.free_port() for _ in range(3)]
     host = socket.gethostname()
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, host=host, ports=ports))
     (folder / "gres.conf").write_text(f"NodeName=n[1-2] Name=gpu File={folder}/gpu[0-7]\n")
@@ -136,13 +153,19 @@ def started(folder: pathlib.Path) -> Iterator[Cluster]:
                 "slurmctld": ("slurmctld", "-D"),
                 **{node: ("slurmd", "-D", "-N", node) for node in NODES}}  # fmt: skip
     try:
+        idle = ("sinfo", "-h", "-o", "%D", "-t", "idle", "-p", "urgent")
+        ready = {
+            "munged": (folder / "munge.socket").exists,
+            "slurmctld": lambda: cluster.ask("scontrol", "ping").returncode == 0,
+            "n2": lambda: cluster.ask(*idle).stdout.strip() == "2",
+        }
         for name, command in commands.items():
             cluster.start(name, *command)
-            time.sleep(1)
-        deadline = time.monotonic() + 60
-        while cluster.run("sinfo", "-h", "-o", "%D", "-t", "idle", "-p", "urgent").strip() != "2":
-            assert time.monotonic() < deadline, (folder / "slurmctld.log").read_text()
-            time.sleep(0.3)
+            deadline = time.monotonic() + 120
+            while name in ready and not ready[name]():
+                logs = sorted(folder.glob("*.out")) + sorted(folder.glob("slurm*.log"))
+                assert time.monotonic() < deadline, [log.read_text()[-4000:] for log in logs]
+                time.sleep(0.1)
         yield cluster
     finally:
         for process in reversed(cluster.daemons.values()):

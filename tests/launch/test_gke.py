@@ -103,23 +103,22 @@ def test_a_tpu_job_has_a_pod_a_host_in_each_slice(tpu):
     }
 
 
-def test_it_runs_the_command_on_the_mounted_bucket(tpu):
+def test_it_runs_the_command_on_the_bucket_which_nothing_mounts(tpu):
     _, job, pod, container = parts(tpu)
     assert [*container["command"], *container["args"]] == [
         "python", "-m", "imagen_jax.train", "--config=configs/base64_500m.py",
-        "--config.optimizer.lr=2e-4", "--workdir=/gcs/bucket/runs/base64",
+        "--config.optimizer.lr=2e-4", "--workdir=gs://bucket/runs/base64",
     ]  # fmt: skip
     assert container["image"] == "registry/name:tag"
-    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/gcs/bucket"]
-    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
-    assert volume["csi"]["volumeAttributes"]["bucketName"] == "bucket"
-    assert job["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
+    assert [m["name"] for m in container["volumeMounts"]] == [v["name"] for v in pod["volumes"]]
+    assert [volume["name"] for volume in pod["volumes"]] == ["shm"]
+    assert "metadata" not in job["template"]
 
 
 def test_a_secret_is_named_and_not_written(tpu):
     *_, container = parts(tpu)
     assert container["env"] == [
-        {"name": "JAX_COMPILATION_CACHE_DIR", "value": "/gcs/bucket/runs/base64/compiled"},
+        {"name": "JAX_COMPILATION_CACHE_DIR", "value": "gs://bucket/runs/base64/compiled"},
         {"name": "LIBTPU_INIT_ARGS", "value": TPU},
         {"name": "HF_TOKEN", "valueFrom": {
             "secretKeyRef": {"name": "imagen-sd-jax", "key": "HF_TOKEN"}}},
@@ -177,7 +176,7 @@ def test_a_sweep_is_a_run_each_with_a_table(sweep):
     assert [m["metadata"]["name"] for m in manifests] == [f"quickstart-{i}" for i in range(3)]
     arguments = [parts(m)[3]["args"] for m in manifests]
     assert [a[2:] for a in arguments] == [
-        [f"--config.seed={i}", f"--workdir=/gcs/bucket/runs/base64/{i}"] for i in range(3)
+        [f"--config.seed={i}", f"--workdir=gs://bucket/runs/base64/{i}"] for i in range(3)
     ]
     assert table == "".join(
         f"quickstart-{i}  gs://bucket/runs/base64/{i}  seed={i}\n" for i in range(3)
@@ -215,17 +214,21 @@ def test_variables_buckets_and_a_patch_are_in_the_manifest(rendered):
     mounted = {m["mountPath"]: m["name"] for m in container["volumeMounts"]}
     buckets = {v["name"]: v["csi"]["volumeAttributes"]["bucketName"]
                for v in pod["volumes"] if "csi" in v}  # fmt: skip
-    assert buckets[mounted["/gcs/bucket"]] == "bucket"
+    assert "/gcs/bucket" not in mounted
     assert buckets[mounted["/gcs/pictures"]] == "pictures"
     assert manifest["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
 def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
     ((manifest,), _) = rendered(SCALING, *THERE)
-    worker, job, _, container = parts(manifest)
+    worker, job, pod, container = parts(manifest)
     assert (worker["replicas"], job["completions"]) == (1, 8)
     assert container["args"][0] == "benchmarks.scaling"
     assert container["args"][-1] == "--workdir=/gcs/bucket/runs/base64"
+    (mount,) = [m for m in container["volumeMounts"] if m["mountPath"] == "/gcs/bucket"]
+    (volume,) = [v for v in pod["volumes"] if v["name"] == mount["name"]]
+    assert volume["csi"]["volumeAttributes"]["bucketName"] == "bucket"
+    assert job["template"]["metadata"]["annotations"] == {"gke-gcsfuse/volumes": "true"}
     recipe = (ROOT / "launch" / "Dockerfile").read_text().splitlines()
     copied = {line.split()[1] for line in recipe if line.startswith("COPY ")}
     assert copied >= {"diffusion_jax", "imagen_jax", "sd_jax", "configs", "launch", "benchmarks"}

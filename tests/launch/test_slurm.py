@@ -58,11 +58,11 @@ def run(script, folder, *, work="true", code=0, signal=None, **environment):
     }  # fmt: skip
     process = subprocess.Popen(["bash", "-c", script], cwd=folder, env=environment)
     if signal:
-        deadline = time.monotonic() + 30
-        while not (folder / "pid").exists() and time.monotonic() < deadline:
+        deadline, pid = time.monotonic() + 120, folder / "pid"
+        while not (pid.exists() and pid.read_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal)
-    ended = process.wait(timeout=60)
+    ended = process.wait(timeout=300)
     said = folder / "said"
     return ended, said.read_text().splitlines() if said.exists() else []
 
@@ -153,6 +153,13 @@ def test_it_runs_benchmarks_too():
     ) in text
 
 
+def test_a_workdir_in_a_bucket_is_not_mounted_and_crashes_are_counted_beside_the_log():
+    where = ("--job.workdir=s3://b/x", "--job.accelerator=h100:8", "--job.image=IMAGE")
+    text, _ = printed("slurm", BASE, *where)
+    assert "--workdir=s3://b/x" in text and "container-mounts" not in text
+    assert 'crashes=base64-500m-crashes-"$SLURM_JOB_ID"' in text
+
+
 def test_a_config_may_take_an_argument():
     text, _ = printed(
         "slurm", BASE, "--job.command=sd_jax.mlperf", "--job.config=configs/sd2_mlperf.py:2048",
@@ -170,7 +177,8 @@ def test_a_config_may_take_an_argument():
         (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
          "job.env holds 'A B=1': write NAME=VALUE"),
         (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "give a folder that all nodes see"),
-        (("--job.workdir=gs://b/x", "--job.accelerator=h100:8"), "give a folder that all nodes"),
+        (("--job.workdir=gs://b/x", "--job.accelerator=h100:8",
+          "--job.command=benchmarks.scaling", "--job.config="), "give a folder that all nodes"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.machine import exits, log
+from diffusion_jax.machine import checksums, exits, log
 from diffusion_jax.precache import lookup
 from diffusion_jax.weights import restore
 from imagen_jax import task
@@ -19,7 +19,7 @@ from imagen_jax.settings import read_settings
 from tests.diffusion_jax.machine import test_writer
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
-from tests.launch import slurm_cluster
+from tests.launch import slurm_cluster, train_slowly
 from tests.launch.launching import BASE, printed
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -46,12 +46,16 @@ def submit(cluster, tmp_path):
             f"--job.workdir={folder}", f"--job.slurm.setup={setup}", "--job.slurm.time=",
             *arguments,
         )  # fmt: skip
-        return cluster.submit(text), folder
+        submitted.append(cluster.submit(text))
+        return submitted[-1], folder
 
-    return run
+    submitted = []
+    yield run
+    for number in submitted:  # What a test that failed has left would keep the nodes.
+        cluster.ask("scancel", "--quiet", number)
 
 
-def wait_for(path, lines=1, seconds=120):
+def wait_for(path, lines=1, seconds=300):
     """Waits until a file has so many lines."""
     deadline = time.monotonic() + seconds
     while not path.exists() or len(path.read_text().splitlines()) < lines:
@@ -88,7 +92,7 @@ def train(submit):
                f"JAX_COMPILATION_CACHE_DIR={ROOT}/.jax_cache")  # fmt: skip
         return submit(
             "--job.accelerator=h100:8", f"--job.overrides={overrides}", f"--job.env={env}", *more,
-            command="imagen_jax.train", config="configs/quickstart.py", name=name,
+            command="tests.launch.train_slowly", config="configs/quickstart.py", name=name,
         )  # fmt: skip
 
     return run
@@ -97,8 +101,8 @@ def train(submit):
 def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
     cluster, train, tmp_path
 ):
-    holder = test_writer.hold(tmp_path / "run", 300)
-    number, folder = train("--job.restarts=3", steps=2)
+    holder = test_writer.hold(tmp_path / "run")
+    number, folder = train("--job.restarts=1000", steps=2)
     cluster.wait(number, "PENDING", "RUNNING", restarts=1)
     test_writer.end(holder)
     ended = cluster.wait(number, "COMPLETED", restarts=1)
@@ -107,24 +111,29 @@ def test_a_run_whose_workdir_is_still_held_is_queued_again_until_it_is_free(
     assert log.read_metrics(folder / log.METRICS)[-1]["step"] == 2
 
 
-def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train):
-    """One run is preempted, another loses its node between two saves."""
+def test_a_disturbed_training_ends_where_another_does_bit_for_bit(cluster, train, tmp_path):
+    """One run is preempted before its first save, another loses its node between two saves."""
     more = ("--job.restarts=0", "--job.slurm.options=('--exclude=n1',)")
-    run = functools.partial(train, *more, steps=400, save_every=50)
-    number, undisturbed = run(name="undisturbed")
+    run = functools.partial(train, *more, steps=400)
+    (tmp_path / f"undisturbed{train_slowly.GO}").touch()
+    number, undisturbed = run(name="undisturbed", save_every=50)
     cluster.wait(number, "COMPLETED")
-    for name, disturb in (("preempted", lambda: cluster.submit(URGENT)),
-                          ("lost", lambda: cluster.lose("n2"))):  # fmt: skip
-        number, folder = run(name=name)
-        wait_for(folder / log.METRICS, 60)
+    saved = f"{runs.CHECKPOINTS}/50/{checksums.FOLDER}/0-of-1.json"
+    for name, save_every, sign, lines, disturb in (
+        ("preempted", 1000, log.METRICS, 50, lambda: cluster.submit(URGENT)),
+        ("lost", 50, saved, 1, lambda: cluster.lose("n2")),
+    ):
+        number, folder = run(name=name, save_every=save_every)
+        wait_for(folder / sign, lines)
         disturb()
+        cluster.wait(number, "PENDING", "RUNNING", restarts=1)
+        (tmp_path / f"{name}{train_slowly.GO}").touch()
         if name == "lost":
-            cluster.wait(number, "PENDING", restarts=1)
             cluster.start("n2", "slurmd", "-D", "-N", "n2")
         assert int(cluster.wait(number, "COMPLETED", restarts=1)["Restarts"]) == 1
         assert not list(folder.glob("crashes-*"))
         runs_of = json.loads((folder / log.MANIFEST).read_text())["runs"]
-        assert (runs_of[1]["first_step"] % 50 == 0) == (name == "lost")
+        assert name == "preempted" or runs_of[1]["first_step"] % 50 == 0
         assert 50 <= runs_of[1]["first_step"] < 400
         last, expected = (log.read_metrics(f / log.METRICS)[-1] for f in (folder, undisturbed))
         for metric in ("step", "loss", "grad_norm", "param_norm"):

@@ -25,9 +25,9 @@ def test_it_runs_benchmarks_too():
     assert text == "python -m benchmarks.fid --rounds=3 --workdir=runs/fid\n"
 
 
-def test_on_vertex_its_folder_is_the_mounted_bucket():
+def test_on_vertex_its_folder_is_in_the_bucket():
     text, _ = printed("xm", SWEEP, *CLOUD, "--job.accelerator=a100:8")
-    assert text.splitlines()[1].endswith("--config.seed=1 --workdir=/gcs/bucket/x/1")
+    assert text.splitlines()[1].endswith("--config.seed=1 --workdir=gs://bucket/x/1")
 
 
 @pytest.mark.parametrize(

@@ -7,56 +7,77 @@ import jupytext
 import nbclient
 import pytest
 
+from notebooks import __main__ as making
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
+from tests.sd_jax import tiny
 
 ROOT = pathlib.Path(__file__).parents[2]
-SHORT = (
-    "--config.steps=3", "--config.batch_size=8", "--config.log_every=1", "--config.sample_every=0",
-    "--config.optimizer.warmup=2",
-)  # fmt: skip
-VAE = ("--config.vae.channel_mult=(1,)", "--config.vae.num_res_blocks=1")
-UNET = (
-    "--config.unet.width=32",
-    "--config.unet.attention_levels=()",
-    "--config.text.width=32",
-    "--config.sampler.steps=2",
-)
 NOTEBOOKS = {
     "imagen_quickstart": {
         "CONFIG": shlex.join([*TINY, "--config.steps=3"]),
         "SCALES": "--guidance=2 --num_heldout=1",
     },
     "sd_quickstart": {
-        "VAE_CONFIG": shlex.join(["--config=configs/sd_quickstart_vae.py", *VAE, *SHORT]),
-        "CONFIG": shlex.join(["--config=configs/sd_quickstart.py", *VAE, *SHORT, *UNET]),
+        "VAE_CONFIG": shlex.join(tiny.VAE_FLAGS),
+        "CONFIG": shlex.join(tiny.FLAGS),
     },
 }
-PICTURES = {"imagen_quickstart": 3, "sd_quickstart": 2}
+PICTURES = {"imagen_quickstart": 4, "sd_quickstart": 3}
 
 
 def test_each_text_is_a_notebook_and_each_notebook_a_text():
     names = [{path.stem for path in ROOT.glob(f"notebooks/*.{end}")} for end in ("py", "ipynb")]
-    assert names[0] == names[1] == set(NOTEBOOKS)
+    assert names[0] - {"__main__"} == names[1] == set(NOTEBOOKS)
+
+
+def test_notebooks_and_badges_are_of_the_repository_that_the_project_names():
+    hint = "python -m notebooks"
+    for path in (*(ROOT / "notebooks" / f"{name}.py" for name in NOTEBOOKS), *making.PAGES):
+        text = path.read_text()
+        assert making.named(text) == text, hint
+        assert f"{making.COLAB}/" in text
+
+
+def test_a_forks_name_reaches_the_notebooks(monkeypatch):
+    monkeypatch.setattr(making, "repository", lambda: "https://github.com/some/fork")
+    text = making.named((ROOT / "notebooks" / "sd_quickstart.py").read_text())
+    assert f"({making.COLAB}/some/fork/blob/main/notebooks/sd_quickstart.ipynb)" in text
+    assert '\nREPOSITORY = "https://github.com/some/fork"\n' in text
+
+
+def test_the_first_cells_are_the_same():
+    books = [jupytext.read(ROOT / "notebooks" / f"{name}.ipynb") for name in NOTEBOOKS]
+    first = {next(c.source for c in book.cells if c.cell_type == "code") for book in books}
+    assert len(first) == 1
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
 def test_a_notebook_is_made_from_its_text(name):
     made = jupytext.read(ROOT / "notebooks" / f"{name}.py")
     kept = jupytext.read(ROOT / "notebooks" / f"{name}.ipynb")
-    hint = f"jupytext --to ipynb notebooks/{name}.py"
+    hint = "python -m notebooks"
     cells = [[(cell.cell_type, cell.source) for cell in book.cells] for book in (made, kept)]
     assert cells[0] == cells[1], hint
     assert not any(cell.get("outputs") for cell in kept.cells), "clear the outputs"
 
 
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory):
+    """A model that is there before, after two steps."""
+    run = tmp_path_factory.mktemp("shipped") / "run"
+    ended = commands.run("train", *TINY, "--config.steps=2", f"--workdir={run}", devices=1)
+    assert ended.code == 0, ended.err
+    return run
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NOTEBOOKS)
-def test_a_notebook_runs(name, tmp_path, monkeypatch):
+def test_a_notebook_runs(name, shipped, tmp_path, monkeypatch):
     """As in a fresh kernel, tiny, in the project's folder."""
     workdir = tmp_path / "run"
     settings = NOTEBOOKS[name] | {
-        "WORKDIR": str(workdir), "JAX_PLATFORMS": "cpu",
+        "WORKDIR": str(workdir), "SHIPPED": str(shipped), "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
         "XLA_FLAGS": f"{commands.XLA_FLAGS} --xla_force_host_platform_device_count=1",
@@ -66,7 +87,7 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
         monkeypatch.setenv(variable, value)
     book = jupytext.read(ROOT / "notebooks" / f"{name}.ipynb")
     where = {"metadata": {"path": str(ROOT)}}
-    ran = nbclient.NotebookClient(book, timeout=300, allow_errors=True, resources=where).execute()
+    ran = nbclient.NotebookClient(book, timeout=900, allow_errors=True, resources=where).execute()
     outputs = [out for cell in ran.cells for out in cell.get("outputs", ())]
     said = "".join(out.get("text", "") for out in outputs)
     assert not [out["evalue"] for out in outputs if out["output_type"] == "error"], said

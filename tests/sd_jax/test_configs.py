@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from configs import sd2_mlperf, sd_quickstart, sd_quickstart_vae
+from configs import sd2_mlperf, sd64_11m, sd64_vae, sd_quickstart, sd_quickstart_vae
 from diffusion_jax.settings import Optimizer
 from diffusion_jax.train import loop, optimizer
 from sd_jax import train_vae
@@ -28,6 +28,7 @@ NEMO = {
     "sd2_256_pretrain": (V2, 256, 140_000, 10_000, 0.0, 0, 1146.9, ""),
     "sd2_512_base": (V2, 512, 220_000, 0, 0.1, 512, 1802.2, "runs/sd2_256"),
 }
+OWN = [(sd_quickstart, sd_quickstart_vae), (sd64_11m, sd64_vae)]
 
 
 def shipped(name):
@@ -44,7 +45,8 @@ def count(abstract, *network):
 
 def test_every_config_is_tested_here():
     found = {path.stem for path in (ROOT / "configs").glob("sd*.py")}
-    assert found == {*NEMO, "sd2_mlperf", "sd_quickstart", "sd_quickstart_vae"}
+    own = {module.__name__.split(".")[1] for pair in OWN for module in pair}
+    assert found == {*NEMO, "sd2_mlperf", *own}
 
 
 @pytest.mark.parametrize("name", NEMO)
@@ -118,9 +120,14 @@ def test_ldms_warmup_is_its_formula():
     assert rate(0) > 0 and optimizer.warmup_ldm(1.0, 0)(0) == 1
 
 
-def test_the_quick_starts_fit_together():
-    s = read_settings(sd_quickstart.get_config().to_dict())
-    own = train_vae.read_settings(sd_quickstart_vae.get_config().to_dict())
+@pytest.mark.parametrize(("unet", "vae"), OWN)
+def test_a_unet_and_the_autoencoder_of_its_own_fit_together(unet, vae):
+    s = read_settings(unet.get_config().to_dict())
+    own = train_vae.read_settings(vae.get_config().to_dict())
+    for parameters in (
+        count(names.abstract_unet, s.unet, s.text.width), count(names.abstract_vae, s.vae)
+    ):  # fmt: skip
+        assert f"{parameters:,}" in unet.__doc__ + vae.__doc__
     assert own.vae == s.vae and own.vae_weights == ""
     assert own.reconstruction.image_size == s.latents.image_size
     assert own.data == s.data

@@ -11,10 +11,10 @@ from diffusion_jax import runs
 from diffusion_jax.data import digits, tars
 from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.engines import Share
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
-from diffusion_jax.precache.workers import Share
 from diffusion_jax.settings import Data
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
@@ -46,9 +46,13 @@ def source(images):
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory, vae, images):
-    """Their moments in three tars."""
-    out = tmp_path_factory.mktemp("moments")
-    assert precache.encode(tiny.settings(vae, **source(images)), out, Work(SHARD, 1)) == 3
+    """Their moments in three tars, by weights that are read once."""
+    out, read = tmp_path_factory.mktemp("moments"), []
+    with pytest.MonkeyPatch.context() as patched:
+        noting = lambda *given: read.append(given) or initial.read_vae(*given)
+        patched.setattr(precache, "read_vae", noting)
+        assert precache.encode(tiny.settings(vae, **source(images)), out, Work(SHARD, 1)) == 3
+    assert len(read) == 1
     return out
 
 

@@ -11,6 +11,17 @@ from sd_jax.weights import checkpoints, names
 from tests.sd_jax.cases import vae_weights
 
 SIZE = 8
+_SHORT = (
+    "--config.steps=3", "--config.batch_size=8", "--config.log_every=1", "--config.sample_every=0",
+    "--config.optimizer.warmup=2", "--config.vae.channel_mult=(1,)",
+    "--config.vae.num_res_blocks=1",
+)  # fmt: skip
+VAE_FLAGS = ("--config=configs/sd_quickstart_vae.py", *_SHORT)
+"""Of train_vae; FLAGS are train's, which takes its workdir as config.vae.weights."""
+FLAGS = (
+    "--config=configs/sd_quickstart.py", *_SHORT, "--config.unet.width=32",
+    "--config.unet.attention_levels=()", "--config.text.width=32", "--config.sampler.steps=2",
+)  # fmt: skip
 VAE_FIELDS = {"width": 32, "channel_mult": (1, 2), "num_res_blocks": 1}
 
 

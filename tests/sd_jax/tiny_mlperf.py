@@ -32,7 +32,7 @@ _KILL = flags.DEFINE_enum("kill", "", ["", "training", "stop", "saving", "evalua
 
 def main(argv):
     """As the real command's."""
-    extractors.inception_extractor = lambda weights, mode: inception()
+    extractors.inception_extractor = lambda weights, mode, level: inception()
     weights.load = lambda path: None
     clip_towers.load = lambda path: clip()
     if _TOY.value:

@@ -8,20 +8,18 @@ again. docs/data.md shows each.
 
 import argparse
 import json
-import pathlib
 import re
 import sys
+import uuid
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from absl import flags
 
-from diffusion_jax import cli
-from diffusion_jax.data import listing, sources
-from diffusion_jax.data import tars as tar_files
-from diffusion_jax.data.prepare import download, emoji, fetch, merge, reshard, validate
-from diffusion_jax.data.records import IMAGE_SUFFIXES, Records, check_text
-from diffusion_jax.machine import files, progress, sheets
+from diffusion_jax import cli, engines
+from diffusion_jax.data import sources
+from diffusion_jax.data.prepare import download, emoji, fetch, index, merge, reshard, validate
+from diffusion_jax.data.records import Records
+from diffusion_jax.machine import files, sheets
 from diffusion_jax.settings import Data
 
 _DAMAGED_EXIT = 1
@@ -42,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fetch(args: argparse.Namespace) -> int:
     urls, sums = fetch.expand(args.url), {}
     for path in args.sums:
-        sums |= fetch.read_sums(pathlib.Path(path).read_text())
+        sums |= fetch.read_sums(files.path(path).read_text())
     if args.hash:
         if len(urls) > 1:
             raise ValueError(f"--hash is that of one file, and --url names {len(urls)}")
@@ -51,7 +49,7 @@ def _fetch(args: argparse.Namespace) -> int:
         for url in urls:
             print(f"would fetch {url}, hash {sums.get(fetch.name(url), 'unknown')}")
         return 0
-    out = pathlib.Path(args.out)
+    out = files.folder(args.out, "--out")
     paths = fetch.fetch(urls, out, sums, threads=args.threads, verify=args.verify)
     print(f"{len(paths)} files are in {out}")
     return 0
@@ -65,8 +63,8 @@ def _reshard(args: argparse.Namespace) -> int:
     identity = {"source": args.source, "path": args.path, "text": args.text}
     process, processes = _part(args.part)
     counts = reshard.reshard(
-        _open(args), pathlib.Path(args.out), num=args.num, format=args.format,
-        identity=identity, process=process, processes=processes,
+        _open(args), files.folder(args.out, "--out"), num=args.num, format=args.format,
+        identity=identity, process=process, processes=processes, engine=engines.of(args),
     )  # fmt: skip
     print(json.dumps(counts))
     return 0
@@ -81,30 +79,27 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def _index(args: argparse.Namespace) -> int:
-    tars = tar_files.find(args.path)
-    with ThreadPoolExecutor(args.threads) as threads:
-        indices = threads.map(tar_files.load_index, tars)
-        counted = [
-            (len(set(index.record.tolist())), len(index.record), bool(index.truncated))
-            for index in progress.reported(indices, len(tars), "tars")
-        ]
-    records, members, truncated = (sum(column) for column in zip(*counted, strict=True))
-    listing.open_listing(args.path, IMAGE_SUFFIXES, check_text(args.text)[0])
-    names = {"tars": len(tars), "records": records, "files": members, "truncated": truncated}
-    print(json.dumps(names))
+    print(json.dumps(index.index(args.path, args.text, args.threads, engines.of(args))))
     return 0
 
 
 def _merge(args: argparse.Namespace) -> int:
-    counts = merge.merge(args.images, args.embeddings, pathlib.Path(args.out), args.key)
+    out, engine = files.folder(args.out, "--out"), engines.of(args)
+    counts = merge.merge(args.images, args.embeddings, out, args.key, engine)
     print(json.dumps(counts))
     return 0
 
 
 def _validate(args: argparse.Namespace) -> int:
-    records, out = _open(args), pathlib.Path(args.out)
-    report = validate.validate(records, args.num, args.threads)
-    out.mkdir(parents=True, exist_ok=True)
+    records, out = _open(args), files.folder(args.out, "--out")
+    parts = out / f".parts-{uuid.uuid4().hex}.tmp"
+    parts.mkdir(parents=True)
+    try:
+        report = validate.validate(
+            records, args.num, args.threads, folder=parts, engine=engines.of(args)
+        )
+    finally:
+        files.remove_tree(parts)
     text = json.dumps(report, indent=1)
     files.write_whole(out / "report.json", text)
     print(text)
@@ -118,7 +113,7 @@ def _validate(args: argparse.Namespace) -> int:
 
 
 def _emoji(args: argparse.Namespace) -> int:
-    out, styles = pathlib.Path(args.out), args.style or ["openmoji"]
+    out, styles = files.folder(args.out, "--out"), args.style or ["openmoji"]
     counts = emoji.prepare(out, styles, size=args.size, variants=args.variants)
     print(json.dumps(counts))
     return 0
@@ -168,23 +163,27 @@ def _parser() -> argparse.ArgumentParser:
     arg("--num", type=int, default=1000, help="records a shard")
     arg("--format", choices=reshard.FORMATS, default="webdataset")
     arg("--part", default="0/1", help="I/N: write every Nth shard only, from shard I")
+    engines.add_arguments(arg)
 
     arg = add("index", _index, "Makes what training opens tars by, and counts what they hold.")
     arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
     arg("--text", default="txt", help="data.text of a config that reads them")
     arg("--threads", type=_count, default=8)
+    engines.add_arguments(arg)
 
     arg = add("merge", _merge, "Tars of images and tars of embeddings to tars of both.")
     arg("--images", required=True, help="as --path of index")
     arg("--embeddings", required=True, help="likewise; .npy, .npz, .safetensors, or NeMo's .pickle")
     arg("--out", required=True, help="folder of the tars")
     arg("--key", default="", help="of the array in pickles, such as embeddings_t5_xxl/encodings")
+    engines.add_arguments(arg)
 
     arg = add("validate", _validate, "Reads a data set: counts, sizes, broken records, samples.")
     _add_source(arg, Data._field_defaults["max_broken"])
     arg("--out", required=True, help="folder for report.json and samples.png")
     arg("--num", type=int, default=0, help="records to read, drawn at random; 0 for all")
     arg("--threads", type=_count, default=4)
+    engines.add_arguments(arg)
 
     arg = add("emoji", _emoji, "Captioned emoji on coloured backgrounds, as tars.")
     arg("--out", required=True, help="folder for train/, never_shown/ and the prompts of both")

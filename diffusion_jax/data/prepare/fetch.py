@@ -1,11 +1,13 @@
 """Files from the web, each whole and with the right hash under its name, or not there at all.
 
-What has arrived before a kill stays in a hidden `.part` file and is not asked for again.
+What has arrived before a kill stays in a hidden `.part` file and is not asked for again; of what
+goes into a bucket, whole files.
 """
 
 import hashlib
 import pathlib
 import re
+import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +17,7 @@ from urllib.error import HTTPError
 from absl import logging
 
 from diffusion_jax.data import storage, tars
-from diffusion_jax.machine import progress
+from diffusion_jax.machine import files, progress
 
 _ALGORITHMS = {32: "md5", 40: "sha1", 64: "sha256", 128: "sha512"}
 _CHUNK = 2**20
@@ -64,10 +66,10 @@ def fetch(
     known, sums = sums is not None, sums or {}
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / name(url) for url in urls]
-    there = [path for path in paths if path.exists()]
-    for path in there if verify else ():
+    there = files.present(paths)
+    for path in sorted(there) if verify else ():
         check(path, sums.get(path.name))
-    missing = [(u, p) for u, p in zip(urls, paths, strict=True) if not p.exists()]
+    missing = [(u, p) for u, p in zip(urls, paths, strict=True) if p not in there]
     logging.info("%d of %d files are there", len(there), len(paths))
     if known and (unknown := [path.name for _, path in missing if path.name not in sums]):
         logging.warning("no hash of %s: it is taken as it comes", ", ".join(unknown[:3]))
@@ -92,6 +94,10 @@ def name(url: str) -> str:
 
 
 def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> None:
+    if there := files.remote(path):  # Where nothing can be appended to.
+        with tempfile.TemporaryDirectory() as folder:
+            _fetch(url, local := pathlib.Path(folder, path.name), digest, timeout)
+            return there.send(local)
     part = path.with_name(f".{path.name}.part")
     for attempt in range(_ATTEMPTS):
         try:

@@ -4,22 +4,26 @@ NeMo's precaching writes members `SOURCE_TAR/KEY.pickle`. They become `KEY.npy` 
 the source; the pickles are opened by an unpickler that makes arrays, dictionaries and nothing else.
 """
 
+import bisect
 import collections
+import functools
+import hashlib
 import io
 import itertools
+import json
 import pathlib
 import pickle
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from absl import logging
 from jaxtyping import Float
 
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
-from diffusion_jax.machine import progress
+from diffusion_jax.engines import ALONE, Engine, Program
+from diffusion_jax.machine import files, tables, writer
 from diffusion_jax.settings import EMBEDDINGS
 
 _ARRAYS = {
@@ -29,37 +33,44 @@ _ARRAYS = {
 }  # fmt: skip
 
 
-class _Place(NamedTuple):
-    """A tar member's place: the tar, and the range of its bytes."""
-
-    tar: str
-    offset: int
-    size: int
-    suffix: str
+_ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
+                 ("suffix", "S32")])  # fmt: skip
+"""An embedding's place: a hash of its name without suffix, its tar, and the range of its bytes."""
 
 
-def merge(images: str, embeddings: str, out: pathlib.Path, key: str = "") -> dict[str, int]:
+def merge(
+    images: str, embeddings: str, out: pathlib.Path, key: str = "", engine: Engine = ALONE
+) -> dict[str, int]:
     """Writes a tar for each tar of `images` into `out`, those that are there not again.
 
-    Both are what tar_files.find takes, of local files. An embedding belongs to a record of its own
+    Both are what tar_files.find takes. An embedding belongs to a record of its own
     name in the tar that its folder is called after, or without a folder in any tar. `key` names the
     array in pickles (see read_pickle). Returns counts: "merged" records, and "no_embedding" ones,
-    which are left out. ValueError if nothing fits.
+    which are left out. ValueError if nothing fits, Busy if another merge writes into `out`.
     """
     tars = tar_files.find(images)
-    places = _places(tar_files.find(embeddings))
-    out.mkdir(parents=True, exist_ok=True)
-    counts = collections.Counter[str]()
-    missing = [tar for tar in tars if not (out / pathlib.Path(tar).name).exists()]
-    if len({pathlib.Path(tar).name for tar in tars}) < len(tars):
+    stored, stamps = tar_files.find_stamped(embeddings)
+    names = [pathlib.PurePath(tar).name for tar in tars]
+    if len(set(names)) < len(tars):
         raise ValueError(f"several tars of {images} have one name: merge their folders one by one")
-    logging.info("%d of %d tars are there", len(tars) - len(missing), len(tars))
-    for tar in progress.reported(missing, len(missing), "tars"):
-        tar_files.write(out / pathlib.Path(tar).name, _joined(tar, places, key, counts))
+    named = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
+    places = _Places(out / f"places-{named}.tmp", len(stored))
+    with writer.Writer(out):
+        places.folder.mkdir(exist_ok=True)
+        work = lambda make: Program(make, images, embeddings, places, out, key)
+        engine.fill(
+            range(len(stored)), places.listed, work(_open_list), noun="tars", name="listing"
+        )
+        rows = sum(places.listed(i).stat().st_size for i in range(len(stored))) // _ROW.itemsize
+        places = places._replace(ranges=tables.num_ranges(rows))
+        engine.fill(range(places.ranges), places.sorted, places.sort, noun="ranges", name="sorting")
+        path = lambda number: out / names[number]
+        counts = engine.fill(range(len(tars)), path, work(_open_join), noun="tars", name="joining")
+        files.remove_tree(places.folder)
     if counts["no_embedding"] and not counts["merged"]:
         raise ValueError(
             f"no embedding in {embeddings} belongs to a record of {images}: the former are called "
-            f"{', '.join(list(places)[:3])}"
+            f"{', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
         )
     return dict(counts)
 
@@ -107,41 +118,117 @@ def _last(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def _places(tars: Sequence[str]) -> dict[str, _Place]:
-    """The places of the embeddings, by their names without suffix."""
-    places = {}
-    for tar in progress.reported(tars, len(tars), "tars of embeddings listed"):
-        with tarfile.open(tar, "r:") as opened:
-            for member in filter(tarfile.TarInfo.isfile, opened):
-                stem, suffix = tar_files.split(member.name)
-                if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
-                    places[stem] = _Place(tar, member.offset_data, member.size, suffix)
-    return places
+class _Places(NamedTuple):
+    """Where all embeddings lie, in tables that are read by ranges of keys (machine/tables.py)."""
+
+    folder: pathlib.Path
+    tars: int
+    ranges: int = 0
+
+    def listed(self, tar: int) -> pathlib.Path:
+        """The table of one tar."""
+        return self.folder / f"listed-{tar:08}"
+
+    def sorted(self, number: int) -> pathlib.Path:
+        """A range of all of them."""
+        return self.folder / f"sorted-{number:08}"
+
+    def sort(self, number: int) -> None:
+        """Makes a range; of several embeddings of one name the last counts."""
+        paths = map(self.listed, range(self.tars))
+        rows = tables.read_range(paths, _ROW, number, self.ranges)
+        files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
+
+    def find(self, stem: str) -> Any:
+        """The row of an embedding, None if there is none."""
+        key = np.frombuffer(_hash(stem), tables.KEY)[0]
+        rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
+        at = bisect.bisect_left(rows["key"], key)
+        found = at < len(rows) and rows["key"][at] == key
+        return rows[at].copy() if found else None  # A view would keep the file open.
+
+
+def _hash(stem: str) -> bytes:
+    return hashlib.blake2b(_raw(stem), digest_size=tables.KEY_SIZE).digest()
+
+
+def _raw(name: str) -> bytes:
+    """The bytes of a member's name, which need not be UTF-8."""
+    return name.encode(errors="surrogateescape")
+
+
+def _open_list(
+    images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
+) -> Callable[[int], None]:
+    """list(i) writes the table of tar i of the embeddings."""
+    tars = tar_files.find(embeddings)
+
+    def write(number: int) -> None:
+        found = []
+        for stem, offset, size, suffix in _members(tars[number]):
+            if len(_raw(suffix)) > _ROW["suffix"].itemsize:
+                raise ValueError(f"{tars[number]} holds {stem}.{suffix}: shorten its suffix")
+            found.append((_hash(stem), number, offset, size, _raw(suffix)))
+        tables.write(places.listed(number), np.array(found, _ROW))
+
+    return write
+
+
+def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
+    """The name without suffix, offset, size and suffix of each embedding in a tar."""
+    with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
+        for member in filter(tarfile.TarInfo.isfile, opened):
+            stem, suffix = tar_files.split(member.name)
+            if suffix in ("pickle", "pkl") or suffix.rpartition(".")[2] in EMBEDDINGS:
+                yield stem, member.offset_data, member.size, suffix
+
+
+def _open_join(
+    images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
+) -> Callable[[int], collections.Counter[str]]:
+    """join(i) writes tar i of the images, with their embeddings."""
+    tars, stored = tar_files.find(images), tar_files.find(embeddings)
+
+    def write(number: int) -> collections.Counter[str]:
+        counts, tar = collections.Counter[str](), tars[number]
+        find = functools.cache(places.find)
+        records = _joined(tar, find, stored, key, counts)
+        tar_files.write(out / pathlib.PurePath(tar).name, records)
+        return counts
+
+    return write
 
 
 def _joined(
-    tar: str, places: Mapping[str, _Place], key: str, counts: collections.Counter[str]
+    tar: str,
+    find: Callable[[str], Any],
+    stored: Sequence[str],
+    key: str,
+    counts: collections.Counter[str],
 ) -> Iterator[dict[str, bytes]]:
     """The records of a tar that have embeddings, with them."""
-    path = pathlib.Path(tar)
-    with tarfile.open(path, "r:") as opened:
+    path = pathlib.PurePath(tar)
+    with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
         members = filter(tarfile.TarInfo.isfile, opened)
         key_of = lambda member: tar_files.split(member.name)[0]
         for stem, files in itertools.groupby(members, key_of):
             names = (f"{path.name}/{stem}", f"{path.stem}/{stem}", stem)
-            place = next((places[name] for name in names if name in places), None)
+            place = next((row for row in map(find, names) if row is not None), None)
             if place is None:
                 counts["no_embedding"] += 1
                 continue
             counts["merged"] += 1
             read = {tar_files.split(m.name)[1]: _contents(opened, m) for m in files}
-            yield {tar_files.KEY: stem.encode(), **read, **_embedding(place, key)}
+            yield {tar_files.KEY: _raw(stem), **read, **_embedding(stored, place, key)}
 
 
-def _embedding(place: _Place, key: str) -> dict[str, bytes]:
-    (contents,) = storage.read_ranges([place.tar], [place.offset], [place.offset + place.size])
-    if place.suffix not in ("pickle", "pkl"):
-        return {place.suffix: contents}
+def _embedding(stored: Sequence[str], place: Any, key: str) -> dict[str, bytes]:
+    first, suffix = int(place["offset"]), place["suffix"].decode(errors="surrogateescape")
+    (contents,) = storage.read_ranges(
+        [stored[int(place["tar"])]], [first], [first + int(place["size"])]
+    )
+    if suffix not in ("pickle", "pkl"):
+        return {suffix: contents}
     array = io.BytesIO()
     np.save(array, read_pickle(contents, key))
     return {"npy": array.getvalue()}

@@ -5,19 +5,20 @@ so that shards may be written in any order, by several processes, and again afte
 """
 
 import collections
+import functools
 import io
 import pathlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from absl import logging
 
 from diffusion_jax.data import tars
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.data.sources import arrayrecord
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import claims, progress
+from diffusion_jax.engines import ALONE, Engine
+from diffusion_jax.machine import claims
 
 _WRITERS: Mapping[str, tuple[str, Callable[[pathlib.Path, Iterable[Mapping[str, bytes]]], None]]]
 _WRITERS = {
@@ -39,6 +40,7 @@ def reshard(
     identity: Mapping[str, Any],
     process: int = 0,
     processes: int = 1,
+    engine: Engine = ALONE,
 ) -> collections.Counter[str]:
     """Writes this process's shards of `num` records that are not there; returns counts by reason.
 
@@ -49,19 +51,25 @@ def reshard(
         raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")
     if num < 1 or not 0 <= process < processes:
         raise ValueError(f"num {num} must be above 0, process {process} below {processes}")
-    suffix, write = _WRITERS[format]
     claims.claim(
         out / MANIFEST, {**identity, "records": len(records), "num": num, "format": format}
     )
-    total = -(-len(records) // num)
-    mine = range(process, total, processes)
-    paths = {shard: out / f"{shard:06}{suffix}" for shard in mine}
-    missing = [shard for shard in mine if not paths[shard].exists()]
-    logging.info("%d of %d shards are there", len(mine) - len(missing), len(mine))
-    counts = collections.Counter(records.left_out())
-    for shard in progress.reported(missing, len(missing), "shards"):
-        rows = range(shard * num, min((shard + 1) * num, len(records)))
-        write(paths[shard], _encoded(records, rows, counts))
+    mine = range(process, -(-len(records) // num), processes)
+    path = functools.partial(_path, out, format)
+    write = functools.partial(_write, records, out, num, format)
+    return collections.Counter(records.left_out()) + engine.fill(mine, path, write)
+
+
+def _path(out: pathlib.Path, format: str, shard: int) -> pathlib.Path:
+    return out / f"{shard:06}{_WRITERS[format][0]}"
+
+
+def _write(
+    records: Records, out: pathlib.Path, num: int, format: str, shard: int
+) -> collections.Counter[str]:
+    counts = collections.Counter[str]()
+    rows = range(shard * num, min((shard + 1) * num, len(records)))
+    _WRITERS[format][1](_path(out, format, shard), _encoded(records, rows, counts))
     return counts
 
 

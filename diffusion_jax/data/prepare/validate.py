@@ -1,7 +1,14 @@
 """A report on a data set: counts, sizes, lengths of texts, broken records, a sheet of samples."""
 
 import collections
-from collections.abc import Sequence
+import contextlib
+import functools
+import hashlib
+import json
+import pathlib
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -10,10 +17,15 @@ from jaxtyping import UInt8
 
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.machine import progress, sheets, untrusted
+from diffusion_jax.engines import ALONE, Engine
+from diffusion_jax.machine import files, sheets, tables, untrusted
 
 _CHUNK = 64
+_PART = 4096  # Records whose counts one file holds.
+_HASHED = ("images", "texts")
+_ROW = np.dtype([("key", tables.KEY)])
 _NAMED = 20
+_WORD = re.compile(r"[^\W_]+")
 _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
@@ -28,35 +40,139 @@ class _Facts(NamedTuple):
     """Characters of a caption, or tokens of embeddings."""
     num_bytes: int = 0
     format: str = ""
+    words: tuple[str, ...] = ()
+    """Those of a caption, in lower case."""
+    hashes: tuple[bytes, ...] = ()
+    """Of the image's file, and of the words."""
 
 
-def validate(records: Records, num: int = 0, threads: int = 4, seed: int = 0) -> dict[str, Any]:
+def validate(
+    records: Records,
+    num: int = 0,
+    threads: int = 4,
+    seed: int = 0,
+    folder: pathlib.Path | None = None,
+    engine: Engine = ALONE,
+) -> dict[str, Any]:
     """A report for JSON, of all records or of `num` drawn at random; each is decoded whole.
 
-    "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes are pixels.
+    "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes are pixels;
+    "duplicates" are images' files that an earlier record holds too, "words" the most frequent;
+    "different_texts" differ in more than capitals and punctuation.
+
+    Counts of some thousand records at a time lie in `folder` meanwhile, which is empty and, for
+    Beam's workers, one that they see; memory holds different words and sizes, not records.
     """
-    chosen = _draw(len(records), num, seed) if 0 < num < len(records) else range(len(records))
-    chunks = [chosen[i : i + _CHUNK] for i in range(0, len(chosen), _CHUNK)]
+    with contextlib.ExitStack() as stack:
+        folder = folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        total = min(num or len(records), len(records))
+        parts = _Parts(folder, total, len(records), seed, threads)
+        size = lambda part: min(_PART, total - part * _PART)
+        look = functools.partial(_write_part, records, parts)
+        engine.fill(parts.numbers, parts.counts, look, noun="records", size=size)
+        ranges = range(len(_HASHED) * tables.num_ranges(total))
+        distinct = functools.partial(_write_distinct, parts)
+        different = engine.fill(ranges, parts.distinct, distinct, noun="ranges")
+        sums: dict[str, collections.Counter] = collections.defaultdict(collections.Counter)
+        first: list[str] = []
+        for number in parts.numbers:
+            part = json.loads(parts.counts(number).read_text())
+            first += part.pop("first")
+            for name, counts in part.items():
+                sums[name].update(counts)
+    return {"records": len(records), "left_out": records.left_out(),
+            **_report(sums, first[:_NAMED], different)}  # fmt: skip
+
+
+class _Parts(NamedTuple):
+    """The records that are read, in parts, and the files of each."""
+
+    folder: pathlib.Path
+    total: int
+    records: int
+    seed: int
+    threads: int
+
+    @property
+    def numbers(self) -> range:
+        return range(-(-self.total // _PART))
+
+    def rows(self, part: int) -> Sequence[int]:
+        rows = range(part * _PART, min((part + 1) * _PART, self.total))
+        if self.total == self.records:
+            return rows
+        return _draw(self.records, self.total, self.seed)[rows.start : rows.stop]
+
+    def counts(self, part: int) -> pathlib.Path:
+        return self.folder / f"counts-{part:08}.json"
+
+    def hashes(self, kind: str, part: int) -> pathlib.Path:
+        return self.folder / f"{kind}-{part:08}"
+
+    def distinct(self, part: int) -> pathlib.Path:
+        return self.folder / f"distinct-{part:08}"
+
+
+def _write_part(records: Records, parts: _Parts, number: int) -> None:
+    """Reads some thousand records; writes what they count, and a table of the usable images."""
+    rows = parts.rows(number)
+    chunks = [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
-    with ThreadPoolExecutor(threads) as pool:
-        looked = pool.map(look, chunks)
-        parts = progress.reported(looked, len(chosen), "records", size=len)
-        facts = [one for part in parts for one in part]
+    with ThreadPoolExecutor(parts.threads) as pool:
+        facts = [one for part in pool.map(look, chunks) for one in part]
     good = [f for f in facts if not f.reason]
     bad = [f for f in facts if f.reason]
+    for kind, hashes in zip(_HASHED, zip(*(f.hashes for f in good), strict=True), strict=False):
+        tables.write(parts.hashes(kind, number), np.array([(key,) for key in hashes], _ROW))
+    count = collections.Counter
+    counts = {
+        "records": {"read": len(facts), "usable": len(good)},
+        "unusable": count(f.reason for f in bad),
+        "formats": count(f.format for f in good),
+        "sizes": count(f"{f.width}x{f.height}" for f in good),
+        "bytes": count(f.num_bytes for f in good),
+        "lengths": count(f.length for f in good),
+        "num_words": count(len(f.words) for f in good),
+        "words": count(word for f in good for word in f.words),
+        "first": [f"{f.name}: {f.reason}" for f in bad[:_NAMED]],
+    }
+    files.write_whole(parts.counts(number), json.dumps(counts))
+
+
+def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
+    """How many different images, or texts, there are in a range of their hashes."""
+    which, part = divmod(number, ranges := tables.num_ranges(parts.total))
+    paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
+    rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
+    files.write_whole(parts.distinct(number), str(count := len(tables.first_of_each(rows))))
+    return {_HASHED[which]: count}
+
+
+def _report(
+    sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]
+) -> dict[str, Any]:
+    """What the parts say together."""
+    smaller, aspect = collections.Counter(), collections.Counter()
+    for size, count in sums["sizes"].items():
+        low, high = sorted(map(int, size.split("x")))
+        smaller[low] += count
+        aspect[high / low] += count
+    numbers = lambda name: {int(value): count for value, count in sums[name].items()}
     return {
-        "records": len(records),
-        "left_out": records.left_out(),
-        "read": len(facts),
-        "usable": len(good),
-        "unusable": dict(collections.Counter(f.reason for f in bad)),
-        "unusable_first": [f"{f.name}: {f.reason}" for f in bad[:_NAMED]],
-        "formats": dict(collections.Counter(f.format for f in good)),
-        "smaller_side": _quantiles([min(f.width, f.height) for f in good]),
-        "aspect": _quantiles([max(f.width, f.height) / min(f.width, f.height) for f in good]),
-        "bytes": _quantiles([f.num_bytes for f in good]),
-        "text_length": _quantiles([f.length for f in good]),
-        "empty_texts": sum(f.length == 0 for f in good),
+        "read": sums["records"]["read"],
+        "usable": sums["records"]["usable"],
+        "unusable": dict(sums["unusable"]),
+        "unusable_first": first,
+        "formats": dict(sums["formats"]),
+        "smaller_side": _quantiles(smaller),
+        "aspect": _quantiles(aspect),
+        "bytes": _quantiles(numbers("bytes")),
+        "text_length": _quantiles(numbers("lengths")),
+        "empty_texts": sums["lengths"]["0"],
+        "text_words": _quantiles(numbers("num_words")),
+        "different_texts": different["texts"],
+        "words": dict(sums["words"].most_common(_NAMED)),
+        "duplicates": sums["records"]["usable"] - different["images"],
     }
 
 
@@ -77,6 +193,7 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
     return sheets.contact_sheet(np.stack(images), captions)
 
 
+@functools.cache
 def _draw(length: int, num: int, seed: int) -> Sequence[int]:
     """Different numbers below `length` in their order, at random; no table of all."""
     return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
@@ -92,10 +209,23 @@ def _look(record: Record) -> _Facts:
         return _Facts(error.reason, record.name)
     with untrusted.open_image(record.image) as image:
         (width, height), format = image.size, image.format or ""
-    return _Facts("", record.name, width, height, len(text), len(record.image), format)
+    words = _WORD.findall(text.lower()) if isinstance(text, str) else []
+    contents = record.image, " ".join(words).encode()
+    hashes = (hashlib.blake2b(part, digest_size=tables.KEY_SIZE).digest() for part in contents)
+    size = len(text), len(record.image)
+    return _Facts("", record.name, width, height, *size, format, tuple(words), tuple(hashes))
 
 
-def _quantiles(values: Sequence[float | int]) -> dict[str, float]:
-    if not values:
+def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:
+    """Those of values that occur so often, between neighbours as np.quantile has them."""
+    if not counts:
         return {}
-    return {name: round(float(np.quantile(values, q)), 2) for name, q in _QUANTILES.items()}
+    values = np.array(sorted(counts), float)
+    ends = np.cumsum([counts[value] for value in values.tolist()])
+    at = lambda rank: values[np.searchsorted(ends, rank, side="right")]
+
+    def quantile(q: float) -> float:
+        rank = q * (ends[-1] - 1)
+        return float(np.interp(rank % 1, [0, 1], [at(np.floor(rank)), at(np.ceil(rank))]))
+
+    return {name: round(quantile(q), 2) for name, q in _QUANTILES.items()}

@@ -9,7 +9,7 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax import settings
+from diffusion_jax import engines, settings
 from diffusion_jax.data import transforms
 from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
 from diffusion_jax.data.records import Records
@@ -40,9 +40,8 @@ def open_pictures(
 
     ValueError or OSError for a source, or data of it, that there are not.
     """
-    shapes = Shapes(size, embeddings, moments)
-    pictures = _open_pictures(data, shapes)
-    return _with_prior(pictures, data, shapes) if data.prior else pictures
+    pictures = _open_whole(data, shapes := Shapes(size, embeddings, moments))
+    return engines.made_by(pictures, _open_whole, data, shapes)
 
 
 def open_records(data: Data) -> Records:
@@ -50,7 +49,7 @@ def open_records(data: Data) -> Records:
     source = _open(data, Shapes(size=64))  # No picture is made.
     if not isinstance(source, Records):
         raise ValueError(f"the data source {data.source!r} has no files of images")
-    return source
+    return engines.made_by(source, open_records, data)
 
 
 def open_named(name: str) -> Records | None:
@@ -73,6 +72,11 @@ def named(name: str) -> Data:
     path, _, text = rest.partition("::")
     data = Data(source, path, uncaptioned="drop", max_broken=1.0)
     return data._replace(text=text) if text else data
+
+
+def _open_whole(data: Data, shapes: Shapes) -> Pictures:
+    pictures = _open_pictures(data, shapes)
+    return _with_prior(pictures, data, shapes) if data.prior else pictures
 
 
 def _open_pictures(data: Data, shapes: Shapes) -> Pictures:

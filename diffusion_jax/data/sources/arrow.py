@@ -14,40 +14,45 @@ from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.settings import Data
 
-_SAVED = ("state.json", "dataset_dict.json")  # What save_to_disk writes beside the tables.
+SAVED = ("state.json", "dataset_dict.json")  # What save_to_disk writes beside the tables.
 
 
 def open_source(data: Data, _: Shapes) -> Records:
     """The rows of a config's folder that `save_to_disk` wrote."""
-    return Arrow(records.path_of(data), data.text)
+    return Arrow(records.path_of(data), data.text, data.uncaptioned)
 
 
 def open_any(data: Data, _: Shapes) -> Records:
     """The rows of a config's data set, of any form that `load_dataset` opens."""
     path = records.path_of(data)
     place, split = records.split_of(path)
-    if any((pathlib.Path(place) / name).exists() for name in _SAVED):
-        return Arrow(path, data.text)
-    return Rows(_load(place, split), path, data.text)
+    if any((pathlib.Path(place) / name).exists() for name in SAVED):
+        return Arrow(path, data.text, data.uncaptioned)
+    return Rows(_load(place, split), path, data.text, uncaptioned=data.uncaptioned)
 
 
 class Rows(Records):
     """The rows of a table that have an image in a column of datasets.Image, and a caption.
 
     `text` names the column of the captions; of several in a row the first is taken. Of several
-    columns of images the first is taken.
+    columns of images the first is taken. Where `uncaptioned` is "empty" and there is no such
+    column, the texts are "".
     """
 
-    def __init__(self, table: Any, name: str, text: str, root: str | os.PathLike[str] = "."):
+    def __init__(
+        self, table: Any, name: str, text: str, root: str | os.PathLike[str] = ".",
+        uncaptioned: str = "error",
+    ):  # fmt: skip
         """`root` is where the paths of images outside begin; ValueError for other columns."""
         self._name, self._root = name, pathlib.Path(root)
         images = [field.name for field in table.schema if _is_image(field.type)]
-        if not images or text not in table.column_names or not len(table):
+        captioned = text in table.column_names
+        if not images or not len(table) or not (captioned or uncaptioned == "empty"):
             raise ValueError(
                 f"{name} has {len(table)} rows of {', '.join(table.column_names)}, images are in "
                 f"{images or 'none of them'}: name the column of captions with data.text"
             )
-        self._images, self._texts = table[images[0]], table[text]
+        self._images, self._texts = table[images[0]], table[text] if captioned else None
         try:
             self._read(0)
         except FileNotFoundError as error:
@@ -58,7 +63,7 @@ class Rows(Records):
 
     def __len__(self) -> int:
         """The number of rows."""
-        return len(self._texts)
+        return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
         """Copies the rows; OSError if an image that lies outside has gone."""
@@ -66,6 +71,8 @@ class Rows(Records):
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
         """Copies the captions alone."""
+        if self._texts is None:
+            return [""] * len(indices)
         return [records.cell_text(self._texts[index].as_py()) for index in indices]
 
     def _read(self, index: int) -> Record:
@@ -83,7 +90,9 @@ class Arrow(Rows):
     `path` is the folder of one split, which holds .arrow files, or "FOLDER@SPLIT" of several.
     """
 
-    def __init__(self, path: str | os.PathLike[str], text: str = "text"):
+    def __init__(
+        self, path: str | os.PathLike[str], text: str = "text", uncaptioned: str = "error"
+    ):
         """Maps the files; FileNotFoundError, or ValueError for other columns or no rows."""
         import pyarrow  # Slow to import, and few data sets need it.
 
@@ -99,7 +108,8 @@ class Arrow(Rows):
                 f"{place}@SPLIT; parquet is read by the source 'huggingface'"
             )
         maps = [pyarrow.ipc.open_stream(pyarrow.memory_map(str(f))).read_all() for f in paths]
-        super().__init__(pyarrow.concat_tables(maps), os.fspath(path), text, root / split)
+        table = pyarrow.concat_tables(maps)
+        super().__init__(table, os.fspath(path), text, root / split, uncaptioned)
 
 
 def _load(place: str, split: str) -> Any:

@@ -31,7 +31,7 @@ class Folder(Records):
     `text` says where the texts are: the suffix of files of the same stem ("txt", "json:caption",
     or precomputed embeddings such as "npy" or "t5.npz"), or tables that name the images
     ("jsonl:caption", "parquet:caption"). `uncaptioned` says what happens to images without a text:
-    "error" or "drop".
+    "error", "drop", or "empty", which gives them the text "".
     """
 
     def __init__(self, path: str | os.PathLike[str], text: str = "txt", uncaptioned: str = "error"):
@@ -47,9 +47,12 @@ class Folder(Records):
         self._captions: Mapping[str, str] = {}
         if suffix in _TABLES:
             self._captions = _captions(self._root, sorted(names), suffix, field)
-            self._images = [name for name in images if name in self._captions]
+            captioned = set(self._captions)
         else:
-            self._images = [name for name in images if _text_name(name, suffix) in names]
+            captioned = {name for name in images if _text_name(name, suffix) in names}
+        empty = uncaptioned == "empty"
+        self._images = [name for name in images if empty or name in captioned]
+        self._without = set(self._images) - captioned
         bare = sorted(set(images) - set(self._images))
         records.check_captions(len(bare), bare[:3], len(images), text, uncaptioned, suffixes)
         self._left_out = {"no_caption": len(bare)} if bare else {}
@@ -76,6 +79,8 @@ class Folder(Records):
         return self._left_out
 
     def _read_text(self, name: str) -> Any:
+        if name in self._without:
+            return ""
         if self._captions:
             return self._captions[name]
         beside = self._root / _text_name(name, self._text.partition(":")[0])

@@ -9,7 +9,6 @@ import functools
 import io
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,7 +19,7 @@ from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.machine import claims, untrusted
+from diffusion_jax.machine import claims, files, untrusted
 from diffusion_jax.settings import Data
 
 MANIFEST = "moments.json"
@@ -67,8 +66,8 @@ def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
 
 
 def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest in the folder that tars lie in; None if there is none, as of a URL."""
-    folder = pathlib.Path(path)
+    """The manifest in the folder that tars lie in; None if there is none."""
+    folder = files.path(path)
     file = (folder if folder.is_dir() else folder.parent) / MANIFEST
     return json.loads(file.read_text()) if file.is_file() else None
 

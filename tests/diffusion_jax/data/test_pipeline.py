@@ -190,14 +190,14 @@ def test_close_ends_the_threads_and_may_be_called_twice():
         return [t for t in threading.enumerate() if t.name.startswith("grain-prefetch")]
 
     for thread in readers():  # Of tests before.
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     iterator = batches(num_threads=2)
     next(iterator)
     assert readers()
     iterator.close()
     iterator.close()
     for thread in readers():
-        thread.join(timeout=5)
+        thread.join(timeout=60)
     assert not readers()
 
 
@@ -210,7 +210,7 @@ def test_a_process_that_fails_without_closing_ends_at_once():
         "raise RuntimeError('the step failed')\n"
     )
     ended = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300
     )
     assert ended.returncode == 1
     assert ended.stderr.rstrip().endswith("RuntimeError: the step failed")

@@ -20,7 +20,7 @@ from PIL import Image
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model
 from diffusion_jax.evaluate import command as evaluation
-from diffusion_jax.evaluate import report, scorers, sweep
+from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
 from diffusion_jax.machine import events, sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
@@ -215,8 +215,7 @@ def test_points_of_all_weights_are_in_one_table(inputs, tmp_path):
         rows = [(row["ema"], row["checkpoint"], row["fd_toy"]) for row in csv.DictReader(file)]
     assert [row[:2] for row in rows] == [("ema", "3"), ("ema", "5"), ("raw", "3"), ("raw", "5")]
     assert rows[0][2] == rows[2][2] != rows[1][2]  # The toy has no averages of its own.
-    run = report.read_run(tmp_path)
-    assert len(report.trade_off([run], "clip_score", "fd_toy")) == 4
+    assert len(curve.figure(sweep.read(out)).lines) == 4
     names = [f"step_{int(step):08}_{ema}" for ema, step, _ in rows]
     curves = [points(out / events.FOLDER / name, "guidance_x100/fd_toy") for name in names]
     scores = [np.float32(score) for *_, score in rows]
@@ -246,7 +245,7 @@ def test_models_of_unlike_sizes_share_a_curve(inputs, tmp_path):
     reference = frechet.reference(features.gaussian(real_features()))
     expected = frechet.distance(taken.stream.features(), reference)
     assert float(rows[3]["fd_toy"]) == pytest.approx(expected, rel=CLOSE)
-    lines = report.trade_off([report.read_run(tmp_path)], "clip_score", "fd_toy")
+    lines = curve.figure(sweep.read(out)).lines
     assert [line.name for line in lines] == ["small", "large"]
     assert (out / "large_guidance_4.png").exists() and (out / "small_guidance_4.png").exists()
 

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.evaluate import command as evaluation
-from diffusion_jax.evaluate import on_the_way, report, scorers, sweep
+from diffusion_jax.evaluate import curve, on_the_way, scorers, sweep
 from diffusion_jax.evaluate.command import Sweep
 from diffusion_jax.metrics import (
     bootstrap,
@@ -21,6 +21,7 @@ from diffusion_jax.metrics import (
     stats_files,
 )
 from diffusion_jax.metrics.table import METRICS, Metric
+from diffusion_jax.web import results
 from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 from tests.diffusion_jax.metrics.running import run
 from tests.diffusion_jax.text import tiny_weights
@@ -68,8 +69,9 @@ def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
     rows = np.concatenate([np.load(path)["inception"] for path in shards])
     assert float(row["lightness"]) == pytest.approx(rows.mean())
     assert float(row["lightness_low"]) < float(row["lightness"]) < float(row["lightness_high"])
-    page = report.page([report.read_run(tmp_path)])
-    assert "<th>mean &lt;feature&gt;</th>" in page and f">{float(row['lightness']):.4g} <" in page
+    page = results.sweeps([("run", sweep.read(out))], str)
+    assert page["metrics"]["lightness"]["label"] == "mean <feature>"
+    assert page["sweeps"][0]["points"][1]["scores"]["lightness"] == float(row["lightness"])
     now = on_the_way.score_now(scorer, subject.points[0]().draw, SCALES, 22)
     assert now["evaluation/guidance_4/lightness"] == pytest.approx(rows.mean(), rel=1e-5)
     (tmp_path / "drawn").mkdir()
@@ -102,8 +104,10 @@ def test_a_reference_with_features_gives_kid_precision_recall_and_cmmd(inputs, t
     scored = sweep.read_scored(out / sweep.SCORED)["step_00000003_ema_guidance_2_clip_image"]
     assert scored.scores["cmmd"] == pytest.approx(float(row["cmmd"]))
     assert scored.card.items() >= {"preprocessing": "squash", "reference": "clip.npz, n 30"}.items()
-    page = report.page([report.read_run(tmp_path)])  # CLIP's two preprocessings are two matters.
-    assert "Not comparable" not in page and page.count("<th>clip_clip</th>") == 2
+    page = results.sweeps([("run", sweep.read(out))], str)
+    assert page["unlike"] == []  # CLIP's two preprocessings are two matters.
+    cards = page["sweeps"][0]["points"][0]["cards"].values()
+    assert [card["extractor"] for card in cards].count("clip_clip") == 2
 
 
 def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
@@ -112,11 +116,16 @@ def test_the_page_shows_the_scores_of_other_weights_as_such(tmp_path):
     folder.mkdir(parents=True)
     rows = [{"guidance": g, "checkpoint": 2, "ema": "ema", **names} for g in (1.0, 2.0)]
     sweep.write_table(folder / sweep.TABLE, rows)
-    run = report.read_run(tmp_path)
-    page = report.page([run])
+    page = results.sweeps([("run", sweep.read(folder))], str)
+    shown = [
+        page["metrics"][c]["label"]
+        for c in page["sweeps"][0]["points"][0]["scores"]
+        if c in page["metrics"]
+    ]
     for label in ("Fréchet distance (stand-in Inception)", "KID (stand-in Inception)", "CMMD"):
-        assert f"<th>{label}</th>" in page
-    both = next(plot for plot in report.plots([run]) if plot.x == "precision and recall")
+        assert label in shown
+    both = curve.figure(sweep.read(folder))
+    assert both.x == "precision and recall"
     assert [(line.name, line.x) for line in both.lines] == [
         ("precision", [0.5, 0.5]), ("recall", [0.75, 0.75]),
     ]  # fmt: skip

@@ -7,6 +7,7 @@ from diffusion_jax.data import digits
 from diffusion_jax.evaluate import on_the_way, scorers
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import frechet
+from diffusion_jax.settings import Evaluation
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
 
@@ -40,7 +41,8 @@ def test_real_digits_are_all_right_and_wrong_ink_is_seen(judge):
 def test_the_distance_of_digits_is_that_of_their_features(judge):
     images = pictures(judge.prompts)
     features = judge.features(images, judge.prompts)
-    real = judges.fit_judge().features(judges.real_pictures(16, 4000))
+    prompts = (digits.seen_prompts() * 15)[:4000]
+    real = judges.fit_judge().features(judges.real_pictures(16, prompts))
     seen = features["digits"][: judge.cards["digits"]["images_seen"]]
     expected = frechet.distance(seen, frechet.reference(real))
     row = judge.score(features)["digits"]
@@ -103,3 +105,10 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
         assert scores[f"evaluation/guidance_2.5/{name}"] == pytest.approx(value, rel=1e-9)
     (name,) = (name for name in scores if "guidance_9" in name)
     assert (name, scores[name]) == ("evaluation/guidance_9/images_not_finite", 2)
+
+
+def test_a_file_that_the_digits_are_not_compared_with_is_an_error():
+    for name in ("reference", "dinov2", "dinov2_reference", "judge"):
+        evaluation = Evaluation(**{name: "s3://bkt/no_such"})
+        with pytest.raises(ValueError, match=rf"evaluation\.{name} is for pictures of a file of"):
+            scorers.open_scorer("digits", 16, [], evaluation)

@@ -60,7 +60,7 @@ def test_only_the_first_process_writes(tmp_path, monkeypatch):
 
 def test_what_writers_and_figures_need_is_imported_only_for_them():
     heavy = "{'clu', 'tensorflow', 'matplotlib'}"
-    code = "import sys, diffusion_jax.machine.log, diffusion_jax.evaluate.report; "
+    code = "import sys, diffusion_jax.machine.log, diffusion_jax.evaluate.curve; "
     code += f"print({heavy} & set(sys.modules))"
     root = pathlib.Path(log.__file__).parents[2]
     run = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)

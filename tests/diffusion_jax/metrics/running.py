@@ -6,20 +6,22 @@ from absl.testing import flagsaver
 
 from diffusion_jax import cli
 from diffusion_jax.metrics import __main__ as commands
+from diffusion_jax.metrics import extractors
 from tests.diffusion_jax.metrics import toy
 
 
 @pytest.fixture
 def run(capsys, monkeypatch):
     """run(words and flags) -> exit code, what was printed, what was complained of."""
-    monkeypatch.setattr(commands, "_inception", toy.extractor)
+    monkeypatch.setattr(extractors, "load_inception", lambda *how: toy.extractor())
     monkeypatch.setattr(cli, "start", lambda: None)
 
     def run(*arguments):
         # Other commands' flags, some of them required, may be in the same process.
         own = flags.FlagValues()
-        for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__):
-            own[flag.name] = flag
+        names = {flag.name for flag in flags.FLAGS.get_key_flags_for_module(commands.__name__)}
+        for name in {*names, *commands._SHARED}:  # Which engines.py defines.
+            own[name] = flags.FLAGS[name]
         with flagsaver.flagsaver():
             words = own(["metrics", *map(str, arguments)])
             flags.FLAGS.mark_as_parsed()

@@ -135,6 +135,23 @@ def test_a_scorer_takes_both_scores_and_its_card_says_what_of(untrained, tmp_pat
     assert card["fd_judge_of_real"] < scores["fd_judge"]
 
 
+def test_real_pictures_are_of_the_same_prompts_where_there_are_any(untrained, tmp_path):
+    own = untrained.test.captions[3]
+    pairs = (untrained.reference, untrained.test)
+    images, captions = judge.real_pictures(untrained, 16)(["never shown", own, "nor this"])
+    assert captions[1] == own and len({*captions}) == 3
+    among = {
+        caption: judge.seen_at(image[None], 16)[0]
+        for one in pairs for caption, image in zip(one.captions, one.images, strict=True)
+    }  # fmt: skip
+    for image, caption in zip(images, captions, strict=True):
+        assert (image == among[caption]).all()
+    judge.save(untrained, tmp_path)
+    scorer = scorers.open_scorer("folder", 16, [own] * 3, Evaluation(judge=str(tmp_path)))
+    sheet = scorer.real_sheet()
+    assert (sheet[4:132:8, 4:132:8] == among[own]).all()  # Enlarged eight times, three in a row.
+
+
 def test_real_pictures_are_seen_at_the_size_of_drawn_ones():
     images = pair([1]).images
     assert judge.seen_at(images, 32) is images

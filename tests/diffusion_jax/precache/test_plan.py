@@ -1,13 +1,14 @@
 """Which captions are encoded, by whom, and that nothing is lost or doubled."""
 
+import hashlib
 import os
 
 import numpy as np
 import pytest
 
 from diffusion_jax.data.sources import open_pictures
-from diffusion_jax.precache import plan, store
-from diffusion_jax.precache.workers import Share, ahead
+from diffusion_jax.machine import tables
+from diffusion_jax.precache import index, plan, store
 from diffusion_jax.settings import Data
 
 IDENTITY = {"encoder": "x"}
@@ -17,20 +18,38 @@ def keys(*names):
     return np.array(names, store.KEY)
 
 
-@pytest.mark.parametrize(("count", "workers"), [(10, 1), (10, 3), (2, 5), (0, 2)])
-def test_each_worker_does_its_own_part_first_and_the_rest_if_need_be(count, workers):
-    turns = [list(Share(w, workers).turns(count)) for w in range(workers)]
-    assert all(sorted(order) == list(range(count)) for order in turns)
-    own = [order[: count * (w + 1) // workers - count * w // workers]
-           for w, order in enumerate(turns)]  # fmt: skip
-    assert [i for part in own for i in part] == list(range(count))
+def open_plan(path, texts, size=2, held=()):
+    """A plan whose chunks are of 4 captions, up to its counts."""
+    folder = plan.open_plan(path, {}, IDENTITY)
+    p = plan.Plan(folder, len(texts), size)
+    for chunk in p.chunks:
+        plan.write_keys(p, keys(*(texts[i] for i in p.numbers(chunk))), chunk)
+    rows = np.zeros(len(held), index.ROW)
+    rows["key"] = keys(*held)
+    before = index.listed(path, folder, ["shard", "gone"])
+    tables.write(before.tables[0], rows)
+    for part in p.ranges:
+        plan.write_firsts(p, before, part)
+    return p, plan.write_counts(p)
 
 
-def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there():
-    numbers, different = plan.pending(keys("b", "a", "b", "d", "c", "a"), keys("c", "x"))
-    assert (numbers.tolist(), different) == ([0, 1, 3], 4)
-    numbers, different = plan.pending(keys("b", "b"), keys())
-    assert (numbers.tolist(), different) == ([0], 1)
+@pytest.mark.parametrize("rows", [3, 100])
+def test_of_each_key_the_first_caption_is_encoded_unless_it_is_there(tmp_path, monkeypatch, rows):
+    """As sorting all keys in one place says, whatever the ranges and however they are cut."""
+    monkeypatch.setattr(plan, "_CHUNK", 4)
+    monkeypatch.setattr(tables, "_ROWS", rows)
+    hashes = [hashlib.blake2b(bytes([i]), digest_size=16).digest() for i in range(9)]
+    texts = [hashes[i] for i in np.random.default_rng(0).integers(9, size=30)]
+    held = sorted(hashes[:2])
+    expected = [i for i, t in enumerate(texts) if t not in held and t not in texts[:i]]
+    p, total = open_plan(tmp_path, texts, held=held)
+    assert len(p.ranges) == -(-30 // rows) and total == len(expected) == 7
+    found = [plan.to_encode(p, shard).tolist() for shard in range(4)]
+    assert found == [expected[:2], expected[2:4], expected[4:6], expected[6:]]
+
+
+def test_a_plan_may_be_empty(tmp_path):
+    assert open_plan(tmp_path, [b"b", b"b"], held=[b"b"])[1] == 0
 
 
 def test_given_captions_come_before_those_of_the_data():
@@ -41,41 +60,9 @@ def test_given_captions_come_before_those_of_the_data():
     assert len(captions) == len(digits) + 2
 
 
-def test_keys_are_read_once_whoever_is_interrupted(tmp_path, monkeypatch):
-    monkeypatch.setattr(plan, "_CHUNK", 4)
-    reads = []
-
-    class Counted(plan.Captions):
-        def read(self, numbers):
-            reads.extend(numbers.tolist())
-            if len(reads) == 12:
-                raise KeyboardInterrupt
-            return super().read(numbers)
-
-    captions = Counted([f"text {i}" for i in range(18)], None, 0, 1)
-    expected = store.keys_of(captions.prompts, IDENTITY)
-    report = lambda done: None
-    with pytest.raises(KeyboardInterrupt):
-        plan.read_keys(captions, tmp_path, IDENTITY, Share(), report)
-    for worker in (1, 0):
-        found = plan.read_keys(captions, tmp_path, IDENTITY, Share(worker, 2), report)
-        np.testing.assert_array_equal(found, expected)
-    assert sorted(reads) == sorted([*range(18), *range(8, 12)])  # The chunk that was lost.
-
-
 def test_plans_of_other_data_are_other_plans(tmp_path):
-    folders = {plan.folder_of(tmp_path, {"path": p}, i) for p in "ab" for i in (IDENTITY, {})}
+    folders = {plan.open_plan(tmp_path, {"path": p}, i) for p in "ab" for i in (IDENTITY, {})}
     assert len(folders) == 4
-    next(iter(folders)).mkdir(parents=True)
     (tmp_path / ".shard-1.safetensors.2.tmp").write_bytes(b"")
     plan.remove(tmp_path)
     assert os.listdir(tmp_path) == []
-
-
-def test_the_next_item_is_computed_while_one_is_used():
-    started = []
-    work = lambda i: started.append(i) or -i
-    for item, result in ahead(work, iter(range(4))):
-        assert result == -item
-    assert started == [0, 1, 2, 3]
-    assert list(ahead(abs, iter([]))) == []

@@ -1,16 +1,20 @@
 """Precaching as a command: killed, shared, repeated and mended, a store holds each caption once."""
 
+import functools
 import json
+import logging
 import os
 import pathlib
+import re
 import time
 
 import numpy as np
 import pytest
 
 from configs import quickstart
+from diffusion_jax import engines
 from diffusion_jax.data import digits
-from diffusion_jax.precache import fill, lookup, store, workers
+from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.settings import Text
 from diffusion_jax.text import embed
 from tests.diffusion_jax.text import tiny_weights
@@ -75,9 +79,25 @@ def test_a_store_holds_every_caption_and_prompt_once(whole, weights):
     assert 0 < error.max() <= opened.manifest["largest_relative_error"] + 1e-5 < 0.01
 
 
-def wait_for(path, shards, process):
-    deadline = time.monotonic() + 120
-    while len(list(path.glob("shard-*.safetensors"))) < shards:
+def shards(path):
+    return len(list(path.glob("shard-*.safetensors")))
+
+
+def hold(path, number, go):
+    """This process writes no shard where so many are, until there is a file `go`."""
+    write = fill.shards.write_shard
+
+    def held(*given):
+        while shards(path) >= number and not go.exists():
+            time.sleep(0.01)
+        return write(*given)
+
+    fill.shards.write_shard = held
+
+
+def wait_for(path, number, process):
+    deadline = time.monotonic() + 240
+    while shards(path) < number:
         assert process.is_alive() and time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -86,34 +106,42 @@ def wait_for(path, shards, process):
 def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
     """One is killed in the middle; two others start at once, one is killed, one finishes."""
     path, line = tmp_path / "store", arguments(tmp_path / "store", weights)
-    name = "diffusion_jax.precache"
     out = lambda n: (tmp_path / f"out{n}", tmp_path / f"err{n}")
-    start = lambda n, *more: commands.start(name, *line, *more, devices=1, outputs=out(n))
-    first = start(0)
+
+    def start(number, most, *more):
+        held = functools.partial(hold, path, most, tmp_path / "go")
+        return commands.start("diffusion_jax.precache", *line, *more, devices=1,
+                              outputs=out(number), before=held)  # fmt: skip
+
+    first = start(0, 15)
     wait_for(path, 3, first)
     first.kill()
     first.join()
-    done = len(list(path.glob("shard-*")))
-    assert 3 <= done < len(EVERY) / 8
+    done = shards(path)
+    assert 3 <= done <= 15 and first.exitcode == -9
     with pytest.raises(ValueError, match="is unfinished: go on with"):
         store.Store(path)
-    one, two = start(1, "--worker=0", "--workers=2"), start(2, "--worker=1", "--workers=2")
+    one, two = (start(1 + n, done + 15, f"--worker={n}", "--workers=2") for n in (0, 1))
     wait_for(path, done + 3, two)
     two.kill()
-    one.join(), two.join()
+    two.join()
+    assert shards(path) < shards(whole) and two.exitcode == -9
+    (tmp_path / "go").touch()
+    one.join()
     assert one.exitcode == 0, out(1)[1].read_text()
     assert contents(path) == contents(whole)
     # Batches are the same, so that rows are too, whoever encoded them.
     assert store.read_manifest(path)["captions"] == len(EVERY)
     assert not [file for file in os.listdir(path) if file.startswith(".") or file == "plan"]
-    assert "captions/s | 0:00:00 left" in out(1)[1].read_text()
 
 
-def test_a_second_run_encodes_only_what_is_new(tmp_path, weights, whole):
+def test_a_second_run_encodes_only_what_is_new(tmp_path, weights, whole, caplog):
     path = copy(whole, tmp_path / "store")
     before = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
     changed = config(path, weights, prompts=("a new prompt", *digits.seen_prompts()[:3]))
-    manifest = fill.run(fill.open_job(changed), WORK)
+    with caplog.at_level(logging.INFO, "absl"):
+        manifest = fill.run(fill.open_job(changed), WORK)
+    assert re.search(r"encoding: 1/1 captions \| .* captions/s \| 0:00:00 left", caplog.text)
     assert manifest["captions"] == len(EVERY) + 1
     after = {file.name: file.stat().st_mtime_ns for file in path.glob("shard-*")}
     assert len(after) == len(before) + 1 and before.items() <= after.items()
@@ -135,6 +163,65 @@ def test_damaged_and_lost_shards_are_encoded_again(tmp_path, weights, whole):
     fill.run(job, WORK._replace(verify=True))
     assert contents(path).keys() == contents(whole).keys()
     store.Store(path).read(sorted(EVERY))  # Every checksum is right.
+
+
+def test_what_is_lost_while_a_store_grows_is_encoded_again(tmp_path, weights, whole, monkeypatch):
+    """A shard of before, which the plan of what is new took for granted, and one of that."""
+    path, write, written = copy(whole, tmp_path / "store"), fill.shards.write_shard, []
+    old = sorted(path.glob("shard-*"))
+    new = [f"new prompt {i}" for i in range(20)]
+    job = fill.open_job(config(path, weights, prompts=(*new, *quickstart.get_config().prompts)))
+
+    def killed(*given):
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(write(*given))
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(fill.shards, "write_shard", killed)
+        fill.run(job, WORK)
+    written[0].unlink()
+    old[3].unlink()
+    assert fill.run(job, WORK)["captions"] == len(EVERY) + 20
+    store.Store(path).read([*sorted(EVERY), *new])
+    assert contents(path).keys() > contents(whole).keys()
+
+
+def test_a_lost_shard_of_a_store_in_the_making_is_encoded_again(tmp_path, weights, whole):
+    job = fill.open_job(config(tmp_path / "store", weights))
+    lost = []
+
+    class Losing(engines.Share):
+        """After the work is done, and before it is listed, a shard goes, and all begins again."""
+
+        def fill(self, items, path, write, **how):
+            super().fill(items, path, write, **how)
+            if how.get("name") == "encoding" and not lost:
+                lost.append(path(items[1]))
+                raise KeyboardInterrupt
+
+    work = WORK._replace(engine=Losing())
+    with pytest.raises(KeyboardInterrupt):
+        fill.run(job, work)
+    (tmp_path / "store" / (name := lost[0].read_text())).unlink()
+    fill.run(job, work)
+    assert (tmp_path / "store" / name).exists()
+    assert contents(tmp_path / "store") == contents(whole)
+
+
+def test_who_is_overtaken_on_a_whole_store_ends_with_it(tmp_path, weights, whole):
+    job, over = fill.open_job(config(copy(whole, tmp_path / "store"), weights)), []
+
+    class Overtaken(engines.Share):
+        """Another does all of it meanwhile, and removes the plan."""
+
+        def fill(self, items, path, write, **how):
+            if not over:
+                over.append(fill.run(job, WORK))
+            super().fill(items, path, write, **how)
+
+    assert fill.run(job, WORK._replace(engine=Overtaken())) == over[0]
+    assert contents(tmp_path / "store") == contents(whole)
 
 
 def copy(source, target):
@@ -193,9 +280,9 @@ def test_a_dry_run_prints_the_table_and_writes_nothing(tmp_path, weights):
 
 
 def test_workers_are_counted_from_0():
-    assert workers.share(1, 2) == (1, 2) and workers.share(None, None) == (0, 1)
+    assert engines.share(1, 2) == (1, 2) and engines.share(None, None) == (0, 1)
     with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: they are counted from 0"):
-        workers.share(2, 2)
+        engines.share(2, 2)
 
 
 def test_bfloat16_t5_is_within_1_percent_too(tmp_path, weights):

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.precache import lookup, quantize, shards, store
+from diffusion_jax.precache import index, lookup, quantize, shards, store
 from diffusion_jax.settings import Text
 from diffusion_jax.text import embed, hashed
 from tests.diffusion_jax.text import tiny_weights
@@ -44,7 +44,7 @@ def make(path, format="int8"):
     keys = store.keys_of(TEXTS, IDENTITY)
     halves = [[0, 1], [2, 3]]
     names = [shards.write_shard(path, keys[h], as_rows(h, format)).name for h in halves]
-    shards.finish(path, names)
+    index.finish(path, names)
     return path
 
 
@@ -109,7 +109,7 @@ def test_a_text_in_two_shards_is_found_once(tmp_path):
     keys = store.keys_of([TEXTS[0], "new"], IDENTITY)
     more = shards.write_shard(tmp_path, keys, as_rows([2, 3], "int8"))
     old = [shard["file"] for shard in store.read_manifest(tmp_path)["shards"]]
-    assert shards.finish(tmp_path, [*old, more.name])["captions"] == 5
+    assert index.finish(tmp_path, [*old, more.name])["captions"] == 5
     opened = store.Store(tmp_path)
     assert opened.read([TEXTS[0], "new"])["text_mask"].sum(1).tolist() == [3, 2]
 
@@ -118,7 +118,7 @@ def test_what_no_manifest_names_is_removed(tmp_path):
     make(tmp_path)
     shards.write_shard(tmp_path, store.keys_of(["x"], IDENTITY), as_rows([0], "int8"))
     names = [shard["file"] for shard in store.read_manifest(tmp_path)["shards"]]
-    shards.finish(tmp_path, names)
+    index.finish(tmp_path, names)
     assert {file.name for file in tmp_path.glob("shard-*")} == set(names)
 
 
@@ -167,8 +167,8 @@ def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format):
     opened.read(TEXTS[:1])
     with pytest.raises(ValueError, match=r"is damaged where the embeddings of '' are.*\n.*--ver"):
         opened.read(TEXTS[1:2])
-    assert shards.whole_shards(tmp_path, [shard.name], verify=False) == [shard.name]
-    assert shards.whole_shards(tmp_path, [shard.name], verify=True) == []
+    assert shards.usable(shard, verify=False)
+    assert not shards.usable(shard, verify=True)
     assert not shard.exists()
 
 

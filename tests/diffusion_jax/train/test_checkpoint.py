@@ -136,7 +136,7 @@ def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
     checkpointer.save(1, random_state(1), Position())
     checkpointer.save(2, random_state(2), Position())
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while (tmp_path / "1").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert {path.name for path in (tmp_path / "deleted" / "1").iterdir()} >= {"params", "data"}
@@ -372,7 +372,7 @@ def save_until_killed(directory, started):
 
 def wait_for_unfinished(directory, step, process):
     """Returns when the save of `step` or a later one is under way."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.is_alive():
         names = [path.name for path in directory.glob("*tmp*")]
         if any(int(name.split(".")[0]) >= step for name in names):

@@ -154,7 +154,7 @@ def test_a_damaged_snapshot_is_passed_over(walked, tmp_path, caplog):
 
 def arrays(workdir, step, name="ema_power-0.05"):
     root = restore.absolute(workdir) / restore.SNAPSHOTS / str(step)
-    shapes = restore.shapes(root, name.removeprefix(restore.EMA))
+    shapes = restore.shapes(root, name)
     return restore.load_items(root, {name: shapes})[name]
 
 
@@ -211,7 +211,10 @@ def test_widths_are_a_swept_axis_of_a_run_and_weights_of_a_folder(tmp_path):
     listed = commands.run("diffusion_jax.averages", f"--workdir={work}", devices=1)
     assert listed.code == 0, listed.err
     lines = {line[:14].strip(): line[15:] for line in listed.out.splitlines()}
-    assert lines["snapshots"].endswith("of steps 1 to 12") and lines["width 0.05"] == "error 0 %"
+    assert (
+        lines["snapshots"].endswith("of steps 1 to 12")
+        and lines["width 0.05"] == "error 0 %, rounding times 1"
+    )
     assert lines["stored"] == "power-0.05, power-0.1"
     wrote = commands.run(
         "diffusion_jax.averages", f"--workdir={work}", "--width=0.07", f"--out={made}", devices=1

@@ -1,10 +1,12 @@
 """The network of any run, of LoRA and of a learned weighting too, as others take it."""
 
+import shutil
+
 import jax
 import numpy as np
 import pytest
 
-from diffusion_jax import finetune, lora
+from diffusion_jax import finetune, lora, runs
 from diffusion_jax.diffusion.objective import LEARNED
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
@@ -112,6 +114,18 @@ def test_other_weights_than_those_that_were_adapted_are_refused(base, adapting, 
         cascade.load_model(adapting[0], choice)
     model = cascade.load_model(adapting[0], cascade.Choice(unet_weights=str(base[0])))
     same(model.params, adapting[1])
+
+
+def test_what_is_adapted_may_lie_elsewhere_when_it_is_exported(base, adapting, tmp_path):
+    shutil.copytree(adapting[0], tmp_path / "run")
+    config = tmp_path / "run" / runs.CONFIG
+    config.write_text(config.read_text().replace(str(base[0]), str(tmp_path / "gone")))
+    with pytest.raises(FileNotFoundError, match="gone"):
+        convert.from_workdir(tmp_path / "run", tmp_path / "a.npz")
+    convert.from_workdir(tmp_path / "run", tmp_path / "a.npz", base=str(base[0]))
+    convert.from_workdir(adapting[0], tmp_path / "b.npz")
+    with np.load(tmp_path / "a.npz") as a, np.load(tmp_path / "b.npz") as b:
+        same(dict(a), dict(b))
 
 
 def test_training_begins_where_the_config_says(base):

@@ -7,7 +7,7 @@ import pytest
 
 from configs import sd2_mlperf
 from diffusion_jax.machine import sharding
-from diffusion_jax.metrics import clip_towers, extractors, frechet, weights
+from diffusion_jax.metrics import clip_towers, extractors, frechet
 from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.features import Gaussian
 from diffusion_jax.task import Task
@@ -103,8 +103,7 @@ def asked(tmp_path, monkeypatch):
     """A config's evaluation, of toy extractors."""
     folder = tiny_benchmark.write(tmp_path)
     made = toy.extractor(width=3, prepare=lambda x: x, apply=lambda params, x: x.mean((1, 2)))
-    monkeypatch.setattr(weights, "load", lambda path: None)
-    monkeypatch.setattr(extractors, "inception_extractor", lambda weights, mode: made)
+    monkeypatch.setattr(extractors, "load_inception", lambda path: made)
     monkeypatch.setattr(clip_towers, "load", lambda path: Clip(made, made, lambda texts: texts))
     return read_settings(tiny_benchmark.get_config(folder).to_dict()).evaluation
 

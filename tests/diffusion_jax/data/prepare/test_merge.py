@@ -1,8 +1,11 @@
 """NeMo's precached tars joined with their images."""
 
 import io
+import json
 import os
 import pickle
+import resource
+import tarfile
 
 import numpy as np
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.machine import exits, writer
 
 
 def as_nemo(array, protocol=4):
@@ -42,6 +46,21 @@ def test_each_image_gets_its_own_embedding(tars):
         np.testing.assert_array_equal(record.text, np.full((2, 4), int(record.image)))
     assert WebDataset(tars / "out").texts([4]) == ["t"]
     assert merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out") == {}
+
+
+def test_many_records_need_no_open_file_each(tars):
+    count = len(os.listdir("/proc/self/fd")) + 200
+    records = [{"__key__": b"%05d" % i, "jpg": b"x"} for i in range(count)]
+    tar_files.write(tars / "many.tar", records)
+    stored = [{"__key__": b"many.tar/%05d" % i, "npy": b"y"} for i in range(count)]
+    tar_files.write(tars / "embeddings" / "many.tar", stored)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (count, limits[1]))
+    try:
+        counts = merge.merge(str(tars / "many.tar"), str(tars / "embeddings"), tars / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert counts == {"merged": count}
 
 
 def test_embeddings_that_fit_nothing_are_named(tars):
@@ -80,3 +99,26 @@ def test_arrays_of_other_formats_are_joined_as_they_are(tars):
     counts = merge.merge(str(tars / "images/00000.tar"), str(tars / "e.tar"), tars / "out")
     assert counts == {"merged": 1, "no_embedding": 2}
     np.testing.assert_array_equal(WebDataset(tars / "out", "t5.npy").texts([0])[0], np.eye(2, 4))
+
+
+def test_names_need_not_be_utf_8_and_long_suffixes_are_refused(tars):
+    name = b"caf\xe9".decode(errors="surrogateescape")
+    for tar, suffix in (("images/0.tar", "jpg"), ("e.tar", "\xe9.npy")):
+        with tarfile.open(tars / tar, "w") as opened:
+            (member := tarfile.TarInfo(f"{name}.{suffix}")).size = 3
+            opened.addfile(member, io.BytesIO(b"abc"))
+    merge.merge(str(tars / "images/0.tar"), str(tars / "e.tar"), tars / "out")
+    with tarfile.open(tars / "out/0.tar") as opened:
+        assert opened.getnames() == [f"{name}.jpg", f"{name}.\xe9.npy"]
+    tar_files.write(tars / "e.tar", [{"__key__": b"0001", f"{'x' * 29}.npy": b""}])
+    with pytest.raises(ValueError, match=r"e.tar holds 0001.x+.npy: shorten its suffix"):
+        merge.merge(str(tars / "images/0.tar"), str(tars / "e.tar"), tars / "out")
+
+
+def test_two_merges_do_not_write_into_one_folder(tars):
+    (tars / "out").mkdir()
+    other = {"pid": os.getppid(), "started": writer._started(os.getppid()),
+             "machine": writer._machine()}  # fmt: skip
+    (tars / "out" / "writer-1.json").write_text(json.dumps(other))
+    with pytest.raises(exits.Busy, match=f"out is being written by process {os.getppid()}"):
+        merge.merge(str(tars / "images"), str(tars / "embeddings"), tars / "out")

@@ -45,10 +45,23 @@ def test_the_report_counts_sizes_texts_and_what_is_broken(folder):
     assert (report["text_length"]["min"], report["empty_texts"]) == (0, 1)
     assert report["text_length"]["max"] == max(map(len, Folder(folder, uncaptioned="drop").texts(
         [0, 1, 2, 4, 5, 6, 7, 8, 9, 10])))  # fmt: skip
+    assert (report["words"]["on"], report["text_words"]["max"], report["duplicates"]) == (9, 6, 0)
     assert validate(Folder(folder, uncaptioned="drop"), num=4)["read"] == 4
 
 
+def test_a_picture_that_is_there_twice_is_counted(tmp_path):
+    path = digits.write_examples(tmp_path / "set", 4, size=16)
+    (path / "00002.png").write_bytes((path / "00001.png").read_bytes())
+    for name in ("00000", "00003"):
+        (path / f"{name}.txt").write_text(f"The same, {name[0]}!")
+    report = validate(Folder(path))
+    assert (report["duplicates"], report["different_texts"]) == (1, 3)
+
+
 def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
+    others = tmp_path / "report" / "parts" / "a"  # A folder of the user's own.
+    others.parent.mkdir(parents=True)
+    others.touch()
     arguments = ("validate", "--source=folder", f"--path={folder}", f"--out={tmp_path}/report")
     assert run(*arguments) == 0
     report = json.loads(capsys.readouterr().out)
@@ -57,6 +70,10 @@ def test_validate_writes_its_report_and_a_sheet(folder, tmp_path, capsys):
         assert sheet.width == 4 + 8 * 132  # Ten usable pictures: eight in a row.
     assert run(*arguments, "--max_broken=0.05") == 1
     assert "error: 1 of 11 records are unusable" in capsys.readouterr().err
+    assert others.exists()
+    assert sorted(p.name for p in others.parents[1].iterdir()) == [
+        "parts", "report.json", "samples.png"
+    ]  # fmt: skip
 
 
 def test_reshard_then_index_then_validate(folder, tmp_path, capsys):
@@ -75,7 +92,7 @@ def test_the_command_says_what_is_there_already(folder, tmp_path):
     arguments = ("reshard", "--source=folder", f"--path={folder}", f"--out={tmp_path}", "--num=5")
     for there in (0, 3):
         ended = commands.run("diffusion_jax.data.prepare", *arguments, devices=1)
-        assert ended.code == 0 and f"{there} of 3 shards are there" in ended.err, ended.err
+        assert ended.code == 0 and f"{there} of 3 shards are done" in ended.err, ended.err
 
 
 def test_merge_prints_its_counts(tmp_path, capsys):

@@ -1,32 +1,17 @@
-// The page: a form that draws, grids of two settings, sweeps, and training as it goes on.
+// The view that draws: a form, pictures as they appear, grids of two settings.
 // The address after # holds the whole form, so that a link draws the same pictures again.
 
-import {element, plot, short} from "/plots.js";
+import {element, short} from "/plots.js";
+import {$, get, open, options, post} from "/results.js";
 
-const $ = (id) => document.getElementById(id);
 const MAIN = ["guidance", "steps", "sampler"];
 const UNASKED = 16;  // Pictures that a link that is followed draws by itself.
-let models = [], job = null, results = null;
-
-const get = async (path) => answer(await fetch(path));
-const post = async (path, body) => answer(await fetch(path, {
-  method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body ?? null)}));
-
-async function answer(response) {
-  const said = await response.json();
-  if (!response.ok) throw new Error(said.error);
-  return said;
-}
+let models = [], job = null;
 
 // --- The form ---------------------------------------------------------------------------------
 
 const model = () => models.find((one) => one.name === $("model").value) ?? models[0];
 const control = (name) => $(`field-${name}`);
-
-function options(select, values, chosen) {
-  select.replaceChildren(...values.map((value) => element("option", {value}, String(value))));
-  if (chosen != null && values.map(String).includes(String(chosen))) select.value = chosen;
-}
 
 function field(one) {
   const id = `field-${one.name}`, label = one.name.replaceAll("_", " ");
@@ -61,7 +46,7 @@ function showModel() {
   options($("checkpoint"), one.checkpoints.length ? one.checkpoints : ["-"], one.checkpoint);
   if (one.in_memory && one.checkpoint) $("checkpoint").selectedOptions[0].textContent += " (in memory)";
   options($("ema"), one.averages.length ? one.averages : ["ema"], one.average);
-  $("checkpoint").closest("label").hidden = !one.checkpoints.length;
+  $("checkpoint").closest("label").hidden = !one.checkpoints.length || one.stages > 1;
   $("ema").closest("label").hidden = !one.averages.length;
   const of = (wanted) => one.fields.filter((f) => MAIN.includes(f.name) === wanted);
   $("main-fields").replaceChildren(...of(true).map(field));
@@ -305,197 +290,23 @@ async function copy(text, what) {
   }
 }
 
-// --- Sweeps -----------------------------------------------------------------------------------
-
-async function showSweeps() {
-  results = await get("/api/sweeps");
-  const named = results.sweeps.map((sweep) => `${sweep.run}: ${sweep.name}`);
-  const before = $("sweep").value;
-  options($("sweep"), named.length > 1 ? ["all", ...named] : named, before);
-  showAxes();
-}
-
-function chosenSweeps() {
-  const named = (sweep) => `${sweep.run}: ${sweep.name}`;
-  return results.sweeps.filter((s) => ["all", named(s)].includes($("sweep").value));
-}
-
-function showAxes() {
-  const every = chosenSweeps().flatMap((sweep) => sweep.points);
-  if (!every.length) {
-    $("sweep-plot").replaceChildren(element("p", {class: "empty"},
-      "No sweep yet: the command evaluate makes them."));
-    return;
-  }
-  const columns = Object.keys(results.metrics).filter((c) => every.some((p) => c in p.scores));
-  const before = [$("sweep-x").value, $("sweep-y").value];
-  options($("sweep-x"), ["guidance", ...columns], before[0] || "guidance");
-  options($("sweep-y"), columns, before[1] || columns.at(-1));
-  for (const id of ["sweep-x", "sweep-y"]) {
-    for (const one of $(id).options) one.textContent = results.metrics[one.value]?.label ?? one.value;
-  }
-  showCurve();
-}
-
-function showCurve() {
-  const [x, y] = [$("sweep-x").value, $("sweep-y").value], label = (c) => results.metrics[c]?.label ?? c;
-  const sweeps = chosenSweeps(), drawn = [];
-  for (const sweep of sweeps) {
-    for (const name of new Set(sweep.points.map((p) => p.label))) {
-      const own = sweep.points.filter((p) => p.label === name && x in p.scores && y in p.scores)
-        .sort((a, b) => a.guidance - b.guidance);
-      const prefix = sweeps.length > 1 ? `${sweep.run} ${sweep.name}, ` : "";
-      drawn.push({name: prefix + name, points: own.map((p) => ({
-        x: p.scores[x], y: p.scores[y], low: p.scores[`${y}_low`], high: p.scores[`${y}_high`],
-        words: `${name}, guidance ${p.guidance}: ${label(y)} ${short(p.scores[y])}`,
-        choose: () => showPoint(sweep, p)}))});
-    }
-  }
-  $("sweep-plot").replaceChildren(plot({x: label(x), y: label(y), lines: drawn}));
-  $("point").replaceChildren(element("p", {class: "note"}, "Choose a point to see its pictures."));
-  $("point").classList.remove("panel");
-}
-
-function table(rows, head) {
-  return element("div", {class: "scroll"}, element("table", {},
-    head ? element("thead", {}, element("tr", {}, ...head.map((h) => element("th", {scope: "col"}, h)))) : null,
-    element("tbody", {}, ...rows.map(([first, ...rest]) => element("tr", {},
-      element("th", {scope: "row"}, first), ...rest.map((cell) => element("td", {}, cell)))))));
-}
-
-function showPoint(sweep, point) {
-  const scores = Object.keys(results.metrics).filter((c) => c in point.scores).map((c) => {
-    const ends = [point.scores[`${c}_low`], point.scores[`${c}_high`]];
-    const interval = ends[0] == null ? "" : ` (${short(ends[0])} to ${short(ends[1])})`;
-    return [results.metrics[c].label, short(point.scores[c]) + interval];
-  });
-  const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
-    element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
-  $("point").classList.add("panel");
-  $("point").replaceChildren(
-    element("div", {}, point.sheet ? element("img", {src: point.sheet, alt: `Pictures of ${point.label}`})
-      : element("p", {class: "note"}, "No pictures of this point were kept.")),
-    element("div", {}, element("h2", {}, `${sweep.run}, ${point.label}, guidance ${point.guidance}`),
-      table(scores),
-      point.choices ? element("div", {class: "buttons"},
-        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")) : "",
-      ...cards));
-}
-
-function drawLike(sweep, point) {
-  const query = new URLSearchParams({model: sweep.run, checkpoint: point.choices.checkpoint,
-    ema: point.choices.ema});
-  for (const [name, value] of Object.entries(point.choices)) query.set(`set.${name}`, value);
-  location.hash = `#draw?${query}`;
-}
-
-// --- Training ---------------------------------------------------------------------------------
-
-let before = "";
-
-async function showTraining() {
-  const now = await get("/api/training");
-  const text = JSON.stringify(now);
-  if (text === before) return;
-  before = text;
-  const hours = (s) => s > 5400 ? `${(s / 3600).toFixed(1)} hours` : `${Math.ceil(s / 60)} minutes`;
-  $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
-    element("strong", {}, run.name),
-    element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
-    element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
-    run.live ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
-      : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running"))));
-  showCurves(now.runs);
-  showSamples(now.runs);
-  const head = ["field", ...now.names];
-  $("differing").replaceChildren(...(now.differing.length ? [element("h2", {}, "How the configs differ"),
-    element("div", {class: "panel"}, table(now.differing.map((d) => [d.field, ...d.values]), head))] : []));
-}
-
-function showCurves(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.curves)))];
-  const total = (key) => /^heldout\/.*\/loss$/.test(key);
-  const level = (key) => key.startsWith("loss/");
-  const figures = [["Loss", (k) => k === "loss", true], ["Loss by noise level", level, true],
-    ["Held-out loss", total, true], ["Images per second", (k) => k === "images_per_second", false],
-    ["Skipped steps", (k) => k === "skipped", false], ["Norm of the gradient", (k) => k === "grad_norm", true],
-    ["Learning rate", (k) => k === "lr", false]];
-  $("curves").replaceChildren(...figures.flatMap(([title, fits, log]) => {
-    const drawn = runs.flatMap((run) => keys.filter((key) => fits(key) && run.curves[key]).map((key) => ({
-      name: [runs.length > 1 ? run.name : "", level(key) ? key.slice(5).replaceAll("_", " ")
-        : total(key) ? key.split("/")[1].replaceAll("_", " ") : ""].filter(Boolean).join(", "),
-      points: run.curves[key].map(([x, y]) => ({x, y}))})));
-    return drawn.length ? [plot({title, x: "step", y: title, lines: drawn, log, small: true})] : [];
-  }));
-}
-
-function showSamples(runs) {
-  const at = Object.fromEntries([...document.querySelectorAll("#over-time input")].map((i) => [i.id, i]));
-  $("over-time").replaceChildren(...runs.flatMap((run, n) => {
-    if (!run.samples.length) return [];
-    const id = `samples-${n}`, last = run.samples.length - 1;
-    const follows = !at[id] || at[id].value === at[id].max;
-    const image = element("img", {alt: ""}), label = element("span");
-    const slider = element("input", {type: "range", id, min: 0, max: last, "aria-label": "Step",
-      oninput: () => {
-        const step = run.samples[Number(slider.value)];
-        image.src = `/api/training/${n}/${step}.png`;
-        image.alt = `What ${run.name} drew at step ${step}`;
-        label.textContent = `step ${step.toLocaleString("en")}`;
-        slider.setAttribute("aria-valuetext", label.textContent);
-      }});
-    slider.value = follows ? last : at[id].value;
-    slider.dispatchEvent(new Event("input"));
-    return [element("h2", {}, `What ${run.name} drew at fixed seeds, `, label),
-      element("div", {class: "panel"}, slider, image)];
-  }));
-}
-
 // --- Views ------------------------------------------------------------------------------------
 
-const VIEWS = ["draw", "sweeps", "training"];
-let timer;
-
-async function turn(view) {
-  for (const name of VIEWS) {
-    $(`view-${name}`).hidden = name !== view;
-    $(`tab-${name}`).setAttribute("aria-selected", name === view);
-    $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
-  }
-  clearInterval(timer);
+async function follow(query) {
+  if (!query) return;
   try {
-    if (view === "sweeps") await showSweeps();
-    if (view === "training") {
-      before = "";
-      await showTraining();
-      timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
-    }
+    restore(new URLSearchParams(query));
+    const pictures = asked().length;
+    if (pictures <= UNASKED) await draw();
+    else say(`${pictures} pictures: press Draw`);
   } catch (error) {
-    $(`view-${view}`).prepend(element("p", {class: "error"}, error.message));
-  }
-}
-
-async function follow() {
-  const [view, query] = location.hash.slice(1).split(/\?(.*)/s);
-  const wanted = VIEWS.includes(view) ? view : "draw";
-  await turn(wanted);
-  if (wanted === "draw" && query) {
-    try {
-      restore(new URLSearchParams(query));
-      const pictures = asked().length;
-      if (pictures <= UNASKED) await draw();
-      else say(`${pictures} pictures: press Draw`);
-    } catch (error) {
-      say(error.message, true);
-    }
+    say(error.message, true);
   }
 }
 
 async function start() {
   const {models: found, package: name} = await get("/api/models");
   models = found;
-  $("package").textContent = name;
-  document.title = `${name}: draw`;
   options($("model"), models.map((one) => one.name));
   showModel();
   $("model").addEventListener("change", showModel);
@@ -505,24 +316,7 @@ async function start() {
   $("prompts").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
   });
-  $("sweep").addEventListener("change", showAxes);
-  for (const id of ["sweep-x", "sweep-y"]) $(id).addEventListener("change", showCurve);
-  for (const [n, view] of VIEWS.entries()) {
-    const tab = $(`tab-${view}`);
-    tab.addEventListener("click", () => {
-      history.replaceState(null, "", view === "draw" ? hash() : `#${view}`);
-      turn(view);
-    });
-    tab.addEventListener("keydown", ({key}) => {
-      const step = {ArrowRight: 1, ArrowLeft: -1}[key];
-      if (!step) return;
-      const next = $(`tab-${VIEWS[(n + step + VIEWS.length) % VIEWS.length]}`);
-      next.focus();
-      next.click();
-    });
-  }
-  window.addEventListener("hashchange", follow);
-  await follow();
+  await open(name, {hash, follow});
 }
 
 start().catch((error) => say(error.message, true));

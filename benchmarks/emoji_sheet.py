@@ -1,0 +1,44 @@
+"""Draws README's emoji: prompts never shown, taken by lot, and under each the real picture of it.
+
+    python -m benchmarks.emoji_sheet --model=models/emoji32 --model=models/emoji64_sr \\
+        --data=data/emoji/never_shown --out=docs/images/emoji.png
+"""
+
+import numpy as np
+from absl import flags
+
+import imagen_jax
+from diffusion_jax import cli
+from diffusion_jax.data import sources
+from diffusion_jax.machine import sheets
+
+_MODEL = flags.DEFINE_multi_string("model", ["models/emoji32"], "Folders of runs, as they draw.")
+_DATA = flags.DEFINE_string("data", "data/emoji/never_shown", "What `prepare emoji` held out.")
+_OUT = flags.DEFINE_string("out", None, "The PNG file to write.", required=True)
+_SEED = flags.DEFINE_integer("seed", 0, "Of the lot; pictures have the seeds 0, 1, 2, ...")
+_COLUMNS, _ROWS = 8, 2
+
+
+def main(argv: list[str]) -> None:
+    """Draws and writes."""
+    del argv
+    cli.start(alone=True)
+    with cli.bad_input():
+        model = imagen_jax.load(*_MODEL.value)
+        size = model.stages[-1].settings.unet.image_size
+        pictures = sources.open_pictures(sources.named(f"webdataset:{_DATA.value}"), size)
+    texts = np.array([str(text) for text in pictures.texts(np.arange(len(pictures)))])
+    prompts = np.random.RandomState(_SEED.value).permutation(np.unique(texts))[: _COLUMNS * _ROWS]
+    real, _ = pictures.read(np.array([np.flatnonzero(texts == text)[0] for text in prompts]))
+    drawn = model.draw(prompts.tolist()).images
+    images, captions = [], []
+    for row in np.split(np.arange(len(prompts)), _ROWS):
+        images += [*drawn[row], *real[row]]
+        # All are of one style, and a caption has room for three lines.
+        captions += [text.replace(", noto style", "") for text in prompts[row]]
+        captions += ["(real)"] * len(row)
+    sheets.write_png(_OUT.value, sheets.contact_sheet(np.stack(images), captions, _COLUMNS))
+
+
+if __name__ == "__main__":
+    cli.run(main)

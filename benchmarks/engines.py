@@ -1,0 +1,146 @@
+"""Records a second, and memory, of preparing data in one process and on Apache Beam's workers.
+
+    python -m benchmarks.engines --records=100_000 --workers=1,2,4
+
+Writes tars of small pictures with a caption each, all different, and then `prepare reshard`s them,
+and stores their embeddings as `precache` does, by the encoder `hashed`, which costs nothing: what
+is timed is reading, planning, writing and the index. First without an engine (0 workers), then with
+Beam's direct runner and so many workers, processes of this machine. Prints a line of JSON for each,
+with the peak memory of the largest process and whether the files are those of the first line, and
+what 400 million records would take at that rate. Starting Beam's workers counts: some seconds for
+each stage, of which `precache` has five.
+"""
+
+import hashlib
+import multiprocessing
+import os
+import pathlib
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+
+from absl import app, flags
+
+from benchmarks import measure
+from configs import quickstart
+from diffusion_jax import cli, engines
+from diffusion_jax.data import sources, tars
+from diffusion_jax.data.prepare import reshard
+from diffusion_jax.precache import fill
+from diffusion_jax.settings import Data
+
+_RECORDS = flags.DEFINE_integer("records", 100_000, "Records in all.", lower_bound=1)
+_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam's workers.")
+_PUBLISHED = 400_000_000
+_TAR = 10_000
+_SHARD = 2_000
+
+
+def main(argv: list[str]) -> None:
+    """Writes the tars, measures, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unknown arguments {argv[1:]}")
+    records = _RECORDS.value
+    with tempfile.TemporaryDirectory() as folder:
+        root = pathlib.Path(folder)
+        _write(root / "data", records)
+        for stage, work in {"reshard": _reshard, "precache": _precache}.items():
+            expected = None
+            for workers in [0, *map(int, _WORKERS.value)]:
+                out = root / f"{stage}-{workers}"
+                seconds, peak = _measure(work, root / "data", out, workers)
+                digest = _digest(out)
+                expected = expected or digest
+                line = {"stage": stage, "workers": workers, "records": records}
+                line |= {"seconds": round(seconds, 1), "per_second": round(records / seconds)}
+                line |= {"largest_process_mb": round(peak / 1e6), "same": digest == expected}
+                line["published_hours"] = round(_PUBLISHED / records * seconds / 3600, 1)
+                measure.say(line)
+
+
+def _write(folder: pathlib.Path, records: int) -> None:
+    folder.mkdir()
+    picture = b"\xff\xd8\xff" + bytes(997)  # Not decoded.
+    for first in range(0, records, _TAR):
+        numbers = range(first, min(first + _TAR, records))
+        rows = ({tars.KEY: b"%09d" % i, "jpg": picture, "txt": b"caption %d" % i} for i in numbers)
+        tars.write(folder / f"{first:09}.tar", rows)
+    sources.open_records(Data("webdataset", path=str(folder)))  # Their indices and the list.
+
+
+def _engine(workers: int) -> engines.Engine:
+    options = f"--direct_num_workers={workers} --direct_running_mode=multi_processing"
+    return engines.beam(options) if workers else engines.ALONE
+
+
+def _reshard(data: pathlib.Path, out: pathlib.Path, workers: int) -> None:
+    records = sources.open_records(Data("webdataset", path=str(data)))
+    reshard.reshard(
+        records, out, num=_SHARD, format="webdataset", identity={}, engine=_engine(workers)
+    )
+
+
+def _precache(data: pathlib.Path, out: pathlib.Path, workers: int) -> None:
+    config = quickstart.get_config().to_dict() | {"prompts": (), "evaluation": {}}
+    config["text"] |= {"store": str(out)}
+    config["data"] |= {"source": "webdataset", "path": str(data)}
+    job = fill.open_job(config)
+    fill.run(job, fill.Work(shard_captions=_SHARD, engine=_engine(workers)))
+
+
+def _measure(
+    work: Callable[..., None], data: pathlib.Path, out: pathlib.Path, workers: int
+) -> tuple[float, int]:
+    """Seconds, and the peak bytes of whichever process held most, in a process with its own."""
+    process = multiprocessing.get_context("spawn").Process(target=work, args=(data, out, workers))
+    start = time.perf_counter()
+    process.start()
+    peaks, ended = [0], threading.Event()
+    watch = threading.Thread(target=_watch, args=(process.pid, peaks, ended))
+    watch.start()
+    process.join()
+    seconds = time.perf_counter() - start
+    ended.set()
+    watch.join()
+    if process.exitcode:
+        raise SystemExit(process.exitcode)
+    return seconds, peaks[0]
+
+
+def _watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
+    while not ended.wait(0.2):
+        for process in _family(pid):
+            try:
+                status = pathlib.Path(f"/proc/{process}/status").read_text()
+            except OSError:
+                continue  # It has ended.
+            if "VmHWM:" in status:
+                peaks[0] = max(peaks[0], int(status.partition("VmHWM:")[2].split()[0]) * 1024)
+
+
+def _family(pid: int) -> list[int]:
+    """A process and all below it."""
+    parents = {}
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            stat = pathlib.Path(f"/proc/{name}/stat").read_text()
+        except OSError:
+            continue
+        parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(name))
+    family = [pid]
+    for parent in family:
+        family += parents.get(parent, [])
+    return family
+
+
+def _digest(folder: pathlib.Path) -> str:
+    """A hash of all files of a folder, by name."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+if __name__ == "__main__":
+    cli.run(main)

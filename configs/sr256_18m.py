@@ -1,0 +1,27 @@
+"""Enlarges pictures from 64x64 to 256x256: the second stage after base64_47m, for one GPU.
+
+17,747,313 parameters, 59 GFLOP of training an image; no GPU has trained it yet.
+
+python -m imagen_jax.train --config=configs/sr256_18m.py --workdir=runs/sr256 \
+    --config.data.path=PHOTOS
+"""
+
+from ml_collections import ConfigDict
+
+from configs import sr64_3m
+
+
+def get_config() -> ConfigDict:
+    c = sr64_3m.get_config()
+    c.batch_size = 64
+    c.unet.update(
+        image_size=256,
+        embed_dim=96,
+        channel_mult=(1, 2, 3),
+        cond_dim=256,
+        dtype="bfloat16",
+    )
+    c.super_resolution.factor = 4
+    c.optimizer.lr = 5e-4
+    c.data.threads = 16
+    return c

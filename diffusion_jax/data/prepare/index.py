@@ -1,0 +1,49 @@
+"""What training opens tars by, made before: the index of each tar, the list of records."""
+
+import collections
+import functools
+import pathlib
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from diffusion_jax.data import listing, storage, tars
+from diffusion_jax.data.records import IMAGE_SUFFIXES, check_text
+from diffusion_jax.engines import ALONE, Engine, Program
+from diffusion_jax.machine import files
+
+_PART = 64  # Tars that are indexed together, by several threads.
+
+
+def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
+    """Makes the indices of tars that have none, and the list for `text`; counts all that they hold.
+
+    Errors are those of tars.find.
+    """
+    names = tars.find(path)
+    # Counts need every index, also those that are there: no part is ever done before.
+    home = files.path(names[0]).parent
+    if storage.is_url(names[0]) and not files.is_store(names[0]):
+        home = pathlib.Path(tempfile.gettempdir())
+    parts = range(-(-len(names) // _PART))
+    work = Program(_open, path, threads)
+    size = lambda part: min(_PART, len(names) - part * _PART)
+    never = lambda part: home / f".indexed-{part}.tmp"
+    counts = engine.fill(parts, never, work, noun="tars", size=size)
+    listing.open_listing(path, IMAGE_SUFFIXES, check_text(text)[0])
+    return {name: counts[name] for name in ("tars", "records", "files", "truncated")}
+
+
+def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
+    return functools.partial(_index, tars.find(path), threads)
+
+
+def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
+    """Indexes one part of the tars."""
+    counts = collections.Counter[str]()
+    with ThreadPoolExecutor(threads) as pool:
+        for found in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):
+            records = len(set(found.record.tolist()))
+            counts.update(tars=1, records=records, files=len(found.record))
+            counts["truncated"] += bool(found.truncated)
+    return counts

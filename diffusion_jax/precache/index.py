@@ -1,0 +1,198 @@
+"""The end of a store: its index, all keys in order and where their rows are, and the manifest.
+
+Each shard's keys go into a sorted table, each range of keys of all tables becomes a part, and the
+parts behind each other are the index (see machine/tables.py).
+"""
+
+import hashlib
+import json
+import pathlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diffusion_jax.engines import ALONE, Engine
+from diffusion_jax.machine import files, tables
+from diffusion_jax.precache import shards, store
+from diffusion_jax.weights import pretrained
+
+_PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
+ROW = np.dtype([("key", tables.KEY), *_PLACE])
+_ENTRY = np.dtype([("key", tables.KEY), ("shard", np.int32), *_PLACE])
+_TYPES = {"i8": "I64", "i4": "I32"}  # Of numpy and of safetensors.
+
+
+class Listed(NamedTuple):
+    """Some shards of the store at `path`, whose names are the lines of a file in `folder`.
+
+    Workers get the file's name, since there are tens of thousands of shards.
+    """
+
+    path: pathlib.Path
+    folder: pathlib.Path
+    file: str
+
+    @property
+    def names(self) -> list[str]:
+        """The shards, in order."""
+        return files.kept(self.folder / self.file).read_text().split()
+
+    @property
+    def tables(self) -> list[pathlib.Path]:
+        """The table of each shard, whether it is there or not."""
+        return [self.folder / f"table-{name}" for name in self.names]
+
+    def part(self, number: int) -> pathlib.Path:
+        """A range of the index."""
+        return self.folder / f"{self.file}-{number:08}"
+
+
+def finish(
+    path: pathlib.Path,
+    names: Sequence[str],
+    folder: pathlib.Path | None = None,
+    engine: Engine = ALONE,
+) -> dict[str, Any]:
+    """Writes the index and the manifest over the shards `names`; others are removed.
+
+    `folder` holds what is in the making. Takes the memory of a range of keys, about 300 MB. Returns
+    the manifest.
+    """
+    folder = folder or path / "plan"
+    folder.mkdir(exist_ok=True)
+    made = listed(path, folder, names)
+    write_tables(made, engine)
+    size, digest, texts, tokens = write_index(made, engine)
+    sizes = [(path / name).stat().st_size for name in names]
+    manifest = store.read_manifest(path) | {
+        "captions": texts,
+        "tokens": tokens,
+        "bytes_per_caption": (sum(sizes) + size) / texts,
+        **_errors(path, names),
+        "index": {"file": store.INDEX, "bytes": size, "sha256": digest},
+        "shards": [{"file": n, "bytes": size} for n, size in zip(names, sizes, strict=True)],
+    }
+    files.write_whole(path / store.MANIFEST, json.dumps(manifest, indent=1))
+    for stray in {file.name for file in path.glob("shard-*.safetensors")} - set(names):
+        (path / stray).unlink(missing_ok=True)
+    return manifest
+
+
+def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
+    """Writes the names into `folder`, under a name that is a hash of them."""
+    text = "\n".join(names)
+    name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    files.write_whole(folder / name, text)
+    return Listed(path, folder, name)
+
+
+def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
+    """The names of those shards that are not damaged, whose tables are written."""
+    pairs = list(zip(before.names, before.tables, strict=True))
+    there = files.present(before.tables)
+    for name, table in pairs:
+        if table in there and not shards.usable(before.path / name, False):
+            table.unlink(missing_ok=True)  # Lost since a run before this looked at it.
+    write_tables(before, engine, verify=verify)
+    there = files.present(before.tables)
+    return [name for name, table in pairs if table in there]
+
+
+def write_tables(shard_list: Listed, engine: Engine, *, verify: bool = False) -> None:
+    """Writes the tables of shards; of one that is damaged none, and it is removed.
+
+    `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
+    """
+    paths = shard_list.tables
+    write = _Tables(shard_list, verify)
+    engine.fill(range(len(paths)), paths.__getitem__, write, name="listing")
+
+
+class _Tables(NamedTuple):
+    listed: Listed
+    verify: bool
+
+    def __call__(self, number: int) -> None:
+        file = self.listed.path / self.listed.names[number]
+        if not shards.usable(file, self.verify):
+            return
+        shard = pretrained.open_safetensors(file)
+        rows = np.zeros(len(shard["keys"]), ROW)
+        rows["key"] = np.array(shard["keys"]).view(tables.KEY)[:, 0]
+        rows["first"], rows["tokens"] = shard["first"][:-1], np.diff(shard["first"])
+        rows["check"] = shard["check"]
+        tables.write(self.listed.tables[number], rows)
+
+
+def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
+    """Writes the index; returns its bytes and SHA-256, the number of texts, and of their rows."""
+    total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
+    ranges = range(tables.num_ranges(total))
+    engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
+    parts = [tables.read(shard_list.part(number), _ENTRY) for number in ranges]
+    texts = sum(map(len, parts))
+    head = _header(texts)
+    digest, size = hashlib.sha256(head), len(head)
+    with files.whole(shard_list.path / store.INDEX) as temporary, temporary.open("wb") as file:
+        file.write(head)
+        for name in _columns():
+            for part in parts:
+                content = np.ascontiguousarray(part[name]).tobytes()
+                digest.update(content)
+                size += file.write(content)
+    return size, digest.hexdigest(), texts, sum(int(part["tokens"].sum()) for part in parts)
+
+
+class _Parts(NamedTuple):
+    listed: Listed
+    ranges: int
+
+    def __call__(self, number: int) -> None:
+        """Keys of a range in order, each once: a key of several shards is in the first of them."""
+        cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
+        parts = []
+        for shard, path in enumerate(self.listed.tables):
+            rows = cut(path)
+            entries = np.zeros(len(rows), _ENTRY)
+            for field in ROW.names or ():
+                entries[field] = rows[field]
+            entries["shard"] = shard
+            parts.append(entries)
+        rows = tables.first_of_each(np.concatenate(parts))
+        files.write_whole(self.listed.part(number), rows.tobytes())
+
+
+def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
+    """The errors of a store's rows, for its manifest."""
+    errors, weights = [], []
+    for name in names:
+        shard = pretrained.open_safetensors(path / name)
+        errors.append(np.array(shard["errors"]))
+        weights.append(max(1, int(shard["first"][-1])))
+    errors = np.array(errors)
+    return {
+        "mean_relative_error": float(np.average(errors[:, 0], weights=weights)),
+        "largest_relative_error": float(errors[:, 1].max()),
+        "least_cosine": float(errors[:, 2].min()),
+    }
+
+
+def _columns() -> list[str]:
+    """Fields in the order of safetensors: the widest type first, then by name."""
+    width = lambda name: 1 if name == "key" else _ENTRY[name].itemsize
+    return sorted(_ENTRY.names or (), key=lambda name: (-width(name), name))
+
+
+def _header(texts: int) -> bytes:
+    """What safetensors writes before the columns."""
+    entries, end = {}, 0
+    for name in _columns():
+        start, end = end, end + texts * _ENTRY[name].itemsize
+        kind = {"dtype": "U8", "shape": [texts, store.KEY_SIZE]}
+        if name != "key":
+            kind = {"dtype": _TYPES[_ENTRY[name].str[1:]], "shape": [texts]}
+        entries["keys" if name == "key" else name] = {**kind, "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,72 @@
+"""The page of runs as one file: what the live page shows of them, with its data and pictures."""
+
+import base64
+import json
+import pathlib
+import re
+from collections.abc import Sequence
+
+from diffusion_jax import runs
+from diffusion_jax.evaluate import sweep
+from diffusion_jax.evaluate.figures import Band
+from diffusion_jax.machine import files, log
+from diffusion_jax.web import results
+
+PAGE = "report.html"
+_HERE = pathlib.Path(__file__).parent
+_ALONE = (
+    '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
+    "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
+)
+_SAMPLES = 12  # Pictures that training drew, of each run.
+
+
+def write(workdir: str | pathlib.Path) -> pathlib.Path:
+    """Writes the page of a workdir into it, and says where."""
+    out = files.path(workdir) / PAGE
+    files.write_whole(out, page([workdir]))
+    return out
+
+
+def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
+    """The HTML, which asks for nothing else; FileNotFoundError for a folder that is no run.
+
+    `bands` are of FID over CLIP score.
+    """
+    named = results.named([[str(workdir)] for workdir in workdirs])
+    found = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
+    for name, (folder,) in named.items():
+        if not (files.path(folder) / log.METRICS).exists() and name not in dict(found):
+            raise FileNotFoundError(
+                f"{folder} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
+                "it is no workdir"
+            )
+    content = {
+        "title": " and ".join(named),
+        "bands": [band._asdict() for band in bands],
+        "/api/sweeps": results.sweeps(found, _inlined),
+        "/api/training": results.training(named, _inlined, _SAMPLES),
+    }
+    # In a script no text ends it.
+    kept = json.dumps(content, allow_nan=False).replace("<", r"\u003c")
+    code = "".join(_read(name) for name in ("plots.js", "results.js"))
+    code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
+    script = f'<script type="application/json" id="kept">{kept}</script>\n'
+    script += f'<script type="module">\n{code}</script>'
+    parts = {
+        '<meta charset="utf-8">': f'<meta charset="utf-8">\n{_ALONE}',
+        '<link rel="stylesheet" href="/page.css">': f"<style>\n{_read('page.css')}</style>",
+        '<script type="module" src="/draw.js"></script>': script,
+    }
+    html = _read("page.html")
+    for live, frozen in parts.items():
+        html = html.replace(live, frozen)
+    return html
+
+
+def _inlined(picture: pathlib.Path) -> str:
+    return f"data:image/png;base64,{base64.b64encode(picture.read_bytes()).decode()}"
+
+
+def _read(name: str) -> str:
+    return (_HERE / name).read_text()

@@ -1,0 +1,281 @@
+// The views of what runs hold, sweeps and training, and how one turns from view to view.
+// In a page that is frozen into a file all of it stands in the file, and nothing is drawn.
+
+import {element, plot, short} from "/plots.js";
+
+export const $ = (id) => document.getElementById(id);
+const kept = JSON.parse($("kept")?.textContent ?? "null");  // What a frozen page shows, by address.
+
+export const get = async (path) => kept ? kept[path] : answer(await fetch(path));
+export const post = async (path, body) => answer(await fetch(path, {
+  method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body ?? null)}));
+
+async function answer(response) {
+  const said = await response.json();
+  if (!response.ok) throw new Error(said.error);
+  return said;
+}
+
+export function options(select, values, chosen) {
+  select.replaceChildren(...values.map((value) => element("option", {value}, String(value))));
+  if (chosen != null && values.map(String).includes(String(chosen))) select.value = chosen;
+}
+
+function table(rows, head) {
+  return element("div", {class: "scroll"}, element("table", {},
+    head ? element("thead", {}, element("tr", {}, ...head.map((h) => element("th", {scope: "col"}, h)))) : null,
+    element("tbody", {}, ...rows.map(([first, ...rest]) => element("tr", {},
+      element("th", {scope: "row"}, first), ...rest.map((cell) => element("td", {}, cell)))))));
+}
+
+// --- Sweeps -----------------------------------------------------------------------------------
+
+const EVERY = "every score";
+let results = null;
+
+const named = (sweep) => `${sweep.run}: ${sweep.name}`;
+const chosen = () => results.sweeps.filter((s) => ["all", named(s)].includes($("sweep").value));
+const titled = (column) => results.metrics[column]?.label ?? column;
+
+async function showSweeps() {
+  results = await get("/api/sweeps");
+  const names = results.sweeps.map(named);
+  options($("sweep"), names.length > 1 ? ["all", ...names] : names, $("sweep").value);
+  $("choice-of-sweeps").hidden = !names.length;
+  if (names.length) showAxes();
+  else $("sweep-plots").replaceChildren(element("p", {class: "empty"},
+    "No sweep yet: the command evaluate makes them."));
+}
+
+// The columns of the chosen sweeps by the axis that they share in a figure.
+function axes() {
+  const points = chosen().flatMap((sweep) => sweep.points), found = {guidance: ["guidance"]};
+  for (const [column, {axis}] of Object.entries(results.metrics))
+    if (points.some((p) => column in p.scores)) (found[axis] ??= []).push(column);
+  return found;
+}
+
+function showAxes() {
+  const [x, ...others] = Object.keys(axes());
+  options($("sweep-x"), [x, ...others], $("sweep-x").value);
+  options($("sweep-y"), [EVERY, ...others], $("sweep-y").value);
+  showSweep();
+}
+
+function showSweep() {
+  const [x, y] = [$("sweep-x").value, $("sweep-y").value], found = axes(), all = Object.keys(found).slice(1);
+  const lower = (axis) => results.metrics[found[axis][0]].lower, distance = all.find(lower);
+  const pairs = y !== EVERY ? [[x, y]] : all.filter((one) => one !== x).map((one) => [x, one]);
+  // A distance over what grows with guidance is the curve that papers show.
+  if (y === EVERY && x === "guidance" && distance)
+    pairs.unshift(...all.filter((one) => !lower(one)).map((one) => [one, distance]));
+  $("sweep-plots").replaceChildren(...pairs.map(([across, up]) => figure(found, across, up)));
+  const unlike = chosen().length === results.sweeps.length ? results.unlike : [];
+  $("unlike").replaceChildren(...unlike.map((line) => element("p", {class: "error"}, `Not comparable. ${line}`)));
+  $("tables").replaceChildren(...chosen().flatMap(pointsTable));
+  showPoint(...best(all.flatMap((axis) => found[axis])));
+}
+
+// The point that the fewest others surpass, over all scores.
+function best(columns) {
+  const each = chosen().flatMap((sweep) => sweep.points.map((point) => [sweep, point]));
+  const sign = (column) => results.metrics[column].lower ? 1 : -1;
+  const better = (one, other, c) => sign(c) * (one.scores[c] - other.scores[c]) < 0;
+  const beaten = ([, point]) => columns.reduce((sum, column) =>
+    sum + each.filter(([, other]) => !(column in point.scores) || better(other, point, column)).length, 0);
+  return each.map((one) => [beaten(one), one]).reduce((a, b) => b[0] < a[0] ? b : a)[1];
+}
+
+function figure(found, x, y) {
+  const [xs, ys] = [found[x], found[y]], lines = [];
+  for (const [a, b] of xs.flatMap((a) => ys.map((b) => [a, b]))) {
+    for (const sweep of chosen()) for (const label of new Set(sweep.points.map((p) => p.label))) {
+      const own = sweep.points.filter((p) => p.label === label && a in p.scores && b in p.scores)
+        .sort((one, other) => one.guidance - other.guidance);
+      const words = [xs.length > 1 ? titled(a) : "", ys.length > 1 ? titled(b) : ""].filter(Boolean);
+      if (own.length) lines.push({label, parts: [named(sweep), ...label.split(", "), ...words],
+        points: own.map((p) => ({x: p.scores[a], y: p.scores[b], low: p.scores[`${b}_low`],
+          high: p.scores[`${b}_high`], label: x === "guidance" ? "" : short(p.guidance),
+          words: `${label}, guidance ${p.guidance}: ${titled(b)} ${score(p, b)}`,
+          choose: () => choose(sweep, p)}))});
+    }
+  }
+  const shared = (part) => lines.length > 1 && lines.every((line) => line.parts.includes(part));
+  const names = lines.map((line) => line.parts.filter((part) => !shared(part)).join(", "));
+  lines.forEach((line, n) => line.name = lines.length === 1 ? line.label
+    : names.every(Boolean) ? names[n] : line.parts.join(", "));
+  const bands = xs[0] === "clip_score" && ys[0] === "fid" ? kept?.bands : [];
+  return plot({title: x === "guidance" ? y : `${y} over ${x}`, x, y, lines, bands});
+}
+
+function score(point, column) {
+  const ends = [point.scores[`${column}_low`], point.scores[`${column}_high`]];
+  return short(point.scores[column]) + (ends[0] == null ? "" : ` (${short(ends[0])} to ${short(ends[1])})`);
+}
+
+function pointsTable(sweep) {
+  const own = [...new Set(sweep.points.flatMap((p) => Object.keys(p.drawn)))].slice(1);
+  const columns = Object.keys(results.metrics).filter((c) => sweep.points.some((p) => c in p.scores));
+  const rows = sweep.points.map((p) => [
+    element("button", {type: "button", class: "picked", onclick: () => choose(sweep, p)}, p.drawn.guidance),
+    ...own.map((name) => p.drawn[name] ?? ""), ...columns.map((c) => c in p.scores ? score(p, c) : "")]);
+  return [element("h2", {}, named(sweep)), element("div", {class: "panel"},
+    table(rows, ["guidance", ...own, ...columns.map(titled)]),
+    sweep.share ? element("p", {class: "note"}, `Scoring took ${sweep.share} % of the time at most.`) : "")];
+}
+
+function choose(sweep, point) {
+  showPoint(sweep, point);
+  if ($("point").getBoundingClientRect().top > innerHeight - 100) $("point").scrollIntoView();
+}
+
+function showPoint(sweep, point) {
+  const sheet = (src, words) => element("figure", {}, element("figcaption", {}, words),
+    element("div", {class: "scroll"}, element("img",
+      {src, alt: `${words}: ${point.label}, guidance ${point.guidance}`})));
+  const columns = Object.keys(results.metrics).filter((c) => c in point.scores);
+  const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
+    element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
+  $("point").replaceChildren(
+    point.sheet ? sheet(point.sheet, "Drawn") : element("p", {class: "note"}, "No pictures of this point were kept."),
+    sweep.real ? sheet(sweep.real, "Real pictures") : "",
+    element("div", {}, element("h2", {}, `${sweep.run}, ${point.label}, guidance ${point.guidance}`),
+      table(columns.map((c) => [titled(c), score(point, c)])),
+      point.choices && !kept ? element("div", {class: "buttons"},
+        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")) : "",
+      ...cards));
+}
+
+function drawLike(sweep, point) {
+  const query = new URLSearchParams({model: sweep.run, checkpoint: point.choices.checkpoint,
+    ema: point.choices.ema});
+  for (const [name, value] of Object.entries(point.choices)) query.set(`set.${name}`, value);
+  location.hash = `#draw?${query}`;
+}
+
+// --- Training ---------------------------------------------------------------------------------
+
+const last = (values) => values.at(-1);
+const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
+const TOTAL = /^heldout\/.*\/loss$/;
+// Title, whether a key of the metrics belongs to it, logarithmic, and what is said of each curve.
+const FIGURES = [
+  ["Loss", (key) => key === "loss", true, "Median", median],
+  ["Loss by noise level", (key) => key.startsWith("loss/"), true],
+  ["Held-out loss", (key) => TOTAL.test(key), true, "At the end", last],
+  ["Images per second", (key) => key === "images_per_second", false, "Median", median],
+  ["Skipped steps", (key) => key === "skipped", false],
+  ["Norm of the gradient", (key) => key === "grad_norm", true],
+  ["Learning rate", (key) => key === "lr", false]];
+let before = "", timer;
+
+async function followTraining() {
+  before = "";
+  await showTraining();
+  if (!kept) timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
+}
+
+async function showTraining() {
+  const now = await get("/api/training");
+  const text = JSON.stringify(now);
+  if (text === before) return;
+  before = text;
+  const hours = (s) => s > 5400 ? `${(s / 3600).toFixed(1)} hours` : `${Math.ceil(s / 60)} minutes`;
+  $("runs").replaceChildren(...now.runs.map((run) => element("div", {class: "run panel"},
+    element("strong", {}, run.name),
+    element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
+    element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
+    run.live && !kept ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
+      : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running"))));
+  $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(now.runs, ...one)));
+  showSamples(now.runs);
+  const head = ["field", ...now.names];
+  $("differing").replaceChildren(...(now.differing.length ? [element("h2", {}, "How the configs differ"),
+    element("div", {class: "panel"}, table(now.differing.map((d) => [d.field, ...d.values]), head))] : []));
+}
+
+function curves(runs, title, fits, log, words, number) {
+  const lines = runs.flatMap((run) => Object.keys(run.curves).filter(fits).map((key) => ({
+    run, name: [runs.length > 1 ? run.name : "", key.startsWith("loss/") ? key.slice(5).replaceAll("_", " ")
+      : TOTAL.test(key) ? key.split("/")[1].replaceAll("_", " ") : ""].filter(Boolean).join(", "),
+    points: run.curves[key].map(([x, y]) => ({x, y}))}))).filter((line) => line.points.length);
+  const note = words && `${words}: ` + lines.map((line) =>
+    `${line.name} ${short(number(line.points.map((p) => p.y)))}`.trim()).join(", ");
+  return lines.length ? [plot({title, x: "step", y: title, lines, log, note})] : [];
+}
+
+function showSamples(runs) {
+  const at = Object.fromEntries([...document.querySelectorAll("#over-time input")].map((i) => [i.id, i]));
+  $("over-time").replaceChildren(...runs.flatMap((run, n) => {
+    if (!run.samples.length) return [];
+    const id = `samples-${n}`, end = run.samples.length - 1;
+    const follows = !at[id] || at[id].value === at[id].max;
+    const image = element("img", {alt: ""}), label = element("span");
+    const slider = element("input", {type: "range", id, min: 0, max: end, "aria-label": "Step",
+      oninput: () => {
+        const [step, source] = run.samples[Number(slider.value)];
+        image.src = source;
+        image.alt = `What ${run.name} drew at step ${step}`;
+        label.textContent = `step ${step.toLocaleString("en")}`;
+        slider.setAttribute("aria-valuetext", label.textContent);
+      }});
+    slider.value = follows ? end : at[id].value;
+    slider.dispatchEvent(new Event("input"));
+    return [element("h2", {}, `What ${run.name} drew at fixed seeds, `, label),
+      element("div", {class: "panel"}, slider, element("div", {class: "scroll"}, image))];
+  }));
+}
+
+// --- Views ------------------------------------------------------------------------------------
+
+const SHOW = {sweeps: showSweeps, training: followTraining};
+const VIEWS = [...(kept ? [] : ["draw"]), ...Object.keys(SHOW)];
+const FIRST = kept && !kept["/api/sweeps"].sweeps.length ? "training" : VIEWS[0];
+
+async function turn(view) {
+  for (const name of VIEWS) {
+    $(`view-${name}`).hidden = name !== view;
+    $(`tab-${name}`).setAttribute("aria-selected", name === view);
+    $(`tab-${name}`).tabIndex = name === view ? 0 : -1;
+  }
+  clearInterval(timer);
+  try {
+    await SHOW[view]?.();
+  } catch (error) {
+    $(`view-${view}`).prepend(element("p", {class: "error"}, error.message));
+  }
+}
+
+// Shows the view that the address names; `drawing` gives the address of what is drawn, and follows one.
+export async function open(title, drawing) {
+  document.title = $("title").textContent = title;
+  const follow = async () => {
+    const [view, query] = location.hash.slice(1).split(/\?(.*)/s);
+    const wanted = VIEWS.includes(view) ? view : FIRST;
+    await turn(wanted);
+    if (wanted === "draw") await drawing.follow(query);
+  };
+  $("sweep").addEventListener("change", showAxes);
+  for (const id of ["sweep-x", "sweep-y"]) $(id).addEventListener("change", showSweep);
+  for (const [n, view] of VIEWS.entries()) {
+    const tab = $(`tab-${view}`);
+    tab.addEventListener("click", () => {
+      history.replaceState(null, "", view === "draw" ? drawing.hash() : `#${view}`);
+      turn(view);
+    });
+    tab.addEventListener("keydown", ({key}) => {
+      const step = {ArrowRight: 1, ArrowLeft: -1}[key];
+      if (!step) return;
+      const next = $(`tab-${VIEWS[(n + step + VIEWS.length) % VIEWS.length]}`);
+      next.focus();
+      next.click();
+    });
+  }
+  window.addEventListener("hashchange", follow);
+  await follow();
+}
+
+if (kept) {
+  for (const id of ["tab-draw", "view-draw", "detail"]) $(id).remove();
+  open(kept.title);
+}

@@ -1,0 +1,30 @@
+"""Stable Diffusion over given pictures: a sampler of latents that keeps what is not new."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxtyping import Array, Key
+
+from diffusion_jax.diffusion import editing, samplers
+from diffusion_jax.diffusion.samplers import Sampler
+from diffusion_jax.task import to_range
+from sd_jax import vae
+from sd_jax.sampling import IMAGE, MASK
+from sd_jax.settings import Pipeline
+
+
+def over(
+    p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
+) -> Callable[[Sampler], Sampler]:
+    """What wraps a sampler so that it draws over batch[IMAGE], where batch[MASK], if any, is True.
+
+    See diffusion.editing; a latent is known where all of its pixels are.
+    """
+    factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
+    moments: Any = p.vae.apply(vae_params, pixels, method="encode")
+    z = p.latents.scale * vae.mean_and_std(moments)[0]  # [B, h, w, Z]
+    eps, new = samplers.initial_noise(keys, z.shape[1:], 1), None
+    if MASK in batch:
+        b, h, w, _ = z.shape
+        new = batch[MASK].reshape(b, h, factor, w, factor).any((2, 4))[..., None]
+    return lambda sampler: editing.over(sampler, z, eps, p.strength, new)

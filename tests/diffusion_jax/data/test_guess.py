@@ -1,0 +1,118 @@
+"""What people have, told from its files: which source opens it, and where its captions are."""
+
+import json
+import shutil
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from diffusion_jax.data import digits, sources, tars
+from diffusion_jax.data.guess import guess
+from diffusion_jax.settings import Data
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Three pictures with a .txt each, and what is not theirs."""
+    folder = digits.write_examples(tmp_path_factory.mktemp("guess") / "plain", 3, size=16)
+    (folder / ".hidden.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def bare(plain, tmp_path):
+    """The same without captions, beside a note."""
+    for picture in plain.glob("*.png"):
+        shutil.copy(picture, tmp_path)
+    (tmp_path / "readme.txt").write_text("of nobody in particular")
+    return tmp_path
+
+
+def first(data):
+    """The caption of the first record as the source that was guessed reads it."""
+    return sources.open_records(data).texts([0])[0]
+
+
+def test_files_beside_pictures_are_their_captions(plain, bare):
+    assert guess(str(plain)) == Data("folder", str(plain), "txt", uncaptioned="drop")
+    for picture in bare.glob("*.png"):
+        about = {"width": 16, "title": "t", "caption": "of " + picture.stem}
+        picture.with_suffix(".json").write_text(json.dumps(about))
+    assert guess(str(bare)).text == "json:caption" and first(guess(str(bare))) == "of 00000"
+    assert guess(str(bare), "json:title").text == "json:title"
+
+
+def test_pictures_without_captions_have_empty_ones(bare):
+    data = guess(str(bare))
+    assert data == Data("folder", str(bare), "txt", uncaptioned="empty")
+    opened = sources.open_pictures(data, 16)
+    assert opened.read(np.arange(3))[1] == ("", "", "") and opened.skipped() == {}
+    (bare / "00001.txt").write_text("one of three")
+    assert guess(str(bare)).uncaptioned == "drop"  # One has a caption: the others are left out.
+    both = data._replace(uncaptioned="empty")
+    assert sources.open_records(both).texts([0, 1]) == ["", "one of three"]
+
+
+def test_tables_beside_pictures(bare):
+    rows = [{"file_name": f"0000{i}.png", "url": "u", "text": f"row {i}"} for i in range(3)]
+    (bare / "metadata.jsonl").write_text("\n" + "\n".join(map(json.dumps, rows)))
+    for path in (bare, bare / "metadata.jsonl"):
+        data = guess(str(path))
+        assert (data.source, data.path, data.text) == ("folder", str(bare), "jsonl:text")
+    assert first(data) == "row 0"
+    (bare / "metadata.jsonl").unlink()
+    columns = {"key": ["00000"], "width": [3], "caption": ["of a table"]}
+    (bare / "00000").mkdir()
+    shutil.move(bare / "00000.png", bare / "00000")
+    pyarrow.parquet.write_table(pyarrow.table(columns), bare / "00000.parquet")
+    assert guess(str(bare)).text == "parquet:caption" and first(guess(str(bare))) == "of a table"
+
+
+def test_tars(plain, tmp_path):
+    picture = (plain / "00000.png").read_bytes()
+    members = {tars.KEY: b"0", "png": picture}
+    about = json.dumps({"url": "u", "prompt": "asked"}).encode()
+    tars.write(tmp_path / "json.tar", [{**members, "json": about}])
+    tars.write(tmp_path / "txt.tar", [{**members, "json": about, "txt": b"said"}])
+    assert first(guess(str(tmp_path / "json.tar"))) == "asked"
+    assert first(guess(str(tmp_path / "{txt,json}.tar"))) == "said"
+    (tmp_path / "none").mkdir()
+    tars.write(tmp_path / "none" / "a.tar", [members])
+    with pytest.raises(ValueError, match=r"a\.tar has files of png, and no captions: say with --t"):
+        guess(str(tmp_path / "none"))
+
+
+def test_tables_with_the_pictures_in_them(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    images = [{"bytes": p.read_bytes(), "path": None} for p in sorted(plain.glob("*.png"))]
+    kinds = {"label": datasets.Value("int64"), "description": datasets.Value("string")}
+    features = datasets.Features({"image": datasets.Image(), **kinds})
+    columns = {"image": images, "label": [1, 2, 3], "description": ["x", "y", "z"]}
+    rows = datasets.Dataset.from_dict(columns, features=features)
+    rows.to_parquet(tmp_path / "one.parquet")
+    assert first(guess(str(tmp_path / "one.parquet"))) == "x"
+    (tmp_path / "clone" / "data").mkdir(parents=True)
+    for split in ("test", "train"):
+        rows.to_parquet(tmp_path / "clone" / "data" / f"{split}-00000-of-00001.parquet")
+    data = guess(str(tmp_path / "clone"))
+    assert data.path == f"{tmp_path}/clone@train" and first(data) == "x"
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
+    data = guess(str(tmp_path / "saved"))
+    assert (data.source, data.path) == ("arrow", f"{tmp_path}/saved@train") and first(data) == "x"
+    assert guess(str(tmp_path / "saved" / "test")).path == f"{tmp_path}/saved/test"
+    assert guess(f"{tmp_path}/saved@test").path == f"{tmp_path}/saved@test"
+    rows.remove_columns("description").to_parquet(tmp_path / "bare.parquet")
+    data = guess(str(tmp_path / "bare.parquet"))
+    assert data.uncaptioned == "empty" and sources.open_records(data).read([2])[0].text == ""
+
+
+def test_a_source_that_is_named_is_taken(plain):
+    data = guess(f"folder:{plain}::txt")
+    assert data == Data("folder", str(plain), "txt", uncaptioned="drop", max_broken=0.1)
+    with pytest.raises(FileNotFoundError, match="no data at /nowhere: check the path"):
+        guess("/nowhere")
+    with pytest.raises(ValueError, match=r"is no folder, no \.tar, \.jsonl or \.parquet"):
+        guess(str(plain / "00000.txt"))

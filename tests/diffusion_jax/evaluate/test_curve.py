@@ -1,0 +1,106 @@
+"""The curve of a sweep: its lines' numbers and names, and how a figure shows them."""
+
+import io
+import re
+
+import pytest
+from PIL import Image
+
+from diffusion_jax.evaluate import curve, figures, sweep
+from tests import written_sweeps
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    """A sweep of three points."""
+    (read,) = sweep.read_all(written_sweeps.write_run(tmp_path_factory.mktemp("a_run")))
+    return read
+
+
+def with_another_step(one):
+    return one._replace(rows=one.rows + [row | {"checkpoint": "7"} for row in one.rows])
+
+
+def test_the_trade_off_goes_through_the_points_by_guidance(one):
+    plot = curve.figure(one)
+    (line,) = plot.lines
+    assert (plot.x, plot.y) == ("CLIP score", "FID")
+    assert (line.x, line.y) == ([0.25, 0.29, 0.31], [20.0, 12.0, 15.5])
+    assert (list(line.labels), line.low) == (["1", "2", "4"], [19.0, 11.0, 14.5])
+    assert line.high == [21.0, 13.0, 16.5] and line.marked
+
+
+def test_names_in_a_figure_say_what_tells_its_lines_apart(one):
+    assert [line.name for line in curve.figure(with_another_step(one)).lines] == [
+        "step 2",
+        "step 7",
+    ]
+    assert [line.name for line in curve.figure(one).lines] == ["step_00000002"]
+
+
+def test_without_a_distance_scores_stand_over_guidance(one):
+    plot = curve.figure(
+        one._replace(rows=[{k: r[k] for k in r if "fid" not in k} for r in one.rows])
+    )
+    (line,) = plot.lines
+    assert (plot.x, plot.y, line.x, line.y) == (
+        "guidance",
+        "CLIP score",
+        [1, 2, 4],
+        [0.25, 0.29, 0.31],
+    )
+    assert not line.labels
+
+
+def test_prompts_seen_and_never_shown_share_a_figure(tmp_path):
+    (one,) = sweep.read_all(written_sweeps.write_digits(tmp_path))
+    plot = curve.figure(one)
+    assert plot.x == "share all right (digit, ink, paper)"
+    assert plot.y == "Fréchet distance (digits, prompts seen)"
+    assert [(line.name, line.x, line.y) for line in plot.lines] == [
+        ("all right, prompts seen", [0.9, 0.9], [2, 2]),
+        ("all right, prompts never shown", [0.8, 0.8], [2, 2]),
+    ]
+
+
+def test_no_two_lines_share_a_colour_and_long_names_are_whole():
+    lines = [figures.Line(f"line {n} " + "of a long name " * 9, [1, 2], [n, n]) for n in range(40)]
+    assert len(set(figures._distinct(40))) == 40
+    text = figures.save(figures.Plot(lines, "x", "y"), "svg").decode()
+    assert (
+        len(set(re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1\.6|(#[0-9a-f]{6})", text)))
+        > 40
+    )
+    legend = re.findall(r">([^<>]*(?:line \d+|long name)[^<>]*)<", text)
+    assert max(map(len, legend)) <= 76 and sum("line" in part for part in legend) == 40
+
+
+def test_long_names_stand_below_each_other_and_add_to_the_height(one):
+    (line,) = curve.figure(one).lines
+
+    def height(name, count):
+        plot = figures.Plot([line._replace(name=name)] * count, "x", "y")
+        with Image.open(io.BytesIO(figures.save(plot, "png"))) as image:
+            return image.size[1]
+
+    assert height("short", 4) == height("short", 1) < height("a name of 40 letters" * 2, 4)
+
+
+def test_a_figure_is_the_same_bytes_each_time(one):
+    made = [figures.save(curve.figure(one), "svg") for _ in range(2)]
+    assert made[0] == made[1]
+    assert figures.save(curve.figure(one), "pdf")[:5] == b"%PDF-"
+
+
+def test_the_reference_band_holds_the_lowest_and_highest_fid_of_each_clip_score(tmp_path):
+    lines = "config,clip,fid\na,0.101,200\na,0.104,180\nb,0.151,90.5\n"
+    (tmp_path / "rcp.csv").write_text(lines)
+    band = curve.read_rcp(tmp_path / "rcp.csv")
+    assert (band.x, band.low, band.high) == ([0.1, 0.15], [180, 90.5], [200, 90.5])
+
+
+def test_the_package_holds_mlperfs_reference_points():
+    """They all pass FID 90, MLPerf's target, at CLIP scores from 0.15 to 0.18."""
+    assert len(curve.RCP.read_text().splitlines()) == 1 + 439
+    band = curve.read_rcp()
+    assert band.low[band.x.index(0.15)] > 90 > band.high[band.x.index(0.18)]

@@ -1,0 +1,67 @@
+"""What captions, damaged records and a text encoder change of a config."""
+
+import json
+import shutil
+
+import pytest
+
+from diffusion_jax.data import digits
+from diffusion_jax.data.prepare.validate import validate
+from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.settings import Data
+from diffusion_jax.start import changes, written
+from diffusion_jax.start.stages import Stage
+
+BASE = Stage("base32_8m", "", "imagen_jax.train", lambda s, mesh: pytest.fail("nothing is opened"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return digits.write_examples(tmp_path_factory.mktemp("changes") / "set", 20, size=16)
+
+
+def config(folder, weights="", uncaptioned="error"):
+    """The config that a set becomes, whole."""
+    data = Data("folder", str(folder), uncaptioned=uncaptioned)
+    records = Folder(folder, uncaptioned=uncaptioned)
+    prompts = changes.prompts(records)
+    own = changes.of_data(data, validate(records), prompts, weights)(BASE)
+    return written.config(BASE.base, own)
+
+
+def test_captions_give_the_prompts_and_the_tokens(folder):
+    c = config(folder)
+    captions = set(Folder(folder).texts(range(20)))
+    assert len(set(c["prompts"])) == 8 and set(c["prompts"]) <= captions
+    assert c["text"]["max_tokens"] == 8 and c["unet"]["dtype"] == "float32"  # Six words; a CPU.
+    assert (c["data"]["path"], c["data"]["max_broken"]) == (str(folder), 0.1)
+
+
+def test_damaged_records_that_are_there_are_allowed_twice(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "set")
+    (tmp_path / "set/00003.png").write_bytes(b"none")
+    (tmp_path / "set/00007.png").write_bytes(b"none")
+    assert config(tmp_path / "set")["data"]["max_broken"] == 0.2
+
+
+def test_without_captions_nothing_is_dropped_or_guided(folder, tmp_path):
+    (tmp_path / "0.png").write_bytes((folder / "00000.png").read_bytes())
+    c = config(tmp_path, uncaptioned="empty")
+    assert c["prompts"] == ("",) * 8 and c["sampler"]["guidance"] == 1.0
+    assert (c["text"]["drop_prob"], c["data"]["uncaptioned"]) == (0.0, "empty")
+
+
+@pytest.mark.parametrize(
+    ("said", "group"),
+    [
+        ({"model_type": "t5", "d_model": 64}, ("t5", 64, 16, 16)),
+        ({"model_type": "clip", "text_config": {"hidden_size": 48}}, ("clip", 48, 77, 77)),
+    ],
+)
+def test_a_folder_of_an_encoder_reads_the_captions(folder, tmp_path, said, group):
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    text = config(folder, str(tmp_path))["text"]
+    assert tuple(text[k] for k in ("encoder", "width", "max_tokens", "read_tokens")) == group
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    with pytest.raises(ValueError, match=r"--text_weights=.* is of bert: T5 or CLIP"):
+        config(folder, str(tmp_path))

@@ -1,0 +1,93 @@
+"""What a start chooses for a set, a machine and a time, and the file that it writes."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from diffusion_jax.settings import Run
+from diffusion_jax.start import command, stages, written
+from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
+
+SMALL, LARGE, AFTER = (Stage(name, "", "train", lambda s, mesh: None) for name in "abc")
+RUNGS = [
+    Rung(32, 0, [SMALL]),
+    Rung(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
+    Rung(64, 9_000, [LARGE]),
+]
+GFLOPS = {"a": 1.0, "b": 4.0, "c": 1.0}  # An image's.
+
+
+def opened(stage, fits=True, **fields):
+    traced = SimpleNamespace(flops=1e9 * GFLOPS[stage.base])
+    settings = SimpleNamespace(**fields)
+    return Opened(stage, {}, {}, settings, None, traced, fits)
+
+
+def chosen(side, seconds, fits=lambda stage: True):
+    measured = lambda stage: Measured(opened(stage), 10.0, 0.0)  # 10 GFLOP/s.
+    return stages.choose(RUNGS, float(side), float(seconds), lambda s: opened(s, fits(s)), measured)
+
+
+def test_the_last_rung_that_size_time_and_memory_allow_is_chosen():
+    assert chosen(64, 3_600) is RUNGS[2]  # 9,000 images at 2.5 a second.
+    assert chosen(64, 3_599) is RUNGS[1]
+    assert chosen(64, 134) is RUNGS[1] and chosen(64, 133) is RUNGS[0]  # 750 ms of each second.
+    assert chosen(63, 10**6) is RUNGS[0]
+    assert chosen(8, 1) is RUNGS[0]
+    assert chosen(64, 3_600, lambda stage: stage is not LARGE) is RUNGS[1]
+
+
+def test_a_stage_that_two_rungs_have_keeps_its_share_of_the_time(monkeypatch):
+    measured, traced = [], []
+
+    def measure(stage, changes, workdir):
+        measured.append((stage.base, workdir.rpartition("/")[2]))
+        return Measured(opened(stage), 10.0, 0.0)
+
+    monkeypatch.setattr(stages, "measure", measure)
+
+    def open_stage(stage, changes):
+        traced.append(stage.base)
+        return opened(stage)
+
+    monkeypatch.setattr(stages, "open_stage", open_stage)
+    report = {"smaller_side": {"median": 64.0}}
+    chosen = command._measured(RUNGS[:2], lambda stage: {}, report, 1.0, "mine")
+    assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
+        ("a", 0.75), ("c", 0.25)
+    ]  # fmt: skip
+    assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
+    assert traced == ["c"]  # Measuring traces too.
+    short = 100 / 3_600  # Too short for the second rung: what comes after its base is not traced.
+    command._measured(RUNGS[:2], lambda stage: {}, report, short, "mine")
+    assert traced == ["c"]
+
+
+def test_steps_fill_the_time_that_drawing_and_compiling_leave():
+    run = Run(steps=1, batch_size=64, prompts=("a",) * 8)
+    optimizer = SimpleNamespace(warmup=500)
+    sampler = SimpleNamespace(steps=12, guidance=2.0)
+    one = opened(SMALL, run=run, optimizer=optimizer, sampler=sampler)
+    changes, seconds = stages.timed(Measured(one, 32.0, 20.0), 2_060.0)
+    # A step takes 2 s; ten sheets of 8 pictures are 12 steps x 2 evaluations, a third of training.
+    assert changes["steps"][0] == (2_060 - 40 - 10 * 8 * 12 * 2 / 3 / 32) // 2 == 1_000
+    assert seconds == pytest.approx(2_060)
+    assert changes["optimizer.warmup"][0] == 100 and changes["sample_every"][0] == 100
+    assert changes["save_every"][0] == 300
+    with pytest.raises(ValueError, match=r"enough for 19 steps of a here: give --hours=0\.031 or"):
+        stages.timed(Measured(one, 32.0, 20.0), 99.0)
+
+
+def test_a_written_config_is_what_it_says_and_reads_back():
+    changes = {
+        "steps": (12_345, "A night."),
+        "prompts": (('a "red" seven', "é\\"), ""),
+        "data.path": ("it's\nthere", ""),
+        "unet.dtype": ("bfloat16", ""),
+    }
+    text = written.source("quickstart", changes, 'Of """ and \\ in it.')
+    assert "    c.steps = 12_345  # A night.\n" in text
+    config = written.config("quickstart", changes)
+    assert (config["steps"], config["data"]["path"]) == (12_345, "it's\nthere")
+    assert config["prompts"] == ('a "red" seven', "é\\") and config["unet"]["patch"] == 4
+    compile(text, "mine.py", "exec")

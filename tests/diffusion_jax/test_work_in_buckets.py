@@ -1,0 +1,137 @@
+"""What precache and prepare make in a bucket: to the byte what they make in a folder.
+
+Each work dies at every few objects that it writes, and goes on.
+"""
+
+import uuid
+
+import numpy as np
+import pytest
+
+from diffusion_jax.data import digits, tars
+from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
+from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.machine import files, remote
+from diffusion_jax.precache import fill, lookup, store
+from diffusion_jax.settings import Text
+from diffusion_jax.text import embed
+from tests import emulators
+from tests.diffusion_jax.precache import test_precache
+from tests.diffusion_jax.text import tiny_weights
+
+pytestmark = pytest.mark.xdist_group("stores")
+
+
+@pytest.fixture(params=["s3", "gs"])
+def bucket(request, stores):
+    return files.path(f"{request.param}://{emulators.BUCKET}/{uuid.uuid4().hex}")
+
+
+class Killed(BaseException):
+    """As if the process had ended."""
+
+
+def finish(work, writes):
+    """Calls it until it returns; after so many objects each call but the last is killed."""
+    for kills in range(100):
+        left = writes
+
+        def limited(write):
+            def call(self, *args, **options):
+                nonlocal left
+                if not left:
+                    raise Killed
+                left -= 1
+                return write(self, *args, **options)
+
+            return call
+
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("write_bytes", "send"):
+                patch.setattr(remote.Remote, name, limited(getattr(remote.Remote, name)))
+            try:
+                return work(), kills
+            except Killed:
+                pass
+    raise AssertionError("it makes no progress")
+
+
+def contents(folder):
+    there = files.remote(folder)
+    paths = filter(lambda path: path.is_file(), folder.rglob("*"))
+    names = there.objects() if there else [str(path.relative_to(folder)) for path in paths]
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.mark.slow
+def test_a_store_of_texts(bucket, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    weights = tiny_weights.t5_folder(tmp_path / "t5", width=64)
+    texts = digits.seen_prompts()[:30]
+    (tmp_path / "texts").write_text("\n".join(texts))
+    changes = {"prompts": ("one more",)}
+    jobs = [
+        fill.open_job(test_precache.config(path, weights, **changes), str(tmp_path / "texts"))
+        for path in (tmp_path / "store", bucket)
+    ]
+    assert " free\n" in fill.table(jobs[0], "int8") and " free\n" not in fill.table(jobs[1], "int8")
+    manifest = fill.run(jobs[0], test_precache.WORK)
+    again, kills = finish(lambda: fill.run(jobs[1], test_precache.WORK), writes=6)
+    assert kills >= 4 and again == manifest and manifest["captions"] == 31
+    assert contents(bucket) == contents(tmp_path / "store")
+    for job, place in zip(jobs, (tmp_path / "store", bucket), strict=True):
+        damaged = bytearray((place / manifest["shards"][1]["file"]).read_bytes())
+        damaged[-200] ^= 1
+        files.write_whole(place / manifest["shards"][1]["file"], bytes(damaged))
+        fill.run(job, test_precache.WORK._replace(verify=True))
+    assert contents(bucket) == contents(tmp_path / "store")
+    fields = test_precache.config(bucket, weights)["text"]
+    for opened in (lookup.open_encoder(Text(**fields)), lookup.open_online(Text(**fields))):
+        rows, mask = embed(opened, texts[3:5])
+        assert mask.any(axis=1).all() and np.isfinite(rows).all()
+    with pytest.raises(ValueError, match="captions are not in the store"):
+        store.Store(files.local(bucket)).read(["never seen"])
+
+
+@pytest.mark.parametrize("format", reshard.FORMATS)
+def test_resharded_indexed_and_validated(bucket, tmp_path, format):
+    pictures = digits.write_examples(tmp_path / "pictures", 10, size=8)
+    (pictures / "00003.png").write_bytes(b"GIF89a")
+    records = Folder(pictures, uncaptioned="drop")
+    how = {"num": 2, "format": format, "identity": {"path": "pictures"}}
+    reshard.reshard(records, tmp_path / "out", **how)
+    assert finish(lambda: reshard.reshard(records, bucket, **how), 3)[1] >= 1
+    assert contents(bucket) == contents(tmp_path / "out")
+    if format == "webdataset":
+        counted = [index.index(str(place), "txt") for place in (bucket, tmp_path / "out")]
+        assert counted[0] == counted[1] and counted[0]["records"] == 9
+        there, here = WebDataset(str(bucket)), WebDataset(tmp_path / "out")
+        assert [r.image for r in there.read(range(9))] == [r.image for r in here.read(range(9))]
+        parts = bucket / "parts"
+        assert validate.validate(there, folder=parts) == validate.validate(here)
+        assert len(parts.objects()) > 1
+
+
+def test_merged(bucket, tmp_path):
+    for name, suffix in (("images", "jpg"), ("embeddings", "npy")):
+        (tmp_path / name).mkdir()
+        for shard in range(3):
+            records = [{tars.KEY: b"%d%d" % (shard, i), suffix: b"%d" % i} for i in range(4)]
+            tars.write(tmp_path / name / f"{shard}.tar", records)
+            tars.write(bucket / name / f"{shard}.tar", records)
+    places = lambda home: (str(home / "images"), str(home / "embeddings"), home / "out")
+    counts = merge.merge(*places(tmp_path))
+    finish(lambda: merge.merge(*places(bucket)), writes=3)
+    assert counts == {"merged": 12}
+    assert contents(bucket / "out") == contents(tmp_path / "out")
+
+
+def test_fetched(bucket, tmp_path):
+    (tmp_path / "a").write_bytes(b"123")
+    (tmp_path / "b").write_bytes(b"45")
+    urls = [f"file://{tmp_path}/{name}" for name in "ab"]
+    finish(lambda: fetch.fetch(urls, bucket, {}), writes=1)
+    assert contents(bucket) == {"a": b"123", "b": b"45"}
+    with pytest.raises(ValueError, match="should have"):
+        fetch.fetch(urls, bucket, {"a": "0" * 32}, verify=True)

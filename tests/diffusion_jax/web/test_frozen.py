@@ -1,0 +1,195 @@
+"""The page as one file: its numbers, and how a real browser shows it without a server."""
+
+import io
+import json
+import re
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax.evaluate import curve, sweep
+from diffusion_jax.machine import log, sheets
+from diffusion_jax.web import frozen, results
+from tests import pages, written_sweeps
+
+SHARE = "share all right (digit, ink, paper)"
+DISTANCE = "Fréchet distance (digits, prompts seen)"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return written_sweeps.write_run(tmp_path_factory.mktemp("runs") / "a_run")
+
+
+@pytest.fixture
+def show(browser, tmp_path):
+    """show(html): the page, opened as a file; nothing else may be asked for."""
+    asked, errors = [], []
+    opened = browser.new_page(viewport={"width": 1200, "height": 900})
+    opened.set_default_timeout(pages.PATIENCE)
+    opened.on("request", lambda request: asked.append(request.url))
+    opened.on("pageerror", lambda error: errors.append(str(error)))
+    opened.on("console", lambda said: errors.append(said.text))
+
+    def show(html, view="sweeps"):
+        page = tmp_path / f"page_{len(list(tmp_path.glob('page_*')))}.html"
+        page.write_text(html)
+        opened.goto(f"{page.as_uri()}#{view}")
+        opened.locator(f"#view-{view} figure").first.wait_for()
+        return opened
+
+    yield show
+    opened.close()
+    assert errors == []
+    known = ("data:", f"{tmp_path.as_uri()}/page_")
+    assert [url for url in asked if not url.startswith(known)] == []
+
+
+def kept(html):
+    """What a page keeps, by the addresses at which the live page asks for it."""
+    (text,) = re.findall('<script type="application/json" id="kept">(.*)</script>', html)
+    return json.loads(text)
+
+
+def captions(page):
+    return page.locator(".figures figcaption").all_inner_texts()
+
+
+def test_a_browser_shows_the_trade_off_its_points_and_their_pictures(run, show):
+    page = show(frozen.page([run]))
+    assert (page.title(), page.locator("#tab-draw, form").count()) == ("a_run", 0)
+    assert captions(page)[:3] == ["FID over CLIP score", "FID", "CLIP score"]
+    figure = page.locator(".figures figure").first
+    points = figure.locator(".hit").evaluate_all("all => all.map(one => one.ariaLabel)")
+    assert points == [
+        f"step 2, ema, guidance {g}: FID {fid} ({low} to {high})"
+        for g, fid, low, high in ((1, 20, 19, 21), (2, 12, 11, 13), (4, 15.5, 14.5, 16.5))
+    ]
+    ends = lambda name: figure.locator(".dot").evaluate_all(
+        f"all => all.map(e => +e.getAttribute('{name}'))"
+    )
+    (a, b, c), (d, e, f) = ends("cx"), ends("cy")
+    assert (b - a) / (c - a) == pytest.approx(0.04 / 0.06) and (f - d) / (e - d) == pytest.approx(
+        4.5 / 8
+    )
+    assert figure.locator("g:not(.axis) > text").all_text_contents() == ["1", "2", "4"]
+    page.get_by_role("button", name="2", exact=True).click()
+    assert page.locator("#point h2").inner_text() == "a_run, step 2, ema, guidance 2"
+    assert "12 (11 to 13)" in page.locator("#point").inner_text()
+    assert page.locator("#point button").count() == 0  # Nothing is drawn here.
+    for n, colour in enumerate(((0, 200, 0), (200, 0, 200))):
+        shot = page.locator("#point img").nth(n).screenshot()
+        middle = np.asarray(Image.open(io.BytesIO(shot)).convert("RGB"))[20:-20, 20:-20]
+        assert (middle == colour).all()
+    page.locator("#point summary").click()
+    assert "a <stand-in>" in page.locator("#point").inner_text()
+
+
+def test_a_browser_shows_the_training(run, show):
+    page = show(frozen.page([run]), "training")
+    assert captions(page) == ["Loss", "Images per second"]
+    assert page.locator("#curves .note").all_inner_texts() == ["Median: 1", "Median: 100"]
+    assert page.locator("#runs").inner_text().endswith("finished")
+    page.focus("#tab-training")
+    page.keyboard.press("ArrowLeft")
+    page.locator("#view-sweeps .hit").first.focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#point h2").inner_text().endswith("guidance 1")
+
+
+def test_lines_are_called_by_what_tells_them_apart_before_the_reference_band(tmp_path, show):
+    run = written_sweeps.write_run(tmp_path / "run", (2, 7))
+    page = show(frozen.page([run], [curve.read_rcp()]))
+    legends = [
+        figure.locator(".legend li").all_inner_texts()
+        for figure in page.locator(".figures figure").all()
+    ]
+    assert legends == [["step 2", "step 7", "MLPerf reference runs"], *[["step 2", "step 7"]] * 2]
+    assert page.locator("svg .band").count() == 2  # And its mark in the legend.
+    page.select_option("#sweep-y", "CLIP score")
+    assert captions(page)[:1] == ["CLIP score"] and page.locator("#sweep-plots figure").count() == 1
+
+
+def test_rows_of_a_sweep_of_settings_are_told_apart(tmp_path, show):
+    """Checkpoint, average and each axis are columns, and each point keeps its pictures."""
+    folder = tmp_path / "evaluation" / "both"
+    folder.mkdir(parents=True)
+    rows = [
+        {"guidance": 2.0, "checkpoint": step, "ema": "raw", "sampler.steps": steps, "fid": 9.0}
+        for step in (2, 4) for steps in ("10", "20")
+    ]  # fmt: skip
+    sweep.write_table(folder / sweep.TABLE, rows)
+    for n, row in enumerate(rows):
+        pixel = np.full((1, 1, 3), n, np.uint8)
+        sheets.write_png(folder / sweep.sheet_name(row, several=True), pixel)
+    (one,) = results.sweeps([("a", one) for one in sweep.read_all(tmp_path)], str)["sweeps"]
+    pictures = {
+        point["label"]: np.asarray(Image.open(point["sheet"]))[0, 0, 0] for point in one["points"]
+    }
+    assert pictures == {f"step {s}, raw, steps {n}": i
+                    for i, (s, n) in enumerate([(2, 10), (2, 20), (4, 10), (4, 20)])}  # fmt: skip
+    page = show(frozen.page([tmp_path]))
+    head = page.locator("#tables thead th").all_inner_texts()
+    assert head == ["guidance", "checkpoint", "average", "steps", "FID"]
+    last = page.locator("#tables tbody tr").last.locator("th, td").all_inner_texts()
+    assert last == ["2", "4", "raw", "20", "9"]
+    assert page.locator(".legend li").all_inner_texts() == [
+        f"step {s}, steps {n}" for s in (2, 4) for n in (10, 20)
+    ]
+
+
+def test_prompts_seen_and_never_shown_share_figures(tmp_path, show):
+    runs = [written_sweeps.write_digits(tmp_path / name) for name in "ab"]
+    page = show(frozen.page(runs[:1]))
+    assert captions(page)[:3] == [f"{DISTANCE} over {SHARE}", DISTANCE, SHARE]
+    names = ["all right, prompts seen", "all right, prompts never shown"]
+    assert page.locator("figure").first.locator(".legend li").all_inner_texts() == names
+    assert "Scoring took 2 % of the time at most." in page.locator("#tables").inner_text()
+    page = show(frozen.page(runs))
+    assert page.locator("figure").first.locator(".legend li").all_inner_texts() == [
+        f"{run}: step_2, {name}" for name in names for run in "ab"
+    ]
+
+
+def test_the_page_says_which_scores_cannot_be_compared(tmp_path, show):
+    one, other, alike = (
+        written_sweeps.write_digits(tmp_path / name, **card)
+        for name, card in (("a", {}), ("b", {"n": 50}), ("c", {"seed": 3}))
+    )
+    page = show(frozen.page([one, other]))
+    assert page.locator("#unlike").inner_text() == "Not comparable. digits: n differs (40, 50)"
+    page.select_option("#sweep", "a: step_2")
+    assert page.locator("#unlike").inner_text() == ""
+    assert kept(frozen.page([one, alike]))["/api/sweeps"]["unlike"] == []
+
+
+def test_training_curves_are_means_of_neighbours(tmp_path):
+    lines = [log.metrics_line(s, {"loss": float(s % 2)}) for s in range(1, 601)]
+    (tmp_path / log.METRICS).write_text("".join(lines) + log.metrics_line(601, {}))
+    (run,) = kept(frozen.page([tmp_path]))["/api/training"]["runs"]
+    steps, losses = zip(*run["curves"]["loss"], strict=True)
+    assert len(steps) == 300 and set(losses) == {0.5} and steps[0] == 1.5
+
+
+def test_of_many_pictures_some_are_kept_from_the_first_to_the_last(tmp_path):
+    (tmp_path / log.METRICS).write_text(log.metrics_line(40, {"loss": 1.0}))
+    for step in range(1, 41):
+        path = tmp_path / "samples" / f"step_{step:08}.png"
+        path.parent.mkdir(exist_ok=True)
+        sheets.write_png(path, np.full((1, 1, 3), step, np.uint8))
+    (run,) = kept(frozen.page([tmp_path]))["/api/training"]["runs"]
+    assert [step for step, _ in run["samples"]] == [*range(1, 41, 4), 40]
+    live = results.training({"a": [str(tmp_path)]}, str)["runs"][0]["samples"]
+    assert [step for step, _ in live] == list(range(1, 41))
+
+
+def test_the_file_names_nothing_elsewhere(run):
+    text = frozen.page([run])
+    assert not re.search(r"(src|href)=\"(?!data:|#)", text) and "import " not in text
+    assert r"a \u003cstand-in>" in text and "<stand-in>" not in text
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"holds neither metrics\.jsonl nor evaluation"):
+        frozen.page([tmp_path])

@@ -1,0 +1,147 @@
+"""S3 by moto and Google's storage by gcp-storage-emulator, in a process of their own.
+
+    python tests/emulators.py      prints their two addresses, and serves until it is ended
+
+The former asks for no credentials before `locked`; of the latter the bucket "locked" opens for
+nobody. It lacks two things of Google's that whoever writes with conditions relies on, and has them
+here: the generation of what is read, and ifGenerationMatch.
+"""
+
+import contextlib
+import http
+import json
+import os
+import subprocess
+import sys
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+
+BUCKET = "bkt"
+
+
+@contextlib.contextmanager
+def locked(s3: str) -> Iterator[dict[str, str]]:
+    """S3 asks for credentials meanwhile; yields the keys of a user who may read and not write."""
+    import boto3
+
+    iam = boto3.client(
+        "iam", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y",
+        region_name="us-east-1",
+    )  # fmt: skip
+    iam.create_user(UserName="reader")
+    allow = {"Effect": "Allow", "Action": ["s3:GetObject", "s3:ListBucket"], "Resource": "*"}
+    policy = json.dumps({"Version": "2012-10-17", "Statement": [allow]})
+    iam.put_user_policy(UserName="reader", PolicyName="reads", PolicyDocument=policy)
+    key = iam.create_access_key(UserName="reader")["AccessKey"]
+
+    def ask_after(requests: bytes) -> None:
+        plain = {"Content-Type": "text/plain"}
+        url = f"{s3}/moto-api/reset-auth"
+        urllib.request.urlopen(urllib.request.Request(url, requests, plain, method="POST")).close()
+
+    ask_after(b"0")
+    try:
+        names = "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"
+        yield dict(zip(names, (key["AccessKeyId"], key["SecretAccessKey"]), strict=True))
+    finally:
+        ask_after(b"inf")
+
+
+@contextlib.contextmanager
+def running() -> Iterator[dict[str, str]]:
+    """Serves both, each with an empty bucket; yields the environment that leads there."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen([sys.executable, __file__], text=True, **pipes) as server:
+        assert server.stdout
+        try:
+            s3, gs = json.loads(server.stdout.readline())
+            yield {
+                "AWS_ENDPOINT_URL": s3, "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y",
+                "AWS_DEFAULT_REGION": "us-east-1", "AWS_EC2_METADATA_DISABLED": "true",
+                "STORAGE_EMULATOR_HOST": gs,
+            }  # fmt: skip
+        finally:
+            server.kill()
+
+
+def _serve() -> None:
+    from gcp_storage_emulator import exceptions
+    from gcp_storage_emulator import server as google
+    from gcp_storage_emulator.handlers import buckets
+    from gcp_storage_emulator.storage import Storage
+    from moto.server import ThreadedMotoServer
+
+    storage = Storage(use_memory_fs=True)
+    buckets.create_bucket(BUCKET, storage)
+    condition: list[str | None] = [None]
+
+    def generation(bucket: str, name: str) -> str:
+        try:
+            return str(storage.get_file_obj(bucket, name)["generation"])
+        except exceptions.NotFound:
+            return "0"
+
+    class Failed(Exception):
+        pass
+
+    create = storage.create_file
+
+    def create_if(bucket, name, *arguments, **options):
+        wanted, condition[0] = condition[0], None
+        if wanted not in (None, generation(bucket, name)):
+            raise Failed(name)
+        return create(bucket, name, *arguments, **options)
+
+    storage.create_file = create_if
+
+    class Handler(google.RequestHandler):
+        def __init__(self, *arguments) -> None:
+            super().__init__(storage, *arguments)
+
+        def _query(self) -> dict[str, list[str]]:
+            return urllib.parse.parse_qs(urllib.parse.urlsplit(self.path).query)
+
+        def do_GET(self) -> None:
+            if "/b/locked/" in self.path:
+                return self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
+            super().do_GET()
+
+        def do_POST(self) -> None:
+            if "/b/locked/" in self.path:
+                return self.send_error(http.HTTPStatus.FORBIDDEN, "locked")
+            condition[0] = self._query().get("ifGenerationMatch", [None])[0]
+            try:
+                super().do_POST()
+            except Failed:
+                self.send_error(http.HTTPStatus.PRECONDITION_FAILED)
+
+        def end_headers(self) -> None:
+            parts = urllib.parse.urlsplit(self.path).path.split("/b/")[-1].split("/o/")
+            if self.command == "GET" and len(parts) == 2:
+                found = generation(parts[0], urllib.parse.unquote(parts[1]))
+                self.send_header("x-goog-generation", found)
+            super().end_headers()
+
+        def log_message(self, *_) -> None:
+            pass
+
+    served = google.server.HTTPServer(("localhost", 0), Handler)
+    threading.Thread(target=served.serve_forever, daemon=True).start()
+    amazon = ThreadedMotoServer("localhost", 0, verbose=False)
+    amazon.start()
+    s3, gs = (f"http://localhost:{port}" for port in (amazon._server.port, served.server_port))
+    import boto3
+
+    boto3.client(
+        "s3", endpoint_url=s3, aws_access_key_id="x", aws_secret_access_key="y",
+        region_name="us-east-1",
+    ).create_bucket(Bucket=BUCKET)  # fmt: skip
+    print(json.dumps([s3, gs]), flush=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("MOTO_ALLOW_NONEXISTENT_REGION", "1")
+    _serve()

@@ -1,0 +1,92 @@
+"""A run packed to be passed on: what it weighs, what it draws, and what it is refused for."""
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from diffusion_jax import pack, runs
+from diffusion_jax.weights import packed, restore
+from imagen_jax.weights import initial
+from tests.imagen_jax import commands
+from tests.imagen_jax.conftest import TINY
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory, trained):
+    """The folder that the command makes of a run."""
+    folder = tmp_path_factory.mktemp("packed") / "small"
+    ended = commands.run("diffusion_jax.pack", f"--workdir={trained}", f"--out={folder}")
+    assert (ended.code, "wrote" in ended.out) == (0, True), ended.err
+    return folder
+
+
+def arrays(workdir, which="ema"):
+    return initial.of_run(workdir, initial.settings_of(workdir), which)["params"]
+
+
+def test_weights_are_within_half_a_step_of_their_channel_and_a_quarter_of_their_size(
+    small, trained
+):
+    whole, rounded = arrays(trained), arrays(small)
+    for path, array in jax.tree.leaves_with_path(whole):
+        found = dict(jax.tree.leaves_with_path(rounded))[path]
+        largest = np.abs(array).max(axis=tuple(range(array.ndim - 1)))
+        assert (np.abs(found - array) <= (largest / 254 + 1e-7) * (array.ndim > 1)).all(), path
+    assert any((np.asarray(a) != b).any() for a, b in zip(*map(jax.tree.leaves, (whole, rounded)),
+                                                          strict=True))  # fmt: skip
+    (file,) = small.glob("checkpoints/*/*.safetensors")
+    bytes_before = sum(4 * array.size for array in jax.tree.leaves(whole))
+    assert file.stat().st_size < 0.3 * bytes_before
+    assert {path.name for path in small.iterdir()} == {runs.CONFIG, runs.CHECKPOINTS}
+
+
+def test_raw_weights_and_packed_ones_are_packed_as_the_average_is(small, trained, tmp_path):
+    pack.pack(trained, "raw", None, tmp_path / "raw")
+    (one,), (other,) = (f.glob("checkpoints/*/*.safetensors") for f in (small, tmp_path / "raw"))
+    assert one.read_bytes() != other.read_bytes()
+    again = pack.pack(small, "ema", None, tmp_path / "again")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), arrays(small),
+        arrays(tmp_path / "again"),
+    )  # fmt: skip
+    assert again.stat().st_size == one.stat().st_size
+
+
+def test_it_draws_what_the_run_draws_to_the_rounding(small, trained, tmp_path):
+    sheets = []
+    for folder in (small, trained):
+        ended = commands.run(
+            "sample", f"--workdir={folder}", "--prompt=a red seven", "--num_images=2",
+            f"--out={tmp_path / folder.name}",
+        )  # fmt: skip
+        assert ended.code == 0, ended.err
+        sheet = np.asarray(Image.open(tmp_path / folder.name / "seed_000000.png"), np.int32)
+        sheets.append(sheet)
+    difference = np.abs(sheets[0] - sheets[1])
+    assert 0 < difference.mean() < 4 and sheets[1].std() > 10
+
+
+def test_another_run_starts_from_it_and_none_goes_on_from_it(small, tmp_path):
+    more = [f"--config.unet.weights={small}", f"--workdir={tmp_path / 'run'}", "--config.steps=1"]
+    ended = commands.run("train", *TINY, *more, "--config.optimizer.lr=1e-30", devices=1)
+    assert ended.code == 0, ended.err
+    started = arrays(tmp_path / "run", "raw")
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-25), arrays(small), started)
+    no_averages = ["--config.optimizer.ema_decays=()", "--config.steps=100"]
+    ended = commands.run("train", *TINY, *no_averages, f"--workdir={small}", devices=1)
+    assert ended.code == 2
+    assert "was packed to be passed on" in ended.err and "unet.weights" in ended.err
+
+
+def test_what_cannot_be_packed_or_read_is_one_line(small, trained, tmp_path):
+    for workdir, out, why in ((tmp_path, tmp_path / "new", "holds no config.json"),
+                              (trained, small, "holds checkpoints already")):  # fmt: skip
+        ended = commands.run("diffusion_jax.pack", f"--workdir={workdir}", f"--out={out}")
+        assert ended.code == 2 and why in ended.err and "Traceback" not in ended.err
+    file = pack.pack(trained, "ema", None, tmp_path / "damaged")
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(restore.Damaged, match=packed.FILE):
+        arrays(tmp_path / "damaged")
+    with pytest.raises(ValueError, match="of another architecture"):
+        restore.load_params(small / runs.CHECKPOINTS, {"params": {"x": np.zeros(3)}})

@@ -1,0 +1,79 @@
+"""The page's commands, running, and what people do with the page."""
+
+import contextlib
+import re
+import shlex
+import time
+import urllib.request
+
+from tests.imagen_jax import commands
+
+PROMPT = "a red seven on gray paper"
+PATIENCE = 240_000  # Milliseconds, for what compiles.
+
+
+@contextlib.contextmanager
+def served(name, *workdirs, folder):
+    """The address of `python -m NAME`, which runs as long as this is open."""
+    folder.mkdir(exist_ok=True)
+    outputs = folder / "out", folder / "err"
+    flags = [f"--workdir={workdir}" for workdir in workdirs]
+    found, process = None, commands.start(name, *flags, "--port=0", devices=1, outputs=outputs)
+    try:
+        deadline = time.monotonic() + 300
+        while not found and process.is_alive() and time.monotonic() < deadline:
+            time.sleep(0.1)
+            said = outputs[0].read_text() if outputs[0].exists() else ""
+            found = re.search(r"open (http://\S+)\n", said)
+        assert found, outputs[1].read_text()
+        yield found[1]
+    finally:
+        process.terminate()
+        process.join()
+
+
+@contextlib.contextmanager
+def opened(browser, address, **size):
+    """The page in a tab of its own, which asks nobody else for anything and makes no mistakes."""
+    errors = []
+    context = browser.new_context(viewport={"width": 1200, "height": 800} | size)
+    context.set_default_timeout(PATIENCE)
+    page = context.new_page()
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.on("request", lambda request: errors.append(request.url) if not (
+        request.url.startswith((address, "data:"))) else None)  # fmt: skip
+    page.goto(address)
+    page.locator("#field-steps").wait_for()
+    yield page
+    context.close()
+    assert errors == []
+
+
+def draw(page, prompt=PROMPT, count=2, **fields):
+    """Fills the form and presses Draw."""
+    page.fill("#prompts", prompt)
+    page.fill("#count", str(count))
+    for name, value in fields.items():
+        page.fill(f"#field-{name}", str(value))
+    page.click("#draw")
+
+
+def drawn(page):
+    """The bytes of the pictures, once all are there."""
+    page.locator("#status").filter(has_text=re.compile(r"^\d+ pictures?$")).wait_for()
+    return files(page, "#pictures img")
+
+
+def files(page, selector):
+    """The bytes of the images there."""
+    sources = page.locator(selector).evaluate_all("images => images.map(i => i.src)")
+    return [urllib.request.urlopen(source).read() for source in sources]
+
+
+def of_command(page, out, *more):
+    """The pictures that the command of an open picture draws, by their names."""
+    words = shlex.split(page.locator("dialog pre").inner_text())
+    assert words[:2] == ["python", "-m"]
+    ended = commands.run(words[2], *words[3:], *more, f"--out={out}", devices=1)
+    assert ended.code == 0, ended.err
+    return {path.name: path.read_bytes() for path in out.glob("seed_*.png")}

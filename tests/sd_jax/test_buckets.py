@@ -1,0 +1,99 @@
+"""Stable Diffusion in buckets, through the real commands: what they make is a folder's, to the bit.
+
+Moments and training are killed and go on.
+"""
+
+import signal
+import time
+
+import pytest
+
+from diffusion_jax import runs
+from diffusion_jax.data import digits
+from diffusion_jax.machine import files
+from diffusion_jax.weights import restore
+from tests import emulators, test_buckets
+from tests.sd_jax import tiny
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.xdist_group("stores"),
+    pytest.mark.filterwarnings("ignore:Sending a large body"),  # So gcsfs does.
+]
+CONFIG = """from tests.sd_jax import tiny
+
+
+def get_config():
+    return tiny.config(steps=4, batch_size=8, data__source="moments", optimizer__ema_decays=(0.9,))
+"""
+IMAGES = 40
+
+
+@pytest.fixture(scope="module", params=["s3", "gs"])
+def homes(request, stores, tmp_path_factory):
+    """A folder, and a bucket with a copy of its pictures, VAE and prompts."""
+    here = tmp_path_factory.mktemp("here")
+    (here / "config.py").write_text(CONFIG)
+    tiny.write_vae(here / "vae.safetensors")
+    (here / "prompts.txt").write_text("a red 3\na blue 7\n")
+    digits.write_examples(here / "pictures", IMAGES, size=tiny.SIZE, format="webdataset")
+    there = files.path(f"{request.param}://{emulators.BUCKET}/sd")
+    for name in ("vae.safetensors", "prompts.txt", "pictures/00000.tar"):
+        (there / name).send(here / name)
+    return here, there
+
+
+def kill_when(process, made):
+    deadline = time.monotonic() + test_buckets.PATIENCE
+    while process.poll() is None and time.monotonic() < deadline and not made():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+
+
+def commands_of(home, config):
+    """The two that make moments of a home's pictures, and train on them."""
+    flags = (f"--config={config}", f"--config.vae.weights={home}/vae.safetensors")
+    source = ("--config.data.source=webdataset", f"--config.data.path={home}/pictures")
+    moments = ("sd_jax.precache", *flags, *source, f"--out={home}/moments", "--shard_images=4",
+               "--batch=1")  # fmt: skip
+    data = f"--config.data.path={home}/moments"
+    return moments, ("sd_jax.train", *flags, data, f"--workdir={home}/run")
+
+
+@pytest.fixture(scope="module")
+def trained(homes):
+    """Both with moments of the pictures, and a run on them; killed in the bucket."""
+    here, there = homes
+    moments, train = commands_of(there, here / "config.py")
+    tars = lambda: len(list((there / "moments").glob("*.tar")))
+    kill_when(test_buckets.start(*moments), lambda: tars() >= 3)
+    assert 3 <= tars() < IMAGES / 4
+    test_buckets.run(*moments)
+    kill_when(test_buckets.start(*train), (there / "run" / runs.CHECKPOINTS / "2").objects)
+    test_buckets.run(*train)
+    for command in commands_of(here, here / "config.py"):
+        test_buckets.run(*command)
+    return homes
+
+
+def test_moments_and_training(trained):
+    here, there = (home / "moments" for home in trained)
+    names = sorted(name for name in there.objects() if name.endswith(".tar"))
+    assert names == sorted(path.name for path in here.glob("*.tar")) and len(names) == IMAGES // 4
+    assert all((here / name).read_bytes() == (there / name).read_bytes() for name in names)
+    here, there = (home / "run" for home in trained)
+    assert restore.steps(there / runs.CHECKPOINTS) == [2, 4]
+    test_buckets.assert_alike(there, here, {runs.CHECKPOINTS: ("params", "ema_0.9", "optimizer")})
+
+
+def test_drawn(trained):
+    pictures = []
+    for home in trained:
+        test_buckets.run(
+            "sd_jax.sample", f"--workdir={home}/run", f"--out={home}/drawn", "--steps=2",
+            f"--prompts={home}/prompts.txt",
+        )  # fmt: skip
+        pictures.append({path.name: path.read_bytes() for path in (home / "drawn").glob("*.png")})
+    assert pictures[0] == pictures[1] and len(pictures[0]) == 3

@@ -1,0 +1,95 @@
+"""A LoRA of a Stable Diffusion run by the commands: trained, drawn with, over pictures, written."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load_file
+
+from diffusion_jax import runs
+from tests.imagen_jax import commands
+from tests.sd_jax import tiny
+
+pytestmark = pytest.mark.slow
+CONFIG = """from tests.sd_jax import tiny
+
+
+def get_config():
+    return tiny.config({vae!r}, optimizer__lr=0.03, optimizer__ema_decays=(0.5,))
+"""
+
+
+def run(name, *arguments):
+    ended = commands.run(f"sd_jax.{name}", *arguments, devices=1)
+    assert ended.code == 0, ended.err
+    return ended
+
+
+def draw(out, *arguments):
+    run("sample", f"--out={out}", "--prompt=a red seven", "--steps=2", *arguments)
+    lines = [json.loads(line) for line in (out / "metadata.jsonl").read_text().splitlines()]
+    return lines, np.stack([np.asarray(Image.open(out / x["file_name"])) for x in lines])
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """base and lora, two runs of two steps, and lora's with a base that is gone, `moved`."""
+    root = tmp_path_factory.mktemp("finetuning")
+    vae = tiny.write_vae(root / "vae.safetensors")
+    (root / "config.py").write_text(CONFIG.format(vae=str(vae)))
+    train = lambda name, *more: run(
+        "train", f"--config={root / 'config.py'}", f"--workdir={root / name}", *more
+    )
+    train("base")
+    targets = "--config.lora.targets=attn|_res"
+    lora = ("--config.lora.rank=2", "--config.lora.alpha=64", targets, "--config.seed=3")
+    train("lora", f"--config.unet.weights={root / 'base'}", *lora)
+    shutil.copytree(root / "lora", root / "moved")
+    config = root / "moved" / runs.CONFIG
+    config.write_text(config.read_text().replace(str(root / "base"), str(root / "gone")))
+    return root
+
+
+def test_what_it_learned_is_drawn_apart_and_merged_wherever_its_base_lies(root, tmp_path):
+    _, base = draw(tmp_path / "base", f"--workdir={root / 'base'}")
+    _, without = draw(tmp_path / "without", f"--workdir={root / 'lora'}", "--lora_scale=0")
+    np.testing.assert_array_equal(without, base)
+    lines, apart = draw(tmp_path / "apart", f"--workdir={root / 'lora'}")
+    assert np.abs(apart.astype(int) - base).max() > 3 and lines[0]["checkpoint"] == 2
+    refused = commands.run(
+        "sd_jax.weights", "convert", f"--from={root / 'moved'}", f"--to={tmp_path / 'a.npz'}",
+        devices=1,
+    )  # fmt: skip
+    assert refused.code == 2 and "gone" in refused.err
+    moved = (f"--from={root / 'moved'}", f"--unet_weights={root / 'base'}")
+    run("weights", "convert", *moved, f"--to={tmp_path / 'a.safetensors'}")
+    run("weights", "convert", f"--from={root / 'lora'}", f"--to={tmp_path / 'b.safetensors'}")
+    one, other = (load_file(tmp_path / f"{name}.safetensors") for name in "ab")
+    assert one.keys() == other.keys() and all((one[k] == other[k]).all() for k in one)
+
+
+def test_its_held_out_loss_is_its_own(root):
+    measure = lambda name, *more: commands.run(
+        "diffusion_jax.heldout", f"--workdir={root / name}", "--share=0.02", "--records=8",
+        "--ema=raw", *more, devices=1,
+    )  # fmt: skip
+    refused = measure("moved")
+    assert refused.code == 2 and "gone" in refused.err
+    ended = [measure("base"), measure("lora"), measure("moved", f"--unet_weights={root / 'base'}")]
+    base, lora, moved = (json.loads(e.out)["loss"] for e in ended)
+    assert lora == moved != base
+
+
+def test_black_of_a_mask_stays(root, tmp_path):
+    side = tiny.SIZE
+    pixels = np.random.default_rng(0).integers(0, 256, (side, side, 3), np.uint8)
+    mask = np.zeros((side, side), np.uint8)
+    mask[: side // 2] = 255
+    for name, array in (("a.png", pixels), ("mask.png", mask)):
+        Image.fromarray(array).save(tmp_path / name)
+    given = (f"--image={tmp_path / 'a.png'}", f"--mask={tmp_path / 'mask.png'}", "--strength=1")
+    _, drawn = draw(tmp_path / "out", f"--workdir={root / 'lora'}", *given)
+    np.testing.assert_array_equal(drawn[0, side // 2 :], pixels[side // 2 :])
+    assert np.abs(drawn[0, : side // 2].astype(int) - pixels[: side // 2]).mean() > 20

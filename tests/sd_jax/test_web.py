@@ -1,0 +1,53 @@
+"""The page of Stable Diffusion in a real Chromium, of a model that the commands trained."""
+
+import io
+
+import pytest
+from PIL import Image
+
+from tests import pages
+from tests.imagen_jax import commands
+from tests.sd_jax import tiny
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A latent diffusion model after three steps, on an autoencoder after three."""
+    folder = tmp_path_factory.mktemp("sd")
+    vae, run = folder / "vae", folder / "run"
+    of_vae = f"--config.vae.weights={vae}"
+    for name, arguments in (
+        ("train_vae", (*tiny.VAE_FLAGS, f"--workdir={vae}")),
+        ("train", (*tiny.FLAGS, of_vae, f"--workdir={run}", "--config.sample_every=3")),
+    ):
+        ended = commands.run(f"sd_jax.{name}", *arguments, devices=1)
+        assert ended.code == 0, ended.err
+    return run
+
+
+def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
+    browser, trained, tmp_path
+):
+    with (
+        pages.served("sd_jax.web", trained, folder=tmp_path / "web") as address,
+        pages.opened(browser, address) as page,
+    ):
+        pages.draw(page, steps=3, guidance=3, sampler="ddim")
+        images = pages.drawn(page)
+        page.reload()
+        assert pages.drawn(page) == images
+        page.locator(".picture").nth(1).click()
+        made = pages.of_command(page, tmp_path / "out")
+        page.keyboard.press("Escape")
+        page.click("#tab-sweeps")
+        page.get_by_text("No sweep yet: the command evaluate makes them.").wait_for()
+        assert page.locator("#view-sweeps select:visible").count() == 0
+        page.click("#tab-training")
+        page.locator("#curves figure").first.wait_for()
+        assert "finished" in page.locator("#runs").inner_text()
+        (sheet,) = pages.files(page, "#over-time img")
+    assert made == {"seed_000001.png": images[1]} and images[0] != images[1]
+    assert Image.open(io.BytesIO(images[0])).size == (16, 16)
+    assert sheet == (trained / "samples" / "step_00000003.png").read_bytes()
