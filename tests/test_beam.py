@@ -35,8 +35,9 @@ def get_config():
 def start(tmp_path):
     """start(module, *arguments) -> the running command, the first of a process group."""
     pytest.importorskip("apache_beam")
+    path = os.pathsep.join(map(str, (ROOT / "tests/slow_writers", ROOT)))
     cache = {"JAX_COMPILATION_CACHE_DIR": str(ROOT / ".jax_cache")}
-    more = cache | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    more = cache | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
     started = []
 
     def start(module, *arguments):
@@ -80,10 +81,11 @@ def wait_for(folder, pattern, number, process):
 def workers(pid):
     """The processes of Beam's workers below one, those that others started last."""
     found = []
-    for listed in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listed.read_text().split()):
-            is_worker = b"sdk_worker_main" in pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
-            found += workers(child) or [child] * is_worker
+    with contextlib.suppress(FileNotFoundError):  # A child has ended meanwhile.
+        for listed in pathlib.Path(f"/proc/{pid}/task").glob("*/children"):
+            for child in map(int, listed.read_text().split()):
+                line = pathlib.Path(f"/proc/{child}/cmdline").read_bytes()
+                found += workers(child) or [child] * (b"sdk_worker_main" in line)
     return found
 
 
