@@ -7,6 +7,7 @@ checksums of all files, with which each save is read back, and each start finds 
 sound. Snapshots are folders of the same kind that hold the averages by power functions alone.
 """
 
+import asyncio
 import contextlib
 import dataclasses
 import os
@@ -24,6 +25,7 @@ from absl import logging
 from etils import epath
 from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
+from orbax.checkpoint._src.path import temporary_paths
 
 from diffusion_jax.machine import checksums, files
 from diffusion_jax.settings import Optimizer
@@ -73,7 +75,6 @@ class Checkpointer:
         every = [checkpoint_managers.EveryNSteps(keep_every)] if keep_every else []
         options = ocp.CheckpointManagerOptions(
             preservation_policy=checkpoint_managers.AnyPreservationPolicy([last, *every]),
-            cleanup_tmp_directories=True,
             # Old steps are renamed before they are deleted: a kill amid a deletion must not leave
             # a folder that looks whole.
             todelete_subdir=_DELETED,
@@ -83,11 +84,12 @@ class Checkpointer:
             ),
         )
         self._directory = restore.absolute(directory)
-        self._set_damaged_aside()
         self._checking: futures.Future[None] | None = None
         self._hurried = threading.Event()
         self._snapshots: Snapshots | None = None
         self._checker = futures.ThreadPoolExecutor(1, "checksums")
+        self._clear_unfinished()
+        self._set_damaged_aside()
         self._manager = ocp.CheckpointManager(self._directory, options=options)
         self._clear_deleted()
 
@@ -200,6 +202,14 @@ class Checkpointer:
             mine = self._directory / str(step), jax.process_index(), jax.process_count()
             checksums.write(*mine)
             checksums.read_back(*mine, unless=self._hurried.is_set)
+
+    def _clear_unfinished(self) -> None:
+        """Orbax's manager would do it in a thread, while other processes look at what is there."""
+        if jax.process_index() == 0 and self._directory.exists():
+            clearing = temporary_paths.cleanup_temporary_paths(self._directory)
+            self._checker.submit(asyncio.run, clearing).result()  # Notebooks have a loop here.
+        if jax.process_count() > 1:
+            multihost_utils.sync_global_devices("unfinished checkpoints")
 
     def _set_damaged_aside(self) -> None:
         if not (there := restore.steps(self._directory)):
