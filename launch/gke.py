@@ -22,15 +22,12 @@ never sees; job.env are variables with their values. Paths of config and flags t
 from typing import Annotated, Any, NamedTuple
 
 import yaml
-from absl import flags
 
 from diffusion_jax import settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
-
-flags.adopt_module_key_flags(jobs)
 
 
 class Gke(NamedTuple):

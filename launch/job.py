@@ -27,7 +27,6 @@ from launch import accelerators
 from launch.accelerators import Target
 
 _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lock_config=True)
-_DRY_RUN = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")
@@ -106,7 +105,7 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
             for run in all_runs:
                 check_mesh(run, target)
         print(table(all_runs), file=sys.stderr)
-        if _DRY_RUN.value:
+        if dry_run.value:
             print("\n".join(rendered))
             return
         with cli.bad_input(ImportError):
@@ -114,7 +113,10 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
                 print(rehearse(job, run, launcher.folder(run.workdir), target), file=sys.stderr)
             launcher.submit(rendered)
 
+    dry_run = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
     flags.mark_flag_as_required("job")
+    for flag in (_JOB, dry_run):  # For the launcher's --help, which knows its own module's alone.
+        flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     cli.run(launch)
 
 

@@ -18,15 +18,11 @@ submits. job.slurm.options are further options of sbatch, such as "--reservation
 import shlex
 from typing import NamedTuple
 
-from absl import flags
-
 from diffusion_jax import settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
 from launch.job import Job, Launcher, Run
-
-flags.adopt_module_key_flags(jobs)
 
 
 class Slurm(NamedTuple):

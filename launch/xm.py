@@ -23,7 +23,6 @@ from launch.accelerators import Target
 from launch.gke import folder as in_bucket
 from launch.job import Job, Launcher
 
-flags.adopt_module_key_flags(jobs)
 _EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where it runs.")
 
 
