@@ -47,6 +47,7 @@ _TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 o
 _FAST = flags.DEFINE_boolean("fast", False, "Do not compile.")
 _JSON = flags.DEFINE_boolean("json", False, "Print JSON in place of tables.")
 _PROFILE = flags.DEFINE_boolean("profile", False, "Cycles and audit, by the TPU's compiler.")
+_FEW = 8  # Samples at once, below which a TPU's convolutions cost more: docs/performance.md.
 _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
 _PICTURES = flags.DEFINE_integer("pictures", 1_000_000, "Of the data set.", lower_bound=0)
 
@@ -90,6 +91,11 @@ def main(argv: list[str]) -> None:
         pictures=_PICTURES.value,
         compiled=compiled,
     )
+    if target.is_tpu and figures["micro_batch"] < _FEW:
+        notes.append(
+            f"fewer than {_FEW} samples a device at once: the compiler then cuts convolutions of "
+            "large pictures up, for two to three times the cycles a sample (docs/performance.md)"
+        )
     with_remat = functools.cache(
         lambda: estimate.trace(systems.read(_with_remat(_modelled(config))))
     )

@@ -108,6 +108,18 @@ def test_the_table_says_whether_it_fits_and_what_to_do():
     assert "--config.optimizer.micro_batch=" in ended.out
 
 
+@pytest.mark.parametrize(
+    ("target", "batch", "told"),
+    [("v5e:2x2", 28, True), ("v5e:2x2", 32, False), ("h100:4", 28, False)],
+)
+def test_few_samples_on_a_tpu_are_told(target, batch, told):
+    ended = commands.run(
+        "launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}"
+    )
+    assert ended.code == 0, ended.err
+    assert ("fewer than 8 samples a device at once" in ended.out) is told
+
+
 @pytest.mark.slow
 def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
     """base64_500m: batch 4096 on 32 A100 of 80 GB, 128 samples each at once."""
