@@ -92,10 +92,8 @@ class Program(NamedTuple):
     def _run(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
         for instruction in self.computations[name]:
             if instruction.opcode == "while":
-                match = re.search(r"body=%?([\w.\-]+)", instruction.rest)
-                count = re.search(r'known_trip_count":\{"n":"(\d+)"', instruction.rest)
-                if match:
-                    yield from self._run(match[1], times * int(count[1] if count else 1))
+                if match := re.search(r"body=%?([\w.\-]+)", instruction.rest):
+                    yield from self._run(match[1], times * self._turns(instruction))
             elif instruction.opcode in ("call", "conditional"):
                 for names in _CALLED.findall(instruction.rest):
                     for called in re.findall(r"[\w.\-]+", names):
@@ -103,6 +101,21 @@ class Program(NamedTuple):
                             yield from self._run(called, times)
             else:
                 yield instruction, times
+
+    def _turns(self, loop: Instruction) -> int:
+        """Those of a loop that counts from 0, as jax's scans do; 1 of others, which nothing says.
+
+        XLA writes the number beside the loop, libtpu only into its condition.
+        """
+        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(known[1])
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+        inside = self.computations.get(condition[1], ()) if condition else ()
+        limits = {i.name: i.rest.partition(")")[0] for i in inside if i.opcode == "constant"}
+        for i in inside:
+            if i.opcode == "compare" and "direction=LT" in i.rest and i.operands[-1] in limits:
+                return int(limits[i.operands[-1]])
+        return 1
 
 
 def read(text: str) -> Program:

@@ -1,6 +1,8 @@
 """Cycles and audits of programs as compilers print them, and a step as the sum of its blocks."""
 
 import importlib.util
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -66,6 +68,49 @@ def test_cycles_are_those_of_each_instruction_times_its_runs():
         (20, "optimizer", ""),
         (7, "attention kernel", "mid_attn"),
     ]
+
+
+LIBTPUS = """
+%cond (c: (s32[])) -> pred[] {
+  %limit = s32[]{:T(128)} constant(4)
+  %c = (s32[]{:T(128)}) parameter(0)
+  %i = s32[]{:T(128)} get-tuple-element(%c), index=0
+  ROOT %lt = pred[]{:T(512)} compare(%i, %limit), direction=LT, metadata={op_name="while/cond/lt"}
+}
+
+ENTRY"""
+
+
+def test_a_loop_turns_as_often_as_its_condition_says_where_nothing_else_does():
+    text = TEXT.replace(', backend_config={"known_trip_count":{"n":"4"}}', "")
+    rows = lambda text: [*cycles.costs(text, lambda kernel: 7.0)]
+    assert rows(text.replace("\nENTRY", LIBTPUS)) == rows(TEXT)
+    assert rows(text)[2].cycles == 50
+
+
+_LOOP = """
+import jax, jax.numpy as jnp
+from diffusion_jax.machine import sharding
+from launch.planner import compiling, cycles
+compiling.prepare(1)
+where = sharding.replicated(compiling.one_device("v5e"))
+shape = jax.ShapeDtypeStruct((512, 512), jnp.bfloat16, sharding=where)
+for turns in (3, 6):
+    loop = lambda x, w: jax.lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, length=turns)[0]
+    text = compiling.compile_for(jax.jit(loop).lower(shape, shape), "v5e").text
+    rows = cycles.costs(text, lambda kernel: 0.0)
+    print(sum(row.cycles for row in rows if row.kind == "matrix unit"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_six_turns_cost_twice_as_much_as_three_on_a_tpu():
+    command = [sys.executable, "-c", _LOOP]
+    ended = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    three, six = map(float, ended.stdout.split()[-2:])
+    assert six == 2 * three > 0
 
 
 def test_an_audit_names_what_computes_nothing():
