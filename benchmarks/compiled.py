@@ -38,11 +38,11 @@ from launch.planner.profiling import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
-# Samples of a device, as many as fit with the state split over 16: the planner's word.
+# Samples of a device that fit with the state split over 16, by the planner's word.
 BATCHES = {
     "base64_500m": 16,
     "base64_2b": 8,
-    "sr256_400m": 2,
+    "sr256_400m": 8,
     "sr256_600m": 8,
     "sr1024_600m": 8,
     "sd2_512_base": 8,
