@@ -117,7 +117,8 @@ def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
     again, (larger,) = draw(tmp_path, f"--workdir={enlarger}", *arguments)
     assert (again[0]["low_res"], len(again[0]["stages"])) == (str(first), 1)
     same, other = (np.abs(larger - image).mean() for image in images[:2])
-    assert same < 0.5 and other > 2, (same, other)
+    # How far the others are depends on the steps of the first stage, which are of a random number.
+    assert same < 0.5 and other > 20 * same, (same, other)
 
 
 @pytest.mark.parametrize(
