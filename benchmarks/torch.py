@@ -2,10 +2,11 @@
 
     pip install torch diffusers
     python -m benchmarks.torch --models=base,efficient,sd --work=forward,gradient,step
+    python -m benchmarks.torch --models=t5,clip --work=forward
 
 base and efficient are Imagen's UNets beside NeMo's (benchmarks/nemo_torch.py); sd, and encode and
-decode of its VAE, are beside diffusers. First both must give the same numbers. Then they run in
-turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
+decode of its VAE, are beside diffusers; t5 (T5-small) and clip (the text tower of CLIP-L), at their
+own widths, beside transformers. First both must give the same numbers. Then they run in turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
 CPU time to ours: above 1 ours is faster. A step is loss, gradient, AdamW (torch's fused one) and an
 average.
 
@@ -26,8 +27,10 @@ from absl import app, flags
 
 from benchmarks import measure
 from diffusion_jax import cli, settings
+from diffusion_jax.text import clip, clip_weights, t5
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state, make_train_step
+from diffusion_jax.weights import torch_weights
 from imagen_jax.efficient_unet import EfficientUNet
 from imagen_jax.unet import UNet
 from imagen_jax.weights import nemo
@@ -56,7 +59,7 @@ class Pair(NamedTuple):
     inputs: Inputs
     """Ours, by name; pictures as [B, H, W, C]."""
     call: Callable[[Any, Mapping[str, Any]], Any]
-    """torch's output, as [B, C, H, W], of the module and the same inputs."""
+    """torch's output, pictures as [B, C, H, W], of the module and the same inputs."""
 
 
 def main(argv: list[str]) -> None:
@@ -109,7 +112,8 @@ def _difference(pair: Pair) -> float:
 
     ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
     with torch.no_grad():
-        theirs = pair.call(pair.theirs, _tensors(pair.inputs)).permute(0, 2, 3, 1).numpy()
+        theirs = pair.call(pair.theirs, _tensors(pair.inputs)).numpy()
+    theirs = theirs if theirs.ndim == 3 else theirs.transpose(0, 2, 3, 1)
     return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
 
 
@@ -254,6 +258,47 @@ def _vae(width: int, half: str) -> Pair:
     )
 
 
+def _t5(width: int) -> Pair:
+    del width
+    transformers = measure.library("transformers")
+
+    config = transformers.T5Config(dropout_rate=0.0)  # T5-small's sizes.
+    theirs = transformers.T5EncoderModel(config).eval()
+    state = {name: w.numpy() for name, w in theirs.state_dict().items()}
+    model, table = t5.from_state(state, config.to_dict())
+    params = torch_weights.to_stored(t5.used(state), table, t5.abstract_params(model), jnp.float32)
+    length = np.linspace(4, 128, 4).astype(int)[:, None]
+    ids = np.random.default_rng(0).integers(2, 32000, (4, 128), np.int32)
+    inputs = {"ids": ids, "mask": np.arange(128)[None] < length}
+    inputs["valid"] = inputs["mask"][..., None].astype(np.float32)  # What follows is anything.
+
+    def call(module, tensors):
+        last = module(input_ids=tensors["ids"], attention_mask=tensors["mask"].long())
+        return last.last_hidden_state * tensors["valid"]
+
+    ours = lambda p, inputs: model.apply(p, inputs["ids"], inputs["mask"]) * inputs["valid"]
+    return Pair(ours, jax.device_put(params), theirs, inputs, call)
+
+
+def _clip(width: int) -> Pair:
+    del width
+    transformers = measure.library("transformers")
+
+    config = transformers.CLIPTextConfig(hidden_size=768, intermediate_size=3072,
+                                         num_hidden_layers=12, num_attention_heads=12)  # fmt: skip
+    theirs = transformers.CLIPTextModel(config).eval()
+    state = {name: w.numpy() for name, w in theirs.state_dict().items()}
+    opened = clip_weights.from_state(state, config.to_dict())
+    tower, table = clip.text_tower(opened)
+    named = clip_weights.tower_state(opened, table)
+    params = torch_weights.to_stored(named, table, clip.abstract_params(tower), jnp.float32)
+    inputs = {"ids": np.random.default_rng(0).integers(2, 49000, (4, 77), np.int32)}
+    inputs["ids"][:, -1] = config.eos_token_id
+    call = lambda module, tensors: module(input_ids=tensors["ids"]).last_hidden_state
+    ours = lambda p, inputs: tower.apply(p, inputs["ids"]).last
+    return Pair(ours, jax.device_put(params), theirs, inputs, call)
+
+
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
     """Puts a state dict of ours into a torch module."""
     torch = measure.library("torch")
@@ -290,6 +335,8 @@ _PAIRS: dict[str, Callable[[int], Pair]] = {
     "sd": _sd,
     "encode": lambda width: _vae(width, "encode"),
     "decode": lambda width: _vae(width, "decode"),
+    "t5": _t5,
+    "clip": _clip,
 }
 
 
