@@ -5,8 +5,9 @@
     python -m benchmarks.torch --models=t5,clip --work=forward
 
 base and efficient are Imagen's UNets beside NeMo's (benchmarks/nemo_torch.py); sd, and encode and
-decode of its VAE, are beside diffusers; t5 (T5-small) and clip (the text tower of CLIP-L), at their
-own widths, beside transformers. First both must give the same numbers. Then they run in turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
+decode of its VAE, are beside diffusers; t5 (T5-small) and clip (the text tower of CLIP-L) are
+beside transformers, at their own widths. First both must give the same numbers. Then they run in
+turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
 CPU time to ours: above 1 ours is faster. A step is loss, gradient, AdamW (torch's fused one) and an
 average.
 
@@ -266,7 +267,7 @@ def _t5(width: int) -> Pair:
     theirs = transformers.T5EncoderModel(config).eval()
     state = {name: w.numpy() for name, w in theirs.state_dict().items()}
     model, table = t5.from_state(state, config.to_dict())
-    params = torch_weights.to_stored(t5.used(state), table, t5.abstract_params(model), jnp.float32)
+    params = torch_weights.to_params(t5.used(state), table, t5.abstract_params(model))
     length = np.linspace(4, 128, 4).astype(int)[:, None]
     ids = np.random.default_rng(0).integers(2, 32000, (4, 128), np.int32)
     inputs = {"ids": ids, "mask": np.arange(128)[None] < length}
@@ -277,7 +278,7 @@ def _t5(width: int) -> Pair:
         return last.last_hidden_state * tensors["valid"]
 
     ours = lambda p, inputs: model.apply(p, inputs["ids"], inputs["mask"]) * inputs["valid"]
-    return Pair(ours, jax.device_put(params), theirs, inputs, call)
+    return Pair(ours, params, theirs, inputs, call)
 
 
 def _clip(width: int) -> Pair:
@@ -291,12 +292,12 @@ def _clip(width: int) -> Pair:
     opened = clip_weights.from_state(state, config.to_dict())
     tower, table = clip.text_tower(opened)
     named = clip_weights.tower_state(opened, table)
-    params = torch_weights.to_stored(named, table, clip.abstract_params(tower), jnp.float32)
+    params = torch_weights.to_params(named, table, clip.abstract_params(tower))
     inputs = {"ids": np.random.default_rng(0).integers(2, 49000, (4, 77), np.int32)}
     inputs["ids"][:, -1] = config.eos_token_id
     call = lambda module, tensors: module(input_ids=tensors["ids"]).last_hidden_state
     ours = lambda p, inputs: tower.apply(p, inputs["ids"]).last
-    return Pair(ours, jax.device_put(params), theirs, inputs, call)
+    return Pair(ours, params, theirs, inputs, call)
 
 
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
