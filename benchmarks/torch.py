@@ -296,7 +296,11 @@ def _clip(width: int) -> Pair:
     inputs = {"ids": np.random.default_rng(0).integers(2, 49000, (4, 77), np.int32)}
     inputs["ids"][:, -1] = config.eos_token_id
     call = lambda module, tensors: module(input_ids=tensors["ids"]).last_hidden_state
-    ours = lambda p, inputs: tower.apply(p, inputs["ids"]).last
+
+    def ours(params, inputs):
+        outputs: Any = tower.apply(params, inputs["ids"])
+        return outputs.last
+
     return Pair(ours, params, theirs, inputs, call)
 
 

@@ -16,6 +16,7 @@ from diffusion_jax import settings
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import counts_keys, valid_first
 from diffusion_jax.nn.layers import dense, layer_norm
+from imagen_jax.layers import bicubic_upsample
 
 POOLING = ("attention", "mean")
 
@@ -85,7 +86,7 @@ def with_low_res(
 ) -> Float[Array, "B H W 6"]:
     """The low-res image, enlarged to the size of x, as further channels."""
     low_res = given(low_res, "low_res", "low_res").astype(x.dtype)
-    return jnp.concatenate([x, ops.bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
+    return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
 def given(value: Array | None, name: str, field: str) -> Array:

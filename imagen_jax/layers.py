@@ -6,7 +6,9 @@ NHWC; B batch, H W pixels, C channels, E time embedding.
 from typing import Any
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
@@ -79,6 +81,22 @@ class ConvTranspose(nn.Module):
         return ops.conv_transpose_4x4(x, kernel.astype(self.dtype), bias)
 
 
+def bicubic_upsample(
+    x: Float[Array, "B _ _ C"], height: int, width: int
+) -> Float[Array, "B H W C"]:
+    """torch's bicubic interpolate: a = -0.75, half-pixel centres, borders repeated.
+
+    Without antialiasing, so for enlarging only. jax.image.resize has another kernel (a = -0.5).
+    """
+    if x.shape[1:3] == (height, width):
+        return x
+    rows = _bicubic_weights(x.shape[1], height)
+    columns = _bicubic_weights(x.shape[2], width)
+    exact = jax.lax.Precision.HIGHEST
+    out = jnp.einsum("hi,wj,bijc->bhwc", rows, columns, x.astype(jnp.float32), precision=exact)
+    return out.astype(x.dtype)
+
+
 def check_resolutions(unet: Any) -> None:
     """ValueError unless its levels halve the image evenly and reach its attention's resolutions."""
     levels = len(unet.channel_mult)
@@ -103,3 +121,21 @@ def check_width(name: str, width: int) -> None:
         raise ValueError(
             f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
         )
+
+
+def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
+    centre = (np.arange(size_out) + 0.5) * size_in / size_out - 0.5
+    first = np.floor(centre).astype(int) - 1
+    weights = np.zeros((size_out, size_in))
+    for tap in range(4):
+        distance = np.abs(centre - (first + tap))
+        index = np.clip(first + tap, 0, size_in - 1)
+        np.add.at(weights, (np.arange(size_out), index), _cubic(distance))
+    return weights.astype(np.float32)
+
+
+def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
+    """Keys' cubic kernel (1981) at distances from 0 to 2."""
+    near = (a + 2) * d**3 - (a + 3) * d**2 + 1
+    far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
+    return np.where(d <= 1, near, far)

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -76,16 +75,11 @@ def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
 
 
 def convolution(
-    x: Float[Array, "B H W C"],
-    kernel: Float[Array, "I J C D"],
-    strides: Sequence[int],
-    padding: Sequence[tuple[int, int]],
-    **kind: Any,
+    x: Float[Array, "B H W C"], kernel: Float[Array, "I J C D"], strides, padding, **kind: Any
 ) -> Float[Array, "B _ _ D"]:
     """jax.lax.conv_general_dilated; on CPUs im2col where the kernel is much larger than the input.
 
-    There the gradient of x has the kernel transposed first, which takes XLA as long as a
-    convolution of a few 8x8 pictures.
+    Its transpose, for the gradient of x, takes XLA there as long as convolving a few 8x8 pictures.
     """
     if platform() != "cpu" or kernel.size < 4 * x.size or max(strides) > 1:
         return jax.lax.conv_general_dilated(x, kernel, strides, padding, **kind)
@@ -168,22 +162,6 @@ def depth_to_space(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ 
     return x.reshape(b, h * patch, w * patch, c // patch**2)
 
 
-def bicubic_upsample(
-    x: Float[Array, "B _ _ C"], height: int, width: int
-) -> Float[Array, "B H W C"]:
-    """torch's bicubic interpolate: a = -0.75, half-pixel centres, borders repeated.
-
-    Without antialiasing, so for enlarging only. jax.image.resize has another kernel (a = -0.5).
-    """
-    if x.shape[1:3] == (height, width):
-        return x
-    rows = _bicubic_weights(x.shape[1], height)
-    columns = _bicubic_weights(x.shape[2], width)
-    exact = jax.lax.Precision.HIGHEST
-    out = jnp.einsum("hi,wj,bijc->bhwc", rows, columns, x.astype(jnp.float32), precision=exact)
-    return out.astype(x.dtype)
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _normalize(x: Array, factor: Array, offset: Array, groups: int, eps: float, silu: bool):
     """x [B, *S, C], normalised in groups, * factor + offset [B, C], then SiLU where `silu`."""
@@ -245,21 +223,3 @@ def _group_mean(x: Float[Array, "B C"], groups: int) -> Float[Array, "B C"]:
     b, c = x.shape
     means = x.reshape(b, groups, c // groups).mean(-1, keepdims=True)
     return jnp.broadcast_to(means, (b, groups, c // groups)).reshape(b, c)
-
-
-def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
-    centre = (np.arange(size_out) + 0.5) * size_in / size_out - 0.5
-    first = np.floor(centre).astype(int) - 1
-    weights = np.zeros((size_out, size_in))
-    for tap in range(4):
-        distance = np.abs(centre - (first + tap))
-        index = np.clip(first + tap, 0, size_in - 1)
-        np.add.at(weights, (np.arange(size_out), index), _cubic(distance))
-    return weights.astype(np.float32)
-
-
-def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
-    """Keys' cubic kernel (1981) at distances from 0 to 2."""
-    near = (a + 2) * d**3 - (a + 3) * d**2 + 1
-    far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
-    return np.where(d <= 1, near, far)

@@ -1,15 +1,11 @@
 """Operations against numpy in float64, torch's numbers and literal arrays."""
 
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from diffusion_jax.nn import ops
-
-FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
 
 def normal(*shape, seed=0):
@@ -198,15 +194,3 @@ def test_patches_become_channels_and_pixels_again():
         patches[0, 0], [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
     )
     np.testing.assert_array_equal(ops.depth_to_space(patches, 2), x)
-
-
-def test_bicubic_enlarging_is_torchs():
-    z = np.load(FIXTURES / "diffusion_functions.npz")
-    x = jnp.moveaxis(z["bicubic/in"], 1, -1)  # [1, 5, 7, 2]
-    expected = np.moveaxis(z["bicubic/up4_unet"], 1, -1)
-    np.testing.assert_allclose(ops.bicubic_upsample(x, 20, 28), expected, atol=2e-6)
-
-
-def test_bicubic_to_the_same_size_changes_no_bit():
-    x = normal(1, 5, 7, 3)
-    np.testing.assert_array_equal(ops.bicubic_upsample(x, 5, 7), x)
