@@ -17,9 +17,10 @@ temporary memory, than the file says: both are exact numbers, not timings.
 
 import importlib
 import json
+import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -87,7 +88,9 @@ def main(argv: list[str]) -> None:
         return
     kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"reduced": {}, "rows": {}}
     targets = [accelerators.parse(name) for name in _TARGETS.value]
-    compiling.prepare(max(target.devices for target in targets))
+    with cli.bad_input():
+        settings = settings_of(targets, bool(_WHOLE.value))
+    compiling.prepare(max(target.devices for target in targets), *settings)
     cli.start()
     if _CHECK.value:
         sys.exit(_check(kept["reduced"]))
@@ -105,8 +108,25 @@ def main(argv: list[str]) -> None:
         measure.say(row(name, place, batch, profile))
         if _KEEP.value:
             key = f"{name} {place} {batch} {'whole' if _WHOLE.value else 'blocks'}"
-            kept["rows"][key] = {**_versions(), **profile.summary(), "flops": profile.flops}
+            kept["rows"][key] = {
+                **_versions(),
+                "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
+                **profile.summary(),
+                "flops": profile.flops,
+            }
             _write(kept)
+
+
+def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
+    """Whose settings the compiler gets (machine/tuning.py): for whole programs those of runs.
+
+    They are of collectives, so that blocks, each compiled for one chip, get none. ValueError for
+    whole programs of several kinds, since libtpu reads its flags once.
+    """
+    kinds = sorted({target.name for target in targets})
+    if whole and len(kinds) > 1:
+        raise ValueError(f"--whole compiles for one kind at a time, not for {' and '.join(kinds)}")
+    return ["tpu", *kinds] if whole else []
 
 
 def read(name: str, batch: int) -> systems.Model:

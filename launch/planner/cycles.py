@@ -65,10 +65,10 @@ def kind(program: Program, instruction: Instruction) -> str:
     opcodes = {inner.opcode for inner in inside} | {opcode}
     if is_kernel(instruction):
         return KERNEL
+    if opcodes & PRODUCTS:  # Beside which a v5e's fusions may add up gradients.
+        return MATRIX_UNIT
     if opcode.startswith(EXCHANGES) or opcodes & set(EXCHANGES):
         return COLLECTIVES
-    if opcodes & PRODUCTS:
-        return MATRIX_UNIT
     if opcodes - {"fusion"} <= _LAYOUT or (opcodes & _MOVES and not opcodes & _ARITHMETIC):
         return COPIES
     if "jvp(" not in source and re.search(r"(^|/)(update|jit\(_?where\)|average)", source):

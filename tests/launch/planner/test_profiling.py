@@ -70,6 +70,13 @@ def test_cycles_are_those_of_each_instruction_times_its_runs():
     ]
 
 
+def test_a_product_with_a_sum_of_gradients_beside_it_is_arithmetic():
+    """As a v5e's compiler fuses them."""
+    beside = "  %sum = f32[8]{0} all-reduce(%q), replica_groups=[1,4]<=[4]\n  ROOT %c ="
+    rows = cycles.costs(TEXT.replace("  ROOT %c =", beside), lambda kernel: 7.0)
+    assert next(rows)[:2] == (1000, "matrix unit")
+
+
 LIBTPUS = """
 %cond (c: (s32[])) -> pred[] {
   %limit = s32[]{:T(128)} constant(4)
