@@ -1,4 +1,4 @@
-"""Settings of compilers and runtimes by kind of accelerator: they hold where the user set none.
+"""Settings of compilers and runtimes by kind of machine: they hold where the user set none.
 
 Every command applies those of the plugin that is installed, every launcher writes those of the
 accelerators that it books. A setting stands here only if the compilers show what it does; what was
@@ -6,9 +6,11 @@ tried and left out is in docs/performance.md. The first source are Google's own 
 Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox, 2026).
 """
 
+import ctypes
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -63,7 +65,11 @@ SETTINGS: Mapping[str, tuple[Setting, ...]] = {
         ),
     ),
 }
-_READ = ("XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID")
+_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # Of glibc's malloc.h.
+MALLOC = ("MALLOC_", "GLIBC_TUNABLES")
+_READ = (
+    "XLA_", "LIBTPU_", "JAX_", "TPU_", "CUDA_", "NCCL_", "SLURM_NTASKS", "SLURM_PROCID", *MALLOC,
+)  # fmt: skip
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
@@ -86,7 +92,23 @@ def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
 
 def apply() -> None:
     """Sets what is missing in this process; call it before JAX meets a device."""
-    os.environ.update(environment(here(), os.environ))
+    kinds = here()
+    os.environ.update(environment(kinds, os.environ))
+    if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
+        _keep_freed_memory()
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep up to 2 GiB of what is freed, as no variable can once a process has begun.
+
+    XLA on CPUs asks for a program's temporary memory anew in every call. From 32 MiB on glibc takes
+    that from the kernel, which fills each page with zeros: a tenth of a train step's CPU time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+    if mallopt is not None:
+        mallopt(_ARENA_MAX, 1)  # Other arenas than the first take what is large from the kernel.
+        mallopt(_MMAP_MAX, 0)
+        mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def here() -> list[str]:

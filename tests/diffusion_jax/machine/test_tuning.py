@@ -68,3 +68,32 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
     )
     wanted = {"NCCL_DEBUG": "WARN", "XLA_CLIENT_MEM_FRACTION": "0.9"}
     assert ended.stdout.splitlines()[-1:] == [str(wanted)], ended.stderr
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+@pytest.mark.parametrize(("theirs", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
+def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
+    """Forty calls of a program with 64 MiB of temporaries, which are 2^14 pages."""
+    lines = (
+        "import resource",
+        "import jax, jax.numpy as jnp",
+        "from absl import flags",
+        "from diffusion_jax import cli",
+        "flags.FLAGS(['x'])",
+        "cli.start()",
+        "x = jnp.ones((4096, 8))",
+        "call = jax.jit(lambda x: jnp.tanh(x @ x.T) @ x)",
+        "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt",
+        "jax.block_until_ready([call(x), call(x)])",
+        "before = faults()",
+        "for _ in range(40):",
+        "    call(x).block_until_ready()",
+        "print((faults() - before) / 2**14)",
+    )
+    environ = {n: v for n, v in os.environ.items() if not n.startswith(tuning.MALLOC)}
+    ended = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], env={**environ, "JAX_PLATFORMS": "cpu", **theirs},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    times = float(ended.stdout.splitlines()[-1])
+    assert times < 20 if kept else times > 39, ended.stderr
