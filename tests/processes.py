@@ -8,6 +8,8 @@ import random
 import socket
 import time
 
+import jax
+
 from diffusion_jax.machine import log
 from tests.imagen_jax import commands
 
@@ -15,10 +17,11 @@ PATIENCE = 240  # Seconds, of a machine that has other work.
 
 
 def run_all(count, function, *arguments, devices):
-    """Runs function(address, number, *arguments) in `count` processes; their exit codes."""
-    address = f"127.0.0.1:{free_port()}"
+    """Runs function(number, *arguments) in `count` processes that JAX joins; their exit codes."""
+    where = {"coordinator_address": f"127.0.0.1:{free_port()}", "num_processes": count}
     processes = [
-        commands.fork(function, address, i, *arguments, devices=devices) for i in range(count)
+        commands.fork(_joined, {**where, "process_id": i}, function, *arguments, devices=devices)
+        for i in range(count)
     ]
     deadline = time.monotonic() + PATIENCE
     for process in processes:
@@ -26,6 +29,13 @@ def run_all(count, function, *arguments, devices):
     for process in processes:
         process.kill()
     return [process.exitcode for process in processes]
+
+
+def _joined(who, function, *arguments):
+    jax.distributed.initialize(**who)
+    function(who["process_id"], *arguments)
+    # All leave together: who ends while another still receives would cut it off.
+    jax.distributed.shutdown()
 
 
 class Group:

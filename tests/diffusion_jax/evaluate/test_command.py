@@ -366,8 +366,7 @@ def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
         make_scorer(inputs, PROMPTS[:1])
 
 
-def process(address, index, workdir, reference, clip):
+def process(index, workdir, reference, clip):
     warnings.simplefilter("error")
-    jax.distributed.initialize(address, 2, index)
     scorer = make_scorer((reference, clip))
     evaluation.evaluate([make_subject(workdir)], scorer, Sweep(SCALES, batch_size=16))

@@ -90,9 +90,8 @@ def test_two_processes_read_half_each_and_get_the_same_whole(tmp_path):
     assert seen[0] | seen[1] == set(range(67)) and seen[0] & seen[1] <= {66}  # The last is filler.
 
 
-def process(address, index, folder):
+def process(index, folder):
     warnings.simplefilter("error")
-    jax.distributed.initialize(address, 2, index)
     source = Watched(pictures())
     taken = extractors.extract(toy.extractor(), source, make_mesh(), batch_size=16)
     seen = sorted(source.seen)
