@@ -4,7 +4,7 @@
 
 opens at the address that it prints, on this machine alone unless --host says otherwise: then it
 asks for the token that it prints too. Pictures appear while they are drawn, each with a link and
-the command that gives the same bytes; two choices make a grid; sweeps and training are read from
+the command that draws it again; two choices make a grid; sweeps and training are read from
 the runs. It needs the extra [web]: pip install starlette uvicorn.
 A cascade is --workdir=runs/base64,runs/sr256, its stages with commas between them.
 """

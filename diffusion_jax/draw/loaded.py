@@ -3,7 +3,8 @@
     model = imagen_jax.load("runs/quickstart")
     model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
 
-The pictures are those of the command `sample` with the same choices, byte for byte.
+The pictures are those of the command `sample` with the same choices, byte for byte where it draws
+as many at once; alone or among others they are rounded differently.
 """
 
 import collections

@@ -88,7 +88,8 @@ def dense(
     """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
-    out = nn.Dense(width, use_bias=bias, name=name, **kind)(x).astype(dtype)
+    product = lambda x, kernel, *_, **__: ops.tensordot(x, kernel)
+    out = nn.Dense(width, use_bias=bias, name=name, dot_general=product, **kind)(x).astype(dtype)
     return checkpoint_name(out, PRODUCT)
 
 
@@ -110,7 +111,7 @@ class ToHeads(nn.Module):
         c, heads = x.shape[-1], (self.parts, self.num_heads, self.head_dim)
         kernel = self.param("kernel", uniform(c), (c, math.prod(heads))).astype(self.dtype)
         x, kernel = x.astype(self.dtype), kernel.reshape(c, *heads)
-        out = [jnp.tensordot(x, kernel[:, i], 1) for i in range(self.parts)]  # [B, T, N, K]
+        out = [ops.tensordot(x, kernel[:, i]) for i in range(self.parts)]  # [B, T, N, K]
         if self.bias:
             bias = self.param("bias", uniform(c), (math.prod(heads),)).reshape(heads)
             out = [ops.add_broadcast(y, b) for y, b in zip(out, bias, strict=True)]
@@ -130,7 +131,7 @@ class FromHeads(nn.Module):
         n, k = x.shape[2:]
         init = nn.initializers.zeros if self.zero else uniform(n * k)
         kernel = self.param("kernel", init, (n * k, self.width)).astype(self.dtype)
-        out = jnp.tensordot(x.astype(self.dtype), kernel.reshape(n, k, self.width), 2)
+        out = ops.tensordot(x.astype(self.dtype), kernel.reshape(n, k, self.width), axes=2)
         bias = self.param("bias", init, (self.width,))
         return checkpoint_name(ops.add_broadcast(out, bias), PRODUCT)
 

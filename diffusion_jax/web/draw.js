@@ -273,7 +273,7 @@ function detail(picture) {
       .join(", ")),
     element("p", {}, element("a", {href: link, target: "_blank", rel: "noopener"}, "Link to this picture"),
       done ? " · " : "", done ? element("a", {href: picture.url, download: file}, "Save as PNG") : ""),
-    element("p", {class: "note"}, "The same bytes in a terminal:"),
+    element("p", {class: "note"}, "The same picture in a terminal:"),
     element("pre", {tabindex: 0}, picture.command),
     element("div", {class: "buttons"},
       element("button", {type: "button", onclick: () => copy(picture.command, "The command")}, "Copy command"),

@@ -181,15 +181,19 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
         expect(page.locator("#checkpoint")).to_be_hidden()  # Each stage has its own.
         draw(page, steps="2,3", guidance="3,1.5")
         larger = drawn(page)
-        page.locator(".picture").nth(1).click()
+        page.locator(".picture").first.click()
         expect(page.locator("dialog img")).to_have_count(2)
         both = pages.files(page, "dialog img")
-        made = pages.of_command(page, tmp_path / "out", "--all_sizes")
+        made = pages.of_command(page, tmp_path / "two", "--all_sizes", "--num_images=2")
+        alone = pages.of_command(page, tmp_path / "alone")["seed_000000.png"]
         page.keyboard.press("Escape")
         page.click("#tab-training")
         names = page.locator("#runs strong")
         expect(names).to_have_text(["run", enlarger.name])
         page.click("#tab-sweeps")
         expect(page.locator("#sweep-plots")).to_contain_text("No sweep yet")
-    assert both == [made["seed_000001_16.png"], made["seed_000001.png"]] and both[1] == larger[1]
+    assert both == [made["seed_000000_16.png"], made["seed_000000.png"]]
+    assert larger == [both[1], made["seed_000001.png"]]
+    first, second, alone = (np.int16(Image.open(io.BytesIO(png))) for png in (*larger, alone))
+    assert np.abs(alone - first).max() <= 1 < np.abs(first - second).max()  # In grey levels.
     assert [Image.open(io.BytesIO(png)).size for png in both] == [(16, 16), (64, 64)]

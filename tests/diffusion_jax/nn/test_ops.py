@@ -133,10 +133,26 @@ def test_strided_convolutions_have_the_same_gradients_on_a_tpu(convolve, size, m
         np.testing.assert_allclose(one, other, atol=1e-4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("axes", [1, 2])
+def test_tensordot_on_a_cpu_is_one_product_of_matrices(axes):
+    x, kernel = normal(2, 3, 4, 5), normal(*(4, 5)[-axes:], 2, 3, seed=1)
+    expected = np.tensordot(np.float64(x), np.float64(kernel), axes)
+    out, pullback = jax.vjp(lambda kernel: ops.tensordot(x, kernel, axes), kernel)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    cotangent = normal(*expected.shape, seed=2)
+    rows = tuple(range(4 - axes))
+    gradient = np.tensordot(np.float64(x), np.float64(cotangent), (rows, rows))
+    np.testing.assert_allclose(pullback(cotangent)[0], gradient, atol=1e-5)
+    program = jax.make_jaxpr(jax.grad(lambda k: (ops.tensordot(x, k, axes) ** 2).sum()))(kernel)
+    products = [e for e in program.jaxpr.eqns if e.primitive.name == "dot_general"]
+    assert len(products) == 2
+    assert all(v.aval.ndim == 2 for e in products for v in (*e.invars, *e.outvars))
+
+
 @pytest.mark.parametrize(("size", "im2col"), [(4, True), (8, False)])
 @pytest.mark.parametrize("padding", [((1, 1), (1, 1)), ((0, 1), (2, 0))])
 def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
-    x, kernel = normal(2, size, size + 1, 9), normal(3, 3, 9, 96, seed=1)
+    x, kernel = normal(2, size, size + 1, 9), normal(3, 3, 9, 32, seed=1)
     padded = np.pad(np.float64(x), ((0, 0), *padding, (0, 0)))
     windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), axis=(1, 2))
     expected = np.einsum("bhwcij,ijcd->bhwd", windows, np.float64(kernel))
@@ -153,7 +169,7 @@ def test_convolution_sees_the_same_windows_with_im2col(size, im2col, padding):
 
 
 @pytest.mark.parametrize("platform", ["gpu", "tpu"])
-def test_accelerators_are_given_plain_convolutions(platform, monkeypatch):
+def test_accelerators_are_given_plain_products_and_convolutions(platform, monkeypatch):
     monkeypatch.setattr(ops, "platform", lambda: platform)
     x, kernel, numbers = normal(1, 4, 4, 8), normal(3, 3, 8, 64), ("NHWC", "HWIO", "NHWC")
     convolve = lambda x: ops.convolution(
@@ -161,6 +177,9 @@ def test_accelerators_are_given_plain_convolutions(platform, monkeypatch):
     )
     names = [e.primitive.name for e in jax.make_jaxpr(convolve)(x).jaxpr.eqns]
     assert names == ["conv_general_dilated"]
+    program = jax.make_jaxpr(lambda x: ops.tensordot(x, kernel[0, 0]))(x)
+    product = next(e for e in program.jaxpr.eqns if e.primitive.name == "dot_general")
+    assert product.invars[0].aval.shape == x.shape
 
 
 def test_average_pooling_takes_means_of_2x2():
