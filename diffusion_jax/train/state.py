@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, ArrayLike, Float, Int, PRNGKeyArray
 
+from diffusion_jax.nn import ops
 from diffusion_jax.nn.magnitude import forced
 from diffusion_jax.task import Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train import optimizer, parts
@@ -145,7 +146,7 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
         zeros = jax.tree.map(jnp.zeros_like, params)
         inputs = (split(batch, accumulate), jnp.arange(accumulate))
         # XLA's CPU backend runs the gradient of a convolution inside a loop some 30 times slower.
-        unroll = accumulate if jax.default_backend() == "cpu" else 1
+        unroll = accumulate if ops.platform() == "cpu" else 1
         total, values = jax.lax.scan(add, zeros, inputs, unroll=unroll)
         grads = jax.tree.map(lambda g: g / accumulate, total)
         return jax.tree.map(lambda x: jnp.mean(x, axis=0), values), grads

@@ -120,6 +120,29 @@ def test_six_turns_cost_twice_as_much_as_three_on_a_tpu():
     assert six == 2 * three > 0
 
 
+_MICRO = """
+from configs import quickstart
+from launch.planner import compiling, systems
+compiling.prepare(1)
+for size in (0, 32):
+    config = quickstart.get_config()
+    config.optimizer.micro_batch = size
+    model = systems.read(config.to_dict())
+    text = compiling.lower_step(model, compiling.one_device("v5e")).as_text()
+    print(text.count("stablehlo.while"))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+def test_micro_batches_are_a_loop_in_the_program_for_a_tpu_as_in_its_runs():
+    command = [sys.executable, "-c", _MICRO]
+    ended = subprocess.run(command, cwd=commands.ROOT, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    whole, micro = map(int, ended.stdout.split()[-2:])
+    assert micro == whole + 1
+
+
 def test_an_audit_names_what_computes_nothing():
     found = audit.audit(compiling.Program(TEXT, 0, 0.0, products=2))
     assert (found.products, found.products_written) == (3, 2)
