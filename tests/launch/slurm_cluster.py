@@ -72,11 +72,14 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Kills a node: its daemon, and all that jobs run on it, at once."""
         self.daemons[node].kill()
-        # srun's own child first: it sees srun die and has the controller kill the step, which would
-        # hit the job once it has been queued again.
-        for number in sorted(_of_jobs(node), key=lambda n: (_name(n) != "srun", -n)):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(number, signal.SIGKILL)
+        # All are stopped before the first is killed, so that none sees another die: the script would
+        # count a crash, and srun's child have the controller kill the step, which would hit the job
+        # once it has been queued again.
+        jobs = _of_jobs(node)
+        for sign in (signal.SIGSTOP, signal.SIGKILL):
+            for number in jobs:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, sign)
         self.daemons[node].wait()
 
     def ask(self, *command: str, text: str = "") -> subprocess.CompletedProcess[str]:
