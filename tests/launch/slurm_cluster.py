@@ -72,9 +72,9 @@ class Cluster:
     def lose(self, node: str) -> None:
         """Kills a node: its daemon, and all that jobs run on it, at once."""
         self.daemons[node].kill()
-        # All are stopped before one is killed, so that none sees another die: the script would count
-        # a crash, and srun's child have the controller kill the step, which would hit the job once
-        # it has been queued again.
+        # All are stopped before one is killed, so that none sees another die: the script would
+        # count a crash, and srun's child have the controller kill the step, which would hit the
+        # job once it has been queued again.
         jobs = _of_jobs(node)
         for sign in (signal.SIGSTOP, signal.SIGKILL):
             for number in jobs:
