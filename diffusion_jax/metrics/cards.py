@@ -26,13 +26,13 @@ class Extractor(Protocol):
     """An extractor's part of a card: extractors.Extractor's fields, or those of a digits.Judge."""
 
     @property
-    def name(self) -> str: ...  # noqa: D102
+    def name(self) -> str: ...
     @property
-    def weights(self) -> str: ...  # noqa: D102
+    def weights(self) -> str: ...
     @property
-    def preprocessing(self) -> str: ...  # noqa: D102
+    def preprocessing(self) -> str: ...
     @property
-    def official(self) -> bool: ...  # noqa: D102
+    def official(self) -> bool: ...
 
 
 class Scored(NamedTuple):
