@@ -12,12 +12,8 @@ from diffusion_jax.diffusion.guidance import (
     NEGATIVE,
     Guide,
     Model,
-    Scale,
-    by_rows,
-    guided,
-    outward,
 )
-from diffusion_jax.diffusion.precond import Denoiser, Images
+from diffusion_jax.diffusion.precond import Images
 
 Share = Annotated[int | float, "[0, 1]"]
 Amount = Annotated[int | float, "[0, 1000]"]
@@ -112,14 +108,6 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
 
     neutral = None if weight else guide.neutral
     return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE), neutral=neutral)
-
-
-def classifier_free(denoise_both: Denoiser, scale: Scale) -> Denoiser:
-    """D_uncond + scale * (D_cond - D_uncond) (Ho & Salimans 2022, equation 6).
-
-    `denoise_both` sees each image twice, with its condition and without, as neighbours.
-    """
-    return guided(by_rows(denoise_both), scale, outward())
 
 
 def projected(

@@ -1,8 +1,7 @@
 """Model configs of LDM, NeMo and diffusers, read and written; and what weights alone tell.
 
-LDM's fields are those of openaimodel.UNetModel and of AutoencoderKL's ddconfig; NeMo's are the same
-with a few more. Each family has a table: its names of our fields, and the options that it has for
-other models.
+LDM's fields are those of openaimodel.UNetModel; NeMo's are the same with a few more. Each family
+has a table of its names for our fields, and of the options that it has for other models.
 """
 
 import itertools
@@ -52,24 +51,6 @@ _LDM_UNET = _Family(
         "dims": 2,
         "num_classes": None,
         "n_embed": None,
-    },
-)
-_LDM_VAE = _Family(
-    "LDM VAE",
-    needed=("ch", "ch_mult", "z_channels"),
-    fields={
-        "width": ("ch", None),
-        "channel_mult": ("ch_mult", None),
-        "num_res_blocks": ("num_res_blocks", 2),
-        "latent_channels": ("z_channels", None),
-        "image_channels": ("in_channels", 3),
-    },
-    only={
-        "double_z": True,
-        "attn_resolutions": [],
-        "tanh_out": False,
-        "attn_type": "vanilla",
-        "resamp_with_conv": True,
     },
 )
 _DIFFUSERS_UNET = _Family(
@@ -168,25 +149,6 @@ def unet_to_ldm(unet: UNet, text_width: int) -> dict[str, Any]:
     }
 
 
-def vae_from_ldm(config: Config) -> VAE:
-    """The VAE of an LDM config, a ddconfig or what holds one; ValueError as for the UNet."""
-    embed_dim = config.get("embed_dim")
-    config = config.get("ddconfig", config)
-    vae = VAE(**_read(config, _LDM_VAE))
-    if embed_dim not in (None, config["z_channels"]):
-        raise ValueError(
-            f"embed_dim is {embed_dim} and z_channels {config['z_channels']}: latents here have as "
-            "many channels as the encoder gives"
-        )
-    if config.get("in_channels", 3) != config.get("out_ch", 3):
-        raise ValueError(
-            f"in_channels is {config['in_channels']} and out_ch {config['out_ch']}: an autoencoder "
-            "here gives what it takes"
-        )
-    vae_module.check(vae)
-    return vae
-
-
 def unet_from_diffusers(config: Config) -> UNet:
     """The UNet of a diffusers UNet2DConditionModel's config; ValueError as for LDM's."""
     fields = _read(config, _DIFFUSERS_UNET)
@@ -217,7 +179,7 @@ def latent_size(config: Config) -> int:
 
 
 def vae_from_diffusers(config: Config) -> VAE:
-    """The VAE of a diffusers AutoencoderKL's config; ValueError as for LDM's."""
+    """The VAE of a diffusers AutoencoderKL's config; ValueError as for the UNet."""
     fields = _read(config, _DIFFUSERS_VAE)
     vae = VAE(**fields, **_widths(_ints(config["block_out_channels"])))
     vae_module.check(vae)

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import guides, precond, samplers, schedules, spacings, thresholds
+from diffusion_jax.diffusion import precond, samplers, schedules, spacings, thresholds
+from tests.diffusion_jax.toy import classifier_free
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
 FUNCTIONS = dict(np.load(FIXTURES / "diffusion_functions.npz"))
@@ -89,7 +90,7 @@ def test_edm_denoiser():
 
 
 def test_edm_denoiser_with_guidance():
-    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
+    guided = classifier_free(precond.denoiser(toy_both, precond.edm()), 7.5)
     actual = guided(images(FUNCTIONS["edm/D_x"]), jnp.array([0.7, 0.7]))
     close(actual, images(FUNCTIONS["edm/D_y_cfg7.5_scalar_sigma"]))
 
@@ -240,7 +241,7 @@ def start(sigmas):
 
 @jax.jit
 def edm_denoise(x, sigma, scale):
-    guided = guides.classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
+    guided = classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
     return thresholds.dynamic(guided)(x, sigma)
 
 
@@ -287,7 +288,7 @@ def super_resolution_denoise(x, sigma, low_res_cond, low_res_uncond):
         uncond = toy(x[1::2], time[1::2], **low_res_uncond)
         return jnp.stack([cond, uncond], axis=1).reshape(x.shape)
 
-    guided = guides.classifier_free(precond.denoiser(network, precond.edm()), 8.0)
+    guided = classifier_free(precond.denoiser(network, precond.edm()), 8.0)
     return thresholds.dynamic(guided)(x, sigma)
 
 
@@ -312,7 +313,7 @@ def test_super_resolution_trajectory(name, unrolled):
 @functools.partial(jax.jit, static_argnums=3)
 def ddpm_denoise(x, sigma, scale, threshold):
     denoise = precond.denoiser(toy_both, precond.epsilon(precond.log_snr))
-    denoise = guides.classifier_free(denoise, scale)
+    denoise = classifier_free(denoise, scale)
     return (THRESHOLDS[threshold](denoise) if threshold else denoise)(x, sigma)
 
 

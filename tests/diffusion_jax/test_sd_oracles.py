@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import guides, multistep, precond, samplers, schedules, spacings
+from diffusion_jax.diffusion import multistep, precond, samplers, schedules, spacings
+from tests.diffusion_jax.toy import classifier_free
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
@@ -37,7 +38,7 @@ def denoiser(predicts, scale):
     if scale == 1:
         return precond.denoiser(lambda x, t: toy(x, t, text), scalings)
     both = jnp.stack([text, null], axis=1).reshape(-1)
-    return guides.classifier_free(precond.denoiser(lambda x, t: toy(x, t, both), scalings), scale)
+    return classifier_free(precond.denoiser(lambda x, t: toy(x, t, both), scalings), scale)
 
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.diffusion import guides, noise, precond, samplers, schedules, spacings
+from diffusion_jax.diffusion import guidance, noise, precond, samplers, schedules, spacings
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Measure, Task, loss_by_noise_level, to_range
 from diffusion_jax.text import hashed
@@ -27,6 +27,11 @@ def encode(frozen, batch):
 
 
 ENCODER = hashed.encoder(WIDTH, TOKENS)._replace(encode=encode)
+
+
+def classifier_free(denoise_both, scale):
+    """Guide a denoiser whose even rows see the text and whose odd rows do not."""
+    return guidance.guided(guidance.by_rows(denoise_both), scale, guidance.outward())
 
 
 def task(encoder=ENCODER):
@@ -53,7 +58,7 @@ def task(encoder=ENCODER):
             text = text.repeat(2, axis=0).at[1::2].set(0)
         denoise = precond.denoiser(network(params, text), EDM)
         if scale is not None:
-            denoise = guides.classifier_free(denoise, scale)
+            denoise = classifier_free(denoise, scale)
         sigmas = spacings.karras_sigmas(4, 0.1, 3.0)
         x = samplers.initial_noise(keys, shape, sigmas[0])
         return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)

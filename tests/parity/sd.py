@@ -145,12 +145,24 @@ def _loss_and_gradient(unet: UNet) -> Callable:
     return _compiled.setdefault(unet, jax.jit(jax.value_and_grad(loss)))
 
 
+def ldm_vae(config: Mapping[str, Any]) -> VAE:
+    """Return the VAE of an LDM ddconfig, or of a config that holds one."""
+    config = config.get("ddconfig", config)
+    return VAE(
+        width=config["ch"],
+        channel_mult=tuple(config["ch_mult"]),
+        num_res_blocks=config["num_res_blocks"],
+        latent_channels=config["z_channels"],
+        image_channels=config["in_channels"],
+    )
+
+
 def _vae(weights: Arrays, meta: Mapping[str, Any], case: Arrays) -> tuple[dict[str, Any], int]:
-    config = meta["config"] | {name: meta[name] for name in ("embed_dim",) if name in meta}
+    config = meta["config"]
     if "block_out_channels" in config:
         model = formats.vae_from_diffusers(config)
     else:
-        model = formats.vae_from_ldm(config)
+        model = ldm_vae(config)
     params = jax.tree.map(jnp.asarray, names.vae_from_torch(weights, model))
     known: dict[str, jax.Array] = {}
     if "x" in case:

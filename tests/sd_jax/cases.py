@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from sd_jax.weights import formats, names
+from tests.parity.sd import ldm_vae
 from tests.sd_jax import numpy_models
 
 TEXT_WIDTH = 24
@@ -69,7 +70,7 @@ def unet_case(config, norm_groups=32, size=(4, 4)):
 
 def vae_case(config, size=(8, 12)):
     """x, z and n, with what numpy makes of them."""
-    state, rng = vae_weights(formats.vae_from_ldm(config)), np.random.default_rng(1)
+    state, rng = vae_weights(ldm_vae(config)), np.random.default_rng(1)
     small = [side // 2 ** (len(config["ch_mult"]) - 1) for side in size]
     weights = {name: array.astype(np.float64) for name, array in state.items()}
     x, z, n = (rng.normal(size=s) for s in ((2, 3, *size), (2, 4, *small), (2, 4, *small)))

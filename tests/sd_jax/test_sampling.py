@@ -25,6 +25,7 @@ from sd_jax.settings import (
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
+from tests.parity.sd import ldm_vae
 
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise of their own; and averages of v are not of eps.
@@ -211,7 +212,7 @@ def test_text_to_image_is_the_references_from_end_to_end(monkeypatch):
     weights = lambda case: {n[2:]: w.astype(np.float32) for n, w in case.items() if n[:2] == "w/"}
     meta, of_vae_meta = (json.loads(c["__meta__"].item()) for c in (case, of_vae))
     unet = formats.unet_from_ldm(meta["config"], meta["norm_groups"])
-    autoencoder = formats.vae_from_ldm(of_vae_meta["config"])
+    autoencoder = ldm_vae(of_vae_meta["config"])
     found = clip_weights.from_state(
         weights(of_text), json.loads(of_text["__meta__"].item())["config"]
     )

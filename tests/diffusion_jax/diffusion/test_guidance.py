@@ -12,9 +12,10 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffusion_jax import settings
-from diffusion_jax.diffusion import guidance, guides, precond, samplers, spacings, thresholds
+from diffusion_jax.diffusion import guidance, precond, samplers, spacings, thresholds
 from imagen_jax import settings as imagen_settings
 from sd_jax import settings as sd_settings
+from tests.diffusion_jax.toy import classifier_free
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 
@@ -30,7 +31,7 @@ def denoise_both(x, sigma):
 
 
 def guided(scale):
-    return guides.classifier_free(denoise_both, scale)(X, SIGMA)
+    return classifier_free(denoise_both, scale)(X, SIGMA)
 
 
 def test_guidance_1_is_the_conditional_model_to_the_last_bit():
@@ -71,7 +72,7 @@ def test_both_rows_of_an_image_carry_its_noise_level():
         seen.update(x=x, sigma=sigma)
         return x
 
-    guides.classifier_free(spy, 2.0)(X, SIGMA)
+    classifier_free(spy, 2.0)(X, SIGMA)
     for half in (slice(0, None, 2), slice(1, None, 2)):
         np.testing.assert_array_equal(seen["x"][half], X)
         np.testing.assert_array_equal(seen["sigma"][half], SIGMA)
@@ -237,7 +238,7 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
     sigmas = spacings.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
     keys = jax.random.split(jax.random.key(0), 4)
     draws = samplers.gaussian_noise(keys, (4, 4, 3))
-    out = samplers.heun(guides.classifier_free(both, 3.0), 10 * X, sigmas, draws)
+    out = samplers.heun(classifier_free(both, 3.0), 10 * X, sigmas, draws)
     mean = 0.2 + 3 * (0.5 - 0.2)
     exact = mean + (10 * X - mean) * 0.5 / np.sqrt(0.25 + 100)
     np.testing.assert_allclose(out, exact, atol=1e-3)  # Heun's own error at 64 steps.
@@ -247,7 +248,7 @@ def test_a_sharded_batch_stays_where_it_is():
     """Neighbouring rows need no exchange between devices: no collective in the program."""
     mesh = Mesh(np.array(jax.devices()[:4]), ("data",))
     rows = NamedSharding(mesh, P("data"))
-    f = guides.classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)
+    f = classifier_free(lambda x, sigma: x * sigma[:, None, None, None], 3.0)
     jitted = jax.jit(f, in_shardings=(rows, rows), out_shardings=rows)
     text = jitted.lower(X, SIGMA).compile().as_text()
     for name in ("all-gather", "all-to-all", "all-reduce", "collective-permute"):

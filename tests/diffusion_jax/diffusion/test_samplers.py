@@ -11,7 +11,6 @@ import pytest
 
 from diffusion_jax.diffusion import (
     grids,
-    inversion,
     multistep,
     noise,
     samplers,
@@ -156,19 +155,6 @@ def test_restart_is_the_loop_of_its_paper_around_heun():
         )
     )(10 * X, jnp.float32(sigmas))
     np.testing.assert_allclose(actual, x, atol=2e-5)
-
-
-def test_ddim_backwards_and_forwards_comes_back():
-    sigmas = jnp.geomspace(10.0, 0.02, 129)
-    noisy = inversion.ddim(denoise, X, sigmas)
-    assert 5 < float(noisy.std()) < 40
-    back = samplers.euler(denoise, noisy, sigmas, DRAWS)
-    # Each way has Euler's own error, which is of order 1: 128 steps of it.
-    np.testing.assert_allclose(back, X, atol=0.15)
-    exact = MU + (X - MU) * np.sqrt((STD**2 + 100) / (STD**2 + 0.02**2))
-    coarse = inversion.ddim(denoise, X, jnp.geomspace(10.0, 0.02, 65))
-    ratio = float(jnp.abs(coarse - exact).max() / jnp.abs(noisy - exact).max())
-    assert abs(np.log2(ratio) - 1) < 0.25
 
 
 def test_the_corrector_of_unipc_raises_its_order():

@@ -12,6 +12,7 @@ import pytest
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
+from tests.parity.sd import ldm_vae
 from tests.sd_jax.cases import TEXT_WIDTH, TINY, TINY_VAE, unet_weights, vae_weights
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
@@ -77,7 +78,7 @@ def test_a_unets_params_go_out_and_back_bit_for_bit(change, dialect):
 
 @pytest.mark.parametrize("dialect", ["ldm", "diffusers"])
 def test_a_vaes_params_go_out_and_back_bit_for_bit(dialect):
-    vae = formats.vae_from_ldm(TINY_VAE)
+    vae = ldm_vae(TINY_VAE)
     state = vae_weights(vae, dialect)
     back = names.vae_to_torch(names.vae_from_torch(state, vae), vae, dialect)
     assert back.keys() == state.keys()
@@ -86,7 +87,7 @@ def test_a_vaes_params_go_out_and_back_bit_for_bit(dialect):
 
 
 def test_a_vaes_attention_may_have_the_names_of_older_files():
-    vae = formats.vae_from_ldm(TINY_VAE)
+    vae = ldm_vae(TINY_VAE)
     state, older = vae_weights(vae, "diffusers"), {}
     words = {"to_q": "query", "to_k": "key", "to_v": "value", "to_out.0": "proj_attn"}
     for name, array in state.items():
@@ -109,4 +110,4 @@ def test_weights_of_another_config_are_an_error_that_names_keys():
     with pytest.raises(ValueError, match=r"1 keys are missing: out\.0\.bias; 1 keys are left over"):
         names.unet_from_torch(state | {"out.4.bias": state["out.2.bias"]}, unet, TEXT_WIDTH)
     with pytest.raises(ValueError, match="these weights are no autoencoder: among"):
-        names.vae_from_torch(state, formats.vae_from_ldm(TINY_VAE))
+        names.vae_from_torch(state, ldm_vae(TINY_VAE))
