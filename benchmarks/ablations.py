@@ -34,7 +34,8 @@ from absl import app, flags, logging
 
 from benchmarks import ablations_page, measure
 from configs import quickstart, quickstart_mp
-from diffusion_jax import cli, heldout, runs, settings, systems
+from diffusion_jax import cli, heldout, runs, systems
+from diffusion_jax.config.named import one_of
 from diffusion_jax.diffusion import guidance, objective, samplers
 from diffusion_jax.draw import model as models
 from diffusion_jax.draw import program
@@ -156,9 +157,9 @@ def select(only: Sequence[str]) -> list[Variant]:
     wanted = [text.partition("/") for text in only] or [(axis, "", "") for axis in AXES]
     chosen: dict[tuple[str, str], Variant] = {}
     for axis, _, name in wanted:
-        settings.one_of("--only", axis, AXES)
+        one_of("--only", axis, AXES)
         if name:
-            settings.one_of(f"--only={axis}/", name, AXES[axis])
+            one_of(f"--only={axis}/", name, AXES[axis])
         for known in [next(iter(AXES[axis])), name] if name else AXES[axis]:
             chosen[axis, known] = Variant(axis, known, **AXES[axis][known])
     return list(chosen.values())

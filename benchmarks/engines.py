@@ -25,10 +25,10 @@ from absl import app, flags
 from benchmarks import measure
 from configs import quickstart
 from diffusion_jax import cli, engines
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources, tars
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.precache import fill
-from diffusion_jax.settings import Data
 
 _RECORDS = flags.DEFINE_integer("records", 100_000, "Records in all.", lower_bound=1)
 _WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam's workers.")

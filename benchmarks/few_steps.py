@@ -14,7 +14,8 @@ import jax
 from absl import app, flags
 
 from benchmarks import measure
-from diffusion_jax import cli, settings
+from diffusion_jax import cli
+from diffusion_jax.config import named
 from diffusion_jax.data import digits
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.metrics import digits as judges
@@ -33,7 +34,7 @@ def main(argv: list[str]) -> None:
     cli.start(alone=True)
     with cli.bad_input():
         for name in _NAMES.value:
-            settings.one_of("--samplers", name, SAMPLERS)
+            named.one_of("--samplers", name, SAMPLERS)
         steps = [int(number) for number in _STEPS.value]
     judge, prompts = judges.fit_judge(), digits.seen_prompts()
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter

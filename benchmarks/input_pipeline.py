@@ -32,11 +32,11 @@ from PIL import Image
 
 from benchmarks import measure
 from diffusion_jax import cli
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.sources.folder import Folder
-from diffusion_jax.settings import Data
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)

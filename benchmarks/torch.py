@@ -27,7 +27,8 @@ import numpy as np
 from absl import app, flags
 
 from benchmarks import measure
-from diffusion_jax import cli, settings
+from diffusion_jax import cli
+from diffusion_jax.config.named import one_of
 from diffusion_jax.text import clip, clip_weights, t5
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state, make_train_step
@@ -72,7 +73,7 @@ def main(argv: list[str]) -> None:
 
         for flag, known in ((_MODELS, _PAIRS), (_WORK, _WORKS)):
             for name in flag.value:
-                settings.one_of(f"--{flag.name}", name, known)
+                one_of(f"--{flag.name}", name, known)
     # Before JAX looks for cores, which it takes as many threads for.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _THREADS.value])
     torch.set_num_threads(_THREADS.value)

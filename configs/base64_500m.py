@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.steps = 1_250_000
     c.batch_size = 4096
 
-    # What is not here has the defaults of diffusion_jax/settings.py, imagen_jax/settings.py and
+    # What is not here has the defaults of diffusion_jax/config/settings.py, imagen_jax/settings.py and
     # imagen_jax/unet.py; the command line and the files on top of this one may change it too.
     c.unet = dict(
         image_size=64,

@@ -17,7 +17,7 @@ def get_config() -> ConfigDict:
     c.steps = 82_500
     c.batch_size = 8192
 
-    # What is not here has the defaults of diffusion_jax/settings.py, sd_jax/settings.py,
+    # What is not here has the defaults of diffusion_jax/config/settings.py, sd_jax/settings.py,
     # sd_jax/unet.py and sd_jax/vae.py; the command line and the files on top may change it too.
     c.unet = dict(
         weights="",  # What training starts from: a workdir, a checkpoint; "" for random numbers.

@@ -13,9 +13,9 @@ import jax
 from jax.sharding import Mesh
 
 from diffusion_jax import lora, runs
+from diffusion_jax.config.settings import Lora
 from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import files, sharding, untrusted
-from diffusion_jax.settings import Lora
 from diffusion_jax.task import Params, Task
 from diffusion_jax.weights import pretrained, restore
 

@@ -30,9 +30,9 @@ from jax.sharding import Mesh
 from jaxtyping import Float, UInt32
 
 from diffusion_jax import cli, finetune, runs, systems
+from diffusion_jax.config.settings import Heldout
 from diffusion_jax.data.pipeline import Batches
 from diffusion_jax.machine import files, programs, sharding
-from diffusion_jax.settings import Heldout
 from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import restore
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jaxtyping import PRNGKeyArray
 
+from diffusion_jax.config.settings import Lora
 from diffusion_jax.machine.sharding import FSDP
-from diffusion_jax.settings import Lora
 from diffusion_jax.task import Params, Task
 
 FACTORS, _NETWORK, _KERNEL = "lora", "params", "kernel"

@@ -10,54 +10,26 @@ import json
 import os
 import pathlib
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from absl import logging
 
-from diffusion_jax import settings, systems
+from diffusion_jax import systems
+from diffusion_jax.config import settings, versions
+from diffusion_jax.config.settings import Data
 from diffusion_jax.machine import claims, distributed, files, untrusted, writer
 from diffusion_jax.machine.exits import Busy
-from diffusion_jax.settings import Data
 
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
-VERSION = 2
-"""The version of the config.json written today. Version 0 named no version and no system."""
 # What a run may change when it is continued: none of it changes what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
          "optimizer.snapshot_every", "optimizer.snapshot_dtype", "sampler.", "evaluation.",
          "heldout.", "data.threads", "data.path", "data.max_broken", "text.store",
          "unet.attention_impl", "unet.remat")  # fmt: skip
-# The systems of configs of version 0, by a group that the systems after it lack.
-_GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
-
-
-class Change(NamedTuple):
-    """A field that a version of configs renamed or removed, or whose values it renamed."""
-
-    version: int
-    """The first without it, or without these values."""
-    field: str
-    """The field's earlier name, such as unet.dropout."""
-    renamed: str = ""
-    """The field's name now; "" if it was removed, unless there are `values`."""
-    learned: tuple[Any, ...] = ()
-    """Values of a removed field that today's code stands for; a run with another cannot be read.
-
-    Empty for a field that says nothing of what the weights mean, which is dropped.
-    """
-    values: Mapping[Any, Any] = MappingProxyType({})
-    """Its earlier values by today's, of a field that stays."""
-
-
-CHANGES: tuple[Change, ...] = (
-    # It said that the embeddings lie beside the images, which data.text says: T5's, as NeMo has.
-    Change(2, "text.encoder", values={"precomputed": "t5"}),
-)
 
 
 def claim(
@@ -69,7 +41,7 @@ def claim(
     """
     _check_folder(workdir)
     path = files.path(workdir) / CONFIG
-    config = json.loads(json.dumps({"version": VERSION, **systems.complete(config)}))
+    config = json.loads(json.dumps({"version": versions.VERSION, **systems.complete(config)}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
     unread = ("text.weights",) if data.embedded or text.get("store") else ()  # For new texts alone.
     moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()  # base.json knows them.
@@ -132,7 +104,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
         written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
             raise ValueError(f"it holds a {type(written).__name__}, and no config")
-        old = _upgraded(written)
+        old = versions.upgrade(written)
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -143,32 +115,4 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
         )
     if later := sorted(claims.flat(config).keys() - claims.flat(old).keys()):
         logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
-    return config
-
-
-def _upgraded(config: dict[str, Any]) -> dict[str, Any]:
-    """A config of any version with today's names for its fields."""
-    version = config.pop("version", 0)
-    if version > VERSION:
-        raise ValueError(f"the config is of version {version}, and this code reads {VERSION}")
-    if "system" not in config:
-        names = [system for group, system in _GROUPS.items() if group in config]
-        config = {"system": names[0] if names else "", **config}
-    for change in CHANGES:
-        group, _, field = change.field.rpartition(".")
-        place = config.get(group, {}) if group else config
-        if version >= change.version or field not in place:
-            continue
-        if change.values:
-            place[field] = change.values.get(place[field], place[field])
-            continue
-        value = place.pop(field)
-        if change.learned and value not in change.learned:
-            raise ValueError(
-                f"{change.field} is {value!r}, which this code no longer does: use the code of "
-                f"before version {change.version} of configs"
-            )
-        if change.renamed:
-            group, _, field = change.renamed.rpartition(".")
-            (config.setdefault(group, {}) if group else config)[field] = value
     return config

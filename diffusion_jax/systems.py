@@ -5,9 +5,8 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from diffusion_jax import settings
-from diffusion_jax.diffusion import named
-from diffusion_jax.settings import Run
+from diffusion_jax.config import named, ranges, settings
+from diffusion_jax.config.settings import Run
 from diffusion_jax.text import registry
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
@@ -48,7 +47,7 @@ def find(name: str) -> System:
             raise
         module = None
     systems = getattr(module, "SYSTEMS", {})
-    settings.one_of("system", name, systems or KNOWN)
+    named.one_of("system", name, systems or KNOWN)
     return systems[name]
 
 
@@ -61,7 +60,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"the config lacks system: choose from {', '.join(KNOWN)}")
     system = find(config["system"])
     own, groups = settings.split(config)
-    values = {"system": "", **settings.complete(settings.defaults(Run), own, "")}
+    values = {"system": "", **settings.complete(ranges.defaults(Run), own, "")}
     for name, group in settings.complete({name: {} for name in system.groups}, groups, "").items():
         values[name] = settings.complete(_fields(system, name, group), group, name)
     return values
@@ -99,7 +98,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
 
 def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a group, with their defaults."""
-    kinds, fields = system.groups[name], settings.defaults(_kind(system, name, group))
+    kinds, fields = system.groups[name], ranges.defaults(_kind(system, name, group))
     if isinstance(kinds, Mapping):
         fields = {"kind": next(iter(kinds)), **fields}
     return {"weights": "", **fields} if f"{name}_weights" in system.settings._fields else fields
@@ -111,5 +110,5 @@ def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
     if not isinstance(kinds, Mapping):
         return kinds
     kind = group.get("kind", next(iter(kinds)))
-    settings.one_of(f"{name}.kind", kind, kinds)
+    named.one_of(f"{name}.kind", kind, kinds)
     return named.resolved(kinds[kind])

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from diffusion_jax import settings
+from diffusion_jax.config import named
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import FromHeads, GroupNorm, ToHeads, dense
 
@@ -101,8 +101,8 @@ BLOCKS = {
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
     """ValueError for fields of which no attention can be made."""
-    settings.one_of("unet.attention", kind, BLOCKS)
-    settings.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
+    named.one_of("unet.attention", kind, BLOCKS)
+    named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
     ):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax import settings
+from diffusion_jax.config import named
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import counts_keys, valid_first
 from diffusion_jax.nn.layers import dense, layer_norm
@@ -114,7 +114,7 @@ def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
 
 def check_conditioning(unet: Conditioned) -> None:
     """ValueError for fields that do not go together."""
-    settings.one_of("unet.text_pooling", unet.text_pooling, POOLING)
+    named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
             f"unet.learned_time_dim {unet.learned_time_dim} must be even, or 0 for none"

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts
 from diffusion_jax.nn.layers import KEEPS, conv, dense, with_remat
-from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, HalvingConv, ResBlock, check_width

@@ -18,11 +18,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.config.ranges import DTYPES, Count, Counts, Decay
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
 from diffusion_jax.nn.layers import KEEPS, with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
-from diffusion_jax.settings import DTYPES, Count, Counts, Decay
 from imagen_jax.attention import check_attention, check_heads
 from imagen_jax.conditioning import check_low_res, given, with_low_res
 from imagen_jax.layers import check_resolutions

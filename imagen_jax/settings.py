@@ -3,15 +3,25 @@
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
-from diffusion_jax import settings, systems
+from diffusion_jax import systems
+from diffusion_jax.config import named, ranges
+from diffusion_jax.config.settings import (
+    Data,
+    Evaluation,
+    Heldout,
+    Lora,
+    MeshShape,
+    Optimizer,
+    Run,
+    Text,
+)
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import named, samplers
+from diffusion_jax.diffusion import samplers
 from diffusion_jax.diffusion.grids import ENDS, GRIDS
 from diffusion_jax.diffusion.guidance import THRESHOLDS
 from diffusion_jax.diffusion.noise import NOISES
 from diffusion_jax.diffusion.objective import WEIGHTINGS
 from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import Data, Evaluation, Heldout, Lora, MeshShape, Optimizer, Run, Text
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
 from imagen_jax import unet as unet_module
@@ -26,16 +36,16 @@ class Diffusion(NamedTuple):
     """The objective: the network's output, the noise of training, the distance of the loss."""
 
     precond: Annotated[str, named.checked(PRECONDS)] = "edm"
-    sigma_data: settings.Positive = 0.5
+    sigma_data: ranges.Positive = 0.5
     noise: Annotated[str, named.checked(NOISES)] = "lognormal"
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
-    p_std: settings.Positive = 1.2
+    p_std: ranges.Positive = 1.2
     distance: Annotated[str, DISTANCES] = "l2"
     weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
     """How much an error counts at each noise level."""
-    min_snr: settings.Scale = 0.0
+    min_snr: ranges.Scale = 0.0
     """Bounds the weight of levels with little noise (Hang et al. 2023: 5); 0: the loss as such."""
-    offset_noise: settings.Share = 0.0
+    offset_noise: ranges.Share = 0.0
     """Times a normal number for each image and channel joins the noise; 0: none."""
 
 
@@ -45,21 +55,21 @@ class SuperResolution(NamedTuple):
     Models without unet.noise_aug see the small image as it is.
     """
 
-    factor: settings.Count = 1
-    aug_sigma: settings.Positive = 0.002
+    factor: ranges.Count = 1
+    aug_sigma: ranges.Positive = 0.002
 
 
 class Sampler(NamedTuple):
     """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
 
     name: Annotated[str, samplers.bound] = "heun"
-    steps: settings.Count = 30
-    sigma_min: settings.Positive = 0.002
-    sigma_max: settings.Positive = 80.0
-    rho: settings.Positive = 7.0
-    churn: settings.Scale = 0.0
-    eta: settings.Share = 0.0
-    guidance: settings.Scale = 7.5
+    steps: ranges.Count = 30
+    sigma_min: ranges.Positive = 0.002
+    sigma_max: ranges.Positive = 80.0
+    rho: ranges.Positive = 7.0
+    churn: ranges.Scale = 0.0
+    eta: ranges.Share = 0.0
+    guidance: ranges.Scale = 7.5
     guidance_low: Annotated[float, "[0, inf)"] = 0.0
     """Guidance acts on noise levels from low to high."""
     guidance_high: Annotated[float, "(0, inf]"] = float("inf")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from diffusion_jax.diffusion import guidance, named, noise, objective, precond, samplers
+from diffusion_jax.config import named
+from diffusion_jax.diffusion import guidance, noise, objective, precond, samplers
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES

@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts, Decay
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.layers import KEEPS, GroupNorm, blocks_per_level, conv, with_remat
-from diffusion_jax.settings import DTYPES, Amount, Count, Counts, Decay
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
 from imagen_jax.layers import ConvTranspose, ResBlock, check_resolutions, check_width

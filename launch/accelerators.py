@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, AxisType
 
-from diffusion_jax import settings
+from diffusion_jax.config.named import one_of
 from diffusion_jax.machine import sharding
 from diffusion_jax.machine.hardware import PEAKS
 
@@ -126,7 +126,7 @@ class Target(NamedTuple):
 def parse(text: str) -> Target:
     """The target of a name; ValueError, with what would do, if there is none."""
     name, _, size = text.partition(":")
-    settings.one_of("accelerator", name, KINDS)
+    one_of("accelerator", name, KINDS)
     return _slices(name, size) if KINDS[name].torus else _gpus(name, size)
 
 

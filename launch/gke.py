@@ -23,7 +23,7 @@ from typing import Annotated, Any, NamedTuple
 
 import yaml
 
-from diffusion_jax import settings
+from diffusion_jax.config import ranges, settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
@@ -40,7 +40,7 @@ class Gke(NamedTuple):
     """A queue of Kueue's, or ""."""
     secret: str
     spot: bool
-    grace: settings.Count
+    grace: ranges.Count
     """Seconds to save in after SIGTERM."""
     patch: str = ""
     """YAML that is merged into the manifest: reservations, annotations, ports, limits."""

@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 from absl import app, flags
 from ml_collections import config_flags
 
-from diffusion_jax import cli, settings
+from diffusion_jax import cli
+from diffusion_jax.config import ranges, settings
+from diffusion_jax.config.settings import MeshShape, Optimizer
 from diffusion_jax.machine import files, tuning
-from diffusion_jax.settings import MeshShape, Optimizer
 from diffusion_jax.train import optimizer
 from launch import accelerators
 from launch.accelerators import Target
@@ -57,7 +58,7 @@ class Job(NamedTuple):
     """Environment variables of the run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
     """Folders that a container sees, beside those that the config and the flags name."""
-    restarts: settings.Amount = 10
+    restarts: ranges.Amount = 10
     """How often a run that crashed or hung, or found its workdir or port taken, is started again.
     One that was preempted, requeued or out of time always is; one that refused its config, flags or
     data (exit code 2) never."""

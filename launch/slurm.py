@@ -18,7 +18,7 @@ submits. job.slurm.options are further options of sbatch, such as "--reservation
 import shlex
 from typing import NamedTuple
 
-from diffusion_jax import settings
+from diffusion_jax.config import ranges, settings
 from launch import job as jobs
 from launch import templates
 from launch.accelerators import Target
@@ -32,7 +32,7 @@ class Slurm(NamedTuple):
     account: str
     time: str
     """The time limit in sbatch's form, such as 24:00:00."""
-    grace: settings.Count
+    grace: ranges.Count
     """Seconds to save in, before the time is up."""
     setup: str
     """A line of shell that makes `python` the right one."""

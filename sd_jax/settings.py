@@ -3,14 +3,9 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
-from diffusion_jax import ranges, settings, systems
-from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import named, samplers
-from diffusion_jax.diffusion.grids import ENDS, GRIDS
-from diffusion_jax.diffusion.noise import NOISES
-from diffusion_jax.diffusion.objective import WEIGHTINGS
-from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
-from diffusion_jax.settings import (
+from diffusion_jax import systems
+from diffusion_jax.config import named, ranges
+from diffusion_jax.config.settings import (
     MOMENTS,
     Data,
     Evaluation,
@@ -21,6 +16,12 @@ from diffusion_jax.settings import (
     Run,
     Text,
 )
+from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import samplers
+from diffusion_jax.diffusion.grids import ENDS, GRIDS
+from diffusion_jax.diffusion.noise import NOISES
+from diffusion_jax.diffusion.objective import WEIGHTINGS
+from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
 from diffusion_jax.systems import System
 from sd_jax import unet as unet_module
 from sd_jax import vae as vae_module
@@ -39,8 +40,8 @@ class Latents(NamedTuple):
     "unit", 0 to 1, which MLPerf's published moments are of.
     """
 
-    image_size: settings.Count
-    scale: settings.Positive = vae_module.SCALE
+    image_size: ranges.Count
+    scale: ranges.Positive = vae_module.SCALE
     pixels: Annotated[str, PIXELS] = "symmetric"
 
 
@@ -53,7 +54,7 @@ class Conditioning(NamedTuple):
     """
 
     drop_to: Annotated[str, DROP_TO] = "empty"
-    pad_to: settings.Amount = 0
+    pad_to: ranges.Amount = 0
 
 
 class Diffusion(NamedTuple):
@@ -66,8 +67,8 @@ class Diffusion(NamedTuple):
     """
 
     predicts: Annotated[str, named.checked(PRECONDS)] = "eps"
-    offset_noise: settings.Share = 0.0
-    min_snr: settings.Scale = 0.0
+    offset_noise: ranges.Share = 0.0
+    min_snr: ranges.Scale = 0.0
     noise: Annotated[str, named.checked(NOISES)] = "scaled_linear"
     distance: Annotated[str, DISTANCES] = "l2"
     weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
@@ -81,12 +82,12 @@ class Sampler(NamedTuple):
 
     name: Annotated[str, samplers.bound] = "plms"
     steps: Annotated[int, "[1, 1000]"] = 50
-    eta: settings.Share = 0.0
-    guidance: settings.Scale = 7.5
+    eta: ranges.Share = 0.0
+    guidance: ranges.Scale = 7.5
     negative_prompt: str = ""
-    height: settings.Amount = 0
-    width: settings.Amount = 0
-    churn: settings.Scale = 0.0
+    height: ranges.Amount = 0
+    width: ranges.Amount = 0
+    churn: ranges.Scale = 0.0
     grid: Annotated[str, GRIDS] = ""
     """The noise levels of the steps, a key of grids.GRIDS; "" takes that of the sampler."""
     end: Annotated[str, ENDS] = ""
@@ -96,7 +97,7 @@ class Sampler(NamedTuple):
     sigma_min: _Level = 0.0
     """Ends of the grids by levels, 0 for those of the table; none of another is above sigma_max."""
     sigma_max: _Level = 0.0
-    rho: settings.Positive = 7.0
+    rho: ranges.Positive = 7.0
     unit_start: bool = True
     """A latent starts as N(0, 1), whatever is left of an image there, not as sigma * eps."""
     guiding: Annotated[str, guidance_module.bound] = "cfg"
@@ -179,9 +180,9 @@ class Reconstruction(NamedTuple):
     Both sums are divided by the number of pixels' values, so that `kl` is LDM's kl_weight.
     """
 
-    image_size: settings.Count
+    image_size: ranges.Count
     distance: Annotated[str, DISTANCES] = "l1"
-    kl: settings.Share = 1e-2
+    kl: ranges.Share = 1e-2
 
 
 class AutoencoderSettings(NamedTuple):

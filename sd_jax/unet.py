@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 from diffusion_jax.nn.layers import (
@@ -27,7 +28,6 @@ from diffusion_jax.nn.layers import (
     layer_norm,
     with_remat,
 )
-from diffusion_jax.settings import DTYPES, Amount, Count, Counts
 
 
 class UNet(nn.Module):

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax.config.ranges import DTYPES, Count, Counts
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
-from diffusion_jax.settings import DTYPES, Count, Counts
 
 SCALE = 0.18215
 """One over the deviation of latents: what a UNet sees is SCALE times a sample."""

@@ -17,9 +17,9 @@ import numpy as np
 from jaxtyping import Float, Int, UInt8
 from PIL import Image
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import tars
 from diffusion_jax.data.pictures import Pictures, Shapes
-from diffusion_jax.settings import Data
 
 INKS = {
     "red": (220, 40, 40),

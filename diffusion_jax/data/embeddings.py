@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.machine import untrusted
-from diffusion_jax.settings import EMBEDDINGS
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records, sources, storage, tars
 from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.machine import untrusted
-from diffusion_jax.settings import Data
 
 _NAMES = ("caption", "captions", "text", "prompt", "description", "title")
 """What people call captions, the likeliest first; other fields of text come after these."""

@@ -10,10 +10,10 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, Int, Shaped, UInt8, UInt64
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import transforms
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.engines import Portable
-from diffusion_jax.settings import Data
 
 Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pictures, or their moments.
 _MAX_SUBSTITUTES = 1000

@@ -15,10 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 from jaxtyping import Array, Int, UInt64
 
+from diffusion_jax.config.settings import CROPS, Data, Run
 from diffusion_jax.data.pictures import Mixture, Pictures, Rows
 from diffusion_jax.data.split import hashed, split
 from diffusion_jax.machine.sharding import batch_sharding
-from diffusion_jax.settings import CROPS, Data, Run
 
 Batch = dict[str, np.ndarray]
 COUNTS = "counts"

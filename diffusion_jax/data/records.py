@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config.settings import UNCAPTIONED, Data
 from diffusion_jax.data import embeddings, storage
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.engines import Portable
 from diffusion_jax.machine import untrusted
-from diffusion_jax.settings import UNCAPTIONED, Data
 
 IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from diffusion_jax.diffusion import named
+from diffusion_jax.config import named
 from diffusion_jax.diffusion.noise import Noise, Sigmas
 from diffusion_jax.diffusion.precond import Sigma
 

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
-from diffusion_jax.diffusion import named, precond
+from diffusion_jax.config import named
+from diffusion_jax.diffusion import precond
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from diffusion_jax.diffusion import named
+from diffusion_jax.config import named
 from diffusion_jax.diffusion.precond import Sigma
 
 Scalar = int | float | Float[Array, ""]

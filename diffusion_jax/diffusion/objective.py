@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from diffusion_jax.diffusion import named, noise, precond
+from diffusion_jax.config import named
+from diffusion_jax.diffusion import noise, precond
 from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network, Precond, Sigma
 
 Losses = Float[Array, "B"]

@@ -16,7 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
-from diffusion_jax.diffusion import grids, named
+from diffusion_jax.config import named
+from diffusion_jax.diffusion import grids
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion.grids import Grid, Places, make_grid
 from diffusion_jax.diffusion.noise import Scalar, Sigmas

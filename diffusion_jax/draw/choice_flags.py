@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from absl import flags
 
-from diffusion_jax import described
+from diffusion_jax.config import ranges
 from diffusion_jax.draw.model import Choice
 
 C = TypeVar("C", bound=Choice)
@@ -121,7 +121,7 @@ def _each(name: str, given: Sequence[str], kind: Any, models: int, least: int) -
 def _row(field: dataclasses.Field, given: Sequence[str], models: int) -> list[Any]:
     """A field's values, one a model."""
     hint, kind = field.metadata.get("kind"), _type(field)
-    least = 0 if hint and kind is int and described.allows(hint, 0) else 1
+    least = 0 if hint and kind is int and ranges.allows(hint, 0) else 1
     parts = given if _is_free(field) else _parts(given)
     return _each(field.name, parts, kind, models, least)
 

@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from diffusion_jax import described, finetune, ranges, runs, settings, systems
+from diffusion_jax import finetune, runs, systems
+from diffusion_jax.config import ranges, settings
+from diffusion_jax.config.settings import Text
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw.program import BeginOf, Draw, Programs, make_programs
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.settings import Text
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder, registry
 from diffusion_jax.weights import restore
@@ -97,7 +98,7 @@ def with_fields_of(group: str, kind: type) -> Callable[[type[C]], type[C]]:
     def add(cls: type[C]) -> type[C]:
         fields = []
         for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-            text = f"In place of the config's {group}.{name}: {described.words(hint)}."
+            text = f"In place of the config's {group}.{name}: {ranges.words(hint)}."
             plain = getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
             field = replaces(f"{group}.{name}", text, hint)
             fields.append((group if name == "name" else name, plain | None, field))

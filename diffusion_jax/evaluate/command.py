@@ -17,7 +17,9 @@ import jax
 import numpy as np
 from absl import app, flags, logging
 
-from diffusion_jax import cli, ranges, runs
+from diffusion_jax import cli, runs
+from diffusion_jax.config import ranges
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Choice, Model, fingerprint, with_choice, with_weights
@@ -26,7 +28,6 @@ from diffusion_jax.evaluate import curve, figures, loop, scorers, sweep, sweep_f
 from diffusion_jax.evaluate.scorers import Scorer
 from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.metrics.cards import Card, Scored
-from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params
 
 

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from absl import logging
 
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.draw import program
 from diffusion_jax.evaluate import loop, scorers
 from diffusion_jax.evaluate.scorers import Scorer
-from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Texts
 from diffusion_jax.train import loop as training
 

@@ -8,6 +8,7 @@ import numpy as np
 from absl import logging
 from jaxtyping import Float, UInt8
 
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.machine import sheets
@@ -28,7 +29,6 @@ from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
-from diffusion_jax.settings import Evaluation
 
 Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
 """Real pictures and their captions, which are the prompts where there are pictures of these."""

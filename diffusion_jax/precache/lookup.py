@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
+from diffusion_jax.config.settings import Text
 from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, store
-from diffusion_jax.settings import Text
 from diffusion_jax.text import precomputed, registry
 from diffusion_jax.text.encoder import TextEncoder
 

@@ -7,9 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data.records import Records
 from diffusion_jax.data.transforms import Unusable
-from diffusion_jax.settings import Data
 from diffusion_jax.start import written
 from diffusion_jax.start.stages import Stage
 from diffusion_jax.start.written import Changes

@@ -12,10 +12,10 @@ import numpy as np
 from absl import app, flags
 
 from diffusion_jax import cli
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import guess, pipeline, sources
 from diffusion_jax.data.prepare import validate
 from diffusion_jax.machine import files, hardware, progress, sheets, untrusted
-from diffusion_jax.settings import Data
 from diffusion_jax.start import changes, stages, written
 from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
 from diffusion_jax.start.written import Changes

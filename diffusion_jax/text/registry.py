@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from diffusion_jax import settings
-from diffusion_jax.settings import Text
+from diffusion_jax.config import named
+from diffusion_jax.config.settings import Text
 from diffusion_jax.text.encoder import TextEncoder
 
 
@@ -41,7 +41,7 @@ def check(text: Text) -> None:
             "embeddings, such as t5; that they lie beside the images is said by data.text, such as "
             "npy, and that they are in a store by text.store"
         )
-    settings.one_of("text.encoder", text.encoder, ENCODERS)
+    named.one_of("text.encoder", text.encoder, ENCODERS)
 
 
 def make_encoder(text: Text) -> TextEncoder:

@@ -27,8 +27,8 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint._src.path import temporary_paths
 
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.machine import checksums, files
-from diffusion_jax.settings import Optimizer
 from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.weights import averages, restore

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from ml_collections import config_flags
 
 from diffusion_jax import cli, finetune, runs
+from diffusion_jax.config.unread import watched
 from diffusion_jax.machine import distributed, exits, files, sharding
 from diffusion_jax.train import loop, optimizer
 from diffusion_jax.train.checkpoint import NotSaved
@@ -21,7 +22,6 @@ from diffusion_jax.train.out_of_memory import OutOfMemory
 from diffusion_jax.train.rehearse import rehearse
 from diffusion_jax.train.state import TrainState
 from diffusion_jax.train.trace import FOLDER, Trace, parse
-from diffusion_jax.unread import watched
 from diffusion_jax.weights import restore
 
 _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")

@@ -19,6 +19,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
+from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import distributed, flops, hardware, sheets
@@ -34,7 +35,6 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
-from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Metrics, Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer

@@ -10,8 +10,9 @@ from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
+from diffusion_jax.config.named import one_of
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import Optimizer, one_of
 
 Schedule = Callable[[ArrayLike], Float[Array, ""]]
 T = TypeVar("T")

@@ -19,6 +19,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import heldout, runs
+from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.draw.program import Draw, make_draw
 from diffusion_jax.machine import (
     files,
@@ -30,7 +31,6 @@ from diffusion_jax.machine import (
     sheets,
     writer,
 )
-from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.task import Params
 from diffusion_jax.train import checkpoint, loop, memory
 from diffusion_jax.train.optimizer import make_optimizer

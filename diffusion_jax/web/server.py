@@ -21,7 +21,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from diffusion_jax import described, runs
+from diffusion_jax import runs
+from diffusion_jax.config import ranges
 from diffusion_jax.draw.loaded import Loaded
 from diffusion_jax.machine import files
 from diffusion_jax.web import results
@@ -314,7 +315,7 @@ def _field(field: dataclasses.Field, model: Loaded) -> dict[str, Any]:
     return {
         "name": field.name,
         "kind": {bool: "switch", int: "whole", float: "number", str: "text"}[kind],
-        "options": described.options(field.metadata["kind"]),
+        "options": ranges.options(field.metadata["kind"]),
         "help": field.metadata["help"],
         "value": str(value) if value == float("inf") else value,
     }

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.settings import Text
+from diffusion_jax.config.settings import Text
 from diffusion_jax.text import clip, precomputed, registry, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
 

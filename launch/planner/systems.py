@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diffusion_jax import lora, systems
-from diffusion_jax.settings import MeshShape, Optimizer, Run
+from diffusion_jax.config.settings import MeshShape, Optimizer, Run
 from diffusion_jax.task import Task
 from diffusion_jax.train import memory
 from diffusion_jax.train.optimizer import make_optimizer

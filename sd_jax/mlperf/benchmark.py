@@ -17,6 +17,7 @@ from absl import logging
 from jax.sharding import Mesh
 
 from diffusion_jax import runs
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.evaluate import loop
 from diffusion_jax.machine import sharding
@@ -31,7 +32,6 @@ from diffusion_jax.metrics.clip_towers import Clip
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.table import METRICS
-from diffusion_jax.settings import Evaluation
 from diffusion_jax.task import Params, Task
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train.watchdog import Watchdog

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from diffusion_jax import lora
+from diffusion_jax.config.settings import Lora
 from diffusion_jax.machine import files
-from diffusion_jax.settings import Lora
 from diffusion_jax.task import Params
 from diffusion_jax.text import clip_weights
 from diffusion_jax.weights import torch_files, torch_weights

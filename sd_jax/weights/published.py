@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import DTypeLike
 
+from diffusion_jax.config.ranges import check
 from diffusion_jax.draw.model import Model
 from diffusion_jax.draw.program import make_programs
 from diffusion_jax.machine import files, sharding
-from diffusion_jax.ranges import check
 from diffusion_jax.text import TextEncoder, clip
 from diffusion_jax.weights import pretrained
 from sd_jax import sampling, settings, task

@@ -11,10 +11,10 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax import engines
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import digits, sources
 from diffusion_jax.data.prepare import reshard, validate
 from diffusion_jax.precache import fill as precache
-from diffusion_jax.settings import Data
 
 TWO = "--direct_num_workers=2 --direct_running_mode=multi_processing"
 

@@ -8,9 +8,9 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax import heldout
+from diffusion_jax.config.settings import Data, Heldout, Optimizer, Run
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import log, sharding
-from diffusion_jax.settings import Data, Heldout, Optimizer, Run
 from diffusion_jax.train import loop
 from tests.diffusion_jax import toy
 from tests.imagen_jax import commands

@@ -16,12 +16,12 @@ import pytest
 from PIL import Image
 
 from diffusion_jax import cli, runs
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import embeddings, records, tars, transforms
 from diffusion_jax.data.prepare import merge
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import untrusted
 from diffusion_jax.metrics import stats_files
-from diffusion_jax.settings import Data
 from diffusion_jax.web import frozen
 from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from sd_jax.weights import ldm_config

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from diffusion_jax import finetune, lora
+from diffusion_jax.config.settings import Lora, Optimizer
 from diffusion_jax.diffusion import objective
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import Lora, Optimizer
 from diffusion_jax.task import Measure, Task
 from diffusion_jax.train import optimizer
 from diffusion_jax.train.state import init_state

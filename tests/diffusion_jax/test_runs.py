@@ -8,7 +8,8 @@ import pytest
 
 from configs import quickstart, sd_quickstart, sd_quickstart_vae
 from diffusion_jax import runs, systems
-from diffusion_jax.settings import Evaluation
+from diffusion_jax.config import versions
+from diffusion_jax.config.settings import Evaluation
 
 
 def config(**changes):
@@ -71,7 +72,7 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
     runs.claim(tmp_path, config())
     runs.claim(tmp_path, config(**{field: value}))
     complete = systems.complete(config(**{field: value}))
-    assert stored(tmp_path) == json.loads(json.dumps({"version": runs.VERSION, **complete}))
+    assert stored(tmp_path) == json.loads(json.dumps({"version": versions.VERSION, **complete}))
 
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
@@ -135,15 +136,15 @@ def test_a_field_that_no_version_had_is_an_error_also_in_a_workdir(tmp_path):
 @pytest.fixture
 def changes(monkeypatch):
     """Version 2 renamed two fields and removed two, of which one decided what weights mean."""
-    monkeypatch.setattr(runs, "VERSION", 2)
+    monkeypatch.setattr(versions, "VERSION", 2)
     monkeypatch.setattr(
-        runs,
+        versions,
         "CHANGES",
         (
-            runs.Change(2, "unet.residual_blocks", "unet.num_res_blocks"),
-            runs.Change(2, "timeout", "step_timeout"),
-            runs.Change(2, "data.cache"),
-            runs.Change(2, "unet.gain", learned=(1.0,)),
+            versions.Change(2, "unet.residual_blocks", "unet.num_res_blocks"),
+            versions.Change(2, "timeout", "step_timeout"),
+            versions.Change(2, "data.cache"),
+            versions.Change(2, "unet.gain", learned=(1.0,)),
         ),
     )
 
@@ -178,7 +179,7 @@ def test_precomputed_embeddings_were_t5s(tmp_path):
     assert runs.load(tmp_path)["text"]["encoder"] == "t5"
     runs.claim(tmp_path, now)
     runs.claim(tmp_path, {**now, "text": {**now["text"], "weights": "t5-11b"}})
-    assert stored(tmp_path)["version"] == runs.VERSION
+    assert stored(tmp_path)["version"] == versions.VERSION
     assert stored(tmp_path)["text"]["weights"] == "t5-11b"
     captions = {**now, "data": {**now["data"], "text": "txt"}}
     (tmp_path / "config.json").unlink()

@@ -8,9 +8,9 @@ import jax
 from absl import flags
 
 from diffusion_jax import cli
+from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.machine import distributed, exits, files, sharding
-from diffusion_jax.settings import Optimizer, Run
 from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy
 

@@ -12,6 +12,7 @@ import tarfile
 import pytest
 
 from diffusion_jax import runs
+from diffusion_jax.config import versions
 from diffusion_jax.weights import restore
 from tests.imagen_jax import commands
 
@@ -123,7 +124,7 @@ def test_its_training_goes_on(earlier, name, module):
     )  # fmt: skip
     assert restore.steps(workdir / runs.CHECKPOINTS) == [2, 3]
     config = json.loads((workdir / runs.CONFIG).read_text())
-    assert (config["version"], config["system"][:2]) == (runs.VERSION, name[:2])
+    assert (config["version"], config["system"][:2]) == (versions.VERSION, name[:2])
 
 
 def test_another_systems_run_is_one_line(earlier):

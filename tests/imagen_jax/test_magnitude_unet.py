@@ -16,8 +16,8 @@ import pytest
 
 from configs import quickstart_mp
 from diffusion_jax import runs
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.nn import magnitude
-from diffusion_jax.settings import Optimizer
 from diffusion_jax.train import optimizer, state
 from diffusion_jax.weights import restore
 from imagen_jax.conditioning import example_inputs

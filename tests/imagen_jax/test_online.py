@@ -6,9 +6,9 @@ import pytest
 
 from configs import base64_500m_online, quickstart
 from diffusion_jax import runs
+from diffusion_jax.config.settings import Text
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
-from diffusion_jax.settings import Text
 from diffusion_jax.train import loop
 from diffusion_jax.weights import pretrained, restore
 from imagen_jax import task
@@ -33,9 +33,9 @@ def folder(tmp_path_factory):
 
 def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypatch):
     """With the config, the data, the rules and the loop of Imagen, and a network in miniature."""
+    from diffusion_jax.config.settings import Data
     from diffusion_jax.data import pipeline
     from diffusion_jax.data.sources import open_pictures
-    from diffusion_jax.settings import Data
 
     s = settings(weights=str(folder), dtype="float32")
     encoder = lookup.open_encoder(s.text)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from configs import quickstart
+from diffusion_jax.config.settings import Data, Text
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
-from diffusion_jax.settings import Data, Text
 from diffusion_jax.text import embed
 from imagen_jax import cascade
 from imagen_jax.settings import read_settings

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from configs import sd2_mlperf, sd64_11m, sd64_vae, sd_quickstart, sd_quickstart_vae
-from diffusion_jax.settings import Optimizer
+from diffusion_jax.config.settings import Optimizer
 from diffusion_jax.train import loop, optimizer
 from sd_jax import train_vae
 from sd_jax.settings import Diffusion, read_settings

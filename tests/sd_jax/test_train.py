@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import digits, tars
 from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
@@ -15,7 +16,6 @@ from diffusion_jax.engines import Share
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
-from diffusion_jax.settings import Data
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
 from sd_jax import precache, sampling, train

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from absl import flags
 
 from diffusion_jax import cli, engines
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources
 from diffusion_jax.data.prepare import download, emoji, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
 from diffusion_jax.machine import files, sheets
-from diffusion_jax.settings import Data
 
 _DAMAGED_EXIT = 1
 

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.config.settings import EMBEDDINGS
 from diffusion_jax.data import storage
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.engines import ALONE, Engine, Program
 from diffusion_jax.machine import files, tables, writer
-from diffusion_jax.settings import EMBEDDINGS
 
 _ARRAYS = {
     ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"),

@@ -9,11 +9,12 @@ import importlib
 from collections.abc import Sequence
 from typing import Any
 
-from diffusion_jax import engines, settings
+from diffusion_jax import engines
+from diffusion_jax.config.named import one_of
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import transforms
 from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
 from diffusion_jax.data.records import Records
-from diffusion_jax.settings import Data
 
 SOURCES = {
     "digits": "diffusion_jax.data.digits:open_source",
@@ -68,7 +69,7 @@ def named(name: str) -> Data:
     source that there is not.
     """
     source, _, rest = name.partition(":")
-    settings.one_of("data source", source, SOURCES)
+    one_of("data source", source, SOURCES)
     path, _, text = rest.partition("::")
     data = Data(source, path, uncaptioned="drop", max_broken=1.0)
     return data._replace(text=text) if text else data

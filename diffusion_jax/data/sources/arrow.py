@@ -9,10 +9,10 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.settings import Data
 
 SAVED = ("state.json", "dataset_dict.json")  # What save_to_disk writes beside the tables.
 

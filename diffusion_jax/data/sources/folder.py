@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 from diffusion_jax.machine import untrusted
-from diffusion_jax.settings import Data
 
 
 def open_source(data: Data, _: Shapes) -> Records:

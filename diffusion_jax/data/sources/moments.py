@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Decoded, Pictures, Shapes
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
 from diffusion_jax.machine import claims, files, untrusted
-from diffusion_jax.settings import Data
 
 MANIFEST = "moments.json"
 SUFFIXES = ("npy",)

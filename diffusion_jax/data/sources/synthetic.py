@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data.pictures import Pictures, Shapes
-from diffusion_jax.settings import Data
 
 
 def open_source(_: Data, shapes: Shapes) -> Pictures:

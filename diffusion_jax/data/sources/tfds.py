@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import records
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.settings import Data
 
 _LENGTH = struct.Struct("<Q")
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int, UInt64
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import listing, records, storage, tars
 from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
-from diffusion_jax.settings import Data
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
 """(offset, size) of an image and of its text."""

@@ -9,9 +9,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import digits, sources, tars
 from diffusion_jax.data.guess import guess
-from diffusion_jax.settings import Data
 
 
 @pytest.fixture(scope="module")

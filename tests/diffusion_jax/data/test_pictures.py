@@ -5,10 +5,10 @@ import logging
 import numpy as np
 import pytest
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import digits
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sheets
-from diffusion_jax.settings import Data
 
 
 @pytest.fixture(scope="module")

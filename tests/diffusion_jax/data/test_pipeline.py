@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import digits, pipeline
 from diffusion_jax.data.pictures import Mixture, Pictures
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import sheets
-from diffusion_jax.settings import Data
 from diffusion_jax.text import hashed
 
 ROOT = pathlib.Path(__file__).parents[3]

@@ -5,10 +5,10 @@ import tarfile
 import numpy as np
 import pytest
 
+from diffusion_jax.config.settings import Data, Run
 from diffusion_jax.data import pipeline, sources, split
 from diffusion_jax.data.pictures import Mixture, Pictures
 from diffusion_jax.machine import sharding
-from diffusion_jax.settings import Data, Run
 
 
 class Numbered(Pictures):

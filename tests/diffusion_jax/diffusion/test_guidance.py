@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from diffusion_jax import settings
+from diffusion_jax.config import settings
 from diffusion_jax.diffusion import guidance, precond, samplers, spacings, thresholds
 from imagen_jax import settings as imagen_settings
 from sd_jax import settings as sd_settings

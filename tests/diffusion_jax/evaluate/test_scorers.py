@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import digits
 from diffusion_jax.evaluate import on_the_way, scorers
 from diffusion_jax.metrics import digits as judges
 from diffusion_jax.metrics import frechet
-from diffusion_jax.settings import Evaluation
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
 

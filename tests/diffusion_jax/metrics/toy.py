@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.metrics.extractors import Extractor
-from diffusion_jax.settings import Evaluation
 
 WIDTH = 6
 

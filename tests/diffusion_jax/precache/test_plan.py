@@ -6,10 +6,10 @@ import os
 import numpy as np
 import pytest
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.machine import tables
 from diffusion_jax.precache import index, plan, store
-from diffusion_jax.settings import Data
 
 IDENTITY = {"encoder": "x"}
 

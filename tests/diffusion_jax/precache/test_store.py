@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffusion_jax.config.settings import Text
 from diffusion_jax.precache import index, lookup, quantize, shards, store
-from diffusion_jax.settings import Text
 from diffusion_jax.text import embed, hashed
 from tests.diffusion_jax.text import tiny_weights
 from tests.diffusion_jax.text.tiny_weights import FIXTURES

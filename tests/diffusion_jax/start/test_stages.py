@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diffusion_jax.settings import Run
+from diffusion_jax.config.settings import Run
 from diffusion_jax.start import command, stages, written
 from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
 

@@ -12,10 +12,10 @@ import pytest
 
 from configs import base64_500m, sr256_600m
 from diffusion_jax import runs
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.precache import lookup
-from diffusion_jax.settings import Data
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import torch_files

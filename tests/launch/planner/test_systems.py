@@ -6,8 +6,8 @@ import jax
 import pytest
 
 from configs import base64_500m_online, sd2_512_base, sd2_mlperf, sd_quickstart_vae
+from diffusion_jax.config.settings import Text
 from diffusion_jax.machine import flops
-from diffusion_jax.settings import Text
 from diffusion_jax.train import memory
 from launch.planner import encoders, systems
 

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from diffusion_jax.config.ranges import check
 from diffusion_jax.diffusion import noise as noises
 from diffusion_jax.diffusion import precond, samplers
-from diffusion_jax.ranges import check
 from sd_jax.settings import Diffusion, Sampler
 from sd_jax.weights import schedulers
 

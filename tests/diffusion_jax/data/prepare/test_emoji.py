@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline, sources
 from diffusion_jax.data.prepare import emoji
-from diffusion_jax.settings import Data
 from diffusion_jax.text import hashed
 from tests.diffusion_jax.data.prepare.test_prepare import run
 

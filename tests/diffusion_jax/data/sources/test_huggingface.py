@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from diffusion_jax.config.settings import Data
 from diffusion_jax.data import prompts, sources
-from diffusion_jax.settings import Data
 
 NUM = 7
 

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import pytest
 from jax.typing import DTypeLike
 
-from diffusion_jax import settings
-from diffusion_jax.diffusion import named
+from diffusion_jax.config import named, ranges, settings
 from imagen_jax import settings as imagen_settings
 from launch import gke, job, slurm
 from sd_jax import settings as sd_settings
@@ -66,7 +65,7 @@ def test_a_field_that_a_config_omits_has_its_default():
         sizes: tuple[int, ...] = (1, 2)
 
     assert settings.read(Sampler, {"name": "ddim"}, "sampler") == Sampler("ddim")
-    completed = settings.complete(settings.defaults(Sampler), {"eta": 1, "name": "ddim"}, "sampler")
+    completed = settings.complete(ranges.defaults(Sampler), {"eta": 1, "name": "ddim"}, "sampler")
     assert completed == {"name": "ddim", "eta": 1.0, "sizes": (1, 2)}
     assert list(completed) == ["name", "eta", "sizes"]
     assert type(completed["eta"]) is float  # So that --config.sampler.eta=0.5 may change it.
@@ -78,7 +77,7 @@ def test_a_network_has_the_defaults_of_its_module():
         depth: int = 2
         dtype: DTypeLike = jnp.bfloat16
 
-    assert settings.complete(settings.defaults(Network), {"width": 8}, "unet") == {
+    assert settings.complete(ranges.defaults(Network), {"width": 8}, "unet") == {
         "width": 8, "depth": 2, "dtype": "bfloat16",
     }  # fmt: skip
     read = settings.read(Network, {"width": 8, "dtype": "float32"}, "unet")
@@ -88,23 +87,23 @@ def test_a_network_has_the_defaults_of_its_module():
 
 
 def test_a_name_out_of_a_list_is_checked():
-    settings.one_of("sampler.name", "heun", ["heun", "ddim"])
+    named.one_of("sampler.name", "heun", ["heun", "ddim"])
     with pytest.raises(ValueError, match=r"sampler\.name is 'huen': did you mean 'heun'\?"):
-        settings.one_of("sampler.name", "huen", ["heun", "ddim"])
+        named.one_of("sampler.name", "huen", ["heun", "ddim"])
     with pytest.raises(ValueError, match=r"sampler\.name is 'zzz': choose from heun, ddim"):
-        settings.one_of("sampler.name", "zzz", iter(["heun", "ddim"]))
+        named.one_of("sampler.name", "zzz", iter(["heun", "ddim"]))
 
 
 class Ranges(NamedTuple):
     """A field of each kind."""
 
-    lr: settings.Positive
+    lr: ranges.Positive
     seed: Annotated[int, "[0, 4294967295]"] = 0
-    decay: settings.Decay = 0.9
+    decay: ranges.Decay = 0.9
     mean: Annotated[float, "(-inf, inf)"] = 0.0
     clip: Annotated[float, "(0, inf]"] = 1.0
     aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
-    sizes: settings.Counts = (1, 2)
+    sizes: ranges.Counts = (1, 2)
     blocks: Annotated[int | Sequence[int], "(0, inf)"] = 1
     decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9,)
     crop: Annotated[str, settings.CROPS] = "center"
@@ -182,9 +181,9 @@ def test_the_passes_of_a_step_are_no_negative_number():
 
 def test_a_network_computes_in_a_dtype_that_it_can_learn_in():
     class Network(nn.Module):
-        dtype: Annotated[DTypeLike, settings.DTYPES] = jnp.float32
+        dtype: Annotated[DTypeLike, ranges.DTYPES] = jnp.float32
 
-    for dtype in settings.DTYPES:
+    for dtype in ranges.DTYPES:
         assert settings.read(Network, {"dtype": dtype}, "unet").dtype == jnp.dtype(dtype)
     for dtype, message in (("int8", "choose from float32, "), ("bf16", "did you mean 'bfloat16'")):
         with pytest.raises(ValueError, match=rf"unet\.dtype is '{dtype}': {message}"):
@@ -205,10 +204,10 @@ def kinds():
 def test_every_number_of_a_config_has_its_range(kind):
     """A field that has none yet is to get one where it is declared."""
     for field, hint in typing.get_type_hints(kind, include_extras=True).items():
-        if field not in settings.defaults(kind):
+        if field not in ranges.defaults(kind):
             continue
         numeric = re.search(r"\b(int|float)\b", str(hint)) and field != "mixture"
-        ranges = getattr(hint, "__metadata__", ())
-        assert ranges or not numeric, f"{kind.__name__}.{field} has no range"
-        for interval in (known for known in ranges if isinstance(known, str)):
+        field_ranges = getattr(hint, "__metadata__", ())
+        assert field_ranges or not numeric, f"{kind.__name__}.{field} has no range"
+        for interval in (part for part in field_ranges if isinstance(part, str)):
             assert re.fullmatch(r"[\[(]-?[\w.]+, [\w.]+[\])]", interval), f"{field}: {interval}"

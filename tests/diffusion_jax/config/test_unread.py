@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from configs import quickstart
-from diffusion_jax import unread
+from diffusion_jax.config import unread
 from diffusion_jax.diffusion import samplers
 from imagen_jax.settings import Sampler, read_settings
 

@@ -4,7 +4,7 @@ import types
 
 import pytest
 
-from diffusion_jax.diffusion import named
+from diffusion_jax.config import named
 
 
 def scaled(x, *, factor=2.0, shift=0.0):

@@ -7,11 +7,13 @@ stands in its annotation (see ranges), as an interval of numbers or as a table o
 
 import dataclasses
 import difflib
-import importlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
+
+from diffusion_jax.config import ranges
+from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, Scale, Share
 
 CROPS = ("center", "random")
 UNCAPTIONED = ("error", "drop", "empty")
@@ -21,14 +23,6 @@ EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold embeddings made before training, one text each."""
 MOMENTS = "moments"
 """The data source of what an autoencoder makes of images; the others give images."""
-DTYPES = ("float32", "bfloat16", "float16")
-Count = Annotated[int, "(0, inf)"]
-Counts = Annotated[Sequence[int], "(0, inf)"]
-Amount = Annotated[int, "[0, inf)"]
-Positive = Annotated[float, "(0, inf)"]
-Share = Annotated[float, "[0, 1]"]
-Decay = Annotated[float, "[0, 1)"]
-Scale = Annotated[float, "[0, 1000]"]
 
 
 class Run(NamedTuple):
@@ -208,21 +202,11 @@ def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
     """A config group as a NamedTuple or a network; ValueError as of `complete` and `check`."""
-    values = {k: plain(value) for k, value in complete(defaults(kind), group, name).items()}
-    importlib.import_module("diffusion_jax.ranges").check(kind, values, name)
+    values = {k: plain(value) for k, value in complete(ranges.defaults(kind), group, name).items()}
+    ranges.check(kind, values, name)
     if dataclasses.is_dataclass(kind):
         values["dtype"] = jnp.dtype(values["dtype"])
     return kind(**values)
-
-
-def defaults(kind: type) -> dict[str, Any]:
-    """The fields of a NamedTuple or a network with their defaults, MISSING for those without."""
-    if not dataclasses.is_dataclass(kind):
-        known: Mapping[str, Any] = kind._field_defaults
-        return {field: known.get(field, dataclasses.MISSING) for field in kind._fields}
-    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(kind)}
-    fields["dtype"] = jnp.dtype(fields["dtype"]).name
-    return {name: fields[name] for name in fields if name not in ("parent", "name")}
 
 
 def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -254,15 +238,6 @@ def check_prompts(run: Run, data: Data) -> None:
             "prompts is empty: give texts to draw on the way, such as "
             "--config.prompts=\"('a red dog',)\", or set sample_every=0"
         )
-
-
-def one_of(field: str, value: Any, known: Iterable[str]) -> None:
-    """ValueError unless `value` is known, with what was probably meant."""
-    known = list(known)
-    if value not in known:
-        close = difflib.get_close_matches(str(value), known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
-        raise ValueError(f"{field} is {value!r}: {hint}")
 
 
 def plain(value: Any) -> Any:

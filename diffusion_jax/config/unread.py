@@ -6,7 +6,7 @@ Settings that are watched note what is read of them, so that no table says who r
 from collections.abc import Callable, Collection
 from typing import Any
 
-from diffusion_jax import settings
+from diffusion_jax.config import ranges
 
 
 def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str, Any]]]:
@@ -23,7 +23,7 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
             f"{name}.{field}": getattr(group, field)
             for name, group in groups.items()
             if not read[name] & {"_replace", "_asdict", "__iter__"}
-            for field, default in settings.defaults(type(group)).items()
+            for field, default in ranges.defaults(type(group)).items()
             if field not in read[name] and getattr(group, field) != default
         }
 

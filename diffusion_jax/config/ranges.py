@@ -1,0 +1,149 @@
+"""Ranges of config fields: annotations that say which values a field may have, and their check.
+
+The annotation of a field holds its type and its range: `Annotated[float, "[0, 1)"]` is an interval,
+`Annotated[str, TABLE]` the keys of a table, and `Annotated[int, "(0, inf)", (-1,)]` an interval and
+other values. A function in this place (see named.checked) parses a field that names functions.
+"""
+
+import dataclasses
+import inspect
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+
+from diffusion_jax.config import named
+
+DTYPES = ("float32", "bfloat16", "float16")
+Count = Annotated[int, "(0, inf)"]
+Counts = Annotated[Sequence[int], "(0, inf)"]
+Amount = Annotated[int, "[0, inf)"]
+Positive = Annotated[float, "(0, inf)"]
+Share = Annotated[float, "[0, 1]"]
+Decay = Annotated[float, "[0, 1)"]
+Scale = Annotated[float, "[0, 1000]"]
+_WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
+
+
+def check(kind: type, values: Mapping[str, Any], name: str) -> None:
+    """Check the values of a config group against the annotations of a NamedTuple or network.
+
+    A field's default is always valid. A tuple must not be empty unless () is one of its values.
+
+    Args:
+        kind: The NamedTuple or network whose fields are checked.
+        values: The group's values by field name.
+        name: The group's name for messages; "" for fields outside groups.
+
+    Raises:
+        ValueError: For the first value that is out of range.
+    """
+    dot, default = f"{name}." if name else "", defaults(kind)
+    for field, hint in typing.get_type_hints(kind, include_extras=True).items():
+        if field in values and values[field] != default.get(field):
+            check_value(f"{dot}{field}", values[field], hint)
+
+
+def check_value(field: str, value: Any, hint: Any) -> None:
+    """Check one value against the annotation of its field. Raises ValueError."""
+    kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
+    kind = kind if ranges else hint
+    if ranges and callable(ranges[0]):
+        calls = ranges[0](field, value)
+        for call in calls if isinstance(calls, list) else [calls]:
+            parameters = inspect.signature(call.func).parameters
+            for name, argument in call.keywords.items():
+                check_value(f"{field}: {name}", argument, parameters[name].annotation)
+        return
+    tables = [table for table in ranges if not isinstance(table, str)]
+    if any(value in table for table in tables):
+        return
+    if len(tables) == len(ranges) > 0:
+        named.one_of(field, value, tables[0])
+    if words := _misfit(value, kind):
+        raise ValueError(f"{field} is {value!r}: it must be {words}")
+    for interval in (part for part in ranges if isinstance(part, str)):
+        if value == ():
+            raise ValueError(f"{field} is empty: give one number or more")
+        for number in value if isinstance(value, tuple) else (value,):
+            if not _inside(number, interval):
+                others = "".join(f", or {x}" for table in tables for x in table if x != ())
+                words = _in_words(interval, number)
+                raise ValueError(f"{field} is {value}: it must be {words}{others}")
+
+
+def allows(hint: Any, value: Any) -> bool:
+    """Return whether a field with this annotation may have the value."""
+    try:
+        check_value("", value, hint)
+    except ValueError:
+        return False
+    return True
+
+
+def words(hint: Any) -> str:
+    """Describe the values that an annotation allows, such as "a number in [0, 1]", for --help."""
+    if names := options(hint):
+        return f"one of {', '.join(names)}"
+    ranges = getattr(hint, "__metadata__", ())
+    parts = [_WORDS[getattr(hint, "__origin__", hint) if ranges else hint]]
+    parts += [f"in {part}" if isinstance(part, str) else f"or {part[0]}" for part in ranges]
+    return " ".join(parts)
+
+
+def options(hint: Any) -> list[str]:
+    """Return the names that an annotation allows; [] if it has no table of names."""
+    table = getattr(hint, "__metadata__", ("",))[0]
+    if not callable(table):
+        return [] if isinstance(table, str) else list(map(str, table))
+    try:
+        table("", "_")  # The message for an unknown name lists the names.
+    except ValueError as error:
+        return str(error).partition(": choose from ")[2].split(", ")
+    return []
+
+
+def defaults(kind: type) -> dict[str, Any]:
+    """Return the fields of a NamedTuple or network with their defaults, else MISSING."""
+    if not dataclasses.is_dataclass(kind):
+        default: Mapping[str, Any] = kind._field_defaults
+        return {field: default.get(field, dataclasses.MISSING) for field in kind._fields}
+    fields: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(kind)}
+    fields["dtype"] = jnp.dtype(fields["dtype"]).name
+    return {name: fields[name] for name in fields if name not in ("parent", "name")}
+
+
+def _misfit(value: Any, kind: Any) -> str:
+    """Name the type that `value` should have; "" if it fits, or if `kind` is not checked."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (tuple, Sequence):
+        inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any
+        fits = isinstance(value, tuple) and not any(_misfit(part, inner) for part in value)
+        return "" if fits else f"a tuple, each {_misfit(None, inner) or 'a tuple'}"
+    if origin is not None:
+        each = [_misfit(value, part) for part in parts if _misfit(None, part)]
+        return " or ".join(each) if all(each) else ""
+    if kind not in _WORDS:
+        return ""
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    fits = fits and isinstance(value, bool) == (kind is bool)
+    return "" if fits else _WORDS[kind]
+
+
+def _inside(number: int | float, interval: str) -> bool:
+    low, high = map(float, interval[1:-1].split(", "))
+    above = low <= number if interval[0] == "[" else low < number
+    return above and (number <= high if interval[-1] == "]" else number < high)
+
+
+def _in_words(interval: str, number: int | float) -> str:
+    """Describe an interval that does not hold `number`."""
+    (low, high), opened = interval[1:-1].split(", "), interval[0] == "("
+    if low == "-inf":
+        return "finite"
+    if high == "inf":
+        finite = " and finite" if math.isinf(number) else ""
+        return (f"above {low}" if opened else f"{low} or more") + finite
+    return f"{'above' if opened else 'from'} {low} to {'below ' * (interval[-1] == ')')}{high}"
