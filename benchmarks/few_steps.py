@@ -16,9 +16,9 @@ from absl import app, flags
 from benchmarks import measure
 from diffusion_jax import cli
 from diffusion_jax.config import named
-from diffusion_jax.data import digits
 from diffusion_jax.diffusion.samplers import SAMPLERS
-from diffusion_jax.metrics import digits as judges
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
 from imagen_jax import cascade
 
 _RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)

@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import numpy as np
 from PIL import Image
 
-from diffusion_jax.data import digits
-from diffusion_jax.data.digits import Prompt
-from diffusion_jax.metrics import digits as judges
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits.pictures import Prompt
 
 INK, COLOUR = "pink", (250, 110, 190)
 SIZE = 16

@@ -10,7 +10,7 @@ network, with what training and evaluation wrote into the workdirs by now.
 from absl import flags, logging
 
 from diffusion_jax import cli
-from diffusion_jax.evaluate import curve
+from diffusion_jax.evaluate.mlperf import rcp
 from diffusion_jax.machine import files
 from diffusion_jax.web import frozen
 
@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if len(argv) < 2:
             raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
-        bands = [curve.read_rcp()] if flags.FLAGS.rcp else []
+        bands = [rcp.read_band()] if flags.FLAGS.rcp else []
         out = files.path(flags.FLAGS.out or files.path(argv[1]) / frozen.PAGE)
         files.write_whole(out, frozen.page(argv[1:], bands))
     logging.info("wrote %s", out)

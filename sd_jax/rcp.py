@@ -17,24 +17,17 @@ system's description (what logs and manifests say of it, and the fields of --sys
 prints convergence by batch size and the mean curves alone, in Markdown, of runs of any batch sizes.
 """
 
-import math
 import pathlib
 import sys
 from collections.abc import Sequence
 
-import numpy as np
 from absl import flags
 
 from diffusion_jax import cli
-from diffusion_jax.evaluate import figures
-from diffusion_jax.evaluate.figures import Band, Line, Plot
-from diffusion_jax.machine import files
 from diffusion_jax.weights import pretrained
-from sd_jax.mlperf import convergence, mllog, package, rules, tables
-from sd_jax.mlperf.convergence import Result, Verdict
+from sd_jax.mlperf import comparison, convergence, mllog, package, rules, tables
 
 _FAILED_EXIT = 1
-_LABELS = {"FID": "FID", "CLIP": "CLIP score"}
 
 
 def main(argv: list[str]) -> None:
@@ -47,11 +40,12 @@ def main(argv: list[str]) -> None:
         runs = [convergence.read(path) for path in paths]
         if flags.FLAGS.tables:
             return print(tables.markdown(runs))
-        verdict = convergence.judge(check_alike(runs), [run.samples_to_target for run in runs])
-    print(describe(runs, verdict))
+        samples = [run.samples_to_target for run in runs]
+        verdict = convergence.judge(comparison.check_alike(runs), samples)
+    print(comparison.describe(runs, verdict))
     with cli.bad_input():
         if out := flags.FLAGS.out:
-            write(pathlib.Path(out), runs)
+            comparison.write(pathlib.Path(out), runs)
         if out := flags.FLAGS.package:
             pack(pathlib.Path(out), paths, flags.FLAGS.system)
     sys.exit(0 if verdict.passed else _FAILED_EXIT)
@@ -70,101 +64,6 @@ def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None
     if empty:
         print(f"{folder}/systems: fill in {', '.join(empty)}, or give them with --system")
     print(f"{folder}: python -m mlperf_logging.package_checker {folder} training {rules.VERSION}")
-
-
-def check_alike(runs: Sequence[Result]) -> int:
-    """The batch size of all runs; ValueError if they differ."""
-    sizes = {run.batch_size: run.name for run in runs}
-    if len(sizes) > 1:
-        (a, first), (b, second) = list(sizes.items())[:2]
-        raise ValueError(
-            f"{first} is of batch size {a} and {second} of {b}: compare runs of one batch size"
-        )
-    return runs[0].batch_size
-
-
-def describe(runs: Sequence[Result], verdict: Verdict) -> str:
-    """The report, for people."""
-    return "\n".join([*_runs(runs), "", *_verdict(runs, verdict), "", *_curves(runs)])
-
-
-def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
-    """fid.png and clip.png into a folder, made if need be."""
-    out.mkdir(parents=True, exist_ok=True)
-    for metric, label in _LABELS.items():
-        lines, bands = plotted(runs, metric)
-        figure = figures.save(Plot(lines, "million images", label, bands), "png")
-        files.write_whole(out / f"{metric.lower()}.png", figure)
-
-
-def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """The runs in one colour, the target, and the range of the reference's runs."""
-    size, curve = convergence.nearest_curve(runs[0].batch_size)
-    scores = curve.fid if metric == "FID" else curve.clip
-    images = (curve.images / 1e6).tolist()
-    band = Band(f"MLPerf reference, batch {size}", images, scores.min(0), scores.max(0))
-    x, y = [], []
-    for run in runs:
-        x += [*(n / 1e6 for n in run.evaluations), math.nan]  # Which parts one from the next.
-        y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
-    target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
-    name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
-    return [Line(name, x, y), Line(f"target {target:g}", ends, [target, target])], [band]
-
-
-def _runs(runs: Sequence[Result]) -> list[str]:
-    width = max(len("run"), *(len(run.name) for run in runs))
-    lines = [f"{'run':{width}}  batch  status   evaluations  samples to target      FID    CLIP"]
-    for run in runs:
-        reached = run.samples_to_target
-        shown = run.evaluations.get(reached or max(run.evaluations, default=0), {})
-        fid, clip = (shown.get(metric, float("nan")) for metric in _LABELS)
-        lines.append(
-            f"{run.name:{width}}  {run.batch_size:5}  {run.status:8} {len(run.evaluations):11}  "
-            f"{f'{reached:,}' if reached else '-':>17}  {fid:7.2f}  {clip:.4f}"
-        )
-    return lines
-
-
-def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
-    lines = [f"{len(runs)} runs, mean without the fastest and the slowest {verdict.mean:,.0f}"]
-    if reference := verdict.reference:
-        mean, lowest, origin = reference
-        lines.append(f"reference {origin}: mean {mean:,.0f}, and not below {lowest:,.0f}")
-    lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
-    if verdict.passed and verdict.scale > 1:
-        lines.append(f"scores are multiplied by {verdict.scale:.4f}: faster than the mean")
-    if len(runs) < rules.RUNS:
-        lines.append(f"a submission has {rules.RUNS} runs: this is a forecast")
-    return lines
-
-
-def _curves(runs: Sequence[Result]) -> list[str]:
-    """FID and CLIP at each of the reference's evaluations that a run has too."""
-    size, curve = convergence.nearest_curve(runs[0].batch_size)
-    lines = [f"beside the reference of batch size {size}, its mean (and lowest to highest run):"]
-    lines.append("    images       FID             reference     CLIP                    reference")
-    for column, images in enumerate(curve.images.tolist()):
-        fid, clip = (_near(runs, metric, images) for metric in _LABELS)
-        if fid and clip:
-            fids, clips = curve.fid[:, column], curve.clip[:, column]
-            lines.append(
-                f"{images:10,} {np.mean(fid):9.2f}  {fids.mean():7.1f} ({fids.min():5.1f} to "
-                f"{fids.max():5.1f})  {np.mean(clip):7.4f}  {clips.mean():.4f} ({clips.min():.4f} "
-                f"to {clips.max():.4f})"
-            )
-    return lines
-
-
-def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
-    """The runs' scores at the evaluation nearest to so many images, where one is within a tenth.
-
-    Runs evaluate at multiples of their batch size, so rarely at exactly so many images.
-    """
-    nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
-    pairs = zip(runs, nearest, strict=True)
-    scores = [run.evaluations[n] for run, n in pairs if abs(n - images) < images / 10]
-    return [at[metric] for at in scores if metric in at]
 
 
 if __name__ == "__main__":

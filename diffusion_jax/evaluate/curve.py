@@ -1,17 +1,12 @@
-"""The curve of a sweep, and MLPerf's reference runs, which stand behind one as a band."""
+"""The curve of a sweep: which of its scores a figure shows, over which axis."""
 
-import csv
 import itertools
-import pathlib
 from collections.abc import Sequence
 
 from diffusion_jax.evaluate import sweep
-from diffusion_jax.evaluate.figures import Band, Line, Plot
+from diffusion_jax.evaluate.figures import Line, Plot
 from diffusion_jax.evaluate.sweep import Row, SweepResult
 from diffusion_jax.metrics import table
-
-RCP = pathlib.Path(__file__).parent / "mlperf_rcp.csv"
-"""Evaluations of the reference runs of MLPerf's text-to-image benchmark, by MLCommons."""
 
 
 def figure(one: SweepResult) -> Plot:
@@ -35,20 +30,6 @@ def figure(one: SweepResult) -> Plot:
             title = ", ".join(filter(None, parts)) or one.folder.name
             lines.append(_line(title, rows, across, up))
     return Plot(lines, x, y)
-
-
-def read_rcp(path: str | pathlib.Path = RCP) -> Band:
-    """Lowest and highest FID of MLPerf's reference runs, by CLIP score rounded to 0.01.
-
-    439 evaluations of runs of batch 512, 1024 and 2048 (30,000 images of 512 pixels each).
-    """
-    with open(path) as file:
-        points = [(float(row["clip"]), float(row["fid"])) for row in csv.DictReader(file)]
-    bins: dict[float, list[float]] = {}
-    for clip, fid in points:
-        bins.setdefault(round(clip * 100) / 100, []).append(fid)
-    x = sorted(bins)
-    return Band("MLPerf reference runs", x, [min(bins[b]) for b in x], [max(bins[b]) for b in x])
 
 
 def _lines(one: SweepResult) -> dict[str, list[dict[str, str]]]:

@@ -9,8 +9,9 @@ from absl import logging
 from jaxtyping import Float, UInt8
 
 from diffusion_jax.config.settings import Evaluation
-from diffusion_jax.data import digits
 from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import (
     cards,
@@ -21,12 +22,11 @@ from diffusion_jax.metrics import (
     frechet,
     stats_files,
     table,
-    train_judge,
 )
-from diffusion_jax.metrics import digits as judges
-from diffusion_jax.metrics import judge as own_judge
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.features import gaussian
+from diffusion_jax.metrics.judges import judge as own_judge
+from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 

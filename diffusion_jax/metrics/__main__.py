@@ -58,14 +58,14 @@ from diffusion_jax.metrics import (
     frechet,
     images,
     inception,
-    judge,
     preprocess,
     reference,
     stats_files,
     table,
-    train_judge,
     weights,
 )
+from diffusion_jax.metrics.judges import judge
+from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.table import METRICS
 
 _IMAGES = flags.DEFINE_string("images", None, "stats: a folder, or tars.")

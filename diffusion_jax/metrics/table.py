@@ -7,7 +7,7 @@ scores up here; tables, figures and pages take their names and order from it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from diffusion_jax.metrics import bootstrap, clip_score, digits, frechet, judge, mmd, neighbours
+from diffusion_jax.metrics import accuracy, bootstrap, clip_score, frechet, mmd, neighbours
 from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.cards import Card
 from diffusion_jax.metrics.stats_files import Stats
@@ -50,6 +50,7 @@ def _features(stats: Stats) -> Any:
 
 _ALL_RIGHT, _NEIGHBOURS = "share all right (digit, ink, paper)", "precision and recall"
 _DENSITY = "density and coverage"
+_PARTS = ("digit", "ink", "paper")  # The columns of the features "right".
 METRICS: dict[str, Metric] = {
     "fid": Metric(
         "FID", "inception", frechet.score, _moments, True, least=2, public_weights=True
@@ -62,10 +63,10 @@ METRICS: dict[str, Metric] = {
     "cmmd": Metric("CMMD", "clip_image", mmd.score_cmmd, _features, True),
     "clip_score": Metric("CLIP score", "clip", clip_score.score),
     "seen_prompt_accuracy": Metric(
-        "all right, prompts seen", "right", digits.all_right, axis=_ALL_RIGHT, group="seen"
+        "all right, prompts seen", "right", accuracy.all_right, axis=_ALL_RIGHT, group="seen"
     ),
     "heldout_prompt_accuracy": Metric(
-        "all right, prompts never shown", "right", digits.all_right, axis=_ALL_RIGHT,
+        "all right, prompts never shown", "right", accuracy.all_right, axis=_ALL_RIGHT,
         group="heldout",
     ),
     "precision": Metric(
@@ -85,16 +86,16 @@ METRICS: dict[str, Metric] = {
         public_weights=True, by_name=True,
     ),
     "fd_judge": Metric("Fréchet distance (judge)", "judge", frechet.score, _moments, True, least=2),
-    "r1_judge": Metric("own caption the nearest (judge)", "nearest", judge.share_right),
+    "r1_judge": Metric("own caption the nearest (judge)", "nearest", accuracy.all_right),
     "fd_dinov2": Metric("FD-DINOv2", "dinov2", frechet.score, _moments, True, least=2),
     "fid_infinity": Metric(
         "FID at infinitely many images", "inception", frechet.score_at_infinity, _moments, True,
         least=20, public_weights=True, by_name=True,
     ),
 } | {
-    f"{group}_{part}_accuracy": Metric("", "right", digits.part_right(i), group=group)
+    f"{group}_{part}_accuracy": Metric("", "right", accuracy.part_right(i), group=group)
     for group in ("seen", "heldout")
-    for i, part in enumerate(digits.PARTS)
+    for i, part in enumerate(_PARTS)
 }  # fmt: skip
 
 

@@ -11,9 +11,10 @@ from absl import logging
 from diffusion_jax import engines
 from diffusion_jax.config import settings
 from diffusion_jax.config.settings import Data, Evaluation, Text
-from diffusion_jax.data import digits, sources
 from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.data import sources
 from diffusion_jax.engines import ALONE, Engine
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import files
 from diffusion_jax.precache import cost, encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry

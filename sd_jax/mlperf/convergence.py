@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from diffusion_jax.evaluate import curve
+from diffusion_jax.evaluate.mlperf import rcp
 from sd_jax.mlperf import mllog, rules
 
 
@@ -138,7 +138,7 @@ def reference_at(batch_size: int) -> Reference | None:
 
 def read_curves() -> dict[int, Curve]:
     """The reference's FID and CLIP at every evaluation, by batch size (1.25e-7 a sample)."""
-    with curve.RCP.open() as file:
+    with rcp.PATH.open() as file:
         columns = ("global_batch_size", "run", "images", "fid", "clip")
         rows = np.array([[float(row[c]) for c in columns] for row in csv.DictReader(file)])
     rows = rows[np.lexsort(rows.T[2::-1])]  # By batch size, run and images.

@@ -20,7 +20,8 @@ import orbax.checkpoint as ocp
 import safetensors.numpy
 
 from diffusion_jax import runs
-from diffusion_jax.data import digits, tars
+from diffusion_jax.data import tars
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import log
 from diffusion_jax.precache import store
 from diffusion_jax.weights import restore

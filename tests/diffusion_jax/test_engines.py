@@ -12,8 +12,9 @@ import pytest
 from configs import quickstart
 from diffusion_jax import engines
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits, sources
+from diffusion_jax.data import sources
 from diffusion_jax.data.prepare import reshard, validate
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.precache import fill as precache
 
 TWO = "--direct_num_workers=2 --direct_running_mode=multi_processing"

@@ -9,7 +9,8 @@ import pytest
 from configs import quickstart
 from diffusion_jax import heldout
 from diffusion_jax.config.settings import Data, Heldout, Optimizer, Run
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.train import loop
 from tests.diffusion_jax import toy

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Text
-from diffusion_jax.data import digits, tars
+from diffusion_jax.data import tars
 from diffusion_jax.data.prepare import fetch, index, merge, reshard, validate
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import files, remote
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed

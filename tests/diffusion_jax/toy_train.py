@@ -9,7 +9,8 @@ from absl import flags
 
 from diffusion_jax import cli
 from diffusion_jax.config.settings import Optimizer, Run
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import distributed, exits, files, sharding
 from diffusion_jax.train import checkpoint, command, loop
 from tests.diffusion_jax import toy

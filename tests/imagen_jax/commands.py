@@ -82,7 +82,8 @@ def record_samples(folder: pathlib.Path) -> None:
 
     A line [samples taken, [indices of the last ones]] a batch, in a file of this process's number.
     """
-    from diffusion_jax.data import digits, pipeline
+    from diffusion_jax.data import pipeline
+    from diffusion_jax.examples.digits import pictures as digits
 
     read, take, of = digits.Digits.read, pipeline.Batches.__next__, {}
     path = folder / f"{len(list(folder.glob('*.jsonl')))}.jsonl"

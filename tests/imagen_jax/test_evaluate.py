@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.data import digits
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import events, sheets
-from diffusion_jax.metrics import digits as judges
 from imagen_jax.cascade import load_model
 from tests.diffusion_jax.event_files import points
 from tests.imagen_jax import commands

@@ -16,9 +16,9 @@ from PIL import Image
 
 from configs import base64_500m
 from diffusion_jax import runs
-from diffusion_jax.data import digits
 from diffusion_jax.data import tars as tar_files
 from diffusion_jax.evaluate import scorers
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.text import embed, t5
 from imagen_jax import cascade, evaluate, train

@@ -10,8 +10,9 @@ import pytest
 
 from configs import quickstart
 from diffusion_jax.config.settings import Data, Text
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.data import digits
 from diffusion_jax.data.sources import SOURCES
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import events, log, sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import precomputed

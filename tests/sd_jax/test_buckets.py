@@ -9,7 +9,7 @@ import time
 import pytest
 
 from diffusion_jax import runs
-from diffusion_jax.data import digits
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import files
 from diffusion_jax.weights import restore
 from tests import emulators, test_buckets

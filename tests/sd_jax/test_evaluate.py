@@ -15,8 +15,8 @@ from diffusion_jax import runs
 from diffusion_jax.draw import program
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
+from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.machine import sheets
-from diffusion_jax.metrics import digits as judges
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state

@@ -9,10 +9,11 @@ import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits, tars
+from diffusion_jax.data import tars
 from diffusion_jax.data.sources import moments, open_pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.engines import Share
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work

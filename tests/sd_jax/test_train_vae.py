@@ -10,7 +10,7 @@ import pytest
 
 from configs import sd_quickstart_vae
 from diffusion_jax import runs
-from diffusion_jax.data import digits
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
 from diffusion_jax.weights import restore

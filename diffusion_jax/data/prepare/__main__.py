@@ -18,8 +18,9 @@ from absl import flags
 from diffusion_jax import cli, engines
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import sources
-from diffusion_jax.data.prepare import download, emoji, fetch, index, merge, reshard, validate
+from diffusion_jax.data.prepare import download, fetch, index, merge, reshard, validate
 from diffusion_jax.data.records import Records
+from diffusion_jax.examples.emoji import prepare as emoji
 from diffusion_jax.machine import files, sheets
 
 _DAMAGED_EXIT = 1

@@ -17,7 +17,7 @@ from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
 from diffusion_jax.data.records import Records
 
 SOURCES = {
-    "digits": "diffusion_jax.data.digits:open_source",
+    "digits": "diffusion_jax.examples.digits.pictures:open_source",
     "folder": "diffusion_jax.data.sources.folder:open_source",
     "webdataset": "diffusion_jax.data.sources.webdataset:open_source",
     "arrayrecord": "diffusion_jax.data.sources.arrayrecord:open_source",

@@ -10,8 +10,9 @@ import pyarrow.parquet
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits, sources, tars
+from diffusion_jax.data import sources, tars
 from diffusion_jax.data.guess import guess
+from diffusion_jax.examples.digits import pictures as digits
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sheets
 
 

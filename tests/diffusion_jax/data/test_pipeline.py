@@ -12,9 +12,10 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
 from diffusion_jax.data.pictures import Mixture, Pictures
 from diffusion_jax.data.sources import open_pictures
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sheets
 from diffusion_jax.text import hashed
 
@@ -203,7 +204,8 @@ def test_close_ends_the_threads_and_may_be_called_twice():
 
 def test_a_process_that_fails_without_closing_ends_at_once():
     program = (
-        "from diffusion_jax.data import digits, pipeline\n"
+        "from diffusion_jax.data import pipeline\n"
+        "from diffusion_jax.examples.digits import pictures as digits\n"
         "batches = pipeline.make_batches(digits.Digits(16), lambda texts: {}, batch_size=8, seed=0,"
         " num_threads=4)\n"
         "next(batches)\n"

@@ -10,10 +10,11 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
 from diffusion_jax.data.sources import open_pictures
 from diffusion_jax.data.split import split
 from diffusion_jax.diffusion import objective
+from diffusion_jax.examples.digits import pictures as digits
 
 TOKENIZE = lambda texts: {"text": np.array(texts)}
 

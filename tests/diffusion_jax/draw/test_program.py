@@ -4,8 +4,8 @@ import jax
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits
 from diffusion_jax.draw import program
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from tests.diffusion_jax import toy
 

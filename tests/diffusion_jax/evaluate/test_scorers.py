@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Evaluation
-from diffusion_jax.data import digits
 from diffusion_jax.evaluate import on_the_way, scorers
-from diffusion_jax.metrics import digits as judges
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.metrics import frechet
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights

@@ -14,7 +14,7 @@ import pytest
 from configs import quickstart
 from diffusion_jax import engines
 from diffusion_jax.config.settings import Text
-from diffusion_jax.data import digits
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.precache import fill, lookup, store
 from diffusion_jax.text import embed
 from tests.diffusion_jax.text import tiny_weights

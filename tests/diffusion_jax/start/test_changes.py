@@ -6,9 +6,9 @@ import shutil
 import pytest
 
 from diffusion_jax.config.settings import Data
-from diffusion_jax.data import digits
 from diffusion_jax.data.prepare.validate import validate
 from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.start import changes, written
 from diffusion_jax.start.stages import Stage
 

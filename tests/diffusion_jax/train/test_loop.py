@@ -14,8 +14,9 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.config.settings import Optimizer, Run
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
 from diffusion_jax.draw import program
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import checksums, log, sharding, sheets
 from diffusion_jax.train import checkpoint, loop, out_of_memory, trace
 from diffusion_jax.weights import restore

@@ -11,7 +11,8 @@ import pytest
 from flax import linen as nn
 from PIL import Image
 
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import loss_by_noise_level
 from diffusion_jax.train import loop, not_finite

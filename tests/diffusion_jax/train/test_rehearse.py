@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from diffusion_jax.data import digits, pipeline
+from diffusion_jax.data import pipeline
+from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import sharding
 from diffusion_jax.train import loop
 from diffusion_jax.train.rehearse import rehearse

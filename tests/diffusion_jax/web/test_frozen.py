@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from diffusion_jax.evaluate import curve, sweep
+from diffusion_jax.evaluate import sweep
+from diffusion_jax.evaluate.mlperf import rcp
 from diffusion_jax.machine import log, sheets
 from diffusion_jax.web import frozen, results
 from tests import pages, written_sweeps
@@ -100,7 +101,7 @@ def test_a_browser_shows_the_training(run, show):
 
 def test_lines_are_called_by_what_tells_them_apart_before_the_reference_band(tmp_path, show):
     run = written_sweeps.write_run(tmp_path / "run", (2, 7))
-    page = show(frozen.page([run], [curve.read_rcp()]))
+    page = show(frozen.page([run], [rcp.read_band()]))
     legends = [
         figure.locator(".legend li").all_inner_texts()
         for figure in page.locator(".figures figure").all()

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.data.sources.arrayrecord import ArrayRecords
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.examples.digits import pictures as digits
 
 READERS = {"webdataset": WebDataset, "arrayrecord": ArrayRecords}
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits
 from diffusion_jax.data.records import suffix_of
 from diffusion_jax.data.sources.folder import Folder
+from diffusion_jax.examples.digits import pictures as digits
 
 
 @pytest.fixture

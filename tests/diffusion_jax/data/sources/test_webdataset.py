@@ -14,10 +14,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits, listing, storage, tars
+from diffusion_jax.data import listing, storage, tars
 from diffusion_jax.data.sources import webdataset
 from diffusion_jax.data.sources.webdataset import WebDataset
 from diffusion_jax.data.transforms import Unusable
+from diffusion_jax.examples.digits import pictures as digits
 
 
 @pytest.fixture(autouse=True)

@@ -11,8 +11,9 @@ from diffusion_jax.data import sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.metrics import __main__ as command
-from diffusion_jax.metrics import judge, train_judge
-from diffusion_jax.metrics.judge import Pair
+from diffusion_jax.metrics.judges import judge
+from diffusion_jax.metrics.judges import train as train_judge
+from diffusion_jax.metrics.judges.judge import Pair
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 220), "white": (255,) * 3}
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits
 from diffusion_jax.data.sources.folder import Folder
 from diffusion_jax.data.sources.webdataset import WebDataset
+from diffusion_jax.examples.digits import pictures as digits
 
 
 def test_every_17th_of_290_prompts_is_held_out():

@@ -9,7 +9,7 @@ from PIL import Image
 
 from diffusion_jax.config.settings import Data
 from diffusion_jax.data import pipeline, sources
-from diffusion_jax.data.prepare import emoji
+from diffusion_jax.examples.emoji import prepare as emoji
 from diffusion_jax.text import hashed
 from tests.diffusion_jax.data.prepare.test_prepare import run
 

@@ -23,8 +23,9 @@ from diffusion_jax.data import pipeline, sources
 from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.split import Subset
 from diffusion_jax.machine.progress import Meter
-from diffusion_jax.metrics import frechet, judge, preprocess, table
-from diffusion_jax.metrics.judge import Judge, Pair
+from diffusion_jax.metrics import accuracy, frechet, preprocess, table
+from diffusion_jax.metrics.judges import judge
+from diffusion_jax.metrics.judges.judge import Judge, Pair
 from diffusion_jax.text import hashed
 
 HELD_OUT = 0.1
@@ -165,7 +166,7 @@ def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
     """The columns of fd_judge and r1_judge of pictures with their captions."""
     vectors, right = read(*pair)
-    both = {"fd_judge": frechet.score(vectors, real), "r1_judge": judge.share_right(right)}
+    both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
 
 

@@ -45,7 +45,7 @@ TONED = ("hands", "people")
 HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
-_SUBJECTS = pathlib.Path(__file__).with_suffix(".txt")
+_SUBJECTS = pathlib.Path(__file__).with_name("subjects.txt")
 _RECORDS = 2_000  # A tar.
 _DRAWN = 4  # A picture is enlarged so much before it is brought to its size.
 

@@ -5,17 +5,13 @@ rest. No network and no download, and on real pictures it errs about once in a h
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
-from diffusion_jax.data import digits
-from diffusion_jax.metrics import bootstrap
-from diffusion_jax.metrics.bootstrap import Score
-
-PARTS = ("digit", "ink", "paper")
+from diffusion_jax.examples.digits import pictures as digits
 
 
 class Judge:
@@ -59,16 +55,6 @@ def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.n
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)
     return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
-
-
-def all_right(right: Float[np.ndarray, "N 3"]) -> Score:
-    """The share of pictures of which digit, ink and paper are all right."""
-    return bootstrap.mean(right.min(axis=1))._replace(decimals=4)
-
-
-def part_right(part: int) -> Callable[[Float[np.ndarray, "N 3"]], Score]:
-    """A metric: the share of pictures of which one of PARTS is right."""
-    return lambda right: Score(float(right[:, part].mean()), decimals=4)
 
 
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from sd_jax import rcp
-from sd_jax.mlperf import convergence, rules
+from sd_jax.mlperf import comparison, convergence, rules, tables
 from tests.sd_jax import mllog_files
 
 PASSING = {512_000: (240.0, 0.06), 2_560_000: (89.0, 0.16), 3_072_000: (80.0, 0.17)}
@@ -52,16 +51,16 @@ def test_the_report_and_its_files(tmp_path):
     for i in range(3):
         mllog_files.write(folder / f"result_{i}.txt", 512, PASSING)
     runs = [convergence.read(path) for path in convergence.find([folder])]
-    verdict = convergence.judge(rcp.check_alike(runs), [r.samples_to_target for r in runs])
-    text = rcp.describe(runs, verdict)
+    verdict = convergence.judge(comparison.check_alike(runs), [r.samples_to_target for r in runs])
+    text = comparison.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
     assert "interpolated between batch sizes 256 and 2048: mean 2,034,701, and not below" in text
     assert "a submission has 10 runs: this is a forecast" in text
     rows = [line for line in text.splitlines() if " (" in line and " to " in line][-3:]
     assert [row.split()[0] for row in rows] == ["512,000", "2,560,000", "3,072,000"]
     assert rows[1].startswith(" 2,560,000     89.00     83.7 (")
-    rcp.write(tmp_path / "out", runs)
-    (all_runs, target), (band,) = rcp.plotted(runs, "FID")
+    comparison.write(tmp_path / "out", runs)
+    (all_runs, target), (band,) = comparison.plotted(runs, "FID")
     np.testing.assert_array_equal(all_runs.y, 3 * [240.0, 89.0, 80.0, np.nan])
     np.testing.assert_array_equal(all_runs.x, 3 * [0.512, 2.56, 3.072, np.nan])
     assert target.y == [90.0, 90.0]
@@ -80,8 +79,8 @@ def test_a_run_that_did_not_converge_fails(tmp_path):
     ]
     verdict = convergence.judge(300, [None])
     assert not verdict.passed
-    assert "1 of 1 runs did not converge" in rcp.describe(runs, verdict)
-    rcp.write(tmp_path / "out", runs)
+    assert "1 of 1 runs did not converge" in comparison.describe(runs, verdict)
+    comparison.write(tmp_path / "out", runs)
 
 
 def test_what_cannot_be_compared_is_said(tmp_path):
@@ -89,7 +88,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
         convergence.find([tmp_path])
     a, b = (convergence.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
     with pytest.raises(ValueError, match=r"batch size 512 and .* of 1024: compare runs of one"):
-        rcp.check_alike([a, b])
+        comparison.check_alike([a, b])
     (tmp_path / "log").write_text("step 1\n")
     with pytest.raises(ValueError, match="logs no global_batch_size"):
         convergence.read(tmp_path / "log")
@@ -105,9 +104,7 @@ def test_the_tables_of_the_references_439_evaluations(tmp_path):
         for number, (fids, clips) in enumerate(zip(curve.fid, curve.clip, strict=True)):
             scores = dict(zip(curve.images.tolist(), zip(fids, clips, strict=True), strict=True))
             runs.append(mllog_files.write(tmp_path / f"{size}-{number}", size, scores))
-    first, _, curves = rcp.tables.markdown([convergence.read(run) for run in runs]).partition(
-        "\n\n"
-    )
+    first, _, curves = tables.markdown([convergence.read(run) for run in runs]).partition("\n\n")
     assert first.splitlines()[2:] == [
         "| 512 | 14 | 14 | 2,596,571 | 136,838 | 2,560,000 | 3,072,000 | 5,071 | "
         "13 x 2,560,000, 1 x 3,072,000 |",
@@ -124,5 +121,5 @@ def test_the_tables_of_the_references_439_evaluations(tmp_path):
 def test_of_runs_that_did_not_converge_the_table_says_so(tmp_path):
     lost = convergence.read(mllog_files.write(tmp_path / "a", 8, {1: (99.0, 0.1)}, "aborted"))
     won = convergence.read(mllog_files.write(tmp_path / "b", 8, {16: (80.0, 0.2)}))
-    assert "| 8 | 1 | 0 | - | - |" in rcp.tables.markdown([lost])
-    assert "| 8 | 2 | 1 | 16 | - | 16 | 16 | 2 | 1 x 16 |" in rcp.tables.markdown([lost, won])
+    assert "| 8 | 1 | 0 | - | - |" in tables.markdown([lost])
+    assert "| 8 | 2 | 1 | 16 | - | 16 | 16 | 2 | 1 x 16 |" in tables.markdown([lost, won])

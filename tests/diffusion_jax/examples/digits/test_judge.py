@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.data import digits
-from diffusion_jax.metrics import digits as judges
-from diffusion_jax.metrics.digits import compare, compare_on_real, fit_judge
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits.judge import compare, compare_on_real, fit_judge
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,7 @@ from flax import traverse_util
 from jaxtyping import Array, Bool, Float, UInt8, UInt32
 
 from diffusion_jax.machine import files, untrusted
-from diffusion_jax.metrics import bootstrap, extractors, preprocess
-from diffusion_jax.metrics.bootstrap import Score
+from diffusion_jax.metrics import extractors, preprocess
 from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import hashed
 
@@ -228,11 +227,6 @@ def nearest(
     mine = cosines[rows, own].copy()
     cosines[rows, own] = -np.inf
     return mine > cosines.max(1)
-
-
-def share_right(right: Float[np.ndarray, "N 1"]) -> Score:
-    """r1_judge as a metric."""
-    return bootstrap.mean(right[:, 0])._replace(decimals=4)
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:

@@ -1,0 +1,23 @@
+"""Accuracy: the share of images that a judge finds to match their captions.
+
+`right` has a row for each image and a column for each part of its caption (such as an object and
+its colour): 1 where the judge recognises the part in the image, else 0.
+"""
+
+from collections.abc import Callable
+
+import numpy as np
+from jaxtyping import Float
+
+from diffusion_jax.metrics import bootstrap
+from diffusion_jax.metrics.bootstrap import Score
+
+
+def all_right(right: Float[np.ndarray, "N P"]) -> Score:
+    """Return the share of images that match every part of their caption."""
+    return bootstrap.mean(right.min(axis=1))._replace(decimals=4)
+
+
+def part_right(part: int) -> Callable[[Float[np.ndarray, "N P"]], Score]:
+    """Return a metric: the share of images that match one part (a column) of their caption."""
+    return lambda right: Score(float(right[:, part].mean()), decimals=4)
