@@ -184,8 +184,8 @@ The rate is constant because in first trials, a third of the steps with a rate t
 hardly a digit was learned; it was chosen before any rows were compared. An objective comes with
 the noise levels and the grid of sampling that are its own. Scores are the judge's
 (`diffusion_jax/examples/digits/judge.py`): the share of pictures with digit, ink and paper as
-asked, one for each of the 272 prompts seen in training and 8 for each of the 18 never shown; FD is the
-Fréchet distance of the judge's features from real pictures; the v-loss is the held-out one at
+asked, one for each of the 272 prompts seen in training and 8 for each of the 18 never shown; FD is
+the Fréchet distance of the judge's features from real pictures; the v-loss is the held-out one at
 sigma 0.2, 0.5, 1, 2 and 5, by which objectives compare
 ([evaluation.md](evaluation.md#a-held-out-loss)), of the weights that drew.
 
