@@ -6,6 +6,7 @@ import pytest
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.examples.digits.judge import compare, compare_on_real, fit_judge
+from diffusion_jax.metrics import accuracy
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +46,8 @@ def test_a_prompt_is_right_only_if_all_three_are():
         digits.Prompt(7, "blue", "black"),
     ]
     right = compare(read, asked)
-    assert [judges.part_right(i)(right).value for i in range(3)] == [0.75, 0.5, 0.75]
-    assert judges.all_right(right).value == 0.25
+    assert [accuracy.part_right(i)(right).value for i in range(3)] == [0.75, 0.5, 0.75]
+    assert accuracy.all_right(right).value == 0.25
     assert compare(read, [digits.caption(p) for p in read]).min() == 1
 
 
