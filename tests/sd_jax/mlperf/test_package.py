@@ -6,7 +6,8 @@ import logging
 import pytest
 from mlperf_logging.package_checker import package_checker
 
-from sd_jax.mlperf import mllog, package, rcp, rules
+from sd_jax import rcp
+from sd_jax.mlperf import mllog, package, rules
 from tests.imagen_jax import commands
 
 BATCH = 512

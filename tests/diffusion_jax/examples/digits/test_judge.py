@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.examples.digits.judge import compare, compare_on_real, fit_judge
 from diffusion_jax.metrics import accuracy
