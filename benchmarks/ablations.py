@@ -39,9 +39,9 @@ from diffusion_jax.config.named import one_of
 from diffusion_jax.diffusion import guidance, objective, samplers
 from diffusion_jax.draw import model as models
 from diffusion_jax.draw import program
-from diffusion_jax.evaluate import on_the_way, scorers
+from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import files, sharding
-from diffusion_jax.train import loop, optimizer
+from diffusion_jax.train import loop, optimizer, scoring
 from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.trace import FOLDER, Trace
 from diffusion_jax.weights import restore
@@ -279,7 +279,7 @@ def drawn(
     draw(scorer.prompts[:batch_size], range(batch_size), s.sampler.guidance)  # Compiles.
     spent.clear()
     scale = s.sampler.guidance
-    scores = on_the_way.score_now(scorer, draw, (scale,), batch_size)
+    scores = scoring.score_now(scorer, draw, (scale,), batch_size)
     logging.info("%s: %s", variant.key, scores)
     row = {name.rpartition("/")[2]: value for name, value in scores.items()}
     return {"steps": steps, "picture_ms": 1e3 * statistics.median(spent)} | row

@@ -161,14 +161,16 @@ def measure_run(
         data=s.data._replace(heldout=s.data.heldout if share is None else share),
         heldout=s.heldout._replace(every=1, records=records or s.heldout.records),
         run=s.run._replace(sample_every=0),
-        evaluation=s.evaluation._replace(every=0),
     )
     mesh = sharding.make_mesh()
     inputs = importlib.import_module(system.command).prepare(s, mesh)
+    task = inputs.task
     with inputs.batches:
-        task, held = inputs.task, inputs.records
+        held = open_records(s.heldout, inputs.batches, task.measure)
+    assert held is not None
     finetune.check_base(workdir, inputs.base)
-    held = held._replace(sigmas=np.asarray(sigmas, np.float32)) if sigmas else held
+    if sigmas:
+        held = held._replace(sigmas=np.asarray(sigmas, np.float32))
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)
     rows = -(-s.run.batch_size // s.optimizer.accumulate // ways) * ways

@@ -98,7 +98,7 @@ def load_model(
         return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
 
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
-    base = lambda: read_unet(s.unet_weights, s)
+    base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     imagen = finetune.adapted(imagen, workdir, s.lora, base, mesh)
     return model.load_model(workdir, choice, s, encoder, imagen, mesh, begin_of)
 

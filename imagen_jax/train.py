@@ -1,77 +1,83 @@
-"""Trains an Imagen model.
+"""Train an Imagen model.
 
     python -m imagen_jax.train --config=configs/quickstart.py --workdir=runs/quickstart
 
-Change any value of the config on the command line: --config.optimizer.lr=2e-4
+Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4
 --config.data.path=photos. A sharded run is --config.mesh.fsdp=8 --config.mesh.replica=4.
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
-config.prompts under samples/, checkpoints/, config.json and manifest.json; not_finite.json says
-where the first loss or gradient that is not finite came from. The same command again continues
-after the last checkpoint, exactly; SIGTERM saves and exits with 143.
+config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
+where the first loss or gradient that was not finite came from. The same command run again continues
+exactly where the last checkpoint ends. SIGTERM saves a checkpoint and exits with code 143.
 """
 
 import functools
+from typing import Any
 
 import numpy as np
 
-from diffusion_jax import finetune, heldout
+from diffusion_jax import finetune
 from diffusion_jax.data import sources
-from diffusion_jax.data.pipeline import Batches, training_batches
-from diffusion_jax.evaluate import on_the_way
+from diffusion_jax.data.pictures import Pictures
+from diffusion_jax.data.pipeline import training_batches
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
 from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
-from imagen_jax import super_resolution, task
+from imagen_jax import super_resolution
 from imagen_jax.settings import Settings, read_settings
-from imagen_jax.weights.initial import read_unet
+from imagen_jax.task import make_task
+from imagen_jax.unet import UNet
+
+_SHOWN = 8  # Pictures whose texts are drawn where the prompts cannot be.
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Opens text encoder, data and evaluation; ValueError or OSError if they cannot be."""
-    encoder = lookup.open_encoder(s.text, s.data.embedded)
-    batches = open_batches(s, encoder, mesh)
-    examples = _examples(s, encoder, batches)
-    evaluation = on_the_way.open_evaluation(
-        s.evaluation, s.data.source, s.output_size, _open_prompts(s, encoder)
-    )
-    imagen, read = task.make_task(s, encoder), lambda: read_unet(s.unet_weights, s)
-    imagen, start, base = finetune.begin(imagen, s.lora, s.unet_weights, read)
-    records = heldout.open_records(s.heldout, batches, imagen.measure)
-    return loop.Inputs(imagen, batches, examples, evaluation, start, records, base)
+    """Open the text encoder, the data and the model; ValueError or OSError if one is missing."""
+    # The text encoder; with `embedded` its outputs lie beside the pictures, and it is not opened.
+    embedded, guidance = s.data.embedded, s.sampler.guidance
+    encoder = lookup.open_encoder(s.text, embedded)
 
-
-def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
-    """The training data of a config, this process's rows of it."""
-    shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
+    # The data: this process's rows of each batch.
+    shape = (s.text.max_tokens, s.text.width) if embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
-    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
+    batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
+
+    # What is drawn during training: the prompts, or the texts of the first pictures, for a model
+    # that needs their small images, or where no encoder is at hand to read the prompts.
+    open_prompts = functools.partial(lookup.open_prompts, s.text, encoder, embedded)
+    factor, prompts = s.super_resolution.factor, s.run.prompts
+    if factor == 1 and (not embedded or (prompts and s.text.weights)):
+        examples = loop.Examples(open_prompts(prompts)(prompts), prompts, guidance)
+    else:
+        examples = _first_pictures(batches.pictures, encoder, factor, guidance)
+
+    # The model, from random numbers or from given weights, all of which or a LoRA of it is trained.
+    read = functools.partial(_read_weights, s.unet_weights, s.unet, s.text.width)
+    task = make_task(s, encoder)
+    task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
+    return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
-def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
-    """The config's prompts; the texts of the first pictures, where those are needed to draw.
-
-    They are as well where only embeddings are at hand, and no encoder for the prompts.
-    """
-    readable = not s.data.embedded or (s.run.prompts and s.text.weights)
-    if readable and s.super_resolution.factor == 1:
-        texts = _open_prompts(s, encoder)(s.run.prompts)(s.run.prompts)
-        return loop.Examples(texts, s.run.prompts, s.sampler.guidance)
-    first = np.arange(min(8, len(batches.pictures)))
-    images, texts = batches.pictures.read(first)
+def _first_pictures(
+    pictures: Pictures, encoder: TextEncoder, factor: int, guidance: float
+) -> loop.Examples:
+    """Return the texts of the first pictures, and their small images if `factor` is above 1."""
+    images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     batch = encoder.tokenize(texts)
-    if s.super_resolution.factor > 1:
-        large = to_range(images)
-        batch["low_res"] = np.asarray(super_resolution.shrink(large, s.super_resolution.factor))
+    if factor > 1:
+        batch["low_res"] = np.asarray(super_resolution.shrink(to_range(images), factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
-    return loop.Examples(batch, tuple(captions), s.sampler.guidance)
+    return loop.Examples(batch, tuple(captions), guidance)
 
 
-def _open_prompts(s: Settings, encoder: TextEncoder) -> on_the_way.OpenPrompts:
-    return functools.partial(lookup.open_prompts, s.text, encoder, s.data.embedded)
+def _read_weights(path: str, unet: UNet, text_width: int) -> Any:
+    # Loads the readers of NeMo's checkpoints, which runs from random numbers do without.
+    from imagen_jax.weights.initial import read_unet
+
+    return read_unet(path, unet, text_width)
 
 
 if __name__ == "__main__":

@@ -21,11 +21,10 @@ from typing import Any
 
 import numpy as np
 
-from diffusion_jax import finetune, heldout
+from diffusion_jax import finetune
 from diffusion_jax.data import sources
 from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.data.sources import moments
-from diffusion_jax.evaluate import on_the_way
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.text import TextEncoder
@@ -51,14 +50,10 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
         lookup.open_prompts(s.text, encoder, False, prompts)  # They are in a store of embeddings.
         return tokenize
 
-    evaluation = on_the_way.open_evaluation(
-        s.evaluation, s.data.source, s.output_size, open_prompts
-    )
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     sd = task.make_task(s, encoder, vae_params)
     sd, start, base = finetune.begin(sd, s.lora, s.unet_weights, read)
-    records = heldout.open_records(s.heldout, batches, sd.measure)
-    return loop.Inputs(sd, batches, examples, evaluation, start, records, base)
+    return loop.Inputs(sd, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
 def open_batches(

@@ -31,12 +31,12 @@ ALLOWED = {
     "text": {"", "config", "machine", "weights"},
     "data": {"", "config", "machine"},
     "precache": {"", "config", "machine", "data", "examples", "text", "weights"},
-    "train": {"", "config", "machine", "data", "draw", "nn", "text", "weights"},
+    "train": {"", "config", "machine", "data", "draw", "evaluate", "nn", "text", "weights"},
     "start": {"", "config", "machine", "data", "train", "weights"},
     "draw": {"", "config", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "config", "machine", "data", "text", "weights"},
     "examples": {"", "config", "machine", "data"},
-    "evaluate": {"", "config", "machine", "data", "draw", "examples", "metrics", "text", "train"},
+    "evaluate": {"", "config", "machine", "data", "draw", "examples", "metrics", "text"},
     "web": {"", "config", "machine", "draw", "evaluate", "metrics", "weights"},
 }
 # Commands of data/ that write examples; nothing imports a command.

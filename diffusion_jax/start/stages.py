@@ -103,7 +103,7 @@ def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
     s, mesh = opened.settings, opened.mesh
     runs.claim(workdir, opened.config)
     passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)._replace(schedule="constant")
-    inputs = stage.prepare(s, mesh)._replace(evaluation=None, records=None)
+    inputs = stage.prepare(s, mesh)
     every = {"log_every": _LEFT_OUT, "sample_every": 0, "save_every": _STEPS}
     with inputs.batches:
         run = s.run._replace(steps=_STEPS, **every)

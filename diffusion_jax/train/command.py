@@ -1,4 +1,4 @@
-"""The training command, whole, for every system: flags -> checks -> loop."""
+"""The training command of every system: flags, checks, then the loop."""
 
 import contextlib
 import pathlib
@@ -12,7 +12,7 @@ from absl import app, flags, logging
 from jax.sharding import Mesh
 from ml_collections import config_flags
 
-from diffusion_jax import cli, finetune, runs
+from diffusion_jax import cli, finetune, heldout, runs
 from diffusion_jax.config.unread import watched
 from diffusion_jax.machine import distributed, exits, files, sharding
 from diffusion_jax.train import loop, optimizer
@@ -25,7 +25,7 @@ from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import restore
 
 _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
-"""Groups whose readers are chosen by name."""
+"""Groups with fields that only some choices of a sampler, a source or an encoder read."""
 _PATHS = ("path", "weights", "store")
 """Fields that name files."""
 flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
@@ -34,19 +34,22 @@ flags.disclaim_key_flags()  # They belong to the command that calls `command`: -
 def command(
     read: Callable[[Mapping[str, Any]], Any], prepare: Callable[[Any, Mesh], loop.Inputs]
 ) -> None:
-    """Runs `python -m SYSTEM.train --config=FILE --workdir=FOLDER`; the caller's is its --help.
+    """Run `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
-    `read` makes settings of a config, `run`, `optimizer` and `mesh` among them. What it and
-    `prepare` raise of ValueError and OSError is one message and exit code 2; SIGTERM saves and
-    exits with 143.
+    The docstring of the calling module is the --help text. ValueError and OSError raised by `read`
+    or `prepare` become a one-line message and exit code 2. SIGTERM saves and exits with code 143.
+
+    Args:
+      read: makes the settings of a config; `run`, `optimizer` and `mesh` are among them.
+      prepare: opens the task, its data and its examples; see loop.Inputs.
     """
     config = cli.define_config()
     workdir = flags.DEFINE_string(
-        "workdir", None, "The folder of this run; made if need be.", required=True
+        "workdir", None, "The folder of this run; created if needed.", required=True
     )
-    alone = flags.DEFINE_bool("rehearse", False, "Say what the run would be, and end.")
+    alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
     device_memory = flags.DEFINE_float(
-        "device_memory", None, "Bytes that a device will have, with --rehearse; else as these have."
+        "device_memory", None, "Bytes of a device's memory for --rehearse; default: this machine's."
     )
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
@@ -58,65 +61,93 @@ def command(
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         folder = files.path(workdir.value)
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             with cli.bad_input():
+                # Read the flags and the config.
                 if not workdir.value:
                     raise ValueError("--workdir is empty: name the folder of this run")
-                trace = Trace(folder / FOLDER, parse(profiled.value))
-                s, unread = watched(read(config.value.to_dict()), _WATCHED)
+                trace, values = (
+                    Trace(folder / FOLDER, parse(profiled.value)),
+                    config.value.to_dict(),
+                )
+                s, unread = watched(read(values), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
-                passes = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+                settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
+
+                # Open the data, the text encoder and what is measured during training.
                 inputs = prepare(s, mesh)
-                held.enter_context(inputs.batches)
-                runs.claim(folder, config.value.to_dict(), write=False)
+                stack.enter_context(inputs.batches)
+                inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
+                if measure := inputs.task.measure:
+                    records = heldout.open_records(s.heldout, inputs.batches, measure)
+                    inputs = inputs._replace(records=records)
+
+                # Check that the workdir fits the run, and rehearse the run in the abstract.
+                runs.claim(folder, values, write=False)
                 finetune.check_base(folder, inputs.base)
                 limit = device_memory.value
-                told = rehearse(inputs, s.run, passes, mesh, folder, alone.value, limit)
-                _say(told, unread(), config_flags.get_override_values(flags.FLAGS["config"]))
+                report = rehearse(inputs, s.run, settings, mesh, folder, alone.value, limit)
+                _print_report(
+                    report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
+                )
                 if alone.value:
                     return
-                held.enter_context(runs.writing(folder))
-                runs.claim(folder, config.value.to_dict())
+
+                # Claim the workdir: nobody else writes there until this process ends.
+                stack.enter_context(runs.writing(folder))
+                runs.claim(folder, values)
                 finetune.keep_base(folder, inputs.base)
+
+            # Train. Each known failure is one line; those that a new start may survive exit with
+            # code 1, at which launchers start the command again.
             distributed.advise(lambda: how_to_go_on(folder))
-            held.enter_context(
+            stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
-            # With a code at which launchers start it again: room or data may be there by then.
-            held.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
-            state = loop.train(inputs, s.run, passes, mesh, folder, config.value.to_dict(), trace)
+            stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
+            state = loop.train(inputs, s.run, settings, mesh, folder, values, trace)
         exit_if_stopped(state, s.run.steps)
         logging.info("done: %s", folder)
 
     cli.run(main)
 
 
-def _say(told: str, unread: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """The block of a rehearsal, and a warning of each field that it did not need.
+def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
+    """Open the scores that config.evaluation asks for; None if there are none."""
+    if open_prompts is None or not s.evaluation.every:
+        return None
+    # Loads judges, extractors and metrics, which other runs do without.
+    from diffusion_jax.train import scoring
 
-    ValueError for one that is a path and was given by flag.
+    return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
+
+
+def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
+    """Print a rehearsal's report, and warn of each field that it did not read.
+
+    ValueError if an unread field is a path that the command line gave.
     """
-    for field in unread:
-        if field in given and field.rpartition(".")[2] in _PATHS:
+    for field, value in unread.items():
+        if field in overrides and field.rpartition(".")[2] in _PATHS:
             raise ValueError(
-                f"--config.{field}={unread[field]}: nothing here reads it; leave it out, or choose "
-                "what does"
+                f"--config.{field}={value}: this run does not read it; leave it out, or choose a "
+                "sampler, source or encoder that does"
             )
     if jax.process_index() == 0:
-        print(told, flush=True)
+        print(report, flush=True)
         for field, value in unread.items():
-            logging.warning("%s is %r, which nothing here reads", field, value)
+            logging.warning("%s is %r, which this run does not read", field, value)
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:
-    """What to do when a run has ended before its time, for a message."""
-    there = restore.steps(workdir / runs.CHECKPOINTS)
-    last = f"The last checkpoint is of step {there[-1]}" if there else "There is no checkpoint yet"
+    """Return a sentence on how to continue a run that ended early."""
+    steps = restore.steps(workdir / runs.CHECKPOINTS)
+    last = f"The last checkpoint is of step {steps[-1]}" if steps else "There is no checkpoint yet"
     return f"{last}; the same command, in each process, continues: {shlex.join(sys.orig_argv)}"
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
-    """Exits with 143 if the loop ended before `steps`, as it does at SIGTERM."""
+    """Exit with code 143 if the loop ended before step `steps`, as it does after SIGTERM."""
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(exits.PREEMPTED)

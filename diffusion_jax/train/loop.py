@@ -1,14 +1,14 @@
-"""The training loop, whole, for every system.
+"""The training loop of every system, from the first batch to the last checkpoint.
 
-Data -> sharded step -> metrics, pictures, checkpoints. It starts where the last whole checkpoint
-ends, and SIGTERM makes it save and stop. A step that hangs ends the process.
+It continues from the newest checkpoint of the workdir. SIGTERM makes it save and stop; a step that
+hangs ends the process.
 """
 
 import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -45,7 +45,7 @@ from diffusion_jax.train.state import (
     constant_decay,
     init_state,
     make_train_step,
-    micro_key,
+    micro_keys,
     warmup_decay,
 )
 from diffusion_jax.train.trace import NO_TRACE, Trace
@@ -54,8 +54,12 @@ from diffusion_jax.train.watchdog import Watchdog
 _IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
 
 
+OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
+"""Takes all prompts of an evaluation, and returns the tokenizer for batches of them."""
+
+
 class Examples(NamedTuple):
-    """A batch of texts to draw on the way, always from the same seeds, and their captions."""
+    """Texts that are drawn during training, always from the same seeds, and their captions."""
 
     batch: Texts
     captions: tuple[str, ...]
@@ -63,31 +67,37 @@ class Examples(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scores on the way: after each `every` images, and at the end."""
+    """Scores taken during training: after every `every` images, and at the end."""
 
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws and scores one batch of whatever `draw` gives."""
+    """Draws and scores one batch, without computing anything if `draw` is a rehearsal's."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
-        """Whether this step passed a multiple of `every`."""
+        """Whether this step passed a multiple of `every` images."""
         return step * batch_size // self.every > (step - 1) * batch_size // self.every
 
 
 class Inputs(NamedTuple):
-    """All that training takes besides settings and mesh: opened and checked, nothing computed."""
+    """What a run trains on and measures, opened and checked; nothing is computed yet.
+
+    A system's `prepare` returns it without `evaluation` and `records`, which the training command
+    opens for all systems.
+    """
 
     task: Task
     batches: Batches
     examples: Examples = Examples({}, (), 0.0)
     evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
-    """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
+    """Reads the initial parameters as host arrays; None: task.init makes them."""
     records: heldout.Records | None = None
-    """What the held-out loss is taken of, if it is."""
+    """The records of the held-out loss; None: it is not measured."""
     base: str = ""
     """The fingerprint of the frozen weights that a LoRA adapts: see finetune."""
+    open_prompts: OpenPrompts | None = None
+    """Opens the prompts of an evaluation; None: the system draws no prompts."""
 
 
 class Program(NamedTuple):
@@ -96,68 +106,135 @@ class Program(NamedTuple):
     step: Any
     """(state, frozen, batch, key) -> (state, metrics), with the program's memory_analysis()."""
     flops: float
-    """Floating-point operations of one, as the program counts them."""
+    """Floating-point operations of one step, as the program counts them."""
 
 
 def train(
     inputs: Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     config: Mapping[str, Any], trace: Trace = NO_TRACE, program: Program | None = None,
 ) -> TrainState:  # fmt: skip
-    """Trains from the last checkpoint in `workdir`, or from the start, to step `run.steps`.
+    """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
-    Returns the last state, of an earlier step if SIGTERM came. `config` is kept for the record;
-    `program` is what `warm_up` made of the same task and settings, else the step is compiled here.
-    NothingLearned, and nothing saved, after settings.max_skipped skipped steps in a row;
-    OutOfMemory where a device's memory does not hold what is asked.
+    Args:
+      inputs: the task, its data, and what is drawn and measured during training.
+      run: steps, batch size, seed, and how often each thing happens.
+      settings: the optimizer; `settings.accumulate` is the number of micro batches in a step.
+      mesh: the devices; parameters and frozen weights are placed by `task.rules`.
+      workdir: gets metrics, samples/, checkpoints/ and manifest.json.
+      config: the run's config, written to the manifest and the checkpoints.
+      trace: the steps to trace for xprof.
+      program: the step that `warm_up` compiled for the same task and settings.
+
+    Returns:
+      The last state. After SIGTERM it is of an earlier step than `run.steps`.
+
+    Raises:
+      NothingLearned: settings.max_skipped steps in a row were skipped; nothing is saved.
+      OutOfMemory: the step does not fit in the memory of a device.
     """
     task, batches = inputs.task, inputs.batches
-    tx, key, create, layout = _plan(task, run, settings, mesh)
-    frozen = place_all(task.frozen, mesh, task.rules)
+    evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        stopping = stack.enter_context(distributed.sigterm())  # It outlasts the last save.
-        closing = lambda thing: stack.enter_context(contextlib.closing(thing))
-        # Before what it is to see the end of.
-        watchdog = closing(Watchdog(run.step_timeout, distributed.hanging))
-        kept = workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every
-        checkpoints = closing(Checkpointer(*kept))
-        state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
-        first = int(state.step)
-        writer = closing(MetricWriter(workdir, config, first))
-        write_manifest(workdir, config, run.seed, first)
-        if first >= run.steps:
-            logging.info("%s is at step %d already: nothing to train", workdir, first)
-            return state
-        rows, where = run.batch_size // settings.accumulate, batch_sharding(mesh)
-        batch = to_global(next(batches), where)
-        jitted, arguments = make_step(task, settings, tx, layout), (state, frozen, batch, key)
-        told = _compiled(program, jitted, arguments, workdir, rows // batch_ways(mesh))
-        program = stack.enter_context(told)
-        closing(trace)
-        progress = _Progress(run, writer, program.flops, mesh.size, batches)
-        explain = _explainer(task, frozen, key, settings, batches, workdir, mesh)
-        occasions = _occasions(inputs, run, settings, frozen, mesh, workdir, writer)
-        save = _saver(run, settings, checkpoints, batches, config, progress)
-        due = _beside(state, settings.max_skipped, explain, occasions, run.steps)
+        # SIGTERM only sets a flag until the last save is complete. A step that hangs is ended.
+        stopping = stack.enter_context(distributed.sigterm())
+        watchdog = Watchdog(run.step_timeout, distributed.hanging)
+        stack.callback(watchdog.close)
 
-        for step in range(first + 1, run.steps + 1):
+        # Set up the state: the newest checkpoint's, or a new one.
+        tx, key, create, layout = _plan(task, run, settings, mesh)
+        frozen = place_all(task.frozen, mesh, task.rules)
+        checkpoints = Checkpointer(workdir / runs.CHECKPOINTS, run.keep_last, run.keep_every)
+        stack.callback(checkpoints.close)
+        state = _first_state(checkpoints, create, key, layout, batches, inputs.start)
+        first_step = int(state.step)
+        writer = MetricWriter(workdir, config, first_step)
+        stack.callback(writer.close)
+        write_manifest(workdir, config, run.seed, first_step)
+        if first_step >= run.steps:
+            logging.info("%s is at step %d already: nothing to train", workdir, first_step)
+            return state
+
+        # Compile the step. From here on, OutOfMemory lists what fills the device.
+        rows = run.batch_size // settings.accumulate
+        batch = to_global(next(batches), batch_sharding(mesh))
+        full = out_of_memory.explained(
+            workdir, {**state._asdict(), "frozen": frozen, "batch": batch}, rows // batch_ways(mesh)
+        )
+        sizes = stack.enter_context(full)
+        if program is None:
+            program = _compile(make_step(task, settings, tx, layout), (state, frozen, batch, key))
+        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
+
+        # Set up what happens between steps; its programs compile when they are first used.
+        stack.callback(trace.close)
+        progress = _Progress(run, writer, program.flops, mesh.size, batches)
+        skips = not_finite.Lookout(first_step, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
+        draw = make_draw(task.sample, frozen, mesh)
+        heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
+        snapshot_steps = snapshot_every(settings, run.steps)
+        snapshots = checkpoints.snapshots(settings) if snapshot_steps else None
+
+        for step in range(first_step + 1, run.steps + 1):
+            # Take a step. The host runs up to _IN_FLIGHT steps ahead of the devices.
             watchdog.beat()
             with trace.step(step) as results:
                 state, metrics = program.step(state, frozen, batch, key)
                 results.append(metrics)
             progress.add(metrics)
-            last = (stopped := stopping(step)) or step == run.steps
-            aside = due(step, batch, metrics, last)
+            stopped = stopping(step)
+            last = stopped or step == run.steps
+
+            # Look for steps that were skipped, _IN_FLIGHT steps later, and report the metrics.
+            skipped = skips.failed(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
-            for write in aside:
+            if skipped:  # The first of this process: its batch runs again, to say where it failed.
+                skipped_step, skipped_batch = skipped
+                keys = micro_keys(
+                    key, skipped_step - 1, settings.accumulate, settings.micro_batch > 0
+                )
+                names = functools.partial(batches.names, back=step - skipped_step)
                 with progress.paused(), watchdog.paused():
-                    write(step, state)
-            save(step, state, last, stopped)
+                    not_finite.investigate(
+                        workdir / not_finite.REPORT, skipped_step, step, task.loss, state.params,
+                        frozen, skipped_batch, keys, replicated(mesh), names,
+                    )  # fmt: skip
+
+            # Draw the examples, score pictures, and measure the held-out loss.
+            if _is_due(step, run.sample_every, run.steps):
+                with progress.paused(), watchdog.paused():
+                    sheet = _draw_examples(draw, averaged(state), inputs.examples, run.seed)
+                    _write_sheet(workdir / "samples", step, sheet)
+                    writer.write_images(step, {"samples": sheet[None]})
+            if evaluation and (evaluation.is_due(step, run.batch_size) or step == run.steps):
+                with progress.paused(), watchdog.paused():
+                    writer.write_scalars(step, evaluation.score(draw, averaged(state)))
+            if records and heldout_losses and _is_due(step, records.every, run.steps):
+                with progress.paused(), watchdog.paused():
+                    writer.write_scalars(
+                        step, heldout.of_all(heldout_losses, state.params, state.ema)
+                    )
+
+            # Save. The watchdog's clock runs: a save waits for all processes, and may hang.
+            if snapshots and _is_due(step, snapshot_steps, run.steps):
+                with progress.paused():
+                    snapshots.save(step, state)
+            if step % run.save_every == 0 or last:
+                with progress.paused():
+                    writer.flush()  # The metrics up to a checkpoint are on disk before it.
+                    checkpoints.save(step, state, batches, config, read_back=not stopped)
             if last:
                 break
+
+            # Get the next batch.
             with progress.waiting():
-                batch = to_global(next(batches), where)
+                batch = to_global(next(batches), batch_sharding(mesh))
     return state
+
+
+def _is_due(step: int, every: int, steps: int) -> bool:
+    """Whether something that happens every so many steps (0: never), and at the end, is due."""
+    return every > 0 and (step % every == 0 or step == steps)
 
 
 def make_step(
@@ -177,17 +254,6 @@ def make_step(
     # Metrics are whole everywhere, as the step is, so that each process can read them.
     step = ambient(layout.step.mesh, step)
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
-
-
-@contextlib.contextmanager
-def _compiled(program, step, arguments, workdir, samples) -> Iterator[Program]:
-    """The program, compiled unless it is there; inside, full memory is explained."""
-    state, frozen, batch, _ = arguments
-    held = {**state._asdict(), "frozen": frozen, "batch": batch}
-    with out_of_memory.explained(workdir, held, samples) as sizes:
-        program = program or _compile(step, arguments)
-        sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
-        yield program
 
 
 def warm_up(
@@ -246,94 +312,18 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
 
 
-def _explainer(task, frozen, key, settings, batches, workdir, mesh):
-    """explain(step, batch, now, state), which writes the report of a step that is not finite."""
-    everywhere, accumulate = replicated(mesh), settings.accumulate
-
-    def explain(step, batch, now, state):
-        logging.warning("step %d is not finite: its batch runs again, to say where", step)
-        step_key = jax.random.fold_in(key, step - 1)
-        key_of = lambda index: micro_key(step_key, index, accumulate, settings.micro_batch > 0)
-        keys = [key_of(index) for index in range(accumulate)]
-        try:
-            seen = not_finite.watch(task.loss, state.params, frozen, batch, keys, everywhere)
-        except jax.errors.JaxRuntimeError as error:  # Out of memory, mostly: the run goes on.
-            logging.warning("step %d is not finite, and could not run again: %s", step, error)
-            return
-        names = functools.partial(batches.names, back=now - step)
-        not_finite.explain(workdir / not_finite.REPORT, step, now, seen, accumulate, names)
-
-    return explain
-
-
-def _beside(state, max_skipped, explain, occasions, steps):
-    """due(step, batch, metrics, last): each write(step, state) that a step is followed by."""
-    lookout = not_finite.Lookout(int(state.step), int(state.skipped), _IN_FLIGHT, max_skipped)
-
-    def due(step, batch, metrics, last):
-        found = lookout.failed(step, batch, metrics, last)
-        explained = [functools.partial(explain, *found)] if found else []
-        return explained + [write for when, write in occasions if when(step) or step == steps]
-
-    return due
-
-
-def _saver(run, settings, checkpoints, batches, config, progress):
-    """save(step, state, last, stopped) of what is due. The watchdog sees it: peers may hang."""
-    every = snapshot_every(settings, run.steps)
-    snapshots = checkpoints.snapshots(settings) if every else None
-
-    def save(step, state, last, stopped):
-        if snapshots and (step % every == 0 or step == run.steps):
-            with progress.paused():
-                snapshots.save(step, state)
-        if step % run.save_every == 0 or last:
-            with progress.paused():
-                progress.flush()  # What a run goes on from has its metrics.
-                checkpoints.save(step, state, batches, config, read_back=not stopped)
-
-    return save
-
-
-def _occasions(inputs, run, settings, frozen, mesh, workdir, writer):
-    """What is drawn and measured on the way: is_due(step), and write(step, state), of each."""
-    task, _, examples, evaluation, _, records, _ = inputs
-    draw, occasions = make_draw(task.sample, frozen, mesh), []
-    if run.sample_every:
-        drawn = _example_drawer(draw, examples, workdir / "samples", run.seed)
-        write = lambda step, state: writer.write_images(
-            step, {"samples": drawn(step, averaged(state))}
-        )
-        occasions.append((lambda step: step % run.sample_every == 0, write))
-    if evaluation:
-        score = lambda step, state: writer.write_scalars(
-            step, evaluation.score(draw, averaged(state))
-        )
-        occasions.append((lambda step: evaluation.is_due(step, run.batch_size), score))
-    if records:
-        rows = run.batch_size // settings.accumulate
-        losses = heldout.make_scorer(task, frozen, mesh, records, rows)
-        measure = lambda step, state: writer.write_scalars(
-            step, heldout.of_all(losses, state.params, state.ema)
-        )
-        occasions.append((lambda step: step % records.every == 0, measure))
-    return occasions
-
-
-def _example_drawer(draw, examples, folder, seed):
-    """draw(step, params): the examples, always from the same seeds, also as a PNG in `folder`."""
+def _draw_examples(draw, params, examples, seed):
+    """Return a contact sheet of the examples, uint8 [H, W, 3], always from the same seeds."""
     seeds = [seed + i for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
+    images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))
+    return sheets.contact_sheet(images, examples.captions)
 
-    def draw_examples(step, params):
-        images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))
-        sheet = sheets.contact_sheet(images, examples.captions)
-        if jax.process_index() == 0:
-            folder.mkdir(exist_ok=True)
-            sheets.write_png(folder / f"step_{step:08}.png", sheet)
-        return sheet[None]
 
-    return draw_examples
+def _write_sheet(folder, step, sheet):
+    if jax.process_index() == 0:
+        folder.mkdir(exist_ok=True)
+        sheets.write_png(folder / f"step_{step:08}.png", sheet)
 
 
 class _Progress:
@@ -378,10 +368,6 @@ class _Progress:
         }
         self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
         self._metrics, self._since, self._waited = [], time.time(), 0.0
-
-    def flush(self) -> None:
-        """Returns when what was reported is where it is kept."""
-        self._writer.flush()
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:

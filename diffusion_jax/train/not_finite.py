@@ -103,13 +103,28 @@ class Seen(NamedTuple):
     """[B]: each sample's "sigma" and "loss", where the task's loss names them."""
 
 
+def investigate(
+    path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
+    batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
+) -> None:  # fmt: skip
+    """Run the batch of `step` again and write a report on it; every process must call it alike.
+
+    `params` are those of step `now`, `keys` those of the step's micro batches. Where the memory
+    does not suffice to run the batch again, a warning takes the place of the report.
+    """
+    logging.warning("step %d is not finite: its batch runs again, to say where", step)
+    try:
+        seen = watch(loss_fn, params, frozen, batch, keys, everywhere)
+    except jax.errors.JaxRuntimeError as error:  # Mostly out of memory: training continues.
+        logging.warning("step %d is not finite, and could not run again: %s", step, error)
+        return
+    explain(path, step, now, seen, len(keys), names)
+
+
 def explain(
     path: pathlib.Path, step: int, now: int, seen: Seen, accumulate: int, names: Names
 ) -> None:
-    """Writes the report of what was seen of `step` with the parameters of step `now`, and says it.
-
-    `names` says the names of some rows' pictures.
-    """
+    """Write the report on `step`, which ran again with the parameters of step `now`, and log it."""
     modules = list(dict.fromkeys(np.array(seen.modules)[seen.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
     rows = _bad_rows(seen)

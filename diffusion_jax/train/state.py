@@ -163,6 +163,14 @@ def micro_key(
     return jax.random.fold_in(key, index)
 
 
+def micro_keys(
+    key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
+) -> list[PRNGKeyArray]:
+    """Return the keys of all micro batches of the step that follows `step` others."""
+    key = jax.random.fold_in(key, step)
+    return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
+
+
 def split(batch: Batch, accumulate: int) -> Batch:
     """[B, ...] -> [accumulate, B / accumulate, ...], where micro batch i holds rows i, i + a, ...
 

@@ -47,7 +47,9 @@ def to_workdir(
             f"lora.rank is {s.lora.rank}, and whole weights are converted: leave it at 0 here, and "
             "train the factors in another workdir with unet.weights"
         )
-    read = lambda path: objective.make(s.diffusion).with_learned(initial.read_nemo(path, s))
+    read = lambda path: objective.make(s.diffusion).with_learned(
+        initial.read_nemo(path, s.unet, s.text.width)
+    )
     if source.suffix == ".nemo":
         check_nemo_config(torch_files.read_nemo_config(source), s)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -127,7 +129,7 @@ def from_workdir(
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        params = initial.of_run(workdir, s, ema, step, base)
+        params = initial.of_run(workdir, s.unet, s.text.width, ema, step, base)
     state = nemo.to_nemo(params, unet)
     torch_weights.write(path, {nemo.PREFIX + name: array for name, array in state.items()})
 

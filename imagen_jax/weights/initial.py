@@ -1,4 +1,4 @@
-"""The network of a run or of NeMo's checkpoint: to start from, to adapt, to write elsewhere."""
+"""Read the network of a run or of a NeMo checkpoint: to start from, to adapt, to convert."""
 
 import os
 from typing import Any
@@ -8,48 +8,54 @@ import jax
 from diffusion_jax import finetune, runs
 from diffusion_jax.machine import files
 from diffusion_jax.weights import torch_files
+from imagen_jax.efficient_unet import EfficientUNet
+from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.settings import Settings, read_settings
+from imagen_jax.unet import UNet
 from imagen_jax.weights import nemo
 
+Network = UNet | EfficientUNet | MagnitudeUNet
 
-def read_unet(path: str | os.PathLike[str], s: Settings) -> Any:
-    """The parameters of a network of the settings `s`, float32 on the host.
 
-    `path` is WORKDIR or WORKDIR@STEP of a run, whose average is taken, or a checkpoint of NeMo's.
-    FileNotFoundError, or ValueError for those of another network.
+def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+    """Return the parameters of a network, float32 on the host.
+
+    `path` is WORKDIR or WORKDIR@STEP of a run, whose average is read, or a NeMo checkpoint. Raises
+    FileNotFoundError, or ValueError if the parameters belong to another network.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
-        return of_run(workdir, s, step=step)
-    return jax.device_get(read_nemo(path, s))
+        return of_run(workdir, unet, text_width, step=step)
+    return jax.device_get(read_nemo(path, unet, text_width))
 
 
 def of_run(
     workdir: str | os.PathLike[str],
-    s: Settings,
+    unet: Network,
+    text_width: int,
     which: str = "ema",
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """The same of a run's weights; `which` and `step` as for restore.load_params.
+    """Return the same from a run's checkpoint; `which` and `step` as in restore.load_params.
 
-    `base` is where what a run of LoRA adapts lies now, if not where its config says.
+    `base` is the new place of the weights that a LoRA run adapts; None: the one in its config.
     """
-    there, abstract = settings_of(workdir), nemo.abstract_params(s.unet, s.text.width)
-    finetune.check_wanted(base, there.lora)
-    read = lambda: read_unet(base or there.unet_weights, s)
-    return finetune.network(workdir, there, abstract, read, which, step)
+    s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
+    finetune.check_wanted(base, s.lora)
+    read = lambda: read_unet(base or s.unet_weights, unet, text_width)
+    return finetune.network(workdir, s, abstract, read, which, step)
 
 
 def settings_of(workdir: str | os.PathLike[str]) -> Settings:
-    """The settings of a run; ValueError or FileNotFoundError if it is none."""
+    """Return the settings of a run; ValueError or FileNotFoundError if there is no run."""
     return read_settings(runs.load(workdir, "imagen_jax"))
 
 
-def read_nemo(path: str | os.PathLike[str], s: Settings) -> Any:
-    """The parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names."""
+def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
+    """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names."""
     try:
-        params = nemo.from_nemo(torch_files.read_state_dict(path), nemo.known(s.unet), s.text.width)
+        params = nemo.from_nemo(torch_files.read_state_dict(path), nemo.known(unet), text_width)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)

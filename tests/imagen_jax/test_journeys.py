@@ -21,6 +21,7 @@ from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import log, sharding
 from diffusion_jax.text import embed, t5
+from diffusion_jax.train.command import open_evaluation
 from imagen_jax import cascade, evaluate, train
 from imagen_jax.settings import read_settings
 from imagen_jax.weights import nemo
@@ -133,8 +134,11 @@ def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch
     c.evaluation.every, c.batch_size = 8, 8
     scorer = scorers.Scorer(["a prompt"], {})  # Without judges, which take seconds to open.
     monkeypatch.setattr(scorers, "open_scorer", lambda *_: scorer)
+    s = read_settings(c.to_dict())
+    inputs = train.prepare(s, sharding.make_mesh())
+    inputs.batches.close()
     with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER to train"):
-        train.prepare(read_settings(c.to_dict()), sharding.make_mesh())
+        open_evaluation(s, inputs.open_prompts)
 
 
 @pytest.mark.slow

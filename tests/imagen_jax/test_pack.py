@@ -22,7 +22,8 @@ def small(tmp_path_factory, trained):
 
 
 def arrays(workdir, which="ema"):
-    return initial.of_run(workdir, initial.settings_of(workdir), which)["params"]
+    s = initial.settings_of(workdir)
+    return initial.of_run(workdir, s.unet, s.text.width, which)["params"]
 
 
 def test_weights_are_within_half_a_step_of_their_channel_and_a_quarter_of_their_size(

@@ -7,7 +7,7 @@ import pytest
 from PIL import Image
 
 from diffusion_jax.evaluate import command as evaluation
-from diffusion_jax.evaluate import curve, on_the_way, scorers, sweep
+from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate.command import Sweep
 from diffusion_jax.metrics import (
     bootstrap,
@@ -21,6 +21,7 @@ from diffusion_jax.metrics import (
     stats_files,
 )
 from diffusion_jax.metrics.table import METRICS, Metric
+from diffusion_jax.train import scoring
 from diffusion_jax.web import results
 from tests.diffusion_jax.evaluate.test_command import make_scorer, make_subject, real_features
 from tests.diffusion_jax.metrics.running import run
@@ -72,7 +73,7 @@ def test_a_metric_is_added_in_one_place(inputs, tmp_path, monkeypatch, run):
     page = results.sweeps([("run", sweep.read(out))], str)
     assert page["metrics"]["lightness"]["label"] == "mean <feature>"
     assert page["sweeps"][0]["points"][1]["scores"]["lightness"] == float(row["lightness"])
-    now = on_the_way.score_now(scorer, subject.points[0]().draw, SCALES, 22)
+    now = scoring.score_now(scorer, subject.points[0]().draw, SCALES, 22)
     assert now["evaluation/guidance_4/lightness"] == pytest.approx(rows.mean(), rel=1e-5)
     (tmp_path / "drawn").mkdir()
     for i, image in enumerate(np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), np.uint8)):

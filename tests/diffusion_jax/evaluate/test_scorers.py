@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 
 from diffusion_jax.config.settings import Evaluation
-from diffusion_jax.evaluate import on_the_way, scorers
+from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.metrics import frechet
+from diffusion_jax.train import scoring
 from tests.diffusion_jax.metrics import toy
 from tests.diffusion_jax.text import tiny_weights
 
@@ -96,7 +97,7 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
             images[np.isin(seeds, [3, 415]), 2, 2, 1] = np.nan
         return images
 
-    scores = on_the_way.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
+    scores = scoring.score_now(judge, draw, (1.0, 2.5, 9.0), 150)
     assert [scale for _, scale in asked] == [1.0] * 3 + [2.5] * 3 + [9.0] * 3
     rows = [*range(416), *range(300, 334)]  # The last batch is filled up with its own prompts.
     assert [seeds for seeds, _ in asked[:3]] == [rows[:150], rows[150:300], rows[300:]]

@@ -64,9 +64,9 @@ def test_a_run_with_a_learned_weighting_is_exported_and_started_from(base, tmp_p
     network = {"params": params["params"]}
     convert.from_workdir(workdir, tmp_path / "a.npz")
     s = settings(config())
-    same(initial.read_unet(tmp_path / "a.npz", s), network)
-    same(initial.read_unet(workdir, s), network)
-    same(initial.read_unet(f"{workdir}@0", s), network)
+    same(initial.read_unet(tmp_path / "a.npz", s.unet, s.text.width), network)
+    same(initial.read_unet(workdir, s.unet, s.text.width), network)
+    same(initial.read_unet(f"{workdir}@0", s.unet, s.text.width), network)
     model = cascade.load_model(workdir)
     same(model.params, params)
 
@@ -86,9 +86,9 @@ def test_a_run_of_lora_is_exported_and_started_from_merged(base, adapting, tmp_p
     changed = jax.tree.map(lambda a, b: bool((a != b).any()), merged["params"], base[1]["params"])
     # q, kv_self, kv_context and out of the middle, and two convolutions a level's residual block.
     assert sum(jax.tree.leaves(changed)) == 4 + 2 * 3
-    same(initial.read_unet(adapting[0], s), merged)
+    same(initial.read_unet(adapting[0], s.unet, s.text.width), merged)
     convert.from_workdir(adapting[0], tmp_path / "a.npz", "raw")
-    same(initial.read_nemo(tmp_path / "a.npz", s), merged)
+    same(initial.read_nemo(tmp_path / "a.npz", s.unet, s.text.width), merged)
 
 
 @pytest.mark.slow

@@ -1,0 +1,75 @@
+"""Scores taken during training: those of the evaluation command, without files of their own."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from absl import logging
+
+from diffusion_jax.config.settings import Evaluation
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.draw import program
+from diffusion_jax.evaluate import loop, scorers
+from diffusion_jax.evaluate.scorers import Scorer
+from diffusion_jax.train.loop import OpenPrompts, Scoring
+
+
+def open_scoring(
+    evaluation: Evaluation, source: str, size: int, open_prompts: OpenPrompts
+) -> Scoring:
+    """Open the prompts and the metrics of a config's `evaluation` group.
+
+    Args:
+      evaluation: the group.
+      source: data.source; digits are compared with digits.
+      size: the side of the pictures that the model draws.
+      open_prompts: takes all prompts and returns the tokenizer for them.
+
+    Raises:
+      ValueError or FileNotFoundError: the prompts, a reference or an extractor cannot be read.
+    """
+    prompts = (
+        prompt_files.read(evaluation.prompts, evaluation.num_prompts) if evaluation.prompts else []
+    )
+    scorer = scorers.open_scorer(source, size, prompts, evaluation)
+    tokenize = open_prompts(scorer.prompts)
+    batch_size = program.even_batch_size(
+        program.default_batch_size(size, size), len(scorer.prompts)
+    )
+
+    def drawing(draw, params):
+        def images(prompts, seeds, guidance):
+            rows = np.full(len(seeds), guidance, np.float32)
+            return draw(params, tokenize(list(prompts)), seeds, rows)
+
+        return images
+
+    def score(draw, params):
+        return score_now(scorer, drawing(draw, params), evaluation.guidance, batch_size)
+
+    def rehearse(draw, params):
+        first = evaluation.guidance[0]
+        features = loop.drawing(scorer, drawing(draw, params), first, batch_size)
+        features(np.arange(batch_size))
+
+    return Scoring(evaluation.every, score, rehearse)
+
+
+def score_now(
+    scorer: Scorer, draw: loop.Draw, guidance: Sequence[float], batch_size: int
+) -> dict[str, float]:
+    """Draw and score all prompts at each guidance, `batch_size` images at a time.
+
+    Returns {"evaluation/guidance_2/fid": ...}. Where images are not finite, their number takes the
+    place of the scores: {"evaluation/guidance_2/images_not_finite": 3}.
+    """
+    scores = {}
+    for scale in guidance:
+        name = f"guidance_{scale:g}"
+        compute = loop.drawing(scorer, draw, scale, batch_size)
+        features = loop.collect(len(scorer.prompts), batch_size, compute, name)
+        bad = int((~features["fine"]).sum())
+        if bad:
+            logging.warning("%d images at guidance %g are not finite: no scores of it", bad, scale)
+        row = {"images_not_finite": float(bad)} if bad else scorers.columns(scorer.score(features))
+        scores |= {f"evaluation/{name}/{column}": value for column, value in row.items()}
+    return scores
