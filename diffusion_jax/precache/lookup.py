@@ -41,7 +41,8 @@ def open_online(text: Text) -> TextEncoder:
     ValueError or FileNotFoundError if there is none, or it is not the one that made text.store,
     as far as that is still there.
     """
-    if registry.ENCODERS[text.encoder].pretrained and not text.weights:
+    kind = registry.ENCODERS[text.encoder]
+    if kind.pretrained and not kind.packaged and not text.weights:
         made = f"in {text.store}" if text.store else "of training"
         raise ValueError(
             f"the embeddings {made} were made by {text.encoder!r}, which new texts need too: say "

