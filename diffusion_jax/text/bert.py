@@ -114,7 +114,7 @@ def encoder(
 
 
 def packaged() -> pathlib.Path:
-    """Return the folder of all-MiniLM-L6-v2, unpacked from its Python package into the user's cache.
+    """Return the folder of all-MiniLM-L6-v2, unpacked from its package into the user's cache.
 
     Raises FileNotFoundError if the package is not installed. The package itself is not imported,
     because importing it prints a message.

@@ -137,7 +137,9 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
     tokenizer = _read_json(folder / "tokenizer.json")
     ids = [tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]")]
     if None in ids:
-        raise ValueError(f"the tokenizer in {folder} has no [CLS], [SEP] or [PAD]: it is not BERT's")
+        raise ValueError(
+            f"the tokenizer in {folder} has no [CLS], [SEP] or [PAD]: it is not BERT's"
+        )
     begin, end, pad = ids
     return Tokenize(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 

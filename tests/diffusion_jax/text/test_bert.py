@@ -33,7 +33,8 @@ def folder(case, tmp_path_factory):
     safetensors.numpy.save_file(tiny_weights.state(case), path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(tiny_weights.config(case)))
     pieces = {"type": "WordPiece", "unk_token": "[UNK]", "continuing_subword_prefix": "##",
-              "max_input_chars_per_word": 100, "vocab": {p: i for i, p in enumerate(PIECES)}}  # fmt: skip
+              "max_input_chars_per_word": 100,
+              "vocab": {piece: i for i, piece in enumerate(PIECES)}}  # fmt: skip
     tokenizer = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
                  "normalizer": {"type": "BertNormalizer", "clean_text": True, "lowercase": True,
                                 "handle_chinese_chars": True, "strip_accents": None},
