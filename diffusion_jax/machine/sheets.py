@@ -23,7 +23,7 @@ def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """All images in rows, each over its caption; small ones enlarged without smoothing."""
+    """All images in rows, each over its caption; small ones enlarged smoothly (Lanczos)."""
     columns = min(columns, len(images))
     scale = max(1, round(_CELL / images.shape[2]))
     width, height = images.shape[2] * scale, images.shape[1] * scale
@@ -36,7 +36,7 @@ def contact_sheet(
     draw = ImageDraw.Draw(sheet)
     for i, (image, text) in enumerate(zip(images, lines, strict=True)):
         x, y = 4 + i % columns * (width + 4), 4 + i // columns * (height + text_height + 6)
-        enlarged = Image.fromarray(image).resize((width, height), Image.Resampling.NEAREST)
+        enlarged = Image.fromarray(image).resize((width, height), Image.Resampling.LANCZOS)
         sheet.paste(enlarged, (x, y))
         for row, line in enumerate(text):
             draw.text((x, y + height + 1 + row * _LINE), line, fill="black", font=font)
