@@ -17,8 +17,9 @@ def get_config() -> ConfigDict:
     c.steps = 1_250_000
     c.batch_size = 4096
 
-    # What is not here has the defaults of diffusion_jax/config/settings.py, imagen_jax/settings.py and
-    # imagen_jax/unet.py; the command line and the files on top of this one may change it too.
+    # Fields that are missing here have the defaults of diffusion_jax/config/settings.py,
+    # imagen_jax/settings.py and imagen_jax/unet.py; the command line and configs that import this
+    # one can change each of them.
     c.unet = dict(
         image_size=64,
         embed_dim=256,
