@@ -1,13 +1,14 @@
-"""Guidance and thresholds: what stands between a network under several texts and the D of samplers.
+"""Guidance and thresholds: from a network under several conditions to the D that samplers see.
 
-A network gives D under the text, under the negative text and, for some, under the empty one; for
-the negative text a second network may stand (autoguidance, Karras et al. 2024). A Guide makes one D
-of these, and wrappers change Guides.
+A network gives D under the text, under the negative text and, for some kinds of guidance, under the
+empty text. In autoguidance (Karras et al. 2024) a second network takes the place of the negative
+text. A Guide combines these D into one; the wrappers in GUIDANCE change Guides, and those in
+THRESHOLDS change denoisers.
 """
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,36 +24,40 @@ Scale = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
-"""(x, sigma, names) to D under each of them."""
+"""(x, sigma, condition names) to D under each of these conditions."""
+Share = Annotated[int | float, "[0, 1]"]
+Amount = Annotated[int | float, "[0, 1000]"]
+Level = Annotated[int | float, "[0, inf]"]
+_AXES = (1, 2, 3)
 
 
 class Guide(NamedTuple):
-    """How several D become the one that samplers see."""
+    """How the D under several conditions become the one that samplers see."""
 
     combine: Callable[[Mapping[str, Images], Images, Sigma, Scale], Images]
-    """(D by name, x, sigma, scale) to D."""
+    """(D by condition name, x, sigma, scale) to D."""
     other: str = NEGATIVE
-    """What is led away from: NEGATIVE, or GUIDE."""
+    """The condition that guidance leads away from: NEGATIVE, or GUIDE."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
-    """The D that it combines."""
+    """The conditions whose D `combine` takes."""
     acts: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
-    """Whether it does at a level, None for all; elsewhere D is that of the text."""
+    """Whether guidance acts at a noise level, else D is that of the text; None for all levels."""
     neutral: float | None = 1.0
-    """The scale at which it changes nothing, if there is one."""
+    """The scale at which D is that of the text alone; None if there is no such scale."""
 
 
 class Model(NamedTuple):
-    """What a wrapper may ask of the model that it guides."""
+    """What a wrapper in GUIDANCE can use of the guided model."""
 
     scalings: Precond
     sigmas: Sigmas
-    """The levels of sampling."""
+    """The noise levels of the sampling grid."""
 
 
 def outward(other: str = NEGATIVE) -> Guide:
     """D_other + scale * (D_cond - D_other) (Ho & Salimans 2022, equation 6).
 
-    `scale` is one number or one an image; at 1 the result is D_cond to the last bit.
+    `scale` is one number, or one per image; at 1 the result equals D_cond to the last bit.
     """
 
     def combine(d, x, sigma, scale):
@@ -70,20 +75,25 @@ def led(
     conditions: Mapping[str, Callable[[], Any]],
     guide_of: Callable[[Any], Denoiser] | None = None,
 ) -> Denoiser:
-    """The D that samplers see, as a config's `sampler` says; without guidance where scale is None.
+    """Return the D that samplers see, guided as a config's `sampler` group says.
 
-    `conditions` make what a network is conditioned on, a row an image; `denoiser_of` and `guide_of`
-    make D of it, of the network and of a second one that guides with the same text.
+    Args:
+        s: The `sampler` group.
+        model: The guided model.
+        scale: The guidance scale, one or one per image; None for D of the text alone.
+        denoiser_of: Makes D of the network from what it is conditioned on.
+        conditions: Functions that compute the network's conditions, one row per image, by name.
+        guide_of: The same as `denoiser_of` for a second, guiding network with the same text.
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
     names = (COND,) if scale is None else guide.needs
-    made = {name: condition() for name, condition in conditions.items() if name in names}
-    second = guide_of(made[COND]) if guide_of else None
-    return guided(conditional(denoiser_of, made, second), scale, guide)
+    rows = {name: condition() for name, condition in conditions.items() if name in names}
+    second = guide_of(rows[COND]) if guide_of else None
+    return guided(conditional(denoiser_of, rows, second), scale, guide)
 
 
 def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
-    """The D that samplers see; of the text alone where `scale` is None."""
+    """Return the D that samplers see; D of the text alone if `scale` is None."""
 
     def plain(x, sigma):
         return branches(x, sigma, (COND,))[COND]
@@ -99,7 +109,7 @@ def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
 
 
 def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
-    """The guidance of a config's `sampler`: `guiding` within guidance_low and guidance_high."""
+    """Build the Guide of a `sampler` group: `guiding`, from guidance_low to guidance_high."""
     check(s)
     guide = outward(other)
     for wrapper in bound("sampler.guiding", s.guiding):
@@ -111,24 +121,24 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
 
 
 def check(s: Any) -> None:
-    """ValueError for cfg_pp with a sampler that evaluates D between the grid's levels."""
+    """Raise ValueError for cfg_pp with a sampler that evaluates D between the grid's levels."""
     (sampler,) = named.calls("sampler.name", getattr(s, "name", "ddim"))
     churned = getattr(s, "churn", 0) or sampler.positional or "churn" in sampler.by_name
     between = sampler.name == "restart" or (sampler.name == "heun" and churned)
     if between and "cfg_pp" in s.guiding:
         raise ValueError(
-            f"sampler.guiding is {s.guiding!r} and sampler.name {s.name!r}, which evaluates the "
-            "network between the levels of its grid: take ddim or euler, or heun without churn"
+            f"sampler.guiding is {s.guiding!r} and sampler.name is {s.name!r}, which evaluates the "
+            "network between the levels of its grid: choose ddim or euler, or heun without churn"
         )
 
 
 def bound(field: str, text: str) -> list[functools.partial]:
-    """The wrappers that a config's field names, as its annotation has them: see named.bound."""
+    """Return the wrappers that a field names, such as "apg(norm=5) + rescale". See named.bound."""
     return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text)]
 
 
 def scales(s: Any, scale: int | float, rows: int) -> Float[np.ndarray, "N"] | None:
-    """A scale for each image; None where guidance changes nothing, and need not be computed."""
+    """Return one scale per image, or None if guidance at this scale has no effect."""
     unused = Model(precond.epsilon(precond.log_snr), jnp.ones(1))
     return None if scale == make(s, unused).neutral else np.full(rows, scale, np.float32)
 
@@ -138,25 +148,25 @@ def conditional(
     conditions: Mapping[str, Any],
     guide: Denoiser | None = None,
 ) -> Branches:
-    """D of one network under several conditions, in one evaluation, and that of a guide.
+    """Return the D of one network under several conditions, in one evaluation, and of a guide.
 
-    `conditions` hold a row an image. Under all of them a network sees each image as often, as
-    neighbours, so that a sharded batch stays where it is.
+    `conditions` have one row per image. The rows of an image stay neighbours in the joined batch,
+    so that a sharded batch needs no communication.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
-    every = jax.tree.map(join, *conditions.values())  # Row n i + k is row i of the k-th.
+    joined = jax.tree.map(join, *conditions.values())  # Row n i + k: image i, condition k of n.
 
     def branches(x, sigma, names):
         own = [name for name in conditions if name in names]
-        rows = every if len(own) == len(conditions) else conditions[COND]
-        found = by_rows(denoiser_of(rows))(x, sigma, own)
-        return {**found, GUIDE: guide(x, sigma)} if guide and GUIDE in names else found
+        rows = joined if len(own) == len(conditions) else conditions[COND]
+        d = by_rows(denoiser_of(rows))(x, sigma, own)
+        return {**d, GUIDE: guide(x, sigma)} if guide and GUIDE in names else d
 
     return branches
 
 
 def by_rows(denoise: Denoiser) -> Branches:
-    """Of a D whose rows are under each name in turn."""
+    """Return the D of a denoiser whose rows are under each condition in turn."""
 
     def branches(x, sigma, names):
         d = denoise(x.repeat(len(names), axis=0), sigma.repeat(len(names)))
@@ -166,16 +176,143 @@ def by_rows(denoise: Denoiser) -> Branches:
     return branches
 
 
-# By sampler.threshold of a config. Imagen's alone: latents have no range to be held in.
-THRESHOLDS: Mapping[str, Callable[..., Denoiser] | str] = {
-    "dynamic": "diffusion_jax.diffusion.thresholds:dynamic",
-    "static": "diffusion_jax.diffusion.thresholds:static",
+# The entries of GUIDANCE: wrappers of a Guide, given the Model that is guided.
+
+
+def cfg(guide: Guide, model: Model) -> Guide:
+    """Plain classifier-free guidance: the Guide is unchanged."""
+    del model
+    return guide
+
+
+def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
+    """Guide only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
+
+    At other levels, D of the text is all that is computed.
+    """
+    del model
+    before = guide.acts or (lambda sigma: True)
+    return guide._replace(acts=lambda sigma: before(sigma) & (low <= sigma) & (sigma <= high))
+
+
+def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
+    """Adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
+
+    Scales the part of the update parallel to D_cond, which causes oversaturation, by `eta`. Clips
+    the update of each image to the length `norm` before the guidance scale (0: no limit).
+    """
+    del model
+    if EMPTY in guide.needs:
+        raise ValueError(
+            "sampler.guiding has apg after perp_neg, whose update apg would not project: write "
+            "apg+perp_neg"
+        )
+
+    def combine(d, x, sigma, scale):
+        difference = d[COND] - d[guide.other]
+        if norm:
+            length = jnp.sqrt((difference**2).sum(_AXES, keepdims=True))
+            difference = difference * jnp.minimum(1, norm / length)
+        along = projected(difference, d[COND])
+        update = difference - along + eta * along
+        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, scale)
+
+    return guide._replace(combine=combine)
+
+
+def cfg_pp(guide: Guide, model: Model) -> Guide:
+    """CFG++ (Chung et al. 2024, Algorithm 2): the scale is its lambda, from 0 to 1.
+
+    It takes D_lambda = D_uncond + lambda (D_cond - D_uncond) for the image and the unconditional
+    eps for the noise: x' = D_lambda + r (x - D_uncond), with r = sigma' / sigma of a DDIM step.
+    This equals DDIM's step x' = D + r (x - D) at the scale lambda / (1 - r). It needs a sampler
+    that evaluates D at the grid's levels only: `check` refuses `restart`, and `heun` with churn.
+    """
+
+    def combine(d, x, sigma, scale):
+        later = jnp.where(model.sigmas < sigma[:, None] * (1 - 1e-5), model.sigmas, 0).max(1)  # [B]
+        return guide.combine(d, x, sigma, scale / (1 - later / sigma))
+
+    return guide._replace(combine=combine, neutral=None)
+
+
+def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
+    """Guidance rescale (Lin et al. 2024, equations 15 and 16) of what the network predicts.
+
+    Mixes the guided prediction with its copy of the standard deviation of D_cond's, by `phi`.
+    """
+
+    def combine(d, x, sigma, scale):
+        c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
+        to_f = lambda denoised: (denoised - c_skip * x) / c_out
+        guided = to_f(guide.combine(d, x, sigma, scale))
+        ratio = to_f(d[COND]).std(_AXES, keepdims=True) / guided.std(_AXES, keepdims=True)
+        return c_skip * x + c_out * guided * (phi * ratio + 1 - phi)
+
+    return guide._replace(combine=combine)
+
+
+def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
+    """Perp-Neg (Armandpour et al. 2023): lead away only from what the prompt does not contain.
+
+    D_empty + scale (a - weight b), where a = D_cond - D_empty and b is the part of
+    D_negative - D_empty that is perpendicular to a.
+    """
+    del model
+    if guide.other != NEGATIVE:
+        raise ValueError(
+            "sampler.guiding has perp_neg, which needs the negative and the empty text, and a "
+            "second model guides: remove one of the two"
+        )
+
+    def combine(d: Mapping[str, Images], x, sigma, scale):
+        a, b = d[COND] - d[EMPTY], d[NEGATIVE] - d[EMPTY]
+        cond = d[COND] - weight * (b - projected(b, a))
+        return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, scale)
+
+    neutral = None if weight else guide.neutral
+    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE), neutral=neutral)
+
+
+def projected(
+    images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
+) -> Float[Array, "B H W C"]:
+    """Project each image onto another one."""
+    length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
+    return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
+
+
+GUIDANCE: dict[str, Callable[..., Guide] | str] = {
+    "cfg": cfg,
+    "interval": interval,
+    "apg": apg,
+    "cfg_pp": cfg_pp,
+    "rescale": rescale,
+    "perp_neg": perp_neg,
+}
+"""Values of sampler.guiding, joined by + with the innermost first; also "MODULE:FUNCTION"."""
+
+
+def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:
+    """Clip x0 to its own percentile s >= 1, then divide by s (Imagen, section 2.3)."""
+
+    def thresholded(x, sigma):
+        x0 = denoise(x, sigma)
+        s = jnp.percentile(jnp.abs(x0), percentile, axis=(1, 2, 3), keepdims=True)
+        s = jnp.maximum(s, 1)
+        return jnp.clip(x0, -s, s) / s
+
+    return thresholded
+
+
+def static(denoise: Denoiser) -> Denoiser:
+    """Clip x0 to [-1, 1] (Imagen, section 2.3)."""
+    return lambda x, sigma: jnp.clip(denoise(x, sigma), -1, 1)
+
+
+THRESHOLDS: dict[str, Callable[..., Denoiser] | str] = {
+    "dynamic": dynamic,
+    "static": static,
     "none": lambda denoise: denoise,
 }
-_GUIDES = "diffusion_jax.diffusion.guides"
-# By sampler.guiding of a config, in both systems; several are joined by +, the first innermost.
-# Functions of a Guide and a Model; their own parameters follow `*` (see named).
-GUIDANCE: Mapping[str, Callable[..., Guide] | str] = {
-    name: f"{_GUIDES}:{name}"
-    for name in ("cfg", "interval", "apg", "cfg_pp", "rescale", "perp_neg")
-}
+"""Values of sampler.threshold, for Imagen alone: latents have no range to clip to."""

@@ -1,4 +1,7 @@
-"""Samplers that remember earlier evaluations of D: Adams and Bashforth's, DPM-Solver's, UniPC."""
+"""Multistep samplers, which use earlier evaluations of D: PLMS, DPM-Solver++(2M), UniPC and DEIS.
+
+Their signature is described in onestep.py.
+"""
 
 import math
 from collections.abc import Callable
@@ -9,11 +12,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion.noise import Sigmas
+from diffusion_jax.diffusion.onestep import NO_SIGNAL, Draws, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
-from diffusion_jax.diffusion.samplers import NO_SIGNAL, Draws, same_level
 
 Turn = Callable[[Images, Images, Float[Array, ""]], Images]
-"""(slope or what stands for it, x, its level) to the other of the two."""
+"""(slope, x, sigma) to what is averaged instead, or back."""
 
 
 def plms(
@@ -25,26 +28,27 @@ def plms(
 ) -> Images:
     """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
 
-    The first step is taken twice, as CompVis does: along its slope, then along the mean of the
-    slopes at both ends; later ones see as many slopes as there are. What F predicts does not
-    matter, since eps is (x - D) / sigma. As a loop, with t for sigma:
+    The first step is taken twice, as in CompVis' code: along its slope, then along the mean of the
+    slopes at both ends. The next steps use two and three slopes. Works with every prediction, since
+    eps = (x - D) / sigma. As a loop, with t for sigma:
 
         for i in range(n):
             d = (x - D(x, t[i])) / t[i]
             if i == 0:
                 ahead = x + (t[1] - t[0]) * d
                 mean = (d + (ahead - D(ahead, t[1])) / t[1]) / 2
-            else:                             # 3/2, -1/2; 23/12, ...; 55/24, ... of up to four.
+            else:                             # Weights of two, three, then four slopes.
                 mean = sum(w * slope for w, slope in zip(adams_bashforth[i], (d, *before)))
             x = x + (t[i + 1] - t[i]) * mean
             before = (d, *before)
 
-    The scan is over the evaluations of D, of which k = 1 is the second of the first step. `turns`
-    makes of a slope what is averaged in its place, and a slope of the average (see `plms_v`).
+    The scan is over the evaluations of D; k = 1 is the second evaluation of the first step.
+    `turns` converts a slope to the quantity that is averaged, and the average to a slope (see
+    `plms_v`).
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
-    # A single step to 0, where there is no slope, is not corrected; nor one from noise alone.
+    # Do not correct a single step to 0, where no slope exists, or a step from pure noise.
     corrected = (sigmas[1] > 0) & (sigmas[0] < NO_SIGNAL)
     second = jnp.where(corrected, sigmas[1], sigmas[0])
     levels = jnp.concatenate([sigmas[:1], second[None], sigmas[1:-1]])
@@ -56,9 +60,9 @@ def plms(
         weights = weights.at[2 + i :].set(jnp.array(row))
 
     def evaluate(carry, inputs):
-        x, x_before, before, before_2, before_3 = carry  # Slopes of the three steps before.
+        x, x_before, before, before_2, before_3 = carry  # x, and the slopes of three earlier steps.
         k, level, start, end, w = inputs
-        # A product: how XLA divides by a scalar depends on the size of the batch.
+        # A product, because how XLA divides by a scalar depends on the batch size.
         slope = (x - denoise(x, same_level(level, x))) * (1 / level)
         slope = turns[0](slope, x, level)
         mean = w[0] * slope + w[1] * before + w[2] * before_2 + w[3] * before_3
@@ -75,10 +79,10 @@ def plms(
 
 
 def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """PLMS on v in place of eps, as diffusers' PNDM takes what a model of v predicts.
+    """PLMS on v instead of eps, as in diffusers' PNDM for models that predict v.
 
-    v = alpha eps - sigma' x0 in variance-preserving coordinates, of which x gives the direction:
-    the average of several times' v is turned with that of the step's beginning alone.
+    v = alpha eps - sigma' x0 in variance-preserving coordinates. The average of v over several
+    times is converted to a slope with the x at the start of the step.
     """
 
     def to_v(d, x, sigma):
@@ -102,8 +106,8 @@ def dpmpp_2m(
 ) -> Images:
     """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
 
-    The first step and the last, to 0, are of first order. The last is so also where it ends above
-    0, as a table's levels do, if the whole grid has fewer than 15 `steps`: its authors' code.
+    The first step is of first order, and so is a last step to 0. If the grid has fewer than 15
+    `steps`, a last step that ends above 0 is of first order too, as in the authors' code.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -127,13 +131,15 @@ def dpmpp_2m(
 def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
     """UniPC (Zhao et al. 2023) of order 2 with B(h) = e^h - 1, in -ln sigma: N evaluations of D.
 
-    A step is that of `dpmpp_2m`, the last of first order. Before the next one D at its end, which
-    that needs anyway, corrects it: with h the step's length, g the one before,
+    The predictor is the step of `dpmpp_2m`; the last one is of first order. The corrector uses D at
+    the end of the step, which the next step needs anyway. With r = e^-h, the step length h and the
+    previous step length g,
 
-        x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),  r = e^-h,
+        x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),
 
-    m0 and m1 being D at the step's beginning and at that of the one before; the weights solve
-    equation 9 of the paper for exactness on parabolas (on lines, of the first step: 0 and 1 / 2).
+    where m0 and m1 are D at the start of this step and of the previous one. The weights solve
+    equation 9 of the paper, so that the step is exact for parabolas (for lines in the first step,
+    with the weights 0 and 1 / 2).
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -167,10 +173,11 @@ def deis(
 ) -> Images:
     """tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3: N evaluations.
 
-    eps, of this step and of those before, is continued as a polynomial in u = ln(sigma / sigma_i),
-    which is integrated exactly: x' = x + sum_j c_j eps_j, c_j = integral of its Lagrange basis
-    d sigma. The first steps see as many eps as there are; one to 0 is of first order. Of a grid of
-    fewer than 15 `steps` the last is of first and the one before of second order: diffusers' code.
+    eps of this step and of earlier ones is extrapolated as a polynomial in u = ln(sigma / sigma_i)
+    and integrated exactly: x' = x + sum_j c_j eps_j, where c_j is the integral of the j-th Lagrange
+    polynomial over sigma. The first steps are of lower order, and a step to 0 is of first order.
+    If the grid has fewer than 15 `steps`, the last two are of second and first order, as in
+    diffusers.
     """
     del noise  # Deterministic.
 
@@ -190,10 +197,10 @@ def deis(
                 (m2 - u1 * m1) / (u2 * (u2 - u1)),
             ]
         )
-        known = jnp.minimum(i + 1, jnp.where(sigma_next > 0, order, 1))
-        known = jnp.minimum(known, n - i) if steps < 15 else known
+        step_order = jnp.minimum(i + 1, jnp.where(sigma_next > 0, order, 1))
+        step_order = jnp.minimum(step_order, n - i) if steps < 15 else step_order
         one = jnp.array([sigma_next - sigma, 0.0, 0.0])
-        c = jnp.where(known == 1, one, jnp.where(known == 2, two, three))
+        c = jnp.where(step_order == 1, one, jnp.where(step_order == 2, two, three))
         return (x + c[0] * eps + c[1] * eps_1 + c[2] * eps_2, eps, eps_1), None
 
     n, zero = len(sigmas) - 1, jnp.zeros_like(x)
@@ -203,13 +210,13 @@ def deis(
 
 
 def _moments(v: Float[Array, ""]) -> list[Array]:
-    """Integrals of u^k e^u from 0 to v, for k = 0, 1 and 2."""
+    """Integrate u^k e^u from 0 to v, for k = 0, 1 and 2."""
     exact = (
         jnp.expm1(v),
         jnp.exp(v) * (v - 1) + 1,
         jnp.exp(v) * (v**2 - 2 * v + 2) - 2,
     )
-    # Near 0 these cancel: sums of v^(n + k + 1) / (n! (n + k + 1)) there.
+    # Near 0 the exact forms cancel, so sum v^(n + k + 1) / (n! (n + k + 1)) there.
     terms = range(10)
     series = [
         sum(v ** (n + k + 1) / (math.factorial(n) * (n + k + 1)) for n in terms) for k in range(3)
@@ -218,9 +225,11 @@ def _moments(v: Float[Array, ""]) -> list[Array]:
 
 
 def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
-    """phi_2 or phi_3 of exponential integrators: phi_1 = (e^z - 1) / z, phi_k = (phi_{k-1} - 1 /
-    (k - 1)!) / z."""
-    # As a series where these cancel.
+    """Compute phi_2 or phi_3 of exponential integrators.
+
+    phi_1 = (e^z - 1) / z, and phi_k = (phi_{k-1} - 1 / (k - 1)!) / z.
+    """
+    # The exact form cancels near 0, so use a series there.
     series = sum(z**n / math.factorial(n + k) for n in range(10))
     exact = jnp.expm1(z) / z
     for j in range(1, k):
@@ -229,7 +238,7 @@ def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Array]:
-    """rho_0 * h / g and rho_1 of `unipc`; g = 0 stands for no step before."""
+    """Compute rho_0 * h / g and rho_1 of `unipc`; g = 0 marks the first step."""
     phi_1, phi_2, phi_3 = jnp.expm1(-h), -h * phi(2, -h), -h * phi(3, -h)
     b_1, b_2 = phi_2 / phi_1, 2 * phi_3 / phi_1
     rho_0 = (b_1 - b_2) / (1 + g / h)
@@ -238,7 +247,7 @@ def _unipc_weights(h: Float[Array, ""], g: Float[Array, ""]) -> tuple[Array, Arr
     return times_ratio, jnp.where(second, b_1 - rho_0, 0.5)
 
 
-# Weights of the slope here and of those before, once there are one, two and three of these.
+# Weights of the current slope and of one, two or three earlier ones.
 _ADAMS_BASHFORTH = (
     (3 / 2, -1 / 2, 0.0, 0.0),
     (23 / 12, -16 / 12, 5 / 12, 0.0),

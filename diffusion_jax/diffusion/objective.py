@@ -1,11 +1,11 @@
-"""Objectives: what a network learns, of whose parts a config's `diffusion` names each.
+"""Objectives: what a network learns, assembled from the names in a config's `diffusion` group.
 
-The noise levels of training, the four scalars that make a denoiser of a network, the distance from
-its target, and how much an error counts at each level.
+The group names the noise of training, the preconditioner that makes a denoiser of a network, the
+distance from the target, and the weighting of noise levels (the table WEIGHTINGS below).
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,41 +17,43 @@ from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network
 
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
-"""The collection of a task's parameters that a weighting learns, beside the network's."""
+"""The key of a task's parameters under which a weighting keeps what it learns."""
+Amount = Annotated[int | float, "[0, inf)"]
 
 
 class Weighting(NamedTuple):
-    """How much an error counts at each noise level."""
+    """The weight of the loss at each noise level."""
 
     weigh: Callable[[Any, Sigma, Sigma, Losses], Losses]
-    """(a task's parameters, sigma, c_out, the losses of F) to what is minimised."""
+    """(a task's parameters, sigma, c_out, the losses of F) to the losses that are minimised."""
     init: Callable[[], Any] | None = None
-    """The initial parameters that it learns, if any."""
+    """Makes the initial parameters of a learned weighting."""
 
 
 class Objective(NamedTuple):
-    """A config's `diffusion` group, made into functions."""
+    """A config's `diffusion` group as functions."""
 
     noise: noise.Noise
     precond: Callable[[Callable[[Sigma], Sigma]], Precond]
-    """Of a `time`, what the network is told of a level: training's, or a sampling grid's."""
+    """Makes the preconditioner from `time`, which maps sigma to what the network sees: that of
+    training, or that of a sampling grid."""
     distance: Distance
     weighting: Weighting
     offset: float
 
     @property
     def scalings(self) -> Precond:
-        """The scalars of training."""
+        """The preconditioner of training."""
         return self.precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
-        """A network's parameters, and those that the weighting learns."""
+        """Add the initial parameters of a learned weighting to those of the network."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
     def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
-        """eps, each channel of each image shifted by `offset` times a normal number.
+        """Add offset noise: `offset` times one normal draw per image and channel.
 
-        Offset noise (Guttenberg 2023): without it a model hardly learns an image's mean.
+        Without it, a model hardly learns the mean of an image (Guttenberg 2023).
         """
         if not self.offset:
             return eps
@@ -61,9 +63,15 @@ class Objective(NamedTuple):
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
         counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
-        """What is minimised, and the loss of each image as it is before it is weighed.
+        """Compute the loss to minimise, and the unweighted loss of each image.
 
-        `counts` says how much each image counts, if not all do the same.
+        Args:
+            params: The task's parameters, which a learned weighting reads.
+            network: F, with its weights and conditions.
+            x0: Images in [-1, 1].
+            eps: Standard normal noise.
+            sigma: The noise level of each image.
+            counts: Weight of each image, such as those of prior preservation; None for 1.
         """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
@@ -73,10 +81,9 @@ class Objective(NamedTuple):
     def errors(
         self, network: Network, x0: Images, eps: Images, sigma: Sigma
     ) -> tuple[Losses, Losses]:
-        """Of each image the loss before it is weighed, and |D - x0|^2 (1 + sigma^2) / sigma^2.
+        """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
-        The second is the v-loss, whatever the network predicts: runs of different objectives
-        compare by it.
+        The v-loss does not depend on what the network predicts, so it compares different runs.
         """
         residual = precond.residual(network, self.scalings, x0, eps, sigma)
         mean = lambda each: jnp.mean(each, axis=(1, 2, 3))
@@ -85,16 +92,19 @@ class Objective(NamedTuple):
 
 
 def make(d: Any) -> Objective:
-    """The objective of a config's `diffusion` group d; ValueError for a part that there is not.
+    """Assemble the objective of a config's `diffusion` group.
 
-    What the network predicts is the field `precond` of Imagen, `predicts` of Stable Diffusion.
+    The field that names the prediction is `precond` in Imagen and `predicts` in Stable Diffusion.
+
+    Raises:
+        ValueError: For an unknown name, or eps-prediction with a noise that ends without signal.
     """
     predicts = "precond" if hasattr(d, "precond") else "predicts"
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
-    if name("noise") in _TO_NOISE_ALONE and name(predicts) == "eps":
+    if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
         raise ValueError(
-            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} 'eps': no image can be told "
-            "from its noise where there is nothing else; predict v, or flow"
+            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} is 'eps': eps-prediction is "
+            "undefined at zero terminal SNR, so choose v or flow"
         )
     return Objective(
         noise.make(d),
@@ -105,12 +115,63 @@ def make(d: Any) -> Objective:
     )
 
 
-_TO_NOISE_ALONE = ("zero_terminal_snr", "logit_normal", "uniform_flow")
-_WEIGHTINGS = "diffusion_jax.diffusion.weightings"
-# By diffusion.weight of a config; their own parameters follow `*` (see named).
-WEIGHTINGS: Mapping[str, Callable[..., Weighting] | str] = {
-    "min_snr": f"{_WEIGHTINGS}:min_snr",
-    "p2": f"{_WEIGHTINGS}:p2",
-    "edm": f"{_WEIGHTINGS}:edm",
-    "uncertainty": f"{_WEIGHTINGS}:uncertainty",
+_NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
+
+
+def of_x0(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
+    """Weight |D - x0|^2 by a function of the signal-to-noise ratio 1 / sigma^2.
+
+    The loss of F is |D - x0|^2 / c_out^2, so one weighting serves every prediction.
+    """
+    return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
+
+
+def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
+    """Min-SNR-gamma (Hang et al. 2023, section 3.4): min(snr, gamma). 0 leaves the loss unweighted.
+
+    This is min(snr, gamma) / snr on the eps-loss and min(snr, gamma) / (snr + 1) on the v-loss.
+    """
+    if not min_snr:
+        return Weighting(lambda params, sigma, c_out, losses: losses)
+    return of_x0(lambda snr: jnp.minimum(snr, min_snr))
+
+
+def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
+    """P2 (Choi et al. 2022, equation 8): 1 / (k + snr)^gamma on the eps-loss."""
+    return of_x0(lambda snr: snr / (k + snr) ** gamma)
+
+
+def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
+    """EDM's lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 (Table 1)."""
+    return of_x0(lambda snr: 1 / sigma_data**2 + snr)
+
+
+def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
+    """EDM2's learned uncertainty (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
+
+    u is a learned linear function of fixed random sinusoids of ln(sigma) / 4. At its optimum it is
+    ln of the expected loss at that level (Kendall et al. 2018), so all levels weigh the same. It
+    starts at 0, where this equals the plain loss.
+    """
+    key_frequency, key_phase = jax.random.split(jax.random.key(0))
+
+    def u(params, sigma):
+        frequencies = jax.random.normal(key_frequency, (channels,))
+        phases = jax.random.uniform(key_phase, (channels,))
+        angles = 2 * jnp.pi * (jnp.log(sigma)[:, None] / 4 * frequencies + phases)
+        return jnp.cos(angles) @ params[LEARNED]["kernel"] * (2 / channels) ** 0.5  # [B]
+
+    def weigh(params, sigma, c_out, losses):
+        log_variance = u(params, sigma)
+        return losses / jnp.exp(log_variance) + log_variance
+
+    return Weighting(weigh, lambda: {"kernel": jnp.zeros(channels)})
+
+
+WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
+    "min_snr": min_snr,
+    "p2": p2,
+    "edm": edm,
+    "uncertainty": uncertainty,
 }
+"""Values of diffusion.weight: functions of their own parameters, or "MODULE:FUNCTION"."""

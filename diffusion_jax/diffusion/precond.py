@@ -1,11 +1,11 @@
 """Preconditioning: how a raw network F becomes a denoiser D, and the one loss that trains it.
 
-Everything is written in the variance-exploding coordinates of Karras et al.
-(2022): x = x0 + sigma * eps. A variance-preserving model (DDPM, Stable
-Diffusion) is the same denoiser seen through c_in = 1 / sqrt(1 + sigma^2).
+Everything uses the variance-exploding coordinates of Karras et al. (2022): x = x0 + sigma * eps. A
+variance-preserving model (DDPM, Stable Diffusion) is the same denoiser with
+c_in = 1 / sqrt(1 + sigma^2).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ Precond = Callable[[Sigma], Scalings]
 
 
 def edm(sigma_data: float = 0.5) -> Precond:
-    """Unit-variance inputs and targets at every noise level (EDM, Table 1)."""
+    """EDM: inputs and targets have unit variance at every noise level (Table 1)."""
 
     def scalings(sigma):
         total = jnp.sqrt(sigma**2 + sigma_data**2)
@@ -46,7 +46,7 @@ def edm(sigma_data: float = 0.5) -> Precond:
 
 
 def epsilon(time: Callable[[Sigma], Sigma]) -> Precond:
-    """F predicts the noise (DDPM). `time` maps sigma to what the network is conditioned on."""
+    """F predicts the noise (DDPM). `time` maps sigma to c_noise."""
 
     def scalings(sigma):
         return Scalings(
@@ -96,25 +96,25 @@ def flow(time: Callable[[Sigma], Sigma]) -> Precond:
     return scalings
 
 
-# By diffusion.precond or diffusion.predicts of a config: functions of the `time` of its noise.
-PRECONDS: Mapping[str, Callable[..., Precond]] = {
+PRECONDS: dict[str, Callable[..., Precond] | str] = {
     "edm": lambda time, *, sigma_data=0.5: edm(sigma_data),
     "eps": epsilon,
     "x0": x0,
     "v": velocity,
     "flow": flow,
 }
+"""Values of diffusion.precond (diffusion.predicts in Stable Diffusion): functions of `time`."""
 
 
 def log_snr(sigma: Sigma) -> Sigma:
-    """ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma: the `time` of continuous DDPM."""
+    """Return ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma, the `time` of continuous DDPM."""
     return -2 * jnp.log(sigma)
 
 
 def denoiser(network: Network, precond: Precond) -> Denoiser:
-    """Makes D of F. `network` closes over its weights and its conditioning.
+    """Make D of F, which holds its weights and conditions.
 
-    D is float32 also where F computes in bfloat16, since the scalings are.
+    D is float32 even if F computes in bfloat16, because the scalings are float32.
     """
 
     def denoise(x, sigma):
@@ -136,12 +136,12 @@ def l1(residual: Images) -> Images:
 
 
 def huber(residual: Images) -> Images:
-    """Half the square up to an error of 1 and linear beyond (Huber with beta = 1)."""
+    """Half the squared error up to 1, linear beyond (Huber with beta = 1)."""
     size = jnp.abs(residual)
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
 
 
-DISTANCES: Mapping[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
+DISTANCES: dict[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
 
 
 def loss(
@@ -152,22 +152,22 @@ def loss(
     sigma: Sigma,
     distance: Distance = l2,
 ) -> Float[Array, "B"]:
-    """Distance of F from its effective target (EDM, equation 8), one value per image.
+    """Compute the distance of F from its effective target (EDM, equation 8), one value per image.
 
-    With `l2` it equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
+    With `l2` this equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
     `epsilon` L_simple and `velocity` the v-loss. x0 is in [-1, 1], eps standard normal.
     """
     return jnp.mean(distance(residual(network, precond, x0, eps, sigma)), axis=(1, 2, 3))
 
 
 def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
-    """F at x0 + sigma * eps, less its effective target."""
+    """Return F at x0 + sigma * eps minus its effective target."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)
     f = network(c_in * (x0 + scale * eps), scalings.c_noise)
-    # (x0 - c_skip * x) / c_out with x written out: subtracting x from x0 would leave the
-    # rounding of x, divided by a small c_out, where eps should come out exact.
+    # (x0 - c_skip * x) / c_out with x written out: x0 - x would keep the rounding of x, which a
+    # small c_out magnifies, although the target of `epsilon` is exactly eps.
     target = ((1 - c_skip) * x0 - c_skip * scale * eps) / c_out
     return f - target
 

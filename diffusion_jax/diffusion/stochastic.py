@@ -1,7 +1,7 @@
-"""Samplers with noise that belongs to the image and not to the steps, and Restart.
+"""Stochastic samplers: DPM-Solver++ SDE with a Brownian path per image, and Restart.
 
-The noise of an SDE's step is the increment of one Brownian path: more steps refine the same path,
-and the image that they draw converges.
+The noise of an SDE step is an increment of one Brownian path, so more steps refine the same path
+and the image converges. The samplers' signature is described in onestep.py.
 """
 
 from collections.abc import Callable
@@ -13,21 +13,21 @@ from jaxtyping import Array, Float
 
 from diffusion_jax.diffusion.multistep import phi
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
+from diffusion_jax.diffusion.onestep import Draws, heun_steps, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
-from diffusion_jax.diffusion.samplers import Draws, heun_steps, same_level
 
 Level = Float[Array, ""]
 Strength = Annotated[Scalar, "[0, 1]"]
-_LOW, _HIGH = -12.0, 20.0  # Of log2 sigma: the path begins and ends there.
-_DEPTH = 16  # Halvings of it: pieces of 3.4e-4 in ln sigma, inside which it is straight.
+_LOW, _HIGH = -12.0, 20.0  # Ends of the path in log2 sigma.
+_DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
 def brownian(noise: Draws) -> Callable[[Level], Images]:
-    """W(sigma), a Brownian path in log2 sigma, the same whichever levels it is asked for.
+    """Return W(sigma), a Brownian path in log2 sigma that does not depend on the sampled levels.
 
     A tree as in Li et al. 2020 ("Scalable gradients for stochastic differential equations", section
-    4): between two ends the middle is their mean and a draw of its own, `noise` of its place in the
-    tree. Each level costs 16 draws.
+    4): the midpoint of two ends is their mean plus a draw whose index is the tree node. Each level
+    costs 16 draws.
     """
     ends = jnp.zeros_like(noise(jnp.array(0))), (_HIGH - _LOW) ** 0.5 * noise(jnp.array(0))
 
@@ -53,9 +53,9 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
 def dpmpp_2m_sde(
     denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
 ) -> Images:
-    """DPM-Solver++(2M) SDE (Lu et al. 2022, appendix; k-diffusion's, midpoint), N evaluations of D.
+    """k-diffusion's DPM-Solver++(2M) SDE, midpoint (Lu et al. 2022, appendix): N evaluations of D.
 
-    `strength` is the share of new noise, k-diffusion's eta; 0 is `dpmpp_2m`.
+    `strength` is the share of new noise, k-diffusion's eta; with 0 it equals `dpmpp_2m`.
     """
 
     def steps(x, d, before, h, h_eta):
@@ -87,10 +87,10 @@ def dpmpp_3m_sde(
 
 
 def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
-    """Runs the steps of a multistep solver; one to 0 gives D.
+    """Run the steps of a multistep solver; a step to 0 returns D.
 
-    steps(x, D, (the two D before, their h), h, (1 + strength) h) is x at the step's end without
-    its noise; an h of 0 stands for no step before.
+    steps(x, D, (the last two D, and their h), h, (1 + strength) h) returns x at the end of a step
+    without its noise. Before the first steps, the h of earlier ones are 0.
     """
     path = brownian(noise)
 
@@ -99,7 +99,7 @@ def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
         sigma, sigma_next = inputs
         d = denoise(x, same_level(sigma, x))
         last = sigma_next == 0
-        end = jnp.where(last, sigma / 2, sigma_next)  # Any level above 0: what it gives is unused.
+        end = jnp.where(last, sigma / 2, sigma_next)  # Any level above 0: the result is not used.
         h = jnp.log(sigma / end)
         moved = steps(x, d, (d1, d2, (h_1, h_2)), h, (1 + strength) * h)
         w_next = path(end)
@@ -125,15 +125,15 @@ def restart(
 ) -> Images:
     """Restart (Xu et al. 2023, Algorithm 1) around Heun's method, with one interval.
 
-    Where the grid comes to the level nearest to `low`, noise takes x back to `high`, and `inner`
-    steps of Heun's, spaced as EDM's levels, down again: `repeats` times. N steps are 2 N - 1 and
-    2 repeats * inner evaluations of D.
+    At the grid's level nearest to `low`, noise raises x to the level `high`, and `inner` Heun steps
+    with EDM's spacing return to the grid; this is repeated `repeats` times. N steps take
+    2 N - 1 + 2 repeats * inner evaluations of D.
     """
     n, more = len(sigmas) - 1, repeats * inner
     if n < 2 or not more:
         return heun_steps(denoise, x, sigmas, jnp.zeros(n), noise)
-    j = jnp.argmin(jnp.abs(jnp.log(sigmas[1:n] / low))) + 1  # [1, n - 1]: neither of the ends.
-    # On the way back the levels are Heun's after the jump from sigmas[j] to `high`.
+    j = jnp.argmin(jnp.abs(jnp.log(sigmas[1:n] / low))) + 1  # In [1, n - 1]: not at the ends.
+    # The levels of the `inner` steps after each jump from sigmas[j] to `high`.
     share = (jnp.arange(more) % inner + 1) / inner
     inside = (high ** (1 / 7) + share * (sigmas[j] ** (1 / 7) - high ** (1 / 7))) ** 7
     k = jnp.arange(n + 1 + more)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import precond, samplers, schedules, spacings, thresholds
+from diffusion_jax.diffusion import grids, guidance, noise, onestep, precond, samplers
 from tests.diffusion_jax.toy import classifier_free
 
 FIXTURES = pathlib.Path(__file__).parents[1] / "fixtures"
@@ -123,7 +123,7 @@ def test_edm_loss(distance, augmented):
     )
 
 
-SCHEDULES = {"cosine": schedules.cosine_log_snr, "linear": schedules.linear_log_snr}
+SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -132,7 +132,7 @@ def test_ddpm_schedule(schedule):
     # Relative: cosine's cos^-2 - 1 is 1.6e-4 at t = 1e-4, so that one float32 rounding of
     # the cosine moves log-SNR by 7.5e-4 of 8.7; the reference itself is 5e-4 off the truth.
     np.testing.assert_allclose(log_snr, FUNCTIONS[f"ddpm/{schedule}/log_snr"], rtol=1e-4)
-    sigma = schedules.sigma_of(log_snr)
+    sigma = noise.sigma_of(log_snr)
     alpha = precond.epsilon(precond.log_snr)(sigma).c_in
     close(alpha, FUNCTIONS[f"ddpm/{schedule}/alpha"])
     close(sigma * alpha, FUNCTIONS[f"ddpm/{schedule}/sigma"])
@@ -142,7 +142,7 @@ def test_ddpm_schedule(schedule):
 
 def ddpm_case(schedule):
     """x0, eps and sigma of the recorded forward process, and x = x0 + sigma * eps."""
-    sigma = schedules.sigma_of(SCHEDULES[schedule](jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_t"])))
+    sigma = noise.sigma_of(SCHEDULES[schedule](jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_t"])))
     x0, eps = images(FUNCTIONS["in/x0"]), images(FUNCTIONS[f"ddpm/{schedule}/q_eps"])
     return x0, eps, sigma, x0 + sigma[:, None, None, None] * eps
 
@@ -166,9 +166,9 @@ def test_ddpm_x0_from_eps(schedule):
 def test_ddpm_posterior(schedule, image):
     x0, _, sigma, x = (value[image : image + 1] for value in ddpm_case(schedule))
     q_next = jnp.asarray(FUNCTIONS[f"ddpm/{schedule}/q_tn"][image : image + 1])
-    sigmas = jnp.concatenate([sigma, schedules.sigma_of(SCHEDULES[schedule](q_next))])
+    sigmas = jnp.concatenate([sigma, noise.sigma_of(SCHEDULES[schedule](q_next))])
     alpha_next = 1 / jnp.sqrt(1 + sigmas[1] ** 2)
-    step = lambda draw: samplers.ddim(lambda *_: x0, x, sigmas, lambda i: draw, eta=1.0)
+    step = lambda draw: onestep.ddim(lambda *_: x0, x, sigmas, lambda i: draw, eta=1.0)
     mean, one_above = (alpha_next * step(draw) for draw in (jnp.zeros_like(x), jnp.ones_like(x)))
     close(mean[0], images(FUNCTIONS[f"ddpm/{schedule}/post_mean"])[image])
     variance = FUNCTIONS[f"ddpm/{schedule}/post_var"][image]
@@ -187,7 +187,7 @@ def test_ddpm_loss(schedule, objective, make, distance):
     np.testing.assert_allclose(losses.mean(), expected, rtol=1e-5)
 
 
-THRESHOLDS = {"dynamic": thresholds.dynamic, "static": thresholds.static}
+THRESHOLDS = {"dynamic": guidance.dynamic, "static": guidance.static}
 
 
 @pytest.mark.parametrize("name", THRESHOLDS)
@@ -200,7 +200,7 @@ def test_threshold(name):
 def test_threshold_of_a_derivative():
     """The slope (x - D) / sigma once D = x - sigma * d is thresholded."""
     x, d, sigma = images(FUNCTIONS["thr/x"]), images(FUNCTIONS["thr/d"]), FUNCTIONS["thr/sigma"]
-    threshold = thresholds.dynamic(lambda x, _: x - sigma * d)
+    threshold = guidance.dynamic(lambda x, _: x - sigma * d)
     slope = (x - threshold(x, jnp.full(3, sigma))) / sigma
     close(slope, images(FUNCTIONS["thr/derivative_dynamic"]))
 
@@ -208,7 +208,7 @@ def test_threshold_of_a_derivative():
 @pytest.mark.parametrize("n", [5, 10, 18, 20, 25, 30, 50])
 def test_karras_sigmas(n):
     np.testing.assert_allclose(
-        jax.jit(spacings.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
+        jax.jit(grids.karras_sigmas, static_argnums=0)(n), SAMPLERS[f"edm_sigmas/{n}"], rtol=1e-5
     )
 
 
@@ -242,14 +242,14 @@ def start(sigmas):
 @jax.jit
 def edm_denoise(x, sigma, scale):
     guided = classifier_free(precond.denoiser(toy_both, precond.edm()), scale)
-    return thresholds.dynamic(guided)(x, sigma)
+    return guidance.dynamic(guided)(x, sigma)
 
 
 @jax.jit
 def edm_sample(sigmas, draws, scale, churn, s_noise):
     denoise = lambda x, sigma: edm_denoise(x, sigma, scale)
     noise = lambda i: draws[i]
-    return samplers.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
+    return onestep.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
 
 
 def compare_calls(calls, case):
@@ -264,7 +264,7 @@ EDM = ["base_s10_cfg1", "base_s10_cfg7.5", "base_s30_cfg7.5", "base_s10_cfg3_chu
 def edm_case(name):
     steps, scale, churn, s_noise = SAMPLERS[f"edm/{name}/meta"].tolist()
     draws = images(SAMPLERS.get(f"edm/{name}/noise", np.zeros((int(steps), 2, 3, 8, 8))))
-    return spacings.karras_sigmas(int(steps)), draws, scale, churn, s_noise
+    return grids.karras_sigmas(int(steps)), draws, scale, churn, s_noise
 
 
 @pytest.mark.parametrize("name", EDM)
@@ -277,7 +277,7 @@ def test_edm_trajectory(name, unrolled):
     sigmas, draws, scale, churn, s_noise = edm_case(name)
     denoise, calls = recorded(lambda x, sigma, _: edm_denoise(x, sigma, scale))
     noise = lambda i: draws[i]
-    samplers.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
+    onestep.heun(denoise, start(sigmas), sigmas, noise, churn=churn, s_noise=s_noise)
     compare_calls(calls, f"edm/{name}")
 
 
@@ -289,7 +289,7 @@ def super_resolution_denoise(x, sigma, low_res_cond, low_res_uncond):
         return jnp.stack([cond, uncond], axis=1).reshape(x.shape)
 
     guided = classifier_free(precond.denoiser(network, precond.edm()), 8.0)
-    return thresholds.dynamic(guided)(x, sigma)
+    return guidance.dynamic(guided)(x, sigma)
 
 
 @pytest.mark.parametrize("name", ["sr_s6_cfg8_noaug", "sr_s6_cfg8_aug"])
@@ -304,8 +304,8 @@ def test_super_resolution_trajectory(name, unrolled):
         return super_resolution_denoise(x, sigma, *(plain if "noaug" in name else noisy))
 
     denoise, calls = recorded(denoise)
-    sigmas = spacings.karras_sigmas(6)
-    out = samplers.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
+    sigmas = grids.karras_sigmas(6)
+    out = onestep.heun(denoise, start(sigmas), sigmas, lambda i: jnp.zeros((2, 8, 8, 3)))
     close(out, images(SAMPLERS[f"edm/{name}/out"]))
     compare_calls(calls, f"edm/{name}")
 
@@ -329,11 +329,11 @@ def ddpm_denoise(x, sigma, scale, threshold):
 )
 def test_ddpm_trajectory(name, scale, schedule, threshold, unrolled):
     draws = images(SAMPLERS["ddpm/noise"])
-    sigmas = schedules.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
+    sigmas = noise.sigma_of(SCHEDULES[schedule](jnp.linspace(1, 0, 9)))
     # The reference starts from x of variance 1 in its coordinates; ours are 1 / alpha larger.
     x = jnp.sqrt(1 + sigmas[0] ** 2) * images(SAMPLERS["in/noise_map"])
     denoise, calls = recorded(lambda x, sigma, _: ddpm_denoise(x, sigma, scale, threshold))
-    out = samplers.ddpm(denoise, x, sigmas, lambda i: draws[i])
+    out = onestep.ddpm(denoise, x, sigmas, lambda i: draws[i])
     out = samplers.in_own_coordinates(out, sigmas[-1])
 
     # The first step divides by alpha = 4e-8 (cosine). A threshold brings x0 back to size 1;

@@ -13,12 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import multistep, precond, samplers, schedules, spacings
+from diffusion_jax.diffusion import grids, multistep, noise, onestep, precond, samplers
 from tests.diffusion_jax.toy import classifier_free
 
 CASES = dict(np.load(pathlib.Path(__file__).parents[1] / "fixtures" / "sd_samplers.npz"))
 INFO = json.loads(CASES["info"].item())
-TABLE = schedules.scaled_linear()
+TABLE = noise.scaled_linear()
 PRECONDS = {"eps": precond.epsilon, "v": precond.velocity}
 
 
@@ -34,7 +34,7 @@ def toy(x, t, text):
 
 def denoiser(predicts, scale):
     text, null = (jnp.asarray(CASES[name]).mean((1, 2)) for name in ("c", "uc"))
-    scalings = PRECONDS[predicts](schedules.time_of(TABLE))
+    scalings = PRECONDS[predicts](noise.time_of(TABLE))
     if scale == 1:
         return precond.denoiser(lambda x, t: toy(x, t, text), scalings)
     both = jnp.stack([text, null], axis=1).reshape(-1)
@@ -43,7 +43,7 @@ def denoiser(predicts, scale):
 
 def run(predicts, scale, times, sampler, draws=lambda i: 0.0):
     """As LDM starts and ends: from N(0, 1) at the first time, to alpha * x at the last."""
-    sigmas = schedules.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
+    sigmas = noise.sigma_at(TABLE, jnp.asarray(times, jnp.float32))
     x = images(CASES["xT"]) * jnp.sqrt(1 + sigmas[0] ** 2)
     sample = jax.jit(lambda x: sampler(denoiser(predicts, scale), x, sigmas, draws))
     return samplers.in_own_coordinates(sample(x), sigmas[-1])
@@ -59,7 +59,7 @@ def close(actual, name):
 def test_ddim(name):
     predicts, scale, eta, times = INFO[name]
     draws = (lambda i: images(CASES["eta1_noise"])[i]) if eta else lambda i: 0.0
-    sampler = functools.partial(samplers.ddim, eta=eta)
+    sampler = functools.partial(onestep.ddim, eta=eta)
     close(run(predicts, scale, [*times, 0], sampler, draws), name)
 
 
@@ -75,16 +75,16 @@ def test_plms(name):
 def test_dpmpp_2m_at_times_between_steps(name):
     predicts, scale, _, times = INFO[name]
     sampler = functools.partial(multistep.dpmpp_2m, steps=len(times))
-    ours = spacings.even_times(len(times))
+    ours = grids.even_times(len(times))
     np.testing.assert_allclose(ours[:-1], times, rtol=1e-6)
     close(run(predicts, scale, ours, sampler), name)
 
 
 def test_diffusers_pndm_is_plms_and_its_ddim_ours():
-    times = spacings.leading_times(50)
+    times = grids.leading_times(50)
     close(run("eps", 2.5, times, multistep.plms), "diffusers_pndm_eps_50_cfg")
-    close(run("eps", 2.5, times, samplers.ddim), "diffusers_ddim_eps_50_cfg")
-    close(run("v", 2.5, times, samplers.ddim), "diffusers_ddim_v_50_cfg")
+    close(run("eps", 2.5, times, onestep.ddim), "diffusers_ddim_eps_50_cfg")
+    close(run("v", 2.5, times, onestep.ddim), "diffusers_ddim_v_50_cfg")
 
 
 def test_the_table_is_the_references():

@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from diffusion_jax.diffusion import guidance, noise, precond, samplers, schedules, spacings
+from diffusion_jax.diffusion import grids, guidance, noise, onestep, precond, samplers
 from diffusion_jax.machine import sharding
 from diffusion_jax.task import Measure, Task, loss_by_noise_level, to_range
 from diffusion_jax.text import hashed
@@ -47,7 +47,7 @@ def task(encoder=ENCODER):
     def loss(params, frozen, batch, key):
         key_sigma, key_eps = jax.random.split(key)
         x0 = batch["image"].astype(jnp.float32) / 127.5 - 1
-        sigma = schedules.lognormal(-1.2, 1.2)(key_sigma, len(x0))
+        sigma = noise.draw_lognormal(-1.2, 1.2)(key_sigma, len(x0))
         eps = jax.random.normal(key_eps, x0.shape)
         each = precond.loss(network(params, pooled(frozen, batch)), EDM, x0, eps, sigma)
         return each.mean(), loss_by_noise_level(each, sigma)
@@ -59,9 +59,9 @@ def task(encoder=ENCODER):
         denoise = precond.denoiser(network(params, text), EDM)
         if scale is not None:
             denoise = classifier_free(denoise, scale)
-        sigmas = spacings.karras_sigmas(4, 0.1, 3.0)
+        sigmas = grids.karras_sigmas(4, 0.1, 3.0)
         x = samplers.initial_noise(keys, shape, sigmas[0])
-        return samplers.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
+        return onestep.ddim(denoise, x, sigmas, samplers.gaussian_noise(keys, shape), eta=1.0)
 
     def errors(params, frozen, batch, keys, sigma):
         x0 = to_range(batch["image"])
@@ -69,7 +69,7 @@ def task(encoder=ENCODER):
         each = precond.loss(net, EDM, x0, eps, sigma)
         return each, each / 2
 
-    measure = Measure(functools.partial(noise.quantiles, schedules.edm_noise(-1.2, 1.2)), errors)
+    measure = Measure(functools.partial(noise.quantiles, noise.lognormal()), errors)
     return Task(lambda key: init(key, encoder.width), loss, sample, frozen, RULES, measure)
 
 

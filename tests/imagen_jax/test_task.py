@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from configs import base64_2b, base64_500m, quickstart
+from diffusion_jax.diffusion import grids, noise, objective, samplers
 from diffusion_jax.diffusion import noise as noises
-from diffusion_jax.diffusion import objective, samplers, schedules, spacings
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import optimizer
@@ -154,7 +154,7 @@ def test_the_mask_of_a_dropped_text_is_that_of_the_text():
 
 SIGMA_OF_TIME = {
     "edm": lambda t: jnp.exp(4 * t),
-    "scaled_linear": lambda t: schedules.sigma_at(schedules.scaled_linear(), t),
+    "scaled_linear": lambda t: noise.sigma_at(noise.scaled_linear(), t),
 }  # The others: log-SNR.
 
 
@@ -239,7 +239,7 @@ def test_a_picture_is_drawn_over_as_strength_and_mask_say():
 def test_over_a_tables_steps_the_noise_of_time_0_is_left_as_in_stable_diffusion():
     """Where D is one level, every step goes straight to it, and the last ends at sigma(0)."""
     s = settings(sampler__name="euler", diffusion__precond="v", diffusion__noise="scaled_linear")
-    first, last = schedules.sigma_at(schedules.scaled_linear(), jnp.array([999.0, 0.0]))
+    first, last = noise.sigma_at(noise.scaled_linear(), jnp.array([999.0, 0.0]))
     keys = jax.vmap(jax.random.key)(jnp.arange(4))
     x = samplers.initial_noise(keys, (8, 8, 3), first)
     answer = 0.02 * WORDS[:, None, None, None] + 0.3
@@ -268,7 +268,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         return np.asarray(samplers.sampling_grid(noises.make(s.diffusion), s.sampler).sigmas)
 
     karras = levels(settings(sampler__steps=5, sampler__rho=3.0))
-    np.testing.assert_array_equal(karras, spacings.karras_sigmas(5, 0.02, 40.0, 3.0))
+    np.testing.assert_array_equal(karras, grids.karras_sigmas(5, 0.02, 40.0, 3.0))
     ancestral = levels(settings(diffusion__noise="linear", sampler__name="ddpm", sampler__steps=4))
     np.testing.assert_allclose(
         ancestral, np.exp(-log_snr("linear", np.linspace(1, 0, 5)) / 2), rtol=1e-5

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diffusion_jax.diffusion import precond, schedules
+from diffusion_jax.diffusion import noise, precond
 from sd_jax import vae
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
@@ -110,8 +110,8 @@ def _activations(unet: UNet, captured: Any, case: Arrays) -> dict[str, jax.Array
 def _losses(
     unet: UNet, params: Any, case: Arrays, predicts: str, dialect: str
 ) -> dict[str, jax.Array | np.ndarray]:
-    table = schedules.scaled_linear()
-    sigma = schedules.sigma_at(table, jnp.asarray(_needed(case, "t"), jnp.float32))
+    table = noise.scaled_linear()
+    sigma = noise.sigma_at(table, jnp.asarray(_needed(case, "t"), jnp.float32))
     kind = precond.epsilon if predicts == "eps" else precond.velocity
     x0, eps, text = (_needed(case, key) for key in ("x", "noise", "ctx"))
     arrays = (
@@ -119,7 +119,7 @@ def _losses(
         _nhwc(eps),
         sigma,
         jnp.asarray(text),
-        kind(schedules.time_of(table))(sigma),
+        kind(noise.time_of(table))(sigma),
     )
     loss, gradient = _loss_and_gradient(unet)(params, *arrays)
     gradients = names.unet_to_torch(gradient, unet, dialect)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import noise, samplers, schedules, spacings
+from diffusion_jax.diffusion import grids, noise, samplers
 from diffusion_jax.diffusion.samplers import SAMPLERS
 from diffusion_jax.text import TextEncoder, clip, clip_weights
 from diffusion_jax.weights import torch_weights
@@ -30,7 +30,7 @@ from tests.parity.sd import ldm_vae
 ORACLES = pathlib.Path(__file__).parents[3] / "shared" / "oracles" / "sd"
 # These add noise of their own; and averages of v are not of eps.
 SWAYED = {"ddpm", "dpmpp_2m_sde", "dpmpp_3m_sde", "euler_ancestral", "plms_v", "restart"}
-TABLE = schedules.scaled_linear()
+TABLE = noise.scaled_linear()
 SAMPLER = Sampler("ddim", 4, 0.0, 3.0, "", 8, 4)
 PIPELINE = Pipeline(
     UNet(channel_mult=(1,), attention_levels=(0,)),
@@ -111,7 +111,7 @@ def test_guidance_1_is_the_conditional_model(draw, name):
 def test_every_number_of_steps_is_taken_exactly(name):
     for steps in range(1, 1001):
         leading = SAMPLERS[name].grid == "ldm"
-        times = (spacings.leading_times if leading else spacings.even_times)(steps)
+        times = (grids.leading_times if leading else grids.even_times)(steps)
         assert len(times) == steps + 1 and times[0] <= 999 and times[-1] == 0
         assert (np.diff(times) < 0).all()
     for steps in (1, 37):
@@ -133,7 +133,7 @@ def test_image_to_image_starts_from_the_picture_under_noise(draw):
     """The last half of four steps: noise of the third time, which is not taken off here."""
     pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 4, 3), np.uint8)
     drawn = draw(lambda x, t, text: 0 * x, strength=0.5, image=pictures)
-    sigmas = schedules.sigma_at(TABLE, jnp.array([251.0, 0.0]))
+    sigmas = noise.sigma_at(TABLE, jnp.array([251.0, 0.0]))
     z = 0.5 * (pictures[:, ::2, ::2] / 127.5 - 1)
     eps = samplers.initial_noise(KEYS, (4, 2, 4), 1.0)[..., :3]
     wanted = (z + sigmas[0] * eps) / jnp.sqrt(1 + sigmas[1] ** 2) / 0.5

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import multistep, precond, samplers, schedules, stochastic
+from diffusion_jax.diffusion import multistep, noise, onestep, precond, samplers, stochastic
 
 FIXTURES = pathlib.Path(__file__).parents[2] / "fixtures"
 SAVED = {k: jnp.asarray(v) for k, v in np.load(FIXTURES / "authors_samplers.npz").items()}
 X = SAVED["x"]
-EPS = precond.epsilon(schedules.time_of(schedules.scaled_linear()))
+EPS = precond.epsilon(noise.time_of(noise.scaled_linear()))
 
 
 def denoise(x, sigma):
@@ -53,7 +53,7 @@ def test_sde_solvers_are_k_diffusions(name, strength, steps, monkeypatch):
 @pytest.mark.parametrize("steps", [5, 12])
 def test_ancestral_euler_is_k_diffusions(steps):
     sigmas, draws = SAVED[f"sigmas/{steps}"], SAVED[f"increments/{steps}"]
-    run = jax.jit(lambda x: samplers.euler_ancestral(denoise, x, sigmas, draws.__getitem__))
+    run = jax.jit(lambda x: onestep.euler_ancestral(denoise, x, sigmas, draws.__getitem__))
     close(run(X * sigmas[0]), SAVED[f"euler_ancestral/1.0/{steps}"])
 
 
@@ -72,5 +72,5 @@ def test_eulers_method_on_flow_is_diffusers():
     t = SAVED["flow_times"]
     sigmas = t / jnp.maximum(1 - t, 2.0**-20)
     d = precond.denoiser(lambda z, time: jnp.tanh(z) + 0.1, precond.flow(precond.log_snr))
-    x = samplers.euler(d, X * (1 + sigmas[0]), sigmas, lambda i: X)
+    x = onestep.euler(d, X * (1 + sigmas[0]), sigmas, lambda i: X)
     close(x, SAVED["flow"])

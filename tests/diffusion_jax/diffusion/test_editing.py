@@ -7,13 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import editing, samplers, spacings
+from diffusion_jax.diffusion import editing, grids, samplers
 
 KEYS = jax.random.split(jax.random.key(0), 2)
 SHAPE = (4, 4, 3)
 IMAGE = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (2, *SHAPE)), jnp.float32)
 NEW = jnp.zeros((2, 4, 4, 1), bool).at[:, :2].set(True)
-SIGMAS = spacings.karras_sigmas(6, 0.02, 20.0)
+SIGMAS = grids.karras_sigmas(6, 0.02, 20.0)
 EPS = samplers.initial_noise(KEYS, SHAPE, 1)
 NOISE = samplers.gaussian_noise(KEYS, SHAPE)
 FIELDS = {"eta": 0.5, "churn": 0.0}

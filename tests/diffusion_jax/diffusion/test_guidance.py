@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diffusion_jax.config import settings
-from diffusion_jax.diffusion import guidance, precond, samplers, spacings, thresholds
+from diffusion_jax.diffusion import grids, guidance, onestep, precond, samplers
 from imagen_jax import settings as imagen_settings
 from sd_jax import settings as sd_settings
 from tests.diffusion_jax.toy import classifier_free
@@ -124,9 +124,9 @@ def test_the_interval_of_sdxl_is_065_times_the_calls_over_30_levels():
     """Kynkaanniemi et al. 2024: 0.28 to 5.42, of Karras' 30 levels from 0.0292 to 14.6."""
     s = types.SimpleNamespace(**{**vars(S), "guiding": "interval(0.28, 5.42)"})
     denoise = guidance.guided(branches, 3.0, guidance.make(s, MODEL))
-    sigmas = spacings.karras_sigmas(30, 0.0292, 14.6146)
+    sigmas = grids.karras_sigmas(30, 0.0292, 14.6146)
     ROWS.clear()
-    jax.block_until_ready(jax.jit(lambda x: samplers.euler(denoise, x, sigmas, lambda i: X))(X))
+    jax.block_until_ready(jax.jit(lambda x: onestep.euler(denoise, x, sigmas, lambda i: X))(X))
     jax.effects_barrier()
     inside = int(((sigmas >= 0.28) & (sigmas <= 5.42)).sum())
     assert len(ROWS) == 30 and sum(ROWS) == 30 + inside
@@ -235,10 +235,10 @@ def test_guided_gaussians_flow_to_the_extrapolated_mean():
         sigma = sigma[:, None, None, None]
         return (0.25 * x + sigma**2 * mean) / (0.25 + sigma**2)
 
-    sigmas = spacings.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(64, sigma_min=0.02, sigma_max=10.0)
     keys = jax.random.split(jax.random.key(0), 4)
     draws = samplers.gaussian_noise(keys, (4, 4, 3))
-    out = samplers.heun(classifier_free(both, 3.0), 10 * X, sigmas, draws)
+    out = onestep.heun(classifier_free(both, 3.0), 10 * X, sigmas, draws)
     mean = 0.2 + 3 * (0.5 - 0.2)
     exact = mean + (10 * X - mean) * 0.5 / np.sqrt(0.25 + 100)
     np.testing.assert_allclose(out, exact, atol=1e-3)  # Heun's own error at 64 steps.
@@ -257,7 +257,7 @@ def test_a_sharded_batch_stays_where_it_is():
 
 @pytest.mark.parametrize("percentile", [99.5, 90.0])
 def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
-    actual = thresholds.dynamic(lambda x, sigma: 3 * x, percentile=percentile)(X, SIGMA)
+    actual = guidance.dynamic(lambda x, sigma: 3 * x, percentile=percentile)(X, SIGMA)
     for image, out in zip(np.float64(3 * X), actual, strict=True):
         s = np.quantile(np.abs(image), percentile / 100)
         assert s > 1
@@ -266,12 +266,12 @@ def test_dynamic_threshold_is_the_percentile_of_each_image(percentile):
 
 
 def test_dynamic_threshold_leaves_images_in_range_alone():
-    keep = thresholds.dynamic(lambda x, sigma: jnp.tanh(x))
+    keep = guidance.dynamic(lambda x, sigma: jnp.tanh(x))
     np.testing.assert_array_equal(keep(X, SIGMA), jnp.tanh(X))
 
 
 def test_static_threshold_clips_to_the_range_of_images():
-    actual = thresholds.static(lambda x, sigma: 5 * x)(X, SIGMA)
+    actual = guidance.static(lambda x, sigma: 5 * x)(X, SIGMA)
     np.testing.assert_array_equal(actual, np.clip(5 * X, -1, 1))
 
 
@@ -281,5 +281,5 @@ def test_static_threshold_clips_to_the_range_of_images():
 def test_cfg_pp_is_refused_where_the_network_is_asked_between_levels(name, churn):
     fields = {"guiding": "cfg_pp", "guidance_low": 0, "guidance_high": float("inf")}
     s = types.SimpleNamespace(name=name, churn=churn, **fields)
-    with pytest.raises(ValueError, match="between the levels of its grid: take ddim"):
+    with pytest.raises(ValueError, match="between the levels of its grid: choose ddim"):
         guidance.make(s, MODEL)

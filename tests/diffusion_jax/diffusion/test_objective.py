@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import noise, objective, precond, samplers, schedules
+from diffusion_jax.diffusion import noise, objective, onestep, precond, samplers
 from sd_jax.settings import Sampler
 
 KEYS = jax.random.split(jax.random.key(0), 3)
@@ -114,14 +114,14 @@ def test_eulers_method_in_sigma_is_that_of_flow_in_time():
         z = z + (later - now) * (np.tanh(z) + 0.1)
     sigmas = made.noise.level(jnp.float32(t))
     denoise = precond.denoiser(f, made.scalings)
-    x = samplers.euler(denoise, X0 * (1 + sigmas[0]), sigmas, lambda i: EPS)
+    x = onestep.euler(denoise, X0 * (1 + sigmas[0]), sigmas, lambda i: EPS)
     np.testing.assert_allclose(x, z, atol=1e-5)
 
 
 @pytest.mark.parametrize("shift", [1.0, 3.0])
 def test_logit_normal_times_are_sd3s_density(shift):
     """SD3, equation 19, shifted as in equation 23: counts of draws against its integral."""
-    made = schedules.logit_normal(mean=0.5, std=0.8, shift=shift)
+    made = noise.logit_normal(mean=0.5, std=0.8, shift=shift)
     sigma = np.float64(made.draw(jax.random.key(1), 40_000)) / shift
     t = sigma / (1 + sigma)
     grid = (np.arange(100_000) + 0.5) / 100_000
@@ -133,7 +133,7 @@ def test_logit_normal_times_are_sd3s_density(shift):
 
 
 def test_uniform_flow_draws_every_time_alike():
-    sigma = np.float64(schedules.uniform_flow().draw(jax.random.key(1), 40_000))
+    sigma = np.float64(noise.uniform_flow().draw(jax.random.key(1), 40_000))
     t = sigma / (1 + sigma)
     assert np.isfinite(sigma).all()
     below = [(t < edge).mean() for edge in (0.1, 0.5, 0.9)]
@@ -172,7 +172,7 @@ def test_offset_noise_shifts_each_channel_of_each_image_by_one_number():
 
 
 def test_the_quantiles_of_a_noise_are_those_of_its_draws():
-    table = schedules.ldm()
+    table = noise.ldm()
     levels = noise.quantiles(table, 4)
     steps = np.asarray(table.time(jnp.asarray(levels)))
     np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.
@@ -186,7 +186,7 @@ def test_every_sampler_draws_the_data_from_noise_alone(name, grid):
     Corrected by a slope from there, Heun's first step multiplies the noise: 11 in place of 1/2.
     """
     s = Sampler(name, 30, 0.0, 1.0, "", 8, 4, grid=grid)
-    made = schedules.logit_normal(shift=3)
+    made = noise.logit_normal(shift=3)
     sigmas = samplers.sampling_grid(made, s).sigmas
     denoise = lambda x, sigma: x * (0.25 / (0.25 + sigma**2))[:, None, None, None]
     keys, shape = jax.random.split(jax.random.key(0), 2), (24, 24, 3)

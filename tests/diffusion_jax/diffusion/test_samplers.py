@@ -9,15 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import (
-    grids,
-    multistep,
-    noise,
-    samplers,
-    schedules,
-    spacings,
-    stochastic,
-)
+from diffusion_jax.diffusion import grids, multistep, noise, onestep, samplers, stochastic
 
 MU, STD = 0.3, 0.5
 SHAPE = (4, 4, 3)
@@ -28,8 +20,8 @@ TABLE = jax.random.normal(jax.random.key(2), (16, 3, *SHAPE))
 DRAWS = lambda i: TABLE[i]  # Quicker to compile than draws from keys.
 
 DETERMINISTIC = {
-    "heun": samplers.heun,
-    "ddim": samplers.ddim,
+    "heun": onestep.heun,
+    "ddim": onestep.ddim,
     "plms": multistep.plms,
     "dpmpp_2m": multistep.dpmpp_2m,
     "unipc": multistep.unipc,
@@ -37,9 +29,9 @@ DETERMINISTIC = {
     "deis 3": functools.partial(multistep.deis, order=3),
 }
 STOCHASTIC = {
-    "churned heun": functools.partial(samplers.heun, churn=40.0, s_noise=1.003),
-    "ddim eta 0.5": functools.partial(samplers.ddim, eta=0.5),
-    "ddpm": samplers.ddpm,
+    "churned heun": functools.partial(onestep.heun, churn=40.0, s_noise=1.003),
+    "ddim eta 0.5": functools.partial(onestep.ddim, eta=0.5),
+    "ddpm": onestep.ddpm,
     "dpmpp_2m_sde": stochastic.dpmpp_2m_sde,
     "dpmpp_3m_sde": stochastic.dpmpp_3m_sde,
     "restart": functools.partial(stochastic.restart, low=0.5, high=2.0),
@@ -63,7 +55,7 @@ def sample(sampler, x, sigmas, keys):
 
 
 def error(sampler, n):
-    sigmas = spacings.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
+    sigmas = grids.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
     exact = MU + (5 * X - MU) * STD / np.sqrt(STD**2 + 5.0**2)
     return float(jnp.abs(deterministic(sampler, 5 * X, sigmas) - exact).max())
 
@@ -88,7 +80,7 @@ def test_deis_of_order_3_is_of_order_3():
 @pytest.mark.parametrize("name", ["dpmpp_2m_sde", "dpmpp_3m_sde"])
 def test_an_sdes_image_is_that_of_its_path_however_many_steps_follow_it(name):
     """Half the step, half the distance to what the path itself draws: order 1, as of its noise."""
-    sigmas = lambda n: spacings.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
+    sigmas = lambda n: grids.karras_sigmas(n, sigma_min=0.005, sigma_max=5.0)
     drawn = [sample(ALL[name], 5 * X, sigmas(n), KEYS) for n in (32, 128, 512)]
     far, near = (float(jnp.abs(out - drawn[-1]).mean()) for out in drawn[:2])
     assert 2 < far / near < 8 and near < 5e-3  # Measured: 3.5 to 4, 2.3e-3.
@@ -100,7 +92,7 @@ def test_an_sdes_image_is_that_of_its_path_however_many_steps_follow_it(name):
 def test_without_noise_an_sdes_solver_is_of_its_order(name):
     quiet = functools.partial(ALL[name], strength=0.0)
     if name == "dpmpp_2m_sde":
-        sigmas = spacings.karras_sigmas(8, sigma_min=0.02, sigma_max=5.0)
+        sigmas = grids.karras_sigmas(8, sigma_min=0.02, sigma_max=5.0)
         expected = multistep.dpmpp_2m(denoise, 5 * X, sigmas, DRAWS)
         np.testing.assert_allclose(quiet(denoise, 5 * X, sigmas, DRAWS), expected, atol=1e-5)
         return
@@ -128,7 +120,7 @@ def test_a_brownian_path_has_the_increments_of_its_name():
 
 def test_restart_is_the_loop_of_its_paper_around_heun():
     """Algorithm 1 in float64: down to the level nearest to `low`, then back and down again."""
-    sigmas = np.float64(spacings.karras_sigmas(6, sigma_min=0.05, sigma_max=10.0))
+    sigmas = np.float64(grids.karras_sigmas(6, sigma_min=0.05, sigma_max=10.0))
     d = lambda x, sigma: np.float64(STD**2 * x + sigma**2 * MU) / (STD**2 + sigma**2)
 
     def heun_step(x, sigma, later):
@@ -167,7 +159,7 @@ def test_the_corrector_of_unipc_raises_its_order():
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
 def test_data_that_is_one_point_is_found_in_any_number_of_steps(sampler):
     for n in (1, 4):
-        sigmas = spacings.karras_sigmas(n)
+        sigmas = grids.karras_sigmas(n)
         out = sampler(lambda x, sigma: jnp.full_like(x, 0.7), 80 * X, sigmas, DRAWS)
         np.testing.assert_allclose(out, 0.7, atol=1e-4)  # float32 steps away from x = 240.
 
@@ -180,13 +172,13 @@ def test_the_denoiser_is_traced_once(sampler):
         calls.append(sigma.shape)
         return denoise(x, sigma)
 
-    jax.make_jaxpr(lambda x: sampler(counted, x, spacings.karras_sigmas(8), DRAWS))(X)
+    jax.make_jaxpr(lambda x: sampler(counted, x, grids.karras_sigmas(8), DRAWS))(X)
     assert calls == [(3,)]
 
 
 @pytest.mark.parametrize("sampler", ALL.values(), ids=ALL)
 def test_image_i_does_not_depend_on_its_batch(sampler):
-    sigmas = spacings.karras_sigmas(6)
+    sigmas = grids.karras_sigmas(6)
     start = samplers.initial_noise(KEYS, SHAPE, sigmas[0])
     together = sample(sampler, start, sigmas, KEYS)
     alone = sample(sampler, start[1:2], sigmas, KEYS[1:2])
@@ -214,9 +206,9 @@ def heun_of_the_paper(x, sigmas, churn, s_min, s_max, s_noise):
 @pytest.mark.parametrize("churn", [0.0, 2.0, 40.0])  # 40 reaches the bound sqrt(2) - 1.
 def test_heun_is_algorithm_2_of_edm(churn, window):
     options = {"churn": churn, "s_min": window[0], "s_max": window[1], "s_noise": 1.1}
-    sigmas = spacings.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(10, sigma_min=0.01, sigma_max=10.0)
     expected = heun_of_the_paper(np.float64(10 * X), np.float64(sigmas), **options)
-    actual = jax.jit(functools.partial(samplers.heun, denoise, noise=DRAWS, **options))(
+    actual = jax.jit(functools.partial(onestep.heun, denoise, noise=DRAWS, **options))(
         10 * X, sigmas
     )
     np.testing.assert_allclose(actual, expected, atol=1e-5)
@@ -225,10 +217,10 @@ def test_heun_is_algorithm_2_of_edm(churn, window):
 @pytest.mark.parametrize("name", STOCHASTIC)
 def test_new_noise_keeps_the_variance_of_the_data(name):
     """From the exact marginal at sigma_max every sampler ends in the data's own."""
-    sampler = functools.partial(samplers.heun, churn=40.0) if "heun" in name else ALL[name]
+    sampler = functools.partial(onestep.heun, churn=40.0) if "heun" in name else ALL[name]
     keys = jax.random.split(jax.random.key(3), 10)
     start = np.sqrt(STD**2 + 10**2) * jax.random.normal(keys[0], (10, 40, 40, 1)) + MU
-    sigmas = spacings.karras_sigmas(256, sigma_min=0.02, sigma_max=10.0)
+    sigmas = grids.karras_sigmas(256, sigma_min=0.02, sigma_max=10.0)
     out = sample(sampler, start, sigmas, keys)
     np.testing.assert_allclose(out.mean(), MU, atol=4 * STD / np.sqrt(16_000))
     # 4 standard errors of the spread are 2.2 %, the first-order samplers' own error 1 %.
@@ -245,7 +237,7 @@ def test_ddim_is_the_textbook_alpha_bar_update():
         eps = (z - np.sqrt(a) * x0) / np.sqrt(1 - a)
         z = np.sqrt(a_next) * x0 + np.sqrt(1 - a_next) * eps
 
-    np.testing.assert_allclose(samplers.ddim(denoise, X, sigmas, DRAWS), z, atol=1e-6)
+    np.testing.assert_allclose(onestep.ddim(denoise, X, sigmas, DRAWS), z, atol=1e-6)
 
 
 @pytest.mark.parametrize("eta", [0.0, 0.5, 1.0])
@@ -258,7 +250,7 @@ def test_ddim_is_equation_12_of_its_paper(eta):
     deviation = eta * np.sqrt((1 - abar_next) / (1 - abar) * (1 - abar / abar_next))
     z = np.sqrt(abar_next) * x0 + np.sqrt(1 - abar_next - deviation**2) * eps
     z += deviation * np.asarray(DRAWS(jnp.array(0)))
-    actual = samplers.ddim(denoise, X, sigmas, DRAWS, eta=eta) * np.sqrt(abar_next)
+    actual = onestep.ddim(denoise, X, sigmas, DRAWS, eta=eta) * np.sqrt(abar_next)
     np.testing.assert_allclose(actual, z, atol=1e-6)
 
 
@@ -268,7 +260,7 @@ def test_ddim_eta_1_has_ddpm_posterior_moments():
     sigma, sigma_next = np.sqrt((1 - abar) / abar), np.sqrt((1 - abar_next) / abar_next)
     x = jnp.full((2, 100, 100, 1), 0.7)
     draws = samplers.gaussian_noise(KEYS[:2], x.shape[1:])
-    z = samplers.ddim(denoise, x, jnp.array([sigma, sigma_next]), draws, eta=1.0)
+    z = onestep.ddim(denoise, x, jnp.array([sigma, sigma_next]), draws, eta=1.0)
     z = np.asarray(z) * np.sqrt(abar_next)
 
     x0 = (STD**2 * 0.7 + sigma**2 * MU) / (STD**2 + sigma**2)
@@ -283,12 +275,12 @@ def test_ddim_eta_1_has_ddpm_posterior_moments():
 
 
 def test_ddpm_on_sigmas_that_end_at_0_is_ddim_with_eta_1():
-    sigmas = spacings.karras_sigmas(10)
-    expected = samplers.ddim(denoise, 80 * X, sigmas, DRAWS, eta=1.0)
-    np.testing.assert_allclose(samplers.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
+    sigmas = grids.karras_sigmas(10)
+    expected = onestep.ddim(denoise, 80 * X, sigmas, DRAWS, eta=1.0)
+    np.testing.assert_allclose(onestep.ddpm(denoise, 80 * X, sigmas, DRAWS), expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("log_snr", [schedules.cosine_log_snr, schedules.linear_log_snr])
+@pytest.mark.parametrize("log_snr", [noise.cosine_log_snr, noise.linear_log_snr])
 def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
     """Mean alpha_s (x (1 - c) / alpha_t + c x0), variance sigma_s^2 c, c = 1 - SNR_t / SNR_s."""
     log_snrs = np.float64(log_snr(jnp.linspace(1, 0, 9)))
@@ -301,8 +293,8 @@ def test_ddpm_is_ancestral_sampling_in_variance_preserving_coordinates(log_snr):
         if i < 7:  # The last step returns the posterior mean.
             z += np.sqrt((1 - alpha[i + 1] ** 2) * c) * np.asarray(DRAWS(jnp.array(i)))
 
-    sigmas = schedules.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
-    x = samplers.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
+    sigmas = noise.sigma_of(log_snr(jnp.linspace(1, 0, 9)))
+    x = onestep.ddpm(denoise, X * jnp.float32(1 / alpha[0]), sigmas, DRAWS)
     actual = samplers.in_own_coordinates(x, sigmas[-1])
     np.testing.assert_allclose(actual, z, atol=2e-6)
 
@@ -340,9 +332,9 @@ def test_the_last_of_few_steps_of_dpmpp_2m_may_be_of_first_order():
 
 
 def test_euler_is_ddim_without_noise():
-    sigmas = spacings.karras_sigmas(4)
-    expected = samplers.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
-    np.testing.assert_array_equal(samplers.euler(denoise, X, sigmas, DRAWS), expected)
+    sigmas = grids.karras_sigmas(4)
+    expected = onestep.ddim(denoise, X, sigmas, DRAWS, eta=0.0)
+    np.testing.assert_array_equal(onestep.euler(denoise, X, sigmas, DRAWS), expected)
 
 
 def test_plms_on_even_levels_has_the_order_of_its_start():
@@ -358,23 +350,23 @@ def test_plms_on_even_levels_has_the_order_of_its_start():
 
 def test_leading_times_are_ldms_where_they_divide_its_thousand():
     for n in (2, 5, 50, 200, 500):
-        times = spacings.leading_times(n)
+        times = grids.leading_times(n)
         np.testing.assert_array_equal(times, [*range(1000 - 1000 // n + 1, 0, -1000 // n), 0])
 
 
 def test_every_number_of_steps_has_as_many_falling_times():
     for n in (*range(1, 100), *range(100, 1000, 9), 499, 500, 501, 999, 1000):
-        times = np.asarray(spacings.leading_times(n))
+        times = np.asarray(grids.leading_times(n))
         assert len(times) == n + 1 and times[-2] == 1 and times[0] <= 999, n
         assert np.all(np.diff(times) < 0), n
     for n in (0, 1001):
-        with pytest.raises(ValueError, match=f"{n} sampling steps: a table of 1000 times has 1 to"):
-            spacings.leading_times(n)
+        with pytest.raises(ValueError, match=f"{n} sampling steps: choose 1 to 1000 for a table"):
+            grids.leading_times(n)
 
 
 def test_even_times_are_dpm_solvers():
-    np.testing.assert_allclose(spacings.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
-    assert spacings.even_times(25)[-1] == 0
+    np.testing.assert_allclose(grids.even_times(25)[:3], [999, 959.04, 919.08], rtol=1e-6)
+    assert grids.even_times(25)[-1] == 0
 
 
 def test_a_models_own_coordinates_are_alpha_times_x():
@@ -387,14 +379,14 @@ def test_a_models_own_coordinates_are_alpha_times_x():
 def test_karras_sigmas_are_equation_5_and_then_0():
     i = np.arange(7)
     expected = (80 ** (1 / 3) + i / 6 * (0.002 ** (1 / 3) - 80 ** (1 / 3))) ** 3
-    actual = spacings.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
+    actual = grids.karras_sigmas(7, sigma_min=0.002, sigma_max=80, rho=3)
     # The cube of a difference of two roots near 4: rounding of 2e-7 beside 0.126.
     np.testing.assert_allclose(actual, [*expected, 0], rtol=1e-5)
-    np.testing.assert_allclose(spacings.karras_sigmas(1), [80, 0], rtol=1e-6)
+    np.testing.assert_allclose(grids.karras_sigmas(1), [80, 0], rtol=1e-6)
 
 
 def test_even_times_of_a_schedule_go_to_its_end_or_on_to_0():
-    model = schedules.continuous_noise(schedules.linear_log_snr)
+    model = noise.continuous_noise(noise.linear_log_snr)
     levels = lambda end: grids.make_grid(model, SETTINGS, "even", end, grids.Places()).sigmas
     t = np.array([1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_allclose(levels("sigma_min"), np.sqrt(np.expm1(1e-4 + 10 * t**2)), rtol=1e-5)
@@ -425,16 +417,16 @@ def test_every_noise_has_its_grids_inside_and_outside_a_program(name, grid, end)
 
 
 def test_a_noise_without_times_has_no_grid_by_times():
-    model = schedules.edm_noise(-1.2, 1.2)
+    model = noise.lognormal()
     with pytest.raises(
-        ValueError, match=r"sampler.grid is 'trailing', by times, and .*: choose fro"
+        ValueError, match=r"sampler.grid is 'trailing', which spaces times, .*: choose from"
     ):
         grids.check(model, "trailing")
 
 
 def test_exponential_levels_are_even_in_their_logarithms():
     model, s = (
-        schedules.edm_noise(-1.2, 1.2),
+        noise.lognormal(),
         types.SimpleNamespace(**vars(SETTINGS) | {"sigma_min": 0.1, "sigma_max": 100.0}),
     )
     sigmas = grids.make_grid(model, s, "exponential", "zero", grids.Places()).sigmas

@@ -5,32 +5,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from diffusion_jax.diffusion import precond, schedules
+from diffusion_jax.diffusion import noise, precond
 
 KEY = jax.random.key(0)
-SCHEDULES = {"cosine": schedules.cosine_log_snr, "linear": schedules.linear_log_snr}
+SCHEDULES = {"cosine": noise.cosine_log_snr, "linear": noise.linear_log_snr}
 
 
 def test_lognormal_has_the_moments_of_its_name():
-    log_sigma = np.log(schedules.lognormal(-1.2, 1.2)(KEY, 40_000))
+    log_sigma = np.log(noise.draw_lognormal(-1.2, 1.2)(KEY, 40_000))
     np.testing.assert_allclose(log_sigma.mean(), -1.2, atol=4 * 1.2 / 200)  # 4 standard errors.
     np.testing.assert_allclose(log_sigma.std(), 1.2, rtol=4 / np.sqrt(2 * 40_000))
 
 
 @pytest.mark.parametrize("log_snr", SCHEDULES.values(), ids=SCHEDULES)
 def test_uniform_time_puts_every_quantile_where_the_schedule_does(log_snr):
-    sigma = np.asarray(schedules.uniform_time(log_snr)(KEY, 40_000))
+    sigma = np.asarray(noise.uniform_time(log_snr)(KEY, 40_000))
     t = jnp.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    below = (sigma[:, None] < schedules.sigma_of(log_snr(t))).mean(0)
+    below = (sigma[:, None] < noise.sigma_of(log_snr(t))).mean(0)
     np.testing.assert_allclose(below, t, atol=4 * 0.5 / 200)  # 4 standard errors.
 
 
 @pytest.mark.parametrize(
     "draw",
     [
-        schedules.lognormal(0.0, 1.0),
-        schedules.uniform_time(schedules.cosine_log_snr),
-        schedules.uniform_steps(schedules.scaled_linear()),
+        noise.draw_lognormal(0.0, 1.0),
+        noise.uniform_time(noise.cosine_log_snr),
+        noise.uniform_steps(noise.scaled_linear()),
     ],
 )
 def test_sample_i_does_not_depend_on_the_batch(draw):
@@ -43,7 +43,7 @@ def test_cosine_is_the_squared_tangent():
     t = np.linspace(0.01, 0.99, 99)
     exact = -2 * np.log(np.tan((t + 0.008) / 1.008 * np.pi / 2))
     # cos^-2 - 1 = 8e-4 at t = 0.01, where float32 keeps four digits of it.
-    np.testing.assert_allclose(schedules.cosine_log_snr(jnp.float32(t)), exact, atol=2e-4)
+    np.testing.assert_allclose(noise.cosine_log_snr(jnp.float32(t)), exact, atol=2e-4)
 
 
 def test_linear_is_the_limit_of_ddpms_thousand_betas():
@@ -51,12 +51,12 @@ def test_linear_is_the_limit_of_ddpms_thousand_betas():
     discrete = np.log(abar / (1 - abar))[99::100]
     t = jnp.linspace(0.1, 1.0, 10)
     # The published approximation 1e-4 + 10 t^2 drops the first-order term 0.1 t - 0.05 t^2.
-    np.testing.assert_allclose(schedules.linear_log_snr(t), discrete, atol=0.12)
+    np.testing.assert_allclose(noise.linear_log_snr(t), discrete, atol=0.12)
 
 
 @pytest.mark.parametrize(
     ("log_snr", "first", "last"),
-    [(schedules.cosine_log_snr, 8.769, -33.89), (schedules.linear_log_snr, 9.2103, -10.0001)],
+    [(noise.cosine_log_snr, 8.769, -33.89), (noise.linear_log_snr, 9.2103, -10.0001)],
 )
 def test_schedules_fall_from_signal_to_noise(log_snr, first, last):
     values = jax.jit(log_snr)(jnp.linspace(0, 1, 101))
@@ -67,10 +67,10 @@ def test_schedules_fall_from_signal_to_noise(log_snr, first, last):
 def test_sigma_of_inverts_log_snr():
     sigma = jnp.array([1e-3, 0.5, 1.0, 80.0, 2.3e7])
     # exp enlarges the rounding of an argument of 17 to a relative 17 * 6e-8.
-    np.testing.assert_allclose(schedules.sigma_of(precond.log_snr(sigma)), sigma, rtol=3e-6)
+    np.testing.assert_allclose(noise.sigma_of(precond.log_snr(sigma)), sigma, rtol=3e-6)
 
 
-SD = schedules.scaled_linear()
+SD = noise.scaled_linear()
 ABAR = np.cumprod(1 - np.linspace(0.00085**0.5, 0.012**0.5, 1000) ** 2)
 
 
@@ -83,19 +83,19 @@ def test_between_steps_log_alpha_is_linear():
     t = np.array([0.0, 0.25, 499.5, 998.9, 999.0])
     log_alpha = np.interp(t, np.arange(1000), np.log(ABAR) / 2)
     expected = np.sqrt(np.expm1(-2 * log_alpha))
-    np.testing.assert_allclose(schedules.sigma_at(SD, jnp.float32(t)), expected, rtol=1e-6)
+    np.testing.assert_allclose(noise.sigma_at(SD, jnp.float32(t)), expected, rtol=1e-6)
 
 
 def test_time_of_a_tables_sigma_is_its_step():
     t = jnp.arange(0, 999.5, 0.5)
     # float32 tells two times of 999 apart from 6e-5 on.
-    np.testing.assert_allclose(schedules.time_of(SD)(schedules.sigma_at(SD, t)), t, atol=2e-4)
-    np.testing.assert_array_equal(schedules.time_of(SD)(jnp.array([0.0, 1e3])), [0, 999])
+    np.testing.assert_allclose(noise.time_of(SD)(noise.sigma_at(SD, t)), t, atol=2e-4)
+    np.testing.assert_array_equal(noise.time_of(SD)(jnp.array([0.0, 1e3])), [0, 999])
 
 
 def test_uniform_steps_draw_every_step_alike():
-    sigma = schedules.uniform_steps(SD)(KEY, 40_000)
-    t = np.asarray(schedules.time_of(SD)(sigma))
+    sigma = noise.uniform_steps(SD)(KEY, 40_000)
+    t = np.asarray(noise.time_of(SD)(sigma))
     np.testing.assert_allclose(t, np.round(t), atol=2e-4)
     counts = np.bincount(np.round(t).astype(int), minlength=1000)
     assert counts.min() > 0 and len(counts) == 1000

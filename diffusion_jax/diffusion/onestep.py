@@ -1,0 +1,145 @@
+"""One-step samplers: Heun's method, Euler's, DDIM and DDPM; and what all samplers share.
+
+A sampler is a function `sampler(denoise, x, sigmas, noise)` from x_T to x_0:
+
+    denoise: D(x, sigma), which holds guidance, thresholds and conditions.
+    x: Images with variance sigmas[0]^2.
+    sigmas: The N + 1 decreasing levels of N steps.
+    noise: noise(i) is the standard normal draw of step i.
+
+It returns x at the last level, which is 0 or the smallest level of a schedule. Keyword-only
+parameters are the ones that a config can give. Every sampler traces `denoise` once: loops are
+scans, and a comment shows the paper's form if it looks different.
+"""
+
+from collections.abc import Callable
+from typing import Annotated
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from diffusion_jax.diffusion.noise import Scalar, Sigmas
+from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
+
+Draws = Callable[[Int[Array, ""]], Images]
+Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
+NO_SIGNAL = 1e4
+"""Levels above this hold next to nothing of the image, such as 2^20, where rectified flow and zero
+terminal SNR start. A step from there ends far below, so the slope at its end says nothing about the
+slope along it: Heun's correction would only multiply the noise."""
+
+
+def heun(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    churn: Annotated[Scalar, "[0, 1000]"] = 0.0,
+    s_min: Annotated[Scalar, "[0, inf)"] = 0.0,
+    s_max: Annotated[Scalar, "(0, inf]"] = float("inf"),
+    s_noise: Annotated[Scalar, "(0, inf)"] = 1.0,
+) -> Images:
+    """Heun's method with optional noise churn in [s_min, s_max] (EDM, Algorithm 2).
+
+    N steps are 2 N - 1 evaluations of D. The paper's loop, with t for sigma:
+
+        for i in range(n):
+            gamma = min(churn / n, sqrt(2) - 1) if s_min <= t[i] <= s_max else 0
+            t_hat = t[i] + gamma * t[i]                                   # Add noise.
+            x_hat = x + sqrt(t_hat**2 - t[i]**2) * s_noise * noise(i)
+            d = (x_hat - D(x_hat, t_hat)) / t_hat                         # Slope.
+            x = x_hat + (t[i + 1] - t_hat) * d                            # Euler's step.
+            if t[i + 1] != 0:                                             # Heun's correction.
+                d_next = (x - D(x, t[i + 1])) / t[i + 1]
+                x = x_hat + (t[i + 1] - t_hat) * (d + d_next) / 2
+
+    The paper's loop evaluates D in two places, so the network would be compiled twice. Here the
+    scan is over evaluations instead of steps: k = 2 i is Euler's step, k = 2 i + 1 its correction.
+    The last step is never corrected, even if it ends above 0, nor is a step from above NO_SIGNAL.
+    """
+    inside = (s_min <= sigmas) & (sigmas <= s_max)
+    gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
+    return heun_steps(denoise, x, sigmas, gammas, noise, s_noise)
+
+
+def heun_steps(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    gammas: Float[Array, "..."],
+    noise: Draws,
+    s_noise: Scalar = 1.0,
+) -> Images:
+    """Run the loop of `heun` with one gamma per step."""
+    n = len(sigmas) - 1
+
+    def evaluate(carry, k):
+        x, x_hat, d = carry  # x_hat and d: the start of the step, and the slope there.
+        i, first = k // 2, k % 2 == 0
+        sigma, sigma_next, gamma = sigmas[i], sigmas[i + 1], gammas[i]
+        sigma_hat = sigma * (1 + gamma)
+        # sqrt(sigma_hat^2 - sigma^2), in a form that rounding cannot make negative.
+        added = s_noise * sigma * jnp.sqrt(gamma * (2 + gamma))
+        x = x + jnp.where(first, added, 0) * noise(i)
+        level = jnp.where(first, sigma_hat, sigma_next)
+
+        d_here = (x - denoise(x, same_level(level, x))) / level
+        x_hat = jnp.where(first, x, x_hat)
+        mean = jnp.where(sigma_hat > NO_SIGNAL, d, (d + d_here) / 2)
+        slope = jnp.where(first, d_here, mean)
+        return (x_hat + (sigma_next - sigma_hat) * slope, x_hat, d_here), None
+
+    return jax.lax.scan(evaluate, (x, x, jnp.zeros_like(x)), jnp.arange(2 * n - 1))[0][0]
+
+
+def ddim(
+    denoise: Denoiser,
+    x: Images,
+    sigmas: Sigmas,
+    noise: Draws,
+    *,
+    eta: Annotated[Scalar, "[0, 1]"] = 0.0,
+) -> Images:
+    """DDIM (Song et al. 2021), equation 12: Euler's method in sigma if eta = 0.
+
+    eta in [0, 1] is the share of new noise; with eta = 1 a step draws from DDPM's posterior.
+    """
+
+    def step(x, inputs):
+        i, sigma, sigma_next = inputs
+        x0 = denoise(x, same_level(sigma, x))
+        r = sigma_next / sigma
+        up = eta * sigma_next * jnp.sqrt(1 - r**2)
+        # sqrt(sigma_next^2 - up^2) / sigma, without cancellation at eta = 1.
+        down = r * jnp.sqrt((1 - eta**2) + (eta * r) ** 2)
+        return x0 + down * (x - x0) + up * noise(i), None
+
+    return jax.lax.scan(step, x, (jnp.arange(len(sigmas) - 1), sigmas[:-1], sigmas[1:]))[0]
+
+
+def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """Euler's method in sigma: `ddim` with eta = 0."""
+    return ddim(denoise, x, sigmas, noise)
+
+
+def euler_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """k-diffusion's ancestral Euler sampler, which equals `ddim` with eta = 1."""
+    return ddim(denoise, x, sigmas, noise, eta=1.0)
+
+
+def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
+    """DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2) on any sigmas.
+
+    If the levels end above 0, the last step adds no noise and returns the posterior mean, as in
+    Algorithm 2. If they end at 0, this equals `ddim` with eta = 1.
+    """
+    last = len(sigmas) - 2
+    all_but_last = lambda i: jnp.where(i < last, noise(i), 0)
+    return ddim(denoise, x, sigmas, all_but_last, eta=1.0)
+
+
+def same_level(sigma: Float[Array, ""], x: Images) -> Sigma:
+    """Repeat one noise level for each image of a batch."""
+    return jnp.full(x.shape[:1], sigma, x.dtype)
