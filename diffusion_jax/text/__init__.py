@@ -1,4 +1,4 @@
-"""Text encoders: T5, CLIP, and hashed words, which need no download; and their stored output."""
+"""Text encoders: T5, CLIP, hashed words (which need no download), and precomputed embeddings."""
 
 from diffusion_jax.text.encoder import TextEncoder, embed
 

@@ -2,9 +2,9 @@
 
     python -m diffusion_jax.text convert FOLDER OUT
 
-makes safetensors of a text encoder's pickles (pytorch_model*.bin) in FOLDER, without torch and
-without running what they hold. The tokenizer and config are copied. Encoders here open the pickles
-themselves: it is for other programs.
+converts a text encoder's pickles (pytorch_model*.bin) in FOLDER to safetensors, without torch and
+without executing any code in them. The tokenizer and config are copied. The encoders of this
+project read pickles directly, so the command is useful for other programs only.
 """
 
 import sys
@@ -16,7 +16,7 @@ _USAGE = "Usage: python -m diffusion_jax.text convert FOLDER OUT"
 
 
 def main(argv: list[str]) -> None:
-    """Runs a command."""
+    """Run the command named on the command line."""
     cli.start(alone=True)
     match argv[1:]:
         case ["convert", folder, out]:

@@ -1,7 +1,8 @@
-"""CLIP's two towers (Radford et al. 2021): OpenAI's with quick GELU, OpenCLIP's with exact GELU.
+"""CLIP's text and image towers (Radford et al. 2021).
 
-Pre-norm transformers with biases; the text's attention is causal and sees no padding mask.
-Letters: B batch, L tokens, D width, E width of the space that text and image share.
+Both are pre-norm transformers with biases. OpenAI's models use quick GELU, OpenCLIP's exact GELU.
+The text tower's attention is causal and has no padding mask.
+Letters: B batch, L tokens, P patches + 1, D width, E width of the shared text and image space.
 """
 
 import os
@@ -21,33 +22,34 @@ from diffusion_jax.weights import pretrained, torch_weights
 
 
 class TextOutputs(NamedTuple):
-    """The representations of a text; those that are not used are not computed under jit."""
+    """Outputs of the text tower. Under jit, unused ones are never computed."""
 
     layers: list[Float[Array, "B L D"]]
-    """The embeddings, then the output of each layer."""
+    """The token embeddings, followed by the output of each layer."""
     last: Float[Array, "B L D"]
-    """The last layer, normalised: what Stable Diffusion 1 attends to."""
+    """The last layer after the final norm; Stable Diffusion 1 attends to it."""
     penultimate: Float[Array, "B L D"]
-    """The last layer but one, normalised alike: Stable Diffusion 2."""
+    """The second-to-last layer after the final norm; Stable Diffusion 2 attends to it."""
     pooled: Float[Array, "B D"]
-    """`last` where the text ends."""
+    """`last` at the end token."""
     projected: Float[Array, "B E"] | None
-    """`pooled` in the space shared with images, not normalised; None without a projection."""
+    """`pooled` projected into the space shared with images, not normalised; None if the weights
+    have no projection."""
 
 
 class ImageOutputs(NamedTuple):
-    """The representations of an image; P are its patches and one token for the whole."""
+    """Outputs of the image tower; P is the number of patches plus one class token."""
 
     layers: list[Float[Array, "B P D"]]
     last: Float[Array, "B P D"]
-    """The last layer, not normalised, as Hugging Face gives it."""
+    """The last layer before the final norm, as Hugging Face returns it."""
     pooled: Float[Array, "B D"]
-    """The first token of the last layer, normalised."""
+    """The class token of the last layer after the final norm."""
     projected: Float[Array, "B E"] | None
 
 
 class TextTower(nn.Module):
-    """Token ids to `TextOutputs`, in float32."""
+    """A transformer from token ids to `TextOutputs` in float32."""
 
     vocab_size: int
     max_tokens: int
@@ -56,16 +58,21 @@ class TextTower(nn.Module):
     num_heads: int
     num_layers: int
     projection: int | None
-    """E; None for weights without one."""
+    """E, or None if the weights have no projection."""
     activation: str
     end_id: int | None
-    """A text ends at the first of these ids; None: at its largest id, as OpenAI's own code does."""
+    """Id of the end token; None takes the largest id of each text, as OpenAI's code does."""
     eps: float = 1e-5
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, ids: Int[Array, "B L"], mask: Array | None = None) -> TextOutputs:
-        """`mask` [B, L], not 0 at valid tokens, hides padding; CLIP was trained without."""
+        """Encode a batch of token ids.
+
+        Args:
+            ids: token ids.
+            mask: nonzero at valid tokens [B, L]; hides padding. CLIP was trained without a mask.
+        """
         length = ids.shape[1]
         init = nn.initializers.normal(0.02)
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
@@ -77,14 +84,14 @@ class TextTower(nn.Module):
         layers = _layers(self, h, bias)
         norm = _norm(self.eps, "final_norm")
         last = norm(layers[-1])
-        at = ids.argmax(1) if self.end_id is None else (ids == self.end_id).argmax(1)  # [B]
-        pooled = last[jnp.arange(len(ids)), at]  # [B, D]
+        end = ids.argmax(1) if self.end_id is None else (ids == self.end_id).argmax(1)  # [B]
+        pooled = last[jnp.arange(len(ids)), end]  # [B, D]
         penultimate = norm(layers[-2])
         return TextOutputs(layers, last, penultimate, pooled, _projected(self, pooled))
 
 
 class ImageTower(nn.Module):
-    """Normalised images (see metrics) to `ImageOutputs`, in float32."""
+    """A vision transformer from normalised images (see metrics) to `ImageOutputs` in float32."""
 
     image_size: int
     patch: int
@@ -99,18 +106,19 @@ class ImageTower(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> ImageOutputs:
-        """One token a patch, in rows, after one that stands for the image."""
+        """Encode images; the class token comes first, followed by the patches in row order."""
         init = nn.initializers.normal(0.02)
         p, tokens = self.patch, (self.image_size // self.patch) ** 2 + 1
-        first = self.param("class_embedding", init, (self.width,)).astype(jnp.float32)
+        class_token = self.param("class_embedding", init, (self.width,)).astype(jnp.float32)
         positions = self.param("position_embedding", init, (tokens, self.width))
         kernel = self.param("patch_kernel", init, (p, p, 3, self.width)).astype(self.dtype)
         b, rows, columns = len(images), images.shape[1] // p, images.shape[2] // p
-        # A convolution of size and stride p: every patch by itself through one linear layer.
+        # A convolution of size and stride p is one linear layer applied to each patch.
         patches = images.astype(self.dtype).reshape(b, rows, p, columns, p, 3)
         h = jnp.einsum("byixjc,ijcd->byxd", patches, kernel, preferred_element_type=jnp.float32)
         h = h.reshape(b, rows * columns, self.width)  # [B, HW/p^2, D]
-        h = jnp.concatenate([jnp.broadcast_to(first, (b, 1, self.width)), h], axis=1)  # [B, P, D]
+        class_token = jnp.broadcast_to(class_token, (b, 1, self.width))
+        h = jnp.concatenate([class_token, h], axis=1)  # [B, P, D]
         h = _norm(self.eps, "first_norm")(h + positions.astype(jnp.float32))
         layers = _layers(self, h, None)
         pooled = _norm(self.eps, "final_norm")(layers[-1][:, 0])  # [B, D]
@@ -125,11 +133,18 @@ def encoder(
     layer: str = "last",
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """A CLIP text tower as Stable Diffusion conditions on it, from a folder or a Hub name.
+    """Return the CLIP text encoder that Stable Diffusion conditions on.
 
-    All `max_tokens` positions count as tokens, padding too: CLIP encodes it like the rest, and
-    Stable Diffusion was trained to attend to it. `layer` is "last" (Stable Diffusion 1, and 2 in
-    Hugging Face's files, which lack the last layer) or "penultimate" (2 in OpenCLIP's files).
+    The returned mask is True at all `max_tokens` positions, including padding: CLIP encodes padding
+    like other tokens, and Stable Diffusion was trained to attend to it.
+
+    Args:
+        weights: a folder or a Hub name.
+        width: the expected embedding width; must match the weights.
+        max_tokens: texts are cut or padded to this number of tokens.
+        layer: "last" for Stable Diffusion 1, and for Stable Diffusion 2 in Hugging Face's files,
+            which omit the last layer; "penultimate" for Stable Diffusion 2 in OpenCLIP's files.
+        dtype: compute and storage type of the weights.
     """
     if layer not in ("last", "penultimate"):
         raise ValueError(f"layer is {layer!r}: choose 'last' or 'penultimate'")
@@ -140,7 +155,7 @@ def encoder(
     check_fits("CLIP", folder, tower, tokenizer.vocab_size, width)
     if max_tokens > tower.max_tokens:
         raise ValueError(
-            f"text.max_tokens is {max_tokens}, and the CLIP in {folder} has only "
+            f"text.max_tokens is {max_tokens}, but the CLIP in {folder} has only "
             f"{tower.max_tokens} positions: set text.max_tokens={tower.max_tokens}"
         )
     state = clip_weights.tower_state(opened, table)
@@ -149,16 +164,19 @@ def encoder(
 
 
 def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize:
-    """The tokenizer in a folder, or beside it as in diffusers' text_encoder and tokenizer."""
-    beside = folder.parent / "tokenizer"
-    folder = beside if folder.name == "text_encoder" and beside.is_dir() else folder
+    """Return the tokenizer of a folder of weights.
+
+    In diffusers' layout, the tokenizer of text_encoder/ is in the sibling folder tokenizer/.
+    """
+    sibling = folder.parent / "tokenizer"
+    folder = sibling if folder.name == "text_encoder" and sibling.is_dir() else folder
     return tokenize.clip(folder, open_clip=pads_with_0)
 
 
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
 ) -> TextEncoder:
-    """An encoder that gives the tower's last layer; `frozen` is the tower's params."""
+    """Return an encoder that outputs the tower's last layer; `frozen` holds the tower's params."""
 
     def encode(frozen: Any, batch: Batch):
         ids = jnp.asarray(batch["text_ids"])
@@ -177,9 +195,15 @@ def of_tower(
 def text_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32, skip: int = 0
 ) -> tuple[TextTower, list[torch_weights.Entry]]:
-    """The text tower of opened weights without its last `skip` layers, and its parameters' names.
+    """Return the text tower of opened weights and the table of its parameter names.
 
-    ValueError if they have none.
+    Args:
+        clip: the opened weights.
+        dtype: the tower's compute type.
+        skip: number of layers to leave out at the end.
+
+    Raises:
+        ValueError: the weights have no text tower.
     """
     shared, state = _shared_fields(clip, clip_weights.TEXT, skip), clip.state
     embeddings = f"{clip_weights.TEXT}.embeddings"
@@ -198,7 +222,11 @@ def text_tower(
 def image_tower(
     clip: clip_weights.Clip, dtype: DTypeLike = jnp.float32
 ) -> tuple[ImageTower, list[torch_weights.Entry]]:
-    """The image tower of opened weights, and the names of its parameters; ValueError if none."""
+    """Return the image tower of opened weights and the table of its parameter names.
+
+    Raises:
+        ValueError: the weights have no image tower.
+    """
     shared, state = _shared_fields(clip, clip_weights.VISION), clip.state
     embeddings = f"{clip_weights.VISION}.embeddings"
     width, _, patch, _ = state[f"{embeddings}.patch_embedding.weight"].shape
@@ -214,13 +242,13 @@ def image_tower(
 
 
 def cosine(images: Float[Array, "I E"], texts: Float[Array, "T E"]) -> Float[Array, "I T"]:
-    """The CLIP score of every image with every text: the cosine of their projections, -1 to 1."""
+    """Return the cosine similarity, -1 to 1, of every projected image and every projected text."""
     unit = lambda x: x / jnp.linalg.norm(x, axis=-1, keepdims=True)
     return jnp.einsum("ie,te->it", unit(images), unit(texts), precision="highest")
 
 
 def abstract_params(tower: TextTower | ImageTower) -> Any:
-    """Shapes of the parameters, without making them."""
+    """Return the parameters' shapes and types without allocating them."""
     if isinstance(tower, TextTower):
         example = jax.ShapeDtypeStruct((1, tower.max_tokens), jnp.int32)
     else:
@@ -229,7 +257,7 @@ def abstract_params(tower: TextTower | ImageTower) -> Any:
 
 
 def _layers(tower: TextTower | ImageTower, h: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
-    """The input of the first layer, then the output of each, all [B, L, D]."""
+    """Return the input of the first layer, followed by the output of each layer, all [B, L, D]."""
     states = [h]
     for i in range(tower.num_layers):
         normed = _norm(tower.eps, f"layer_{i}_attention_norm")(h)
@@ -267,8 +295,7 @@ class _Mlp(nn.Module):
 
 
 def _norm(eps: float, name: str) -> nn.LayerNorm:
-    """Layer norm in float32."""
-    # Not in one pass: E[x^2] - E[x]^2 loses digits where a few channels are large.
+    # The one-pass variance E[x^2] - E[x]^2 loses precision when a few channels are large.
     return nn.LayerNorm(epsilon=eps, use_fast_variance=False, dtype=jnp.float32, name=name)
 
 
@@ -279,17 +306,18 @@ def _projected(tower: TextTower | ImageTower, pooled: jax.Array) -> jax.Array | 
 
 
 def _shared_fields(clip: clip_weights.Clip, name: str, skip: int = 0) -> dict[str, Any]:
-    """The fields that both kinds of tower have, without the last `skip` layers.
+    """Return the fields that text and image towers share, leaving out the last `skip` layers.
 
-    ValueError if there is no such tower, or its activation is not known.
+    Raises:
+        ValueError: the weights have no tower `name`, or its activation is unknown.
     """
     if name not in clip.towers:
-        raise ValueError(f"these CLIP weights hold no {name}: only {', '.join(clip.towers)}")
+        raise ValueError(f"the CLIP weights have no {name}, only {', '.join(clip.towers)}")
     settings = clip.towers[name]
     if settings.activation not in ACTIVATIONS:
         raise ValueError(
-            f"the activation {settings.activation!r} of this CLIP is not known: "
-            f"known are {', '.join(ACTIVATIONS)}"
+            f"the CLIP's activation {settings.activation!r} is unknown: "
+            f"supported are {', '.join(ACTIVATIONS)}"
         )
     projection = clip.state.get(f"{clip_weights.PROJECTIONS[name]}.weight")
     return {

@@ -1,8 +1,8 @@
-"""CLIP weights of every origin under one set of names and settings.
+"""Reads CLIP weights of every origin into one set of names and settings.
 
-The names are those of a whole Hugging Face CLIPModel ("text_model. ...", "vision_model. ...",
-"text_projection.weight", "visual_projection.weight"), to which OpenCLIP's and OpenAI's own, and a
-single tower's, are brought.
+The names are those of a complete Hugging Face CLIPModel ("text_model. ...", "vision_model. ...",
+"text_projection.weight", "visual_projection.weight"). Names from OpenCLIP, OpenAI's original files
+and files with a single tower are converted to them.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 
 
 class Tower(NamedTuple):
-    """The settings of a tower that its arrays do not show."""
+    """Settings of a tower that cannot be read from the shapes of its arrays."""
 
     num_heads: int
     activation: str
@@ -29,60 +29,71 @@ class Tower(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Opened weights: arrays by Hugging Face's names, and the settings of the towers they have."""
+    """Opened CLIP weights: arrays by Hugging Face's names, and the settings of each tower."""
 
     state: dict[str, np.ndarray]
     towers: dict[str, Tower]
     pads_with_0: bool
-    """Whether texts are padded with 0, as by OpenCLIP, or with the end token."""
+    """Whether texts are padded with 0, as in OpenCLIP, rather than with the end token."""
 
 
 def open_clip(folder: pathlib.Path) -> Clip:
-    """The CLIP in a folder: config.json beside Hugging Face's names, or open_clip_config.json.
+    """Open the CLIP weights in a folder.
 
-    ValueError or FileNotFoundError if it holds none, or config and weights differ.
+    The config is config.json, or open_clip_config.json if the weights have OpenCLIP's names.
+
+    Raises:
+        FileNotFoundError: the folder has no weights or no config.
+        ValueError: the weights are not CLIP's, or disagree with the config.
     """
     state = pretrained.open_weights(folder)
-    own = folder / "open_clip_config.json"
-    path = own if is_open_clip(state) and own.is_file() else folder / "config.json"
+    open_clip_config = folder / "open_clip_config.json"
+    has_open_clip_config = is_open_clip(state) and open_clip_config.is_file()
+    path = open_clip_config if has_open_clip_config else folder / "config.json"
     return from_state(state, pretrained.read_json(path))
 
 
 def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
-    """A CLIP, or one tower of it, from a state dict of any origin and its config.
+    """Return a CLIP, or a single tower of one, from a state dict of any origin and its config.
 
-    ValueError where they differ, or where this is no CLIP.
+    Raises:
+        ValueError: the weights are not CLIP's, or disagree with the config.
     """
-    of_open_clip = is_open_clip(state)
-    arrays = _from_open_clip(state) if of_open_clip else _from_hugging_face(state)
+    from_open_clip = is_open_clip(state)
+    arrays = _from_open_clip(state) if from_open_clip else _from_hugging_face(state)
     config = config.get("model_cfg", config)
     groups = {
         TEXT: config.get("text_config", config.get("text_cfg", config)),
         VISION: config.get("vision_config", config.get("vision_cfg", config.get("vision", config))),
     }
     towers = {
-        name: _tower(name, arrays, {**_shared(config), **group}, of_open_clip)
+        name: _tower(name, arrays, {**_shared(config), **group}, from_open_clip)
         for name, group in groups.items()
         if any(key.startswith(f"{name}.") for key in arrays)
     }
     if not towers:
         raise ValueError(
-            f"the weights are no CLIP: among {len(state)} arrays such as {sorted(state)[:3]} there "
-            "is neither a text nor an image tower"
+            f"the weights are not CLIP's: their {len(state)} arrays ({sorted(state)[:3]}, ...) "
+            "contain neither a text nor an image tower"
         )
     pad = config.get("pad_token_id", groups[TEXT].get("pad_token_id"))
-    # Stable Diffusion 2's text encoder is OpenCLIP's under Hugging Face's names, with its padding.
-    exact = TEXT in towers and towers[TEXT].activation == "gelu"
-    return Clip(arrays, towers, of_open_clip or pad == 0 or (exact and pad in (None, 1)))
+    # Stable Diffusion 2's text encoder is OpenCLIP's: it has Hugging Face's names, but pads with 0.
+    exact_gelu = TEXT in towers and towers[TEXT].activation == "gelu"
+    return Clip(arrays, towers, from_open_clip or pad == 0 or (exact_gelu and pad in (None, 1)))
 
 
 def is_open_clip(state: StateDict) -> bool:
-    """Whether the names are OpenCLIP's and OpenAI's own."""
+    """Return whether the arrays have the names used by OpenCLIP and by OpenAI's original files."""
     return any(re.search(r"(^|\.)transformer\.resblocks\.0\.", name) for name in state)
 
 
 def table(params: Any, tower: str) -> list[Entry]:
-    """The name of every parameter of a TextTower or ImageTower, whose params may be abstract."""
+    """Return the table of parameter names of a TextTower or ImageTower.
+
+    Args:
+        params: the tower's params, which may be abstract.
+        tower: TEXT or VISION.
+    """
     rules = [(path, name.replace("TOWER", tower)) for path, name in _RULES]
     rules.append(("final_norm", f"{tower}.{_FINAL_NORMS[tower]}"))
     rules.append(("projection", PROJECTIONS[tower]))
@@ -91,31 +102,34 @@ def table(params: Any, tower: str) -> list[Entry]:
 
 
 def num_layers(names: Iterable[str], tower: str) -> int:
-    """The number of layers that a tower has in these names of arrays."""
+    """Return the number of layers of a tower, given the names of all arrays."""
     matches = (re.match(rf"{tower}\.encoder\.layers\.(\d+)\.", name) for name in names)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """A tower's arrays, also any that its table lacks; not the other tower's, nor layers beyond."""
+    """Return the arrays of one tower, up to the last layer of its table.
+
+    Arrays of the tower that are missing in the table are included, so that they are reported.
+    """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
     depth = num_layers(names, tower)
 
-    def wanted(name: str) -> bool:
+    def belongs(name: str) -> bool:
         layer = re.match(rf"{tower}\.encoder\.layers\.(\d+)\.", name)
-        own = name.startswith(f"{tower}.") and (layer is None or int(layer[1]) < depth)
-        return own or name in names
+        in_tower = name.startswith(f"{tower}.") and (layer is None or int(layer[1]) < depth)
+        return in_tower or name in names
 
-    return {name: array for name, array in clip.state.items() if wanted(name)}
+    return {name: array for name, array in clip.state.items() if belongs(name)}
 
 
 def to_open_clip(state: StateDict) -> dict[str, np.ndarray]:
-    """A text tower's arrays under OpenCLIP's names; q, k and v in one."""
+    """Rename a text tower's arrays to OpenCLIP's names, with q, k and v in one array."""
     arrays, thirds = {}, {}
     for name, array in state.items():
-        for theirs, here in _OPEN_CLIP:
-            name = name.replace(f".{here}", f".{theirs}")
+        for open_clip_name, hugging_face_name in _OPEN_CLIP:
+            name = name.replace(f".{hugging_face_name}", f".{open_clip_name}")
         name = name.removeprefix(f"{TEXT}.")
         fused = re.match(r"(.*\.attn\.)([qkv])_proj\.(weight|bias)$", name)
         if fused:
@@ -131,7 +145,7 @@ _RULES = (
     ("(token|position)_embedding", r"TOWER.embeddings.\1_embedding.weight"),
     ("class_embedding", "TOWER.embeddings.class_embedding"),
     ("patch_kernel", "TOWER.embeddings.patch_embedding.weight"),
-    ("first_norm", "TOWER.pre_layrnorm"),  # Sic.
+    ("first_norm", "TOWER.pre_layrnorm"),  # Misspelt in transformers.
     (r"layer_(\d+)_attention/(q|k|v|out)", r"TOWER.encoder.layers.\1.self_attn.\2_proj"),
     (r"layer_(\d+)_attention_norm", r"TOWER.encoder.layers.\1.layer_norm1"),
     (r"layer_(\d+)_mlp_norm", r"TOWER.encoder.layers.\1.layer_norm2"),
@@ -141,11 +155,11 @@ _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that OpenCLIP states once for both towers."""
+    """Return the settings that OpenCLIP's config states once for both towers."""
     return {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
 
 
-def _tower(name: str, state: StateDict, config: Mapping[str, Any], of_open_clip: bool) -> Tower:
+def _tower(name: str, state: StateDict, config: Mapping[str, Any], from_open_clip: bool) -> Tower:
     width = state[_need(state, f"{name}.encoder.layers.0.layer_norm1.weight")].shape[0]
     depth = num_layers(state, name)
     sizes = {"hidden_size": width, "width": width, "num_hidden_layers": depth, "layers": depth}
@@ -157,23 +171,23 @@ def _tower(name: str, state: StateDict, config: Mapping[str, Any], of_open_clip:
     pretrained.check_config(config, sizes)
     first = lambda *names: next((config[n] for n in names if config.get(n) is not None), None)
     heads = first("num_attention_heads", "num_heads", "heads")
-    if heads is None or (name == VISION and of_open_clip):
+    if heads is None or (name == VISION and from_open_clip):
         heads = width // (first("head_width", "head_dim") or 64)
     if width % heads:
-        raise ValueError(f"{heads} attention heads do not divide the width {width} of the {name}")
-    default = "gelu" if of_open_clip else "quick_gelu"
+        raise ValueError(f"the {name}'s {heads} attention heads do not divide its width {width}")
+    default = "gelu" if from_open_clip else "quick_gelu"
     activation = first("hidden_act", "act", "activation") or default
     if config.get("quick_gelu"):
         activation = "quick_gelu"
-    end_id = None if of_open_clip else first("eos_token_id", "eos")
-    # Hugging Face's configs once said 2, which is wrong, and means the largest id there too.
+    end_id = None if from_open_clip else first("eos_token_id", "eos")
+    # Hugging Face's older configs hold a wrong 2, for which transformers takes the largest id.
     end_id = None if end_id == 2 else end_id
     return Tower(heads, activation, first("layer_norm_eps", "eps") or 1e-5, end_id)
 
 
 def _need(state: StateDict, name: str) -> str:
     if name not in state:
-        raise ValueError(f"the CLIP weights lack {name}: they are not whole, or of another kind")
+        raise ValueError(f"the CLIP weights lack {name}: they are incomplete or of another model")
     return name
 
 
@@ -192,7 +206,7 @@ def _from_hugging_face(state: StateDict) -> dict[str, np.ndarray]:
     return arrays
 
 
-_OPEN_CLIP = (  # After a tower's name: OpenCLIP's, then Hugging Face's.
+_OPEN_CLIP = (  # OpenCLIP's and Hugging Face's names, as they follow the tower's name.
     ("token_embedding.", "embeddings.token_embedding."),
     ("positional_embedding", "embeddings.position_embedding.weight"),
     ("class_embedding", "embeddings.class_embedding"),
@@ -213,7 +227,7 @@ _NO_WEIGHTS = ("logit_scale", "logit_bias", "attn_mask", "input_resolution", "co
 
 
 def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
-    """Renamed; the projections turned, and q, k and v taken apart."""
+    """Rename OpenCLIP's arrays, transpose the projections, and split the fused q, k and v."""
     arrays = {}
     for name, array in state.items():
         name = re.sub(r"^(cond_stage_model\.)?(model|module|text)\.(?=\w)", "", name)
@@ -224,8 +238,8 @@ def _from_open_clip(state: StateDict) -> dict[str, np.ndarray]:
             continue
         name = re.sub(r"^visual\.", f"{VISION}.", name)
         name = f"{TEXT}.{name}" if name.startswith(_OPEN_CLIP_TEXT) else name
-        for theirs, here in _OPEN_CLIP:
-            name = name.replace(f".{theirs}", f".{here}")
+        for open_clip_name, hugging_face_name in _OPEN_CLIP:
+            name = name.replace(f".{open_clip_name}", f".{hugging_face_name}")
         fused = re.match(r"(.*\.self_attn\.)in_proj_(weight|bias)$", name)
         if fused:
             third = len(array) // 3

@@ -1,4 +1,4 @@
-"""The interface of every text encoder: tokens on the host, embeddings on the devices."""
+"""The interface of text encoders: tokens on the host, embeddings on the devices."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -13,57 +13,61 @@ Batch = dict[str, Any]
 
 @runtime_checkable
 class Network(Protocol):
-    """The fields of a text network that its tokenizer and the config must agree with."""
+    """The fields of a text network that must agree with its tokenizer and the config."""
 
     width: int
     vocab_size: int
 
 
 class TextEncoder(NamedTuple):
-    """From texts to the embeddings that a network attends to, in two halves.
+    """A text encoder in two halves, `tokenize` and `encode`.
 
-    The halves are apart so that the first can run in the input pipeline, on the host, and the
-    second inside the jitted train step, where its weights are an argument.
+    `tokenize` runs in the input pipeline on the host. `encode` runs inside the jitted train step,
+    which receives the encoder's weights as an argument.
     """
 
     name: str
     width: int
     """D, the length of an embedding."""
     max_tokens: int
-    """L, the number of positions: longer texts lose their end, shorter ones are padded."""
+    """L, the number of positions: longer texts are truncated, shorter ones are padded."""
     tokenize: Callable[[Sequence[Any]], dict[str, np.ndarray]]
-    """Host: texts (as the encoder's data hold them) to arrays for a batch."""
+    """On the host: map texts, as the data source yields them, to arrays for a batch."""
     frozen: Any
-    """A pytree of weights, () where there are none; `Stored` ones are read when they are placed."""
+    """A pytree of weights, () if there are none. `Stored` leaves are read when they are placed."""
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
-    """Device: (frozen, batch) to embeddings, 0 at padded positions, and which are not padded.
+    """On the devices: map (frozen, batch) to embeddings and a mask.
 
-    Padding follows what it pads.
+    Padding comes at the end; there the embeddings are 0 and the mask is False.
     """
     cut: bool = False
-    """Whether all of a batch's arrays [B, L] may be cut to its longest text, with equal results."""
+    """Whether a batch's arrays [B, L] may be cut to its longest text without changing results."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
-    """What each text loses, signs that stand for nothing and its end where it is too long; "" where
-    nothing is lost, or where an encoder cannot tell."""
+    """Return the part of each text that the encoder ignores: unknown symbols, then the truncated
+    end. "" if it ignores nothing, or cannot tell."""
 
 
 def check_fits(kind: str, folder: object, network: Network, vocab_size: int, width: int) -> None:
-    """ValueError unless a folder's network is of this width and knows the tokenizer's tokens."""
+    """Check that a folder's network has this width and covers the tokenizer's vocabulary.
+
+    Raises:
+        ValueError: the network differs in width or has fewer tokens.
+    """
     if width != network.width:
         raise ValueError(
-            f"text.width is {width}, and the {kind} in {folder} is {network.width} wide: "
-            f"set text.width={network.width}, or take other weights"
+            f"text.width is {width}, but the {kind} in {folder} has width {network.width}: "
+            f"set text.width={network.width}, or choose other weights"
         )
     if vocab_size > network.vocab_size:
         raise ValueError(
-            f"the tokenizer in {folder} knows {vocab_size} tokens, and its weights only "
-            f"{network.vocab_size}: they are of different models; take both from one"
+            f"the tokenizer in {folder} has {vocab_size} tokens, but the weights only "
+            f"{network.vocab_size}: use the tokenizer and the weights of the same model"
         )
 
 
 def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Both halves at once, as sampling needs them."""
+    """Tokenize and encode texts; return their embeddings and mask."""
     frozen = jax.tree.map(jnp.asarray, encoder.frozen)
     return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))

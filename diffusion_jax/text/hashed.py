@@ -1,7 +1,7 @@
-"""Hashed words: each word a fixed random vector of signs. Needs no download and no training.
+"""A text encoder that needs no download and no training: each word is a fixed random sign vector.
 
-A word is known by its hash alone, so any word of any language has a vector, different ones nearly
-at right angles (their cosine is about 1 / sqrt(D)).
+The vector depends only on the word's hash, so every word of every language has one. Vectors of
+different words are nearly orthogonal (their cosine is about 1 / sqrt(D)).
 """
 
 import functools
@@ -21,22 +21,25 @@ _WORD = re.compile(r"[^\W_]+")
 
 
 def encoder(width: int, max_tokens: int) -> TextEncoder:
-    """A TextEncoder whose batches hold "text_ids" and "text_mask"."""
+    """Return a TextEncoder whose batches hold "text_ids" and "text_mask"."""
 
     def encode(frozen: tuple[()], batch: Batch):
-        del frozen  # No weights: a vector is computed from its word's hash.
+        del frozen  # There are no weights: vectors are computed from the words' hashes.
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
         return embeddings(ids, mask, width), mask
 
     tokenize_to = functools.partial(tokenize, max_tokens=max_tokens)
-    lost = functools.partial(cut_off, max_tokens=max_tokens)
-    return TextEncoder("hashed", width, max_tokens, tokenize_to, (), encode, cut=True, cut_off=lost)
+    ignored = functools.partial(cut_off, max_tokens=max_tokens)
+    return TextEncoder(
+        "hashed", width, max_tokens, tokenize_to, (), encode, cut=True, cut_off=ignored
+    )
 
 
 def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
-    """Lower-case words, the runs of letters and digits, to {"text_ids", "text_mask"}, both [B, L].
+    """Split texts into lower-case words and return {"text_ids", "text_mask"}, both [B, L].
 
-    Ids are the words' 32-bit hashes, the same on every machine, and 0 at padded positions.
+    A word is a run of letters and digits. Its id is its 32-bit hash, which is the same on every
+    machine; padded positions have id 0.
     """
     ids = np.zeros((len(texts), max_tokens), np.uint32)
     mask = np.zeros((len(texts), max_tokens), bool)
@@ -48,25 +51,27 @@ def tokenize(texts: Sequence[str], max_tokens: int) -> dict[str, np.ndarray]:
 
 
 def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
-    """Symbols that are no words, such as emoji, and the words of each text that do not fit."""
-    lost = []
+    """Return the part of each text that is ignored: symbols such as emoji, then words that do not
+    fit into `max_tokens`.
+    """
+    ignored = []
     for text in texts:
         symbols = "".join(sign for sign in text if unicodedata.category(sign) == "So")
-        beyond = [*_WORD.finditer(text)][max_tokens:]
-        lost.append(symbols + (text[beyond[0].start() :] if beyond else ""))
-    return lost
+        surplus = [*_WORD.finditer(text)][max_tokens:]
+        ignored.append(symbols + (text[surplus[0].start() :] if surplus else ""))
+    return ignored
 
 
 def embeddings(
     ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int
 ) -> Float[Array, "B L D"]:
-    """Unit-variance signs from the word; the second half of them is flipped by position.
+    """Return the sign vectors of the words, whose second half is flipped by position.
 
-    The first half says which word it is wherever it stands. The second half is a product of word
-    and position, so that even the mean over tokens tells "dog bites man" from "man bites dog".
+    The first half depends on the word alone. The second half is a product of word and position, so
+    that even the mean over tokens distinguishes "dog bites man" from "man bites dog".
     """
     length = ids.shape[1]
-    # Positions draw from a key of their own, so that no word's hash can coincide with one.
+    # Positions have a separate key, so that no word's hash coincides with a position.
     key_words, key_positions = jax.random.split(jax.random.key(0))
     words = _signs(key_words, ids.reshape(-1), width).reshape(*ids.shape, width)  # [B, L, D]
     flips = _signs(key_positions, jnp.arange(length, dtype=jnp.uint32), width)  # [L, D]
@@ -82,7 +87,8 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _signs(key: jax.Array, ids: UInt32[Array, "N"], width: int) -> Float[Array, "N D"]:
-    """A row of +1 and -1 for each id, a function of the id alone: 32 signs from each drawn word."""
+    """Return a row of +1 and -1 per id that depends on the id alone."""
+    # Each random 32-bit integer yields 32 signs.
     draw = lambda i: jax.random.bits(jax.random.fold_in(key, i), (-(-width // 32),), jnp.uint32)
     bits = jax.vmap(draw)(ids)  # [N, D/32]
     bits = (bits[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & 1  # [N, D/32, 32]

@@ -1,4 +1,4 @@
-"""Embeddings that an encoder made before training: batches hold what data/embeddings.py reads."""
+"""A stand-in for a text encoder that ran before training: batches hold its embeddings."""
 
 import functools
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from diffusion_jax.text.encoder import Batch, TextEncoder
 
 
 def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
-    """A stand-in for the encoder `name`, whose texts are arrays that it made.
+    """Return a stand-in for the encoder `name`, whose "texts" are the embeddings it computed.
 
-    Batches hold "text" and "text_mask", which `encode` hands on.
+    Batches hold "text" and "text_mask", which `encode` returns unchanged.
     """
 
     def encode(frozen: tuple[()], batch: Batch):
@@ -25,28 +25,37 @@ def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncode
 
 
 def pad(texts: Sequence[Any], *, width: int, max_tokens: int) -> dict[str, np.ndarray]:
-    """Arrays [tokens, D] to "text" float32 [B, L, D], cut or filled with 0, and "text_mask" [B, L].
+    """Batch embeddings, cutting or zero-padding each to `max_tokens`.
 
-    The mask is True for every stored token: NeMo's reader does the same. ValueError for a caption
-    in place of an array, or another width.
+    Args:
+        texts: one array [tokens, D] per example, as data/embeddings.py reads them.
+        width: D.
+        max_tokens: L.
+
+    Returns:
+        "text", float32 [B, L, D], and "text_mask", bool [B, L], True at every stored token, as in
+        NeMo's reader.
+
+    Raises:
+        ValueError: a text is a caption instead of an array, or an array has another width.
     """
     text = np.zeros((len(texts), max_tokens, width), np.float32)
     mask = np.zeros((len(texts), max_tokens), bool)
     for row, array in enumerate(texts):
         _check(array, width)
-        kept = array[:max_tokens]
-        text[row, : len(kept)] = kept
-        mask[row, : len(kept)] = True
+        tokens = array[:max_tokens]
+        text[row, : len(tokens)] = tokens
+        mask[row, : len(tokens)] = True
     return {"text": text, "text_mask": mask}
 
 
 def _check(array: Any, width: int) -> None:
     if isinstance(array, str):
         raise ValueError(
-            f"training on stored embeddings got the caption {array!r}: it needs embeddings. Say "
-            "where they are with data.text (for example npy), in each part of a mixture"
+            f"expected stored embeddings, but the data hold the caption {array!r}: set data.text "
+            "to the embeddings' field (for example npy), in each part of a mixture"
         )
     if not isinstance(array, np.ndarray) or array.shape[1:] != (width,):
         raise ValueError(
-            f"embeddings of shape {np.shape(array)}: the text encoder expects [tokens, {width}]"
+            f"embeddings have shape {np.shape(array)}: the text encoder expects [tokens, {width}]"
         )

@@ -1,4 +1,4 @@
-"""The text encoders by their names in configs."""
+"""The table of text encoders, by their names in configs."""
 
 import importlib
 from collections.abc import Mapping
@@ -11,18 +11,18 @@ from diffusion_jax.text.encoder import TextEncoder
 
 
 class Kind(NamedTuple):
-    """A module of this package whose `encoder` makes a TextEncoder, and the arguments of that."""
+    """A module of this package with a function `encoder` that returns a TextEncoder."""
 
     module: str
     fields: tuple[str, ...]
-    """The fields of `Text` that it takes: with its weights they decide what becomes of a text."""
+    """Fields of `Text` passed to `encoder`; together with the weights they determine its output."""
     options: Mapping[str, str] = MappingProxyType({})
     packaged: bool = False
     """Whether a Python package provides the weights when text.weights is empty."""
 
     @property
     def pretrained(self) -> bool:
-        """Whether it has weights, which others may have run before training."""
+        """Whether the encoder has weights, so that its output may be computed before training."""
         return "weights" in self.fields
 
 
@@ -37,18 +37,22 @@ ENCODERS: Mapping[str, Kind] = {
 
 
 def check(text: Text) -> None:
-    """ValueError for values that cannot be; weights and stores are not opened."""
+    """Check a config's text settings without opening weights or stores.
+
+    Raises:
+        ValueError: text.encoder is not in the table.
+    """
     if text.encoder == "precomputed":
         raise ValueError(
-            "text.encoder is 'precomputed', which is no encoder: name the one that made the "
-            "embeddings, such as t5; that they lie beside the images is said by data.text, such as "
-            "npy, and that they are in a store by text.store"
+            "text.encoder is 'precomputed': name the encoder that computed the embeddings, such as "
+            "t5, and set data.text (such as npy) if they are stored with the images, or text.store "
+            "if they are in a store"
         )
     named.one_of("text.encoder", text.encoder, ENCODERS)
 
 
 def make_encoder(text: Text) -> TextEncoder:
-    """The encoder of this name; its module is imported here, its weights are opened, not read."""
+    """Return the encoder of a config. Its module is imported now; its weights are read later."""
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")
     return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options)

@@ -1,8 +1,8 @@
 """T5's encoder (Raffel et al. 2020): v1.0 with ReLU, v1.1 with a gated GELU.
 
-Pre-norm blocks without biases; RMS norms; attention that is not scaled and adds a bias learned for
-each head and bucket of distances, the same in all layers. Letters: B batch, L tokens, D width,
-N heads, K head width.
+Blocks are pre-norm with RMS norms and without biases. Attention logits are not scaled; a learned
+bias for each head and distance bucket, shared by all layers, is added to them.
+Letters: B batch, L tokens, D width, N heads, K head width.
 """
 
 import functools
@@ -26,7 +26,7 @@ from diffusion_jax.weights.torch_weights import Entry, StateDict
 
 
 class T5Encoder(nn.Module):
-    """Token ids to embeddings; parameters are float32 or bf16, as they were loaded."""
+    """A transformer from token ids to embeddings; parameters keep their loaded type."""
 
     vocab_size: int
     width: int
@@ -42,21 +42,21 @@ class T5Encoder(nn.Module):
     dtype: DTypeLike = jnp.float32
 
     def __call__(self, ids: Int[Array, "B L"], mask: Array) -> Float[Array, "B L D"]:
-        """The last layer, normalised, in float32. `mask` [B, L] is not 0 where tokens are valid.
+        """Return the last layer after the final norm, in float32.
 
-        What stands at other positions changes no valid one.
+        `mask` [B, L] is nonzero at valid tokens; other tokens do not affect them.
         """
         return self.hidden_states(ids, mask)[-1]
 
     @nn.compact
     def hidden_states(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
-        """The embeddings, then the output of each layer, of which the last is normalised."""
+        """Return the token embeddings, then each layer's output, the last after the final norm."""
         length = ids.shape[1]
         init = nn.initializers.normal(1.0)
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
         relative = self.param("relative_bias", init, (self.num_buckets, self.num_heads))
         buckets = distance_buckets(length, self.num_buckets, self.max_distance)
-        # The distance key - query of each pair, counted from 0.
+        # The distance key - query of each pair, shifted so that it starts at 0.
         offsets = jnp.arange(length)[None] - jnp.arange(length)[:, None] + length - 1  # [L, L]
         by_offset = relative.astype(jnp.float32)[buckets]  # [2 L - 1, N]
         bias = by_offset[offsets].transpose(2, 0, 1)[None]  # [1, N, L, L]
@@ -86,12 +86,22 @@ def encoder(
     read_tokens: int = 512,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """T5 as NeMo's Imagen uses it, from a folder or a Hub name.
+    """Return the T5 encoder as NeMo's Imagen uses it.
 
-    A text is cut or padded to `read_tokens` and encoded; then the first `max_tokens` are kept, and
-    those that are padding are 0. So a text longer than `max_tokens` loses its end, but what is left
-    has read it. ValueError or FileNotFoundError, before anything is compiled, if the folder lacks
-    something, its tokenizer and weights differ, or `width` is not theirs.
+    Texts are cut or padded to `read_tokens` and encoded; then the first `max_tokens` embeddings are
+    returned, with 0 at padding. The embeddings of a text longer than `max_tokens` have therefore
+    attended to its end.
+
+    Args:
+        weights: a folder or a Hub name.
+        width: the expected embedding width; must match the weights.
+        max_tokens: number of embeddings returned per text.
+        read_tokens: number of tokens encoded per text, at least `max_tokens`.
+        dtype: compute and storage type of the weights.
+
+    Raises:
+        FileNotFoundError: the folder lacks weights, config or tokenizer.
+        ValueError: weights, config, tokenizer and arguments disagree.
     """
     folder = pretrained.locate(weights)
     state = pretrained.open_weights(folder)
@@ -100,23 +110,23 @@ def encoder(
     check_fits("T5", folder, model, tokenizer.vocab_size, width)
     if read_tokens < max_tokens:
         raise ValueError(
-            f"text.read_tokens is {read_tokens}, fewer than the {max_tokens} of text.max_tokens: "
-            "T5 must read at least what is kept (NeMo: 512 and 128)"
+            f"text.read_tokens is {read_tokens}: it must be at least text.max_tokens, which is "
+            f"{max_tokens} (NeMo uses 512 and 128)"
         )
     frozen = torch_weights.to_stored(used(state), table, abstract_params(model), dtype)
 
     def encode(frozen: Any, batch: Batch):
         ids, mask = jnp.asarray(batch["text_ids"]), jnp.asarray(batch["text_mask"])
-        kept = mask[:, :max_tokens]
+        short_mask = mask[:, :max_tokens]
         apply: Any = functools.partial(model.apply, frozen)
-        whole = lambda: apply(ids, mask)[:, :max_tokens]
-        # Padding changes nothing of what stands before it, and most captions are short.
-        short = lambda: apply(ids[:, :max_tokens], kept)
+        encode_all = lambda: apply(ids, mask)[:, :max_tokens]
+        # Most captions are short, and padding does not affect the tokens before it.
+        encode_short = lambda: apply(ids[:, :max_tokens], short_mask)
         if ids.shape[1] <= max_tokens:
-            text = whole()
+            text = encode_all()
         else:
-            text = jax.lax.cond(mask[:, max_tokens:].any(), whole, short)
-        return jnp.where(kept[..., None], text, 0), kept
+            text = jax.lax.cond(mask[:, max_tokens:].any(), encode_all, encode_short)
+        return jnp.where(short_mask[..., None], text, 0), short_mask
 
     to_ids = functools.partial(tokenizer, length=read_tokens)
     cut_off = functools.partial(tokenizer.cut_off, length=max_tokens)
@@ -126,10 +136,13 @@ def encoder(
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[T5Encoder, list[Entry]]:
-    """The encoder that a Hugging Face state dict holds, and the names of its parameters.
+    """Return the encoder of a Hugging Face state dict and the table of its parameter names.
 
-    Sizes are the arrays'; the config adds what arrays do not show: the activation, the distances,
-    epsilon. ValueError where the two disagree, or this is no T5.
+    Sizes are read from the arrays' shapes. The config supplies the rest: the activation, the
+    largest distance, and epsilon.
+
+    Raises:
+        ValueError: the weights are not T5's, or disagree with the config.
     """
     state = used(state)
     relative, q, wi = _REQUIRED
@@ -138,14 +151,16 @@ def from_state(
                if n not in state]  # fmt: skip
     if missing:
         raise ValueError(
-            f"the weights are no T5 encoder: they lack {', '.join(missing)} among {len(state)}"
+            f"the weights are not a T5 encoder's: their {len(state)} arrays lack "
+            f"{', '.join(missing)}"
         )
     num_buckets, num_heads = state[relative].shape
     activation, config_gated = _activation(config)
     if gated != config_gated:
         raise ValueError(
-            f"config.json asks for {'a gated' if config_gated else 'a plain'} feed-forward layer, "
-            f"and the weights have {'a gated' if gated else 'a plain'} one: which is theirs?"
+            f"config.json specifies {'a gated' if config_gated else 'a plain'} feed-forward layer, "
+            f"but the weights have {'a gated' if gated else 'a plain'} one: use the config.json of "
+            "these weights"
         )
     model = T5Encoder(
         vocab_size=state[_EMBEDDING].shape[0],
@@ -170,13 +185,13 @@ def from_state(
 
 
 def t5_table(model: T5Encoder) -> list[Entry]:
-    """Hugging Face's name of every parameter."""
+    """Return the table of Hugging Face's parameter names."""
     name_of = lambda path: torch_weights.rename(path, _RULES)
     return torch_weights.table(abstract_params(model), name_of)
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """The encoder's arrays of a whole T5, each once: the embedding has two names."""
+    """Return only the encoder's arrays of a T5, with the embedding, which has two names, once."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:
@@ -185,36 +200,36 @@ def used(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def abstract_params(model: T5Encoder) -> Any:
-    """Shapes of the parameters, without making them."""
+    """Return the parameters' shapes and types without allocating them."""
     tokens = jax.ShapeDtypeStruct((1, 2), jnp.int32)
     return jax.eval_shape(lambda t: model.init(jax.random.key(0), t, t), tokens)
 
 
 def distance_buckets(length: int, num_buckets: int, max_distance: int) -> Int[np.ndarray, "_"]:
-    """The bucket of each distance key - query from -(length - 1) to length - 1.
+    """Return the bucket of each distance key - query, from -(length - 1) to length - 1.
 
-    Half of the buckets are for keys behind the query. Of each half, the first half holds one
-    distance each, the rest grow evenly in log distance up to `max_distance`.
+    Half of the buckets are for keys after the query. In each half, the first half of the buckets
+    holds one distance each; the others are log-spaced up to `max_distance`.
     """
     half = num_buckets // 2
     exact = half // 2
     offset = np.arange(-(length - 1), length)
     distance = np.abs(offset)
-    # In float32 and in this order, since at powers of two the reference rounds at a bucket's edge.
+    # Powers of two fall on bucket edges: only float32 in this order rounds like the reference.
     ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(exact))
-    grown = ratio / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)
-    bucket = np.where(distance < exact, distance, np.minimum(exact + grown.astype(int), half - 1))
+    spaced = ratio / np.float32(math.log(max_distance / exact)) * np.float32(half - exact)
+    bucket = np.where(distance < exact, distance, np.minimum(exact + spaced.astype(int), half - 1))
     return bucket + half * (offset > 0)
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * scale in float32, without a mean or a bias."""
+    """RMS norm, x / rms(x) * scale, in float32, without subtracting the mean and without a bias."""
 
     eps: float
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B D"]) -> Float[Array, "*B D"]:
-        """`eps` keeps a row of zeros zero."""
+        """Normalise the last axis; `eps` keeps a row of zeros at zero."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],)).astype(jnp.float32)
         return x * jax.lax.rsqrt((x**2).mean(-1, keepdims=True) + self.eps) * scale
 
@@ -273,13 +288,13 @@ def _mlp_in(i: int, name: str) -> str:
 
 
 def _activation(config: Mapping[str, Any]) -> tuple[str, bool]:
-    """The activation's name and whether it is gated; "gated-gelu" is the tanh approximation."""
+    """Return the activation's name and whether it is gated. "gated-gelu" is the tanh variant."""
     name = config.get("feed_forward_proj", "relu")
     gated, act = name.startswith("gated-"), name.removeprefix("gated-")
     act = "gelu_new" if name == "gated-gelu" else act
     if act not in ACTIVATIONS:
         raise ValueError(
-            f"feed_forward_proj is {name!r} in config.json: known are {', '.join(ACTIVATIONS)}, "
-            "each also as gated-..."
+            f"feed_forward_proj in config.json is {name!r}: supported are "
+            f"{', '.join(ACTIVATIONS)}, each with or without the prefix gated-"
         )
     return act, gated

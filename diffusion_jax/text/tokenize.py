@@ -1,7 +1,7 @@
-"""Texts to token ids, by the tokenizers of transformers, read from files on this machine.
+"""Maps texts to token ids with the tokenizers of transformers, read from local files.
 
-Of transformers only the tokenizer itself is used, not its padding and cutting: they are state of
-the tokenizer, which two threads of the input pipeline would change under each other.
+Padding and truncation are done here: in transformers they are mutable state of the tokenizer, which
+is not safe to use from several threads of the input pipeline.
 """
 
 import gzip
@@ -15,14 +15,14 @@ import numpy as np
 from tokenizers import Encoding, Regex, Tokenizer, models, pre_tokenizers
 
 _BPE = "bpe_simple_vocab_16e6.txt.gz"
-# Inside of T5's control tokens; no piece of text reaches over these places.
+# Splits T5's control tokens, so that their names in a caption are never read as control tokens.
 _IN_CONTROL = Regex(r"(?<=</s|<pad|<unk)>")
 
 
 class Tokenize:
-    """tokenize(texts, length) -> {"text_ids" int32, "text_mask" bool}, both [B, length].
+    """A callable (texts, length) -> {"text_ids": int32, "text_mask": bool}, both [B, length].
 
-    A text too long keeps its beginning and still ends with `end`. Safe to call from many threads.
+    Texts that are too long are truncated and still end with `end`. Thread-safe.
     """
 
     def __init__(
@@ -36,7 +36,16 @@ class Tokenize:
         lower: bool = False,
         unknown: str = "<unk>",
     ) -> None:
-        """`begin`, `end` and `pad` are ids; `clean` and `lower` are done to each text first."""
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: the tokenizer.
+            begin: id prepended to each text, or None.
+            end: id appended to each text.
+            pad: id of padding.
+            clean: function applied to each text first.
+            lower: whether to convert texts to lower case.
+        """
         tokenizer.no_padding()
         tokenizer.no_truncation()
         self._tokenizer, self._clean, self._lower = tokenizer, clean, lower
@@ -45,12 +54,16 @@ class Tokenize:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id it can give."""
+        """One more than the largest id in the output."""
         ids = self._tokenizer.get_vocab(with_added_tokens=False).values()
         return max(*ids, self.end, self.pad, self.begin or 0) + 1
 
     def __call__(self, texts: Sequence[Any], length: int) -> dict[str, np.ndarray]:
-        """The mask is True for the text, and for what begins and ends it. ValueError if no text."""
+        """Tokenize texts. The mask is True at the text, `begin` and `end`.
+
+        Raises:
+            ValueError: an element of `texts` is not a string.
+        """
         ids = np.full((len(texts), length), self.pad, np.int32)
         mask = np.zeros((len(texts), length), bool)
         first = [] if self.begin is None else [self.begin]
@@ -61,27 +74,28 @@ class Tokenize:
         return {"text_ids": ids, "text_mask": mask}
 
     def cut_off(self, texts: Sequence[Any], length: int) -> list[str]:
-        """What of each text stands for nothing: unknown signs, then the end that does not fit."""
-        room, lost = length - 1 - (self.begin is not None), []
+        """Return the part of each text that is ignored: unknown symbols, then the truncated end."""
+        room, ignored = length - 1 - (self.begin is not None), []
         for text, encoding in self._encode(texts):
             pairs = zip(encoding.ids[:room], encoding.offsets, strict=False)
             unknown = "".join(text[a:b] for id, (a, b) in pairs if id == self._unknown)
             end = text[encoding.offsets[room][0] :] if len(encoding.ids) > room else ""
-            lost.append(unknown + end)
-        return lost
+            ignored.append(unknown + end)
+        return ignored
 
     def _encode(self, texts: Sequence[Any]) -> Iterable[tuple[str, Encoding]]:
         cleaned = [self._clean(_checked(text)) for text in texts]
-        # Python's own lower case, which knows where a Greek word ends.
+        # Python's lower() handles the final sigma of Greek words; the tokenizer's does not.
         lower = [text.lower() for text in cleaned] if self._lower else cleaned
         encoded = self._tokenizer.encode_batch(lower, add_special_tokens=False)
         return zip(cleaned, encoded, strict=True)
 
 
 def t5(path: str | os.PathLike[str]) -> Tokenize:
-    """T5's pieces from spiece.model, or tokenizer.json, in a folder; they end with </s>, id 1.
+    """Return T5's tokenizer from spiece.model or tokenizer.json in a folder.
 
-    With spiece.model, "</s>" and its like in a caption are letters, as for sentencepiece itself.
+    Texts end with </s>, id 1. With spiece.model, control tokens in a caption such as "</s>" are
+    plain text, as in sentencepiece.
     """
     folder = pathlib.Path(path)
     if (folder / "spiece.model").is_file():
@@ -90,21 +104,25 @@ def t5(path: str | os.PathLike[str]) -> Tokenize:
         tokenizer = _read_json(folder / "tokenizer.json")
     else:
         raise FileNotFoundError(
-            f"{folder} holds neither spiece.model nor tokenizer.json: copy T5's tokenizer beside "
-            "its weights (every size and version of T5 has the same)"
+            f"{folder} holds neither spiece.model nor tokenizer.json: copy T5's tokenizer into it "
+            "(all sizes and versions of T5 share one tokenizer)"
         )
     end, pad = (tokenizer.token_to_id(name) for name in ("</s>", "<pad>"))
     if end is None or pad is None:
-        raise ValueError(f"the tokenizer in {folder} has no </s> or no <pad>: it is not T5's")
+        raise ValueError(f"the tokenizer in {folder} is not T5's: it has no </s> or no <pad>")
     return Tokenize(tokenizer, begin=None, end=end, pad=pad)
 
 
 def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
-    """CLIP's byte pairs, from a folder's vocab.json and merges.txt, tokenizer.json, or OpenAI's
-    bpe_simple_vocab_16e6.txt.gz, which the package open_clip_torch brings.
+    """Return CLIP's byte-pair tokenizer from files in a folder.
 
-    OpenAI's CLIP is padded with its end token, as by transformers' CLIPTokenizer; OpenCLIP's with
-    0, and its texts are mended by ftfy first, as open_clip does.
+    The files are tokenizer.json, or vocab.json and merges.txt, or OpenAI's
+    bpe_simple_vocab_16e6.txt.gz, which is part of the package open_clip_torch.
+
+    Args:
+        path: the folder.
+        open_clip: pad with 0 and clean texts with ftfy, as open_clip does, rather than pad with the
+            end token, as transformers' CLIPTokenizer does.
     """
     folder = pathlib.Path(path)
     if (folder / "tokenizer.json").is_file():
@@ -117,11 +135,11 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
     else:
         raise FileNotFoundError(
             f"{folder} holds no CLIP tokenizer (tokenizer.json, or vocab.json and merges.txt, or "
-            f"{_BPE}): copy one beside the weights (every CLIP has the same)"
+            f"{_BPE}): copy one into it (all CLIP models share one tokenizer)"
         )
     begin, end = (tokenizer.token_to_id(f"<|{name}oftext|>") for name in ("start", "end"))
     if begin is None or end is None:
-        raise ValueError(f"the tokenizer in {folder} has no <|startoftext|>: it is not CLIP's")
+        raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|>")
     if open_clip:
         return Tokenize(tokenizer, begin=begin, end=end, pad=0, clean=_mend, lower=True)
     return Tokenize(tokenizer, begin=begin, end=end, pad=end)
@@ -145,8 +163,9 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
 
 
 def _transformers() -> Any:
-    """The module, which takes a second to import, so that only what reads captions pays for it."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # It misses torch.
+    """Import transformers on first use, since this takes a second."""
+    # transformers would warn that torch is not installed.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
     return transformers
@@ -155,37 +174,38 @@ def _transformers() -> Any:
 def _read_json(path: pathlib.Path) -> Tokenizer:
     try:
         return _transformers().PreTrainedTokenizerFast(tokenizer_file=str(path)).backend_tokenizer
-    except Exception as error:  # The library raises Exception itself.
+    except Exception as error:  # The library raises plain Exception.
         raise ValueError(f"cannot read the tokenizer {path}: {error}") from error
 
 
 def _read_pieces(path: pathlib.Path) -> Tokenizer:
-    """A sentencepiece model, in which control tokens are never found in a text."""
+    """Read a sentencepiece model; control tokens in a text are read as plain text."""
     options = {"extra_ids": 0, "split_special_tokens": True, "local_files_only": True}
     try:
         t5 = _transformers().T5Tokenizer.from_pretrained(str(path), **options)
     except Exception as error:  # A damaged file fails in many ways.
-        raise ValueError(f"{path} is no sentencepiece model, or damaged: {error}") from error
+        raise ValueError(f"{path} is not a sentencepiece model or damaged: {error}") from error
     tokenizer = t5.backend_tokenizer
-    apart = pre_tokenizers.Split(_IN_CONTROL, behavior="isolated")
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, apart])
+    split = pre_tokenizers.Split(_IN_CONTROL, behavior="isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([tokenizer.pre_tokenizer, split])
     return tokenizer
 
 
 def _byte_pairs(
     folder: pathlib.Path, vocab: dict[str, int], merges: list[tuple[str, str]], open_clip: bool
 ) -> Tokenizer:
-    """CLIP's tokenizer; OpenCLIP's knows its control tokens by other names, not in captions."""
+    """Return CLIP's tokenizer. OpenCLIP reads control tokens in a caption as plain text."""
     if "<|startoftext|>" not in vocab:  # transformers would add it.
-        raise ValueError(f"the tokenizer in {folder} has no <|startoftext|>: it is not CLIP's")
+        raise ValueError(f"the tokenizer in {folder} is not CLIP's: it has no <|startoftext|>")
     options = {"vocab": vocab, "merges": merges, "split_special_tokens": open_clip}
     return _transformers().CLIPTokenizer(**options).backend_tokenizer
 
 
 def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, str]]]:
-    """The vocabulary that OpenAI's list of merges stands for: 49,408 tokens.
+    """Return the 49,408 tokens defined by OpenAI's list of merges, and the merges.
 
-    256 bytes, the same at the end of a word, a token for each merge, and two that begin and end.
+    The tokens are 256 bytes, the same 256 at the end of a word, one per merge, and two control
+    tokens.
     """
     _transformers()
     from transformers.convert_slow_tokenizer import bytes_to_unicode
@@ -199,8 +219,8 @@ def _read_open_ai(path: pathlib.Path) -> tuple[dict[str, int], list[tuple[str, s
 
 
 def _mend(text: str) -> str:
-    """A text without wrong decodings, curly quotes, HTML entities and needless spaces."""
-    import ftfy  # Only OpenCLIP's captions need it.
+    """Fix wrong decodings, curly quotes, HTML entities and repeated spaces, as open_clip does."""
+    import ftfy  # Only OpenCLIP needs it.
 
     return " ".join(html.unescape(html.unescape(ftfy.fix_text(text))).split())
 
@@ -208,7 +228,7 @@ def _mend(text: str) -> str:
 def _checked(text: Any) -> str:
     if not isinstance(text, str):
         raise ValueError(
-            f"a text encoder that reads captions got {type(text).__name__} of shape "
+            f"the text encoder expects captions, but the data hold {type(text).__name__} of shape "
             f"{np.shape(text)}: set data.text=txt"
         )
     return text

@@ -1,8 +1,8 @@
-"""A linear layer and attention for the text encoders' networks, whose weights are frozen.
+"""A linear layer and attention for the frozen networks of text encoders.
 
-The residual stream, norms and softmax are float32 whatever the compute type is, and matrix
-products of bf16 add up in float32: T5's residual stream reaches tens of thousands, where bf16
-keeps steps of 256 and float16 ends.
+The residual stream, norms and softmax are float32 for every compute type, and bf16 matrix products
+accumulate in float32: T5's residual stream reaches tens of thousands, where bf16 values are 256
+apart and float16 overflows.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ ACTIVATIONS: Mapping[str, Callable[[jax.Array], jax.Array]] = {
 
 
 class Linear(nn.Module):
-    """x @ kernel (+ bias), computed in `dtype` with float32 sums; returns float32."""
+    """x @ kernel (+ bias), computed in `dtype` with float32 accumulation; the output is float32."""
 
     features: int
     bias: bool
@@ -33,7 +33,7 @@ class Linear(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B {self.features}"]:
-        """Cast here, so that float32 parameters can be computed with in bf16."""
+        """Apply the layer; parameters may be float32 while `dtype` is bf16."""
         kernel = self.param("kernel", nn.initializers.lecun_normal(), (x.shape[-1], self.features))
         y = jnp.einsum(
             "...i,io->...o",
@@ -55,19 +55,19 @@ def attend(
     scale: float,
     dtype: DTypeLike,
 ) -> Float[Array, "B T N*K"]:
-    """softmax(scale q k + bias) v; `bias` is added before, as T5 does and torch's masks do."""
+    """Return softmax(scale q k + bias) v, with the heads concatenated."""
     b, t, n, head = q.shape
     q, k, v = (x.astype(dtype) for x in (q, k, v))
     logits = jnp.einsum("btnk,bsnk->bnts", q, k, preferred_element_type=jnp.float32) * scale
-    # [B, N, T, S], over S of which the weights add up to 1
-    weights = jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)
+    weights = jax.nn.softmax(logits if bias is None else logits + bias, axis=-1)  # [B, N, T, S]
     out = jnp.einsum("bnts,bsnk->btnk", weights.astype(dtype), v)  # [B, T, N, K]
     return out.reshape(b, t, n * head)
 
 
 def mask_bias(mask: Array) -> Float[Array, "..."]:
-    """0 where a key takes part (the mask is not 0), and elsewhere the least float32.
+    """Return 0 where the mask is nonzero, and the smallest float32 elsewhere.
 
-    Not -inf: a row without any key is a mean over all of them then, as in torch, and not NaN.
+    With -inf, a fully masked row would become NaN; like this it is a mean over all keys, as in
+    torch.
     """
     return jnp.where(mask != 0, 0.0, jnp.finfo(jnp.float32).min)

@@ -340,9 +340,9 @@ def test_fields_and_groups_that_nobody_reads_are_refused():
     [
         ("hashed", "npy", "data.text is 'npy' and text.encoder is 'hashed', which cannot read it: "
                           "set data.text to txt,"),
-        ("precomputed", "npy", "text.encoder is 'precomputed', which is no encoder: name the one "
-                               "that made the embeddings, such as t5; that they lie beside the "
-                               "images is said by data.text, such as npy"),
+        ("precomputed", "npy", "text.encoder is 'precomputed': name the encoder that computed the "
+                               "embeddings, such as t5, and set data.text (such as npy) if they "
+                               "are stored with the images, or text.store if they are"),
     ],
 )  # fmt: skip
 def test_an_encoder_that_cannot_read_the_texts_is_refused(encoder, suffix, message):

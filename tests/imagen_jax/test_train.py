@@ -282,7 +282,7 @@ def test_images_without_captions_are_named(refused, tmp_path):
 
 def test_a_source_of_embeddings_is_no_encoder(refused):
     message = refused("--config.text.encoder=precomputed")
-    assert "text.encoder is 'precomputed', which is no encoder: name the one that made" in message
+    assert "text.encoder is 'precomputed': name the encoder that computed the embeddings" in message
 
 
 def test_a_workdir_of_another_config_is_refused(refused, trained):

@@ -152,7 +152,7 @@ def test_an_output_that_is_not_finite_is_null_and_exits_with_1(report, make, cha
         (
             short_text,
             {"w/shared.weight": None, "w/encoder.embed_tokens.weight": None},
-            "the weights are no T5 encoder: they lack shared.weight among 18",
+            "the weights are not a T5 encoder's: their 18 arrays lack shared.weight",
         ),
         (
             short_text,

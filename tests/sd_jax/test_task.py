@@ -240,7 +240,7 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
         ({"diffusion__predicts": "score"}, "is 'score': choose from edm, eps, x0, v, flow"),
         ({"conditioning__pad_to": 5}, "conditioning.pad_to is 5 and texts have 6 tokens"),
         ({"conditioning__drop_to": "zero"}, "conditioning.drop_to is 'zero': did you mean 'zeros'"),
-        ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed', which is no encoder"),
+        ({"text__encoder": "precomputed"}, "text.encoder is 'precomputed': name the encoder"),
         ({"text__drop_prob": 2.0}, "text.drop_prob is 2.0: it must be from 0 to 1"),
         ({"vae__weights": ""}, "vae.weights is empty: say where the VAE is"),
         ({"vae__latent_channels": 8}, "unet.out_channels are (8, 4, 4): they must be the same"),

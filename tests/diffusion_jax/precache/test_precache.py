@@ -245,8 +245,8 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
     [
         ({"text__store": ""}, ValueError, "text.store is empty: say where to write with --config"),
         ({"text__encoder": "t6"}, ValueError, "text.encoder is 't6': "),
-        ({"text__encoder": "precomputed"}, ValueError, "which is no encoder: name the one that"),
-        ({"text__width": 32}, ValueError, "text.width is 32, and the T5 in .* is 64 wide: set"),
+        ({"text__encoder": "precomputed"}, ValueError, "name the encoder that computed the emb"),
+        ({"text__width": 32}, ValueError, "text.width is 32, but the T5 in .* has width 64: s"),
         ({"text__weights": "/nothing"}, FileNotFoundError, "no folder /nothing: give a folder"),
         ({"data__source": "folder", "data__path": "/no"}, FileNotFoundError, "no data at /no: ch"),
     ],

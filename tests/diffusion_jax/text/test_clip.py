@@ -86,8 +86,8 @@ def test_bfloat16_is_near_float32(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 768}, "text.width is 768, and the CLIP in .* is 24 wide: set text.width=24"),
-        ({"max_tokens": 77}, "text.max_tokens is 77, and the CLIP in .* has only 16 positions"),
+        ({"width": 768}, "text.width is 768, but the CLIP in .* has width 24: set text.width=24"),
+        ({"max_tokens": 77}, "text.max_tokens is 77, but the CLIP in .* has only 16 positions"),
         ({"layer": "first"}, "layer is 'first': choose 'last' or 'penultimate'"),
     ],
 )
@@ -98,7 +98,7 @@ def test_fields_that_do_not_fit_are_refused(tmp_path, fields, message):
 
 
 def test_other_weights_are_refused(tmp_path):
-    with pytest.raises(ValueError, match="the weights are no CLIP: among 13 arrays"):
+    with pytest.raises(ValueError, match="the weights are not CLIP's: their 13 arrays"):
         clip.encoder(tiny_weights.t5_folder(tmp_path / "t5"), width=16, max_tokens=8)
     folder = tiny_weights.clip_folder(tmp_path / "clip", "clip")
     (folder / "merges.txt").unlink()
@@ -110,8 +110,8 @@ def test_other_weights_are_refused(tmp_path):
     ("change", "message"),
     [
         ({"num_hidden_layers": 12}, "the config says num_hidden_layers 12, and the weights have 2"),
-        ({"num_attention_heads": 5}, "5 attention heads do not divide the width 24"),
-        ({"hidden_act": "tanh"}, "the activation 'tanh' of this CLIP is not known"),
+        ({"num_attention_heads": 5}, "the text_model's 5 attention heads do not divide its width"),
+        ({"hidden_act": "tanh"}, "the CLIP's activation 'tanh' is unknown: supported are relu"),
     ],
 )
 def test_a_config_of_another_model_is_refused(change, message):
@@ -126,7 +126,7 @@ def test_a_tower_that_is_not_there_is_named():
     case = tiny_weights.case("clip")
     state = {n: a for n, a in tiny_weights.state(case).items() if not n.startswith("vis")}
     opened = clip_weights.from_state(state, tiny_weights.config(case))
-    with pytest.raises(ValueError, match="hold no vision_model: only text_model"):
+    with pytest.raises(ValueError, match="have no vision_model, only text_model"):
         clip.image_tower(opened)
 
 

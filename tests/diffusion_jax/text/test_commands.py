@@ -74,7 +74,7 @@ def test_a_folder_of_diffusers_is_refused(run, tmp_path):
     )
     (tmp_path / "config.json").write_text('{"_class_name": "AutoencoderKL"}')
     code, _, err = run("convert", tmp_path, tmp_path / "out")
-    assert code == 2 and "holds diffusers' AutoencoderKL and no text encoder" in err
+    assert code == 2 and "holds diffusers' AutoencoderKL, not a text encoder" in err
     assert not (tmp_path / "out").exists()
 
 
@@ -83,7 +83,7 @@ def test_what_cannot_be_converted_is_named(run, tmp_path):
     assert (code, err) == (2, f"error: {tmp_path} holds no .bin files to convert\n")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     code, _, err = run("convert", tmp_path, tmp_path)
-    assert (code, err) == (2, f"error: {tmp_path} is not empty: give a new folder\n")
+    assert (code, err) == (2, f"error: {tmp_path} is not empty: choose a new folder\n")
     code, _, err = run("convert", tmp_path, tmp_path / "out")
     assert code == 2
     assert "pytorch_model.bin: ValueError: it is neither a zip nor an older file" in err

@@ -150,19 +150,19 @@ def test_a_folder_without_a_tokenizer_is_named(make, tmp_path):
 
 def test_damaged_files_and_other_tokenizers_are_refused(tmp_path, clip_folder):
     (tmp_path / "spiece.model").write_bytes(b"\x0a\xff\xff")
-    with pytest.raises(ValueError, match=r"spiece\.model is no sentencepiece model, or damaged"):
+    with pytest.raises(ValueError, match=r"spiece\.model is not a sentencepiece model or damaged"):
         tokenize.t5(tmp_path)
     (tmp_path / "spiece.model").unlink()
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match="cannot read the tokenizer"):
         tokenize.t5(tmp_path)
     tokenize.clip(clip_folder)._tokenizer.save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(ValueError, match="has no </s> or no <pad>: it is not T5's"):
+    with pytest.raises(ValueError, match="is not T5's: it has no </s> or no <pad>"):
         tokenize.t5(tmp_path)
 
 
 def test_embeddings_in_place_of_captions_are_refused(t5):
-    message = r"got ndarray of shape \(3, 8\): set data.text=txt"
+    message = r"the data hold ndarray of shape \(3, 8\): set data.text=txt"
     with pytest.raises(ValueError, match=message):
         t5([np.zeros((3, 8))], 8)
 
