@@ -97,12 +97,12 @@ train --config.text.encoder=t6 | text.encoder is 't6': choose from hashed, t5
 train --config.text.encoder=t5 | weights
 train --config.evaluation.guidance=() --config.evaluation.every=8 | evaluation.guidance is empty
 train --config.evaluation.every=8 --config.evaluation.prompts=D/none.txt | D/none.txt
-train --config.data.source=digitz | there is no data source 'digitz'
+train --config.data.source=digitz | the data source 'digitz' is unknown
 train --config.data.source=folder --config.data.path=/nowhere | /nowhere
 train --config.data.source=folder --config.data.path=D/empty | D/empty
 train --config.data.source=folder --config.data.path=D/images --config.data.min_size=99 | too_small
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
-train --config.data.source=mixture | the data source 'mixture' needs data.mixture
+train --config.data.source=mixture | data.mixture is empty: the data source 'mixture' needs
 sd_train --config.vae.weights= | vae.weights is empty: say where the VAE is
 sd_train --config.vae.weights=/nowhere | no file /nowhere, and no folder
 vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
@@ -196,9 +196,9 @@ start --data=/nowhere | no data at /nowhere: check the path
 start --data= | --data is empty: name a folder
 start --data=D/empty | no images in D/empty: looked for jpg
 start --data=D/broken | none of 1 pictures of D/broken can be used: 1 broken_image
-start --data=D/bare.tar | D/bare.tar has files of png, and no captions: say with --text
-start --data=D/table.parquet | images are in none of them
-start --data=D/file | D/file is no folder, no .tar, .jsonl or .parquet
+start --data=D/bare.tar | no captions in D/bare.tar, whose files have the suffixes png: set --text
+start --data=D/table.parquet | image columns: none: set data.text
+start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption
 start --data=D/images --text=npy | --text=npy: captions are read here, not embeddings
 start --hours=0 | --hours=0: give a time above 0

@@ -1,7 +1,7 @@
-"""Files of embeddings, computed before training and stored beside the images.
+"""Reads text embeddings that were computed before training and stored beside the images.
 
-A file holds one text as an array [tokens, width] without padding, of any float type: .npy, .npz or
-.safetensors. Pickles can run any code when they are opened, so they are never read.
+A file (.npy, .npz or .safetensors) holds one text as a float array [tokens, width] without padding.
+Pickles are refused, because opening them can run arbitrary code.
 """
 
 import io
@@ -16,38 +16,49 @@ from diffusion_jax.machine import untrusted
 
 
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
-    """The array [tokens, width] of one file; `name` tells its format and stands in the errors.
+    """Return the embeddings of one file as float32 [tokens, width].
 
-    Of several arrays it is the one called "encodings", also at the end of a path such as NeMo's
-    "embeddings_t5_xxl/encodings". ValueError if there is none, or it is no matrix of floats.
+    If the file holds several arrays, the one named "encodings" is read, also at the end of a path
+    such as NeMo's "embeddings_t5_xxl/encodings".
+
+    Args:
+        contents: the file's bytes.
+        name: the file's name; its suffix selects the format, and errors mention it.
+
+    Raises:
+        ValueError: the file is damaged or has no such array, or the array is not a float matrix.
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)
     try:
         array = _READERS[suffix](contents)
-    except Exception as error:  # Damaged files fail in ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read the embeddings {name}: {error}") from error
     if array.ndim != 2 or not jnp.issubdtype(array.dtype, jnp.floating):
         raise ValueError(
             f"the embeddings {name} are {array.dtype}{list(array.shape)}: "
-            "they must be floats [tokens, width]"
+            "they must be a float array [tokens, width]"
         )
     return array.astype(np.float32)
 
 
 def check_suffix(text: str) -> None:
-    """ValueError unless texts of this suffix are captions or embeddings that can be read."""
+    """Check that files of this suffix hold readable captions or embeddings.
+
+    Raises:
+        ValueError: they are pickles or of an unknown type.
+    """
     last = text.rsplit(".")[-1]
     if last in ("pickle", "pkl", "pt", "pth"):
         raise ValueError(
-            f"texts of suffix {text!r} are pickles, which can run any code when opened: convert "
-            "them once to .npy with numpy.save(file, data['embeddings_t5_xxl']['encodings']), "
+            f"texts of suffix {text!r} are pickles, which can run arbitrary code when opened: "
+            "convert them to .npy with numpy.save(file, data['embeddings_t5_xxl']['encodings']), "
             "as docs/data.md shows"
         )
     if last != "txt" and last not in EMBEDDINGS:
         raise ValueError(
-            f"texts of suffix {text!r}: it must end in txt (captions) or {', '.join(EMBEDDINGS)} "
-            "(precomputed embeddings)"
+            f"the suffix of texts is {text!r}: it must end in txt (captions) or "
+            f"{', '.join(EMBEDDINGS)} (precomputed embeddings)"
         )
 
 
@@ -64,7 +75,7 @@ def _read_safetensors(contents: bytes) -> np.ndarray:
 def _choose(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     names = [name for name in arrays if name.rsplit("/")[-1] == "encodings"] or list(arrays)
     if len(names) != 1:
-        raise ValueError(f"it holds the arrays {list(arrays)}: call the right one 'encodings'")
+        raise ValueError(f"it holds the arrays {list(arrays)}: name one of them 'encodings'")
     return arrays[names[0]]
 
 

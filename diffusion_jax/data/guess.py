@@ -1,4 +1,4 @@
-"""Which source opens what a path holds, and where its captions are: told from the files there."""
+"""Infers the data source and the place of captions from the files under a path."""
 
 import pathlib
 import re
@@ -12,15 +12,22 @@ from diffusion_jax.data.sources.arrow import SAVED
 from diffusion_jax.machine import untrusted
 
 _NAMES = ("caption", "captions", "text", "prompt", "description", "title")
-"""What people call captions, the likeliest first; other fields of text come after these."""
+"""Common names of caption fields, the likeliest first; they precede all other text fields."""
 _OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256", "exif")
 
 
 def guess(path: str, text: str = "") -> Data:
-    """The data group that opens `path`, which may also be SOURCE:PATH::TEXT.
+    """Return the config's data group that opens `path`.
 
-    `text` is data.text, "" for what the files say. Pictures without a caption are left out, or, if
-    none has one, have the text "". FileNotFoundError or ValueError for what no source opens.
+    Pictures without a caption are left out; if no picture has a caption, all have the text "".
+
+    Args:
+        path: a file, folder, pattern or URL, or SOURCE:PATH::TEXT.
+        text: data.text; "" infers it from the files.
+
+    Raises:
+        FileNotFoundError: there is nothing at the path.
+        ValueError: no source reads the files.
     """
     source, _, rest = path.partition(":")
     if source in sources.SOURCES and rest:
@@ -28,22 +35,22 @@ def guess(path: str, text: str = "") -> Data:
         return _data(source, named.path, text or named.text)
     if path.endswith((".tar", ".pkl")) or "{" in path or storage.is_url(path):
         return _of_tars(path, text)
-    place = pathlib.Path(records.split_of(path)[0])
-    records.check_exists([str(place)] if path else [], "folder")
+    root = pathlib.Path(records.split_of(path)[0])
+    records.check_exists([str(root)] if path else [], "folder")
     if path.endswith(".jsonl"):
-        return _data("folder", str(place.parent), text or _field("jsonl", _fields(_lines(place))))
-    if place.is_file() or any((place / name).exists() for name in SAVED):
-        return _of_table(path, place, text)
-    return _of_folder(path, place, text)
+        return _data("folder", str(root.parent), text or _field("jsonl", _fields(_lines(root))))
+    if root.is_file() or any((root / name).exists() for name in SAVED):
+        return _of_table(path, root, text)
+    return _of_folder(path, root, text)
 
 
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
-    """Pictures with what stands beside them; without any, tars, tables or records."""
+    """Return the data group of a folder of pictures, or else of tars, records or tables."""
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
     stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
-    beside = lambda file: kind(file) not in ("txt", "json") or file.with_suffix("") in stems
-    first = {kind(f): f for f in reversed(files) if beside(f)}  # The first file of each kind.
+    relevant = lambda file: kind(file) not in ("txt", "json") or file.with_suffix("") in stems
+    first = {kind(f): f for f in reversed(files) if relevant(f)}  # The first file of each kind.
     if not stems:
         if "tar" in first:
             return _of_tars(path, text)
@@ -63,7 +70,11 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
 
 
 def _of_tars(path: str, text: str) -> Data:
-    """ValueError where the first tar holds no texts: tars cannot be trained on without."""
+    """Return the data group of tars.
+
+    Raises:
+        ValueError: the first tar has no texts, which training on tars requires.
+    """
     first = tars.find(path)[0]
     index = tars.load_index(first)
     if not text and "txt" in index.suffix:
@@ -73,47 +84,48 @@ def _of_tars(path: str, text: str) -> Data:
         contents = storage.read_ranges([first], [offset], [offset + size])
         text = _field("json", _fields(contents))
     if not text:
-        there = ", ".join(sorted(set(index.suffix.tolist())))
+        suffixes = ", ".join(sorted(set(index.suffix.tolist())))
         raise ValueError(
-            f"{first} has files of {there or 'no kind'}, and no captions: say with --text where "
-            "they are, or unpack it into a folder, whose pictures are trained on without"
+            f"no captions in {first}, whose files have the suffixes {suffixes or 'none'}: set "
+            "--text to the captions' suffix, or unpack the tar into a folder, which needs no "
+            "captions"
         )
     return _data("webdataset", path, text)
 
 
-def _of_table(path: str, place: pathlib.Path, text: str) -> Data:
-    """A table with the pictures in it, as `datasets` writes and opens it."""
-    saved = not place.is_file() and any((place / name).exists() for name in SAVED)
+def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
+    """Return the data group of tables that hold the pictures, as `datasets` writes them."""
+    saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
-    files = [place] if place.is_file() else sorted(place.rglob(f"*{suffix}"))
+    files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
     if not files or files[0].suffix != suffix:
         raise ValueError(
-            f"{path} is no folder, no .tar, .jsonl or .parquet: say what it is with "
-            f"--data=SOURCE:PATH, of the sources {', '.join(sources.SOURCES)}"
+            f"{path} is not a folder, .tar, .jsonl or .parquet: name its source with "
+            f"--data=SOURCE:PATH, where SOURCE is one of {', '.join(sources.SOURCES)}"
         )
     training = [
-        f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(place)))
+        f for f in files if re.search(r"(?<![a-z])train(?![a-z])", str(f.relative_to(root)))
     ]
-    split = "" if "@" in path or not training or training == files == [place] else "@train"
-    in_one = saved and files[0].parent == place  # The folder of a split.
+    split = "" if "@" in path or not training or training == files == [root] else "@train"
+    is_split = saved and files[0].parent == root  # The path names the folder of one split.
     text = text or _field("", _columns((training or files)[0]))
-    return _data("arrow" if saved else "huggingface", path + split * (not in_one), text)
+    return _data("arrow" if saved else "huggingface", path + split * (not is_split), text)
 
 
 def _data(source: str, path: str, text: str) -> Data:
-    kept = "drop" if text else "empty"
-    return Data(source, path, text or "txt", uncaptioned=kept)
+    uncaptioned = "drop" if text else "empty"
+    return Data(source, path, text or "txt", uncaptioned=uncaptioned)
 
 
 def _field(kind: str, names: Iterable[str]) -> str:
-    """data.text of the likeliest of these fields of text; "" for none of them."""
+    """Return data.text for the likeliest caption field, or "" if there is none."""
     texts = [name for name in names if name not in _OTHER]
     likely = [name for name in _NAMES if name in texts] + texts
     return ":".join(filter(None, (kind, likely[0]))) if likely else ""
 
 
 def _fields(rows: Iterable[bytes | str]) -> list[str]:
-    """The fields of text of the first row that is an object."""
+    """Return the text fields of the first row that is a JSON object."""
     for row in rows:
         value = untrusted.parse_json(row)
         if isinstance(value, dict):
@@ -127,8 +139,8 @@ def _lines(path: pathlib.Path) -> Iterable[str]:
 
 
 def _columns(path: pathlib.Path) -> list[str]:
-    """The columns of text, or of several texts, of a table."""
-    import pyarrow.parquet  # Slow to import, and few data sets need it.
+    """Return the columns of a table that hold texts or lists of texts."""
+    import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     if path.suffix == ".arrow":
         schema = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).schema

@@ -1,14 +1,14 @@
-"""The records of many tars in one file of 16 bytes each, mapped into memory by all processes.
+"""Lists the records of many tars in one file of 16 bytes per record, memory-mapped by processes.
 
-A listing is made once from the indices of the tars (see tars), and kept as `records-NAME.index` in
-the folder that holds them all, or in the user's cache where that cannot be written. NAME is a hash
-of the tars' names, sizes and times and of what is listed, so that a file which is there is right.
-Other tars get another one; old ones may be deleted when no run uses them. Of tars in an object
-store the bucket keeps one, and each machine a copy.
+A listing is built once from the indices of the tars (see tars) and saved as `records-NAME.index` in
+the folder that holds all tars, or in the user's cache if that folder is read-only. NAME is a hash
+of the tars' names, sizes and times and of the listed suffixes, so a listing is never out of date:
+if the tars change, a new one is built. Old listings may be deleted when no run uses them. For tars
+in an object store, the listing is kept in the bucket and copied to each machine.
 
-The file holds spans, firsts and facts as in Listing (uint32, int64, JSON), and then the length of
-the facts in bytes (uint64), all of them little-endian. The facts have the CRC-32 of what is before
-them: a damaged listing would pair images with the texts of others, and is made anew.
+The file holds spans, firsts and facts as in Listing (uint32, int64, JSON), followed by the number
+of bytes of the facts (uint64), all little-endian. The facts include the CRC-32 of the bytes before
+them. A damaged listing, which could pair images with wrong texts, is built again.
 """
 
 import collections
@@ -35,62 +35,66 @@ from diffusion_jax.data.tars import Index
 from diffusion_jax.machine import files, progress
 
 _VERSION = 2
-_NAME = 100  # Bytes of a member's name at the start of its header.
-_CHUNK = 256  # Tars whose indices are in memory at once.
+_NAME = 100  # Bytes of the member's name at the start of a tar header.
+_CHUNK = 256  # Number of tars whose indices are in memory at once.
 _LENGTH = struct.Struct("<Q")
 
 
 class Listing(NamedTuple):
-    """The records that have an image and a text, in the order of the tars and of their members."""
+    """The records with an image and a text, in the order of the tars and of their members."""
 
     tars: Sequence[str]
     firsts: Int[np.ndarray, "T+1"]
-    """Record i is in the tar t of firsts[t] <= i < firsts[t + 1]."""
+    """Tar t holds records firsts[t] to firsts[t + 1] - 1."""
     spans: UInt32[np.ndarray, "N 4"]
-    """Block and size of the image, block and size of the text; a block has tars.BLOCK bytes."""
+    """Block and size of the image, block and size of the text. Blocks count tars.BLOCK bytes."""
     facts: dict[str, Any]
-    """Counts: `records`, `images`, `bare` ones without a text, `truncated` and `broken` tars; then
-    names of `first` bare images, the first `error` of a broken tar, the `suffixes` of all files."""
+    """Counts (`records`, `images`, `bare` images without a text, `truncated` and `broken` tars),
+    names of the `first` bare images, the first `error` of a broken tar, and all `suffixes`."""
 
 
 def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
-    """The listing of the tars of `path`, made if it is not there.
+    """Return the listing of the tars at `path`, building it if necessary.
 
-    A record has an image with one of the suffixes `images` and a text of the suffix `text`. Errors
-    are those of tars.find; tars that cannot be read are counted.
+    Unreadable tars are counted in the facts.
+
+    Args:
+        path: see tars.find, which also describes the errors.
+        images: suffixes of images.
+        text: suffix of texts.
     """
     names, stamps = tars.find_stamped(path)
-    home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are no paths.
+    home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
     home += "/" if home or names[0].startswith("/") else ""
-    named = hashlib.sha256(json.dumps([_VERSION, images, text]).encode())
+    digest = hashlib.sha256(json.dumps([_VERSION, images, text]).encode())
     for name, stamp in zip(names, stamps, strict=True):
-        named.update(f"\n{name[len(home) :]} {stamp}".encode())
-    name = f"records-{named.hexdigest()[:24]}.index"
+        digest.update(f"\n{name[len(home) :]} {stamp}".encode())
+    name = f"records-{digest.hexdigest()[:24]}.index"
     folders = [pathlib.Path(home), *tars.cache_folders()][storage.is_url(home) :]
     for folder in folders:
         if (listing := _load(folder / name, names)) is not None:
             return listing
-    place = next(filter(_is_writable, folders)) / name
-    lock = place.with_name(f".{name}.lock")
+    path = next(filter(_is_writable, folders)) / name
+    lock = path.with_name(f".{name}.lock")
     with filelock.FileLock(lock):
-        if _load(place, names) is None:  # Another process may have made it.
-            _bring(f"{home}{name}", place, functools.partial(_make, names, images, text))
+        if _load(path, names) is None:  # Another process may have built it in the meantime.
+            _obtain(f"{home}{name}", path, functools.partial(_build, names, images, text))
         lock.unlink(missing_ok=True)
-    listing = _load(place, names)
-    assert listing is not None, f"{place} is damaged as soon as it is written"
+    listing = _load(path, names)
+    assert listing is not None, f"{path} is damaged immediately after writing"
     return listing
 
 
-def _bring(remote: str, place: pathlib.Path, make: Any) -> None:
-    """Puts the listing at `place`: made here, or copied from the store that keeps it for all."""
-    if storage.is_url(remote) and storage.exists(remote):
-        return storage.download(remote, place)
-    make(place)
-    if storage.is_url(remote):
+def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
+    """Copy the listing from the object store to `path`, or build it and upload it there."""
+    if storage.is_url(shared) and storage.exists(shared):
+        return storage.download(shared, path)
+    build(path)
+    if storage.is_url(shared):
         try:
-            storage.upload(place, remote)
+            storage.upload(path, shared)
         except OSError as error:
-            logging.warning("each machine lists the tars anew: %s", error)
+            logging.warning("cannot share the listing, so each machine builds its own: %s", error)
 
 
 def _is_writable(folder: pathlib.Path) -> bool:
@@ -101,10 +105,10 @@ def _is_writable(folder: pathlib.Path) -> bool:
     return False
 
 
-def _load(place: pathlib.Path, names: Sequence[str]) -> Listing | None:
-    """Maps the file; None if it is not there, or has been damaged."""
+def _load(path: pathlib.Path, names: Sequence[str]) -> Listing | None:
+    """Memory-map a listing; return None if it is missing or damaged."""
     try:
-        with place.open("rb") as file:
+        with path.open("rb") as file:
             file.seek(-_LENGTH.size, os.SEEK_END)
             end = file.tell()
             (length,) = _LENGTH.unpack(file.read())
@@ -113,26 +117,26 @@ def _load(place: pathlib.Path, names: Sequence[str]) -> Listing | None:
         total, num_firsts = facts["records"], len(names) + 1
         if end != 16 * total + 8 * num_firsts + length:
             return None
-        numbers = np.memmap(place, np.uint8, "r", shape=(end - length,))
+        numbers = np.memmap(path, np.uint8, "r", shape=(end - length,))
         if zlib.crc32(numbers.data) != facts["crc32"]:
             return None
-        firsts = np.fromfile(place, "<i8", num_firsts, offset=16 * total)
+        firsts = np.fromfile(path, "<i8", num_firsts, offset=16 * total)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     spans = np.zeros((0, 4), np.uint32)
-    if total:  # Nothing cannot be mapped.
-        spans = np.memmap(place, "<u4", "r", shape=(total, 4)).view(np.ndarray)
+    if total:  # memmap refuses an empty shape.
+        spans = np.memmap(path, "<u4", "r", shape=(total, 4)).view(np.ndarray)
     return Listing(names, firsts, spans, facts)
 
 
-def _make(names: Sequence[str], images: Sequence[str], text: str, place: pathlib.Path) -> None:
-    """Writes the listing tar by tar, so that memory holds a few of their indices alone."""
+def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib.Path) -> None:
+    """Write the listing tar by tar, so that only a few indices are in memory at once."""
     facts: dict[str, Any] = {"first": [], "error": ""}
     counts, suffixes, lengths, crc = collections.Counter[str](), set[str](), [], 0
     with (
-        files.whole(place) as temporary,
+        files.whole(path) as temporary,
         temporary.open("wb") as file,
-        ThreadPoolExecutor(8) as threads,  # Reading headers mostly waits for the disk.
+        ThreadPoolExecutor(8) as threads,  # Reading headers is limited by disk latency.
     ):
         chunks = (names[i : i + _CHUNK] for i in range(0, len(names), _CHUNK))
         indices = (index for chunk in chunks for index in threads.map(_attempt, chunk))
@@ -163,13 +167,13 @@ def _make(names: Sequence[str], images: Sequence[str], text: str, place: pathlib
 
 
 def header(tar: str, offset: int) -> list[bytes]:
-    """The start of the header before the contents at `offset`, with the member's name."""
+    """Return the name field of the tar header that precedes the contents at `offset`."""
     first = offset - tars.BLOCK
     return storage.read_ranges([tar], [first], [first + _NAME])
 
 
 def full_name(tar: str, header: bytes) -> str:
-    """A record's name, read from its header each time: names of millions would fill memory."""
+    """Return a record's name from its header; keeping millions of names would fill memory."""
     return f"{tar}/{header[:_NAME].partition(bytes(1))[0].decode(errors='replace')}"
 
 
@@ -177,12 +181,12 @@ def _attempt(name: str) -> Index | ValueError:
     try:
         return tars.load_index(name)
     except ValueError as error:
-        logging.warning("left out: %s", error)
+        logging.warning("skipped a tar: %s", error)
         return error
 
 
 def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """(offset, size) of image and text for each record that has an image; -1 for no text."""
+    """Return (offset, size) of image and text for each record with an image; -1 for no text."""
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)
     for column, suffixes in enumerate((images, (text,))):
@@ -194,5 +198,5 @@ def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N
 def _compact(spans: Int[np.ndarray, "N 2 2"], tar: str) -> UInt32[np.ndarray, "N 4"]:
     rows = spans.reshape(-1, 4) // [tars.BLOCK, 1, tars.BLOCK, 1]
     if (rows >= 2**32).any():
-        raise ValueError(f"{tar} holds a file of 4 GiB or more, which is no image and no text")
+        raise ValueError(f"{tar} holds an image or text of 4 GiB or more: remove it")
     return rows.astype("<u4")

@@ -1,7 +1,7 @@
-"""Pictures to batches: the order of the data, threads that read ahead, and the exact position.
+"""Batches pictures: the order of the data, prefetching threads, and the position for resuming.
 
-Sample n of a run (n = step * batch + row) is a function of (seed, n): every epoch is a permutation
-of its own, and neither the number of processes nor a restart changes which picture is where.
+Sample n of a run (n = step * batch size + row) is a function of (seed, n). Every epoch is a new
+permutation, and neither the number of processes nor a restart changes the order.
 """
 
 import itertools
@@ -22,32 +22,32 @@ from diffusion_jax.machine.sharding import batch_sharding
 
 Batch = dict[str, np.ndarray]
 COUNTS = "counts"
-"""How much each row counts in the loss, in batches whose rows do not all count the same."""
+"""Key of the rows' loss weights, which a batch holds only if they differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
 class Apart(NamedTuple):
-    """Pictures that are held out of training."""
+    """Pictures held out of training."""
 
     pictures: Pictures
     make: Callable[[Rows, Sequence[Any]], Batch]
-    """Pictures and texts to a batch."""
+    """Makes a batch of pictures and texts."""
 
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
-        """The keys of those that can be used of at most `count`, and a batch of them.
+        """Read `count` held-out pictures; return the keys of the usable ones and a batch of them.
 
-        They are chosen by a hash of their keys too: records that come move few out of it.
+        Pictures are chosen by a hash of their keys, so that new records displace few of them.
         """
         rows = np.arange(len(self.pictures))
         first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
-        kept, images, texts = self.pictures.usable(np.sort(first))
-        return self.pictures.keys(kept), self.make(images, texts)
+        usable, images, texts = self.pictures.usable(np.sort(first))
+        return self.pictures.keys(usable), self.make(images, texts)
 
 
 class Batches:
-    """An endless iterator over this process's rows of each batch; made by make_batches.
+    """An endless iterator over this process's rows of each batch; see make_batches.
 
-    It owns the threads that read ahead: call `close`, or use it as a context manager.
+    It owns prefetching threads: call `close`, or use it as a context manager.
     """
 
     def __init__(
@@ -60,9 +60,15 @@ class Batches:
         num_threads: int,
         make: Callable[[Int[np.ndarray, "B"]], Batch],
     ):
-        """`batches[step]` is the local batch of a step; `batch_size` the global number of rows.
+        """Iterate over batches.
 
-        `make` makes a batch of pictures whichever.
+        Args:
+            batches: `batches[step]` is the local batch of a step.
+            pictures: the pictures in the batches.
+            batch_size: number of rows of all processes together.
+            seed: seed of the data order.
+            num_threads: number of prefetching threads.
+            make: makes a batch of the pictures with the given indices.
         """
         self.pictures, self._make = pictures, make
         self.apart: Apart | None = None
@@ -70,80 +76,82 @@ class Batches:
         self._identity: dict[str, Any] = {"seed": seed, "pictures": len(pictures)}
         if isinstance(pictures, Mixture):
             self._identity |= {"parts": pictures.lengths, "weights": pictures.weights}
-        # One batch more than there are threads, so that one is ready while all are at work.
-        ahead = num_threads + 1 if num_threads else 0
-        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=ahead)
+        # With one batch more than threads, one batch is ready while all threads are working.
+        buffer_size = num_threads + 1 if num_threads else 0
+        options = grain.ReadOptions(num_threads=num_threads, prefetch_buffer_size=buffer_size)
         self._iterator = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> "Batches":
-        """Itself."""
         return self
 
     def __next__(self) -> Batch:
-        """The next batch; raises what went wrong in a reading thread."""
+        """Return the next batch, or raise the exception of a prefetching thread."""
         return next(self._iterator)
 
     def __enter__(self) -> "Batches":
-        """Itself."""
         return self
 
     def __exit__(self, *exception: object) -> None:
-        """Closes it."""
         self.close()
 
     def example(self) -> Batch:
-        """A row of each source, which takes nothing from the order of the batches."""
+        """Return a batch with one row of each source, without advancing the iterator."""
         firsts = [0]
         if isinstance(self.pictures, Mixture):
             firsts = np.cumsum([0, *self.pictures.lengths[:-1]])
         return self._make(np.array(firsts))
 
     def get_state(self) -> bytes:
-        """The position after the last batch given out, as JSON, the same in every process."""
+        """Return the position after the last batch as JSON, which is the same in every process."""
         samples = self._iterator.get_state()["next_index"] * self._batch_size
         return json.dumps({"samples": samples, **self._identity}).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Goes to a position; ValueError if it is of other data, another seed or batch size.
+        """Move to a saved position.
 
-        The start, {"samples": 0} alone, is that of any data.
+        {"samples": 0} without further keys is the start of any data.
+
+        Raises:
+            ValueError: the position was saved with other data, another seed or batch size.
         """
         saved = json.loads(state)
         samples = saved.pop("samples")
         if saved != self._identity and (samples or saved):
             raise ValueError(
-                f"the saved position is of {saved} and the data now are {self._identity}: the "
-                "order cannot be continued. Restore the data and the seed, or start another run"
+                f"the saved position belongs to {saved}, but the data are now {self._identity}: "
+                "the order cannot be continued. Restore the data and the seed, or start a new run"
             )
         if samples % self._batch_size:
             raise ValueError(
-                f"the saved position, sample {samples}, is no multiple of the batch size "
-                f"{self._batch_size}: take a batch size that divides it"
+                f"the saved position, sample {samples}, is not a multiple of the batch size "
+                f"{self._batch_size}: choose a batch size that divides it"
             )
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """The names of the pictures in some rows, of all processes, of a batch given out.
+        """Return the names of the pictures in some global rows of a past batch.
 
-        `back` counts batches: 0 is the last one.
+        Args:
+            rows: row numbers, counted over all processes.
+            back: 0 for the last batch, 1 for the one before, and so on.
         """
         first = (self._iterator.get_state()["next_index"] - 1 - back) * self._batch_size
         order = _order(self.pictures, self._identity["seed"])
         return self.pictures.names(np.array([order[first + row] for row in rows]))
 
     def skipped(self) -> dict[str, int]:
-        """The number of unusable pictures that this process has met since it started, by reason."""
+        """Return the number of unusable pictures that this process has found so far, by reason."""
         return self.pictures.skipped()
 
     def close(self) -> None:
-        """Stops the threads; may be called twice."""
+        """Stop the threads; may be called more than once."""
         self._iterator.close()
 
 
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """The batches of a config, this process's rows of them; the rest is as of make_batches."""
+    """Return this process's rows of a config's batches; see make_batches."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     batches = make_batches(
@@ -176,19 +184,33 @@ def make_batches(
     flip: bool = False,
     name: str = "image",
 ) -> Batches:
-    """Batches {`name`: the pictures [B, H, W, C], COUNTS, and what `tokenize` makes of the texts}.
+    """Return an iterator over batches of pictures.
 
-    `batch_size` counts the rows of all processes together; process p gets rows p*b to (p+1)*b of
-    each batch, where b = batch_size / process_count (local_rows gives the two numbers for a
-    sharding). Each thread makes whole batches; 0 threads read only when asked. `crop` "random"
-    cuts larger pictures anywhere, "center" in the middle; `flip` mirrors every second or so.
+    A batch holds the pictures [B, H, W, C] under `name`, loss weights under COUNTS if they differ,
+    and the arrays returned by `tokenize`.
+
+    Args:
+        pictures: the pictures.
+        tokenize: maps the batch's texts to arrays.
+        batch_size: number of rows of all processes together. Process p gets rows p*b to (p+1)*b,
+            where b = batch_size / process_count.
+        seed: seed of the order, the random crops and the flips.
+        process_index: p; see local_rows.
+        process_count: the number of processes that share a batch; see local_rows.
+        num_threads: number of threads, each of which makes complete batches; 0 reads on demand.
+        crop: "center", or "random" to crop larger pictures anywhere.
+        flip: whether to mirror each picture with probability 1/2.
+        name: key of the pictures.
+
+    Raises:
+        ValueError: `crop` is unknown, or the processes do not divide the batch.
     """
     if crop not in CROPS:
         raise ValueError(f"crop is {crop!r}: choose from {', '.join(CROPS)}")
     if batch_size < 1 or batch_size % process_count:
         raise ValueError(
-            f"batch_size {batch_size} does not divide over {process_count} processes: "
-            f"take a multiple of {process_count}"
+            f"batch_size is {batch_size}: it must be a multiple of the {process_count} processes "
+            "that share a batch"
         )
     rows = batch_size // process_count
 
@@ -208,8 +230,8 @@ def make_batches(
         counts = pictures.counts(indices)
         return {name: images, **({} if counts is None else {COUNTS: counts}), **tokenize(texts)}
 
-    # Only numbers go through grain one by one: a record costs it 12 us, and the pictures of a
-    # whole batch can be computed together.
+    # grain takes 12 us per element, so only indices pass through it one by one; the pictures of a
+    # batch are read together.
     local = _order(pictures, seed).batch(rows, batch_fn=np.asarray)[process_index::process_count]
     batches = local.map_with_index(load)
     return Batches(
@@ -218,9 +240,10 @@ def make_batches(
 
 
 def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
-    """The picture of sample n: each epoch is a permutation; of a mixture, each epoch of a part.
+    """Return the picture index of each sample; every epoch is a new permutation.
 
-    Sample n's part is a function of n alone, and the parts' shares of any stretch are the weights.
+    In a mixture, each part has its own epochs. The part of sample n is a function of n alone, and
+    any range of samples contains the parts in proportion to their weights.
     """
     if not isinstance(pictures, Mixture):
         return grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
@@ -233,25 +256,26 @@ def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
-    """The local rows of every process as one array each, split as `sharding` says."""
+    """Join the local rows of all processes into global arrays with this sharding."""
     place = jax.make_array_from_process_local_data
     return {name: place(sharding, rows) for name, rows in batch.items()}
 
 
 def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
-    """(process_index, process_count) for make_batches: the rows that this process's devices hold.
+    """Return make_batches' (process_index, process_count) for the rows on this process's devices.
 
-    They differ from jax.process_index() and jax.process_count() where a mesh orders processes in
-    its own way, or where several processes hold the same rows (tensor parallelism between hosts).
+    They differ from jax.process_index() and jax.process_count() if the mesh orders processes
+    differently, or if several processes hold the same rows (tensor parallelism across hosts).
     """
-    held = sharding.addressable_devices_indices_map((batch_size,)).values()
-    return share([index[0].indices(batch_size)[:2] for index in held if index], batch_size)
+    indices = sharding.addressable_devices_indices_map((batch_size,)).values()
+    return share([index[0].indices(batch_size)[:2] for index in indices if index], batch_size)
 
 
 def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
-    """(which, of how many) equal parts of a batch the spans [first, last) cover together.
+    """Return (i, n) if the spans [first, last) together cover the i-th of n equal parts of a batch.
 
-    ValueError if they are no such part.
+    Raises:
+        ValueError: they do not cover such a part.
     """
     first, last = min(a for a, _ in spans), max(b for _, b in spans)
     size = last - first
@@ -259,13 +283,14 @@ def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
     if covered != size or batch_size % size or first % size:
         raise ValueError(
             f"this process's devices hold rows {sorted(set(spans))} of a batch of {batch_size}: "
-            "they must be one equal part of it, so let the mesh keep a process's devices together"
+            "the rows must be contiguous and the same number in every process, so the mesh must "
+            "place a process's devices next to each other"
         )
     return first // size, batch_size // size
 
 
 def _places(seed: int, samples: range) -> np.ndarray:
-    """Where each sample is cut, in [0, 1)."""
+    """Return the crop position (x, y) of each sample, in [0, 1)."""
     return np.stack([np.random.default_rng((seed, n, 1)).random(2) for n in samples])
 
 

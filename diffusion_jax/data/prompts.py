@@ -1,4 +1,4 @@
-"""Prompts from files: one a line, tables of captions, COCO's annotations."""
+"""Reads prompts from text files, tables, COCO's annotations, or data sources."""
 
 import csv
 import hashlib
@@ -13,32 +13,38 @@ from diffusion_jax.data import sources
 from diffusion_jax.data.records import Records
 from diffusion_jax.machine import files
 
-_CHUNK = 256  # Records whose texts are read together.
+_CHUNK = 256  # Number of records whose texts are read together.
 
 
 def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 2023) -> list[str]:
-    """The prompts of a file; `number` of them, drawn with `seed` without putting back.
+    """Return the prompts of a file, or a random sample of them in the file's order.
 
-    .txt: one a line. .tsv with a header that names `caption`, such as `image_id id caption`. .json:
-    COCO's captions. Or the captions of a data source, "SOURCE:PATH::TEXT" (sources.open_named).
-    ValueError if there is no prompt, or are fewer than `number`.
+    Args:
+        path: a .txt with one prompt per line, a .tsv with a column `caption` in its header, a .json
+            with COCO's captions, or the captions of a data source, "SOURCE:PATH::TEXT" (see
+            sources.open_named).
+        number: size of the sample, drawn without replacement; None returns all prompts.
+        seed: seed of the sample.
+
+    Raises:
+        ValueError: the file has no prompts, fewer than `number`, or another format.
     """
     try:
         prompts = [text for text in _read(path) if text.strip()]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is no text in UTF-8, as files of prompts are") from error
+        raise ValueError(f"{path} is not UTF-8 text: save the prompts in UTF-8") from error
     if not prompts:
-        raise ValueError(f"{path} holds no prompt")
+        raise ValueError(f"{path} holds no prompts")
     if number is None:
         return prompts
     if number > len(prompts):
-        raise ValueError(f"{path} holds {len(prompts)} prompts and {number} are asked for")
+        raise ValueError(f"{path} holds {len(prompts)} prompts, fewer than the requested {number}")
     chosen = np.random.RandomState(seed).permutation(len(prompts))[:number]
     return [prompts[i] for i in sorted(chosen)]
 
 
 def fingerprint(prompts: Sequence[str]) -> str:
-    """Names a list of prompts: the first 16 hex digits of its SHA-256."""
+    """Return the first 16 hex digits of a list's SHA-256."""
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
 
 
@@ -49,14 +55,14 @@ def _read(path: str | os.PathLike[str]) -> Sequence[str]:
     readers = {".txt": _lines, ".tsv": _table, ".json": _coco}
     if path.suffix not in readers:
         raise ValueError(
-            f"{path} is no file of prompts: write .txt (one a line), .tsv or .json, or name a data "
-            "source, such as tfds:coco_captions@val::captions/text"
+            f"{path} is not a file of prompts: use .txt (one prompt per line), .tsv or .json, or a "
+            "data source such as tfds:coco_captions@val::captions/text"
         )
     return readers[path.suffix](path)
 
 
 def _captions(named: Records) -> list[str]:
-    """One of each record, without those that are damaged or no text."""
+    """Return the caption of each record, leaving out damaged ones and embeddings."""
     chunks = (range(i, min(i + _CHUNK, len(named))) for i in range(0, len(named), _CHUNK))
     return [text for chunk in chunks for text in named.texts(chunk) if isinstance(text, str)]
 
@@ -69,12 +75,12 @@ def _table(path: pathlib.Path) -> list[str]:
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t"))
     if rows and "caption" not in rows[0]:
-        raise ValueError(f"{path} has the columns {', '.join(rows[0])}: one must be caption")
+        raise ValueError(f"{path} has no column caption: its columns are {', '.join(rows[0])}")
     return [row["caption"] for row in rows]
 
 
 def _coco(path: pathlib.Path) -> list[str]:
     content = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(content, dict) or "annotations" not in content:
-        raise ValueError(f"{path} has no annotations: it is none of COCO's caption files")
+        raise ValueError(f"{path} has no annotations: it is not one of COCO's caption files")
     return [a["caption"].strip() for a in sorted(content["annotations"], key=lambda a: a["id"])]

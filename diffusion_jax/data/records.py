@@ -1,4 +1,4 @@
-"""Records: encoded images with their texts, as they lie in files of any format."""
+"""Records: encoded images with their texts, read from files of any format."""
 
 import abc
 import hashlib
@@ -22,57 +22,64 @@ class Record(NamedTuple):
     """One encoded image with its text."""
 
     image: bytes
-    """A JPEG, PNG or WebP file, or one of moments."""
+    """The contents of a JPEG, PNG or WebP file, or of a file of moments."""
     text: Any
     """A caption, an array [tokens, width] of precomputed embeddings, or Unusable if damaged."""
     name: str
-    """The place of the record's file, for messages."""
+    """The path of the record, for messages."""
 
 
 class Records(Portable, abc.ABC):
-    """A fixed list of records, read at random and by several threads: the base of file formats."""
+    """A fixed list of records with random access, the base class of file formats. Thread-safe."""
 
     @abc.abstractmethod
-    def __len__(self) -> int:
-        """The number of records."""
+    def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Reads some; OSError if the data have gone since they were listed."""
+        """Read records. Raises OSError if their files have been removed."""
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """The texts of `read(indices)`, without reading the images where a format can."""
+        """Return the texts of `read(indices)`, reading no images if the format allows it."""
         return [record.text for record in self.read(indices)]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """What stays a record's own when others come or go: here its number."""
+        """Return keys that identify the records even if others are added or removed.
+
+        By default these are the indices.
+        """
         return indices.astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """The number of images in the files that are not in the list, by reason."""
+        """Return the number of images that were not listed, by reason."""
         return {}
 
 
 def key_of(name: str) -> int:
-    """64 bits of a hash of a name, the same everywhere."""
+    """Return a 64-bit hash of a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:
-    """data.path; ValueError if it is empty, which would mean the current folder."""
+    """Return data.path. Raises ValueError if it is empty."""
     if not data.path:
-        raise ValueError(f"the data source {data.source!r} needs data.path: what is it to read?")
+        raise ValueError(f"data.path is empty: the data source {data.source!r} needs a path")
     return data.path
 
 
 def split_of(path: str) -> tuple[str, str]:
-    """Place and split of "PLACE@SPLIT"; a place alone has the split ""."""
-    place, at, split = path.rpartition("@")
-    return (place, split) if at and "/" not in split else (path, "")
+    """Split "PLACE@SPLIT" into place and split; without "@", the split is ""."""
+    place, separator, split = path.rpartition("@")
+    return (place, split) if separator and "/" not in split else (path, "")
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """The text in a file: a caption of "txt" or "json:FIELD", else embeddings; or Unusable."""
+    """Return the text in a file, or Unusable if it is damaged.
+
+    Args:
+        contents: the file's bytes.
+        text: "txt" or "json:FIELD" for a caption; any other suffix is read as embeddings.
+    """
     suffix, _, field = text.partition(":")
     try:
         if field:
@@ -85,7 +92,7 @@ def read_text(contents: bytes, text: str) -> Any:
 
 
 def cell_text(cell: Any) -> str | Unusable:
-    """The caption in a table's cell: text, bytes, or the first of several."""
+    """Return the caption in a table's cell: a text, bytes, or the first element of a list."""
     while isinstance(cell, list | tuple | np.ndarray) and len(cell):
         cell = cell[0]
     if isinstance(cell, bytes):
@@ -94,14 +101,19 @@ def cell_text(cell: Any) -> str | Unusable:
 
 
 def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
-    """Suffix and field of what a config calls data.text; ValueError if nothing can read it.
+    """Split data.text into suffix and field.
 
-    `tables` are suffixes of tables, which have fields as "json" has.
+    Args:
+        text: data.text, such as "txt", "json:caption" or "npy".
+        tables: suffixes of tables, which need a field just as "json" does.
+
+    Raises:
+        ValueError: the field is missing or superfluous, or the suffix is unknown.
     """
     suffix, _, field = text.partition(":")
     if suffix.rsplit(".")[-1] in ("json", *tables):
         if not field:
-            raise ValueError(f"data.text is {text!r}: say which field, such as {text}:caption")
+            raise ValueError(f"data.text is {text!r}: name the field, such as {text}:caption")
     elif field:
         raise ValueError(f"data.text is {text!r}: only {', '.join(('json', *tables))} have fields")
     else:
@@ -110,12 +122,16 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def suffix_of(name: str) -> str:
-    """All after the first dot of a file's name, in lower case: "t5.npy" of "a/b.t5.npy"."""
+    """Return all after the first dot of a file's name in lower case: "t5.npy" for "a/b.t5.npy"."""
     return os.path.basename(name).partition(".")[2].lower()
 
 
 def check_exists(paths: Sequence[str], format: str) -> None:
-    """FileNotFoundError with a command that makes an example in place of what is missing."""
+    """Check that files exist.
+
+    Raises:
+        FileNotFoundError: some are missing; the message shows a command that makes an example set.
+    """
     missing = [path for path in paths if not storage.exists(path)]
     if not missing:
         return
@@ -132,13 +148,23 @@ def check_exists(paths: Sequence[str], format: str) -> None:
 def check_any(
     num_images: int, place: Any, suffixes: Iterable[str], images: Sequence[str] = IMAGE_SUFFIXES
 ) -> None:
-    """ValueError if there are no `images`; it names the suffixes of the files that are there."""
+    """Check that there are images.
+
+    Args:
+        num_images: number of images found.
+        place: the searched path.
+        suffixes: the suffixes of all files found.
+        images: the suffixes of images.
+
+    Raises:
+        ValueError: `num_images` is 0.
+    """
     if num_images == 0:
-        there = _list(suffixes)
-        tars = "; tars are read by the source 'webdataset'" if "tar" in there else ""
+        others = _list(suffixes)
+        tars = "; tars are read by the source 'webdataset'" if "tar" in others else ""
         raise ValueError(
             f"no images in {place}: looked for {', '.join(images)} "
-            f"and found {there or 'nothing at all'}{tars}"
+            f"and found {others or 'nothing at all'}{tars}"
         )
 
 
@@ -150,21 +176,30 @@ def check_captions(
     uncaptioned: str,
     suffixes: Iterable[str],
 ) -> None:
-    """ValueError if images lack their text, unless they are to be dropped and some are left.
+    """Check that images have texts, or that those without are to be dropped and others remain.
 
-    `first` are the names of up to three of them; `suffixes` are those of all files.
+    Args:
+        num_bare: number of images without a text.
+        first: names of up to three of them.
+        num_images: number of all images.
+        text: data.text.
+        uncaptioned: data.uncaptioned.
+        suffixes: the suffixes of all files.
+
+    Raises:
+        ValueError: images lack a text, or `uncaptioned` is unknown.
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(
-            f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or of a folder 'empty'"
+            f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or 'empty' for a folder"
         )
     if num_bare and (uncaptioned != "drop" or num_bare == num_images):
         raise ValueError(
             f"{num_bare} of {num_images} images have no .{text} beside them: "
-            f"{_some(first, num_bare)}. Write a .{text} of the same stem for each (an empty one "
-            f"will do), say with data.text where the texts are (there are files of "
-            f"{_list(suffixes)}), or leave these images out with data.uncaptioned=drop; a "
-            "folder's are trained without a text with data.uncaptioned=empty"
+            f"{_some(first, num_bare)}. Write a .{text} of the same stem for each (it may be "
+            f"empty), set data.text to the texts' suffix (the files are {_list(suffixes)}), or "
+            "leave these images out with data.uncaptioned=drop; images of a folder are also "
+            "trained without a text with data.uncaptioned=empty"
         )
 
 

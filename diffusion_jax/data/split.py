@@ -1,4 +1,4 @@
-"""Records kept from training, for a loss that tells learning from learning by heart."""
+"""Holds out records from training, for a loss that reveals memorisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,47 +8,47 @@ from jaxtyping import Float, Int, Shaped, UInt64
 
 from diffusion_jax.data.pictures import Mixture, Pictures, Rows
 
-_CHUNK = 2**22  # Numbers hashed at a time: 32 MB.
+_CHUNK = 2**22  # Number of keys hashed at a time: 32 MB.
 
 
 def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
-    """(for training, held out): about this share of the records, chosen by a hash of their keys.
+    """Split pictures into (training, held out) by a hash of their keys.
 
-    The choice is the same in every run and process, and no record's changes when others come or go.
-    Of a mixture each part is split, but for pictures of a prior, all of which train. What replaces
-    an unusable record in training is never held out.
+    About `share` of the pictures are held out. The choice is the same in every run and process, and
+    for each record it does not change when others are added or removed. In a mixture, each part is
+    split, except a prior's pictures, which are all trained on. A held-out record never replaces an
+    unusable record in training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
     if isinstance(pictures, Mixture):
         if pictures.part_counts:
-            (own, *priors) = pictures.parts
-            training, apart = split(own, share)
-            return Mixture([training, *priors], pictures.weights, pictures.part_counts), apart
+            (subject, *priors) = pictures.parts
+            training, heldout = split(subject, share)
+            return Mixture([training, *priors], pictures.weights, pictures.part_counts), heldout
         pairs = [split(part, share) for part in pictures.parts]
-        training, apart = ([pair[i] for pair in pairs] for i in (0, 1))
-        return Mixture(training, pictures.weights), Mixture(apart, pictures.weights)
+        training, heldout = ([pair[i] for pair in pairs] for i in (0, 1))
+        return Mixture(training, pictures.weights), Mixture(heldout, pictures.weights)
     chunks = (np.arange(i, min(i + _CHUNK, len(pictures))) for i in range(0, len(pictures), _CHUNK))
-    apart = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
-    pictures.keep_apart(apart)
-    return Subset(pictures, apart, others=True), Subset(pictures, apart)
+    heldout = np.concatenate([c[hashed(pictures.keys(c)) < share] for c in chunks])
+    pictures.keep_apart(heldout)
+    return Subset(pictures, heldout, others=True), Subset(pictures, heldout)
 
 
 class Subset(Pictures):
-    """Some pictures of a list, or all others, in its order."""
+    """A subset of a list of pictures, in the list's order."""
 
     def __init__(self, pictures: Pictures, indices: Int[np.ndarray, "N"], others: bool = False):
-        """`indices` are sorted; with `others` it holds what they do not name."""
+        """Select pictures by sorted indices, or, with `others`, all except these."""
         self._pictures, self._indices, self._others = pictures, indices, others
-        # How many pictures before each of `indices` are in the list of the others.
+        # Number of other pictures before each of `indices`.
         self._before = indices - np.arange(len(indices))
 
     def __len__(self) -> int:
-        """The number of pictures."""
         return len(self._pictures) - len(self._indices) if self._others else len(self._indices)
 
     def _inside(self, indices: Int[np.ndarray, "B"]) -> Int[np.ndarray, "B"]:
-        """The whole list's numbers of these."""
+        """Return the indices in the complete list."""
         if self._others:
             return indices + np.searchsorted(self._before, indices, side="right")
         return self._indices[indices]
@@ -56,36 +56,32 @@ class Subset(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """The pictures of these indices and their texts."""
         return self._pictures.read(self._inside(indices), places)
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Their texts."""
         return self._pictures.texts(self._inside(indices))
 
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Those that can be used."""
+        """Return indices, pictures and texts of the usable pictures, as Pictures.usable."""
         inside = self._inside(indices)
-        kept, images, texts = self._pictures.usable(inside)
-        return indices[np.isin(inside, kept)], images, texts
+        usable, images, texts = self._pictures.usable(inside)
+        return indices[np.isin(inside, usable)], images, texts
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Their keys in the whole list."""
         return self._pictures.keys(self._inside(indices))
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Their names."""
         return self._pictures.names(self._inside(indices))
 
     def skipped(self) -> dict[str, int]:
-        """The number of pictures of the whole list that could not be used so far, by reason."""
+        """Return the number of unusable pictures of the complete list so far, by reason."""
         return self._pictures.skipped()
 
 
 def hashed(keys: UInt64[np.ndarray, "N"]) -> Float[np.ndarray, "N"]:
-    """Numbers in [0, 1) that are a function of each alone: splitmix64 (Steele et al. 2014)."""
+    """Hash each key to a number in [0, 1) with splitmix64 (Steele et al. 2014)."""
     z = (keys + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,7 @@
-"""Files by path or by URL: local ones, and whatever fsspec reads (gs://, s3://, https://, ...).
+"""Reads and writes files by path or by URL.
 
-A URL holds "://". Object stores need their fsspec package beside this project: gcsfs for gs://,
-s3fs for s3://, aiohttp for https://.
+URLs contain "://" and are opened with fsspec, which needs a package per kind of store: gcsfs for
+gs://, s3fs for s3://, aiohttp for https://.
 """
 
 import contextlib
@@ -19,33 +19,33 @@ import fsspec
 from diffusion_jax.machine import files, remote
 
 _ATTEMPTS = 4
-_FEW = 1000  # Local files that one thread looks at.
+_FEW = 1000  # Number of local files per thread in `stamps`.
 _CHANGING = ("size", "etag", "ETag", "generation", "blob_id", "mtime", "created", "LastModified",
              "last_modified")  # fmt: skip
-"""What stores tell of a file in a list, each in its own words, that changes with its contents."""
-_BLOCK = 8 * 2**20  # What one request brings when a file is read from its beginning to its end.
+"""Fields of file listings that change with a file's contents; each kind of store has its own."""
+_BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
-    """True of a path that fsspec reads."""
+    """Return whether fsspec opens the path."""
     return "://" in path
 
 
 def exists(path: str) -> bool:
-    """True of a file or a folder that is there; ValueError for a URL of an unknown kind."""
+    """Return whether a file or folder exists. Raises ValueError for an unknown kind of URL."""
     return _system(path).exists(path) if is_url(path) else os.path.exists(path)
 
 
 def is_folder(path: str) -> bool:
-    """True of a folder, or of a common prefix in an object store."""
+    """Return whether the path is a folder, or a common prefix in an object store."""
     return _system(path).isdir(path) if is_url(path) else os.path.isdir(path)
 
 
 def find(folder: str, suffix: str) -> list[str]:
-    """Every file of this suffix under a folder, by name, as paths or URLs like `folder`."""
+    """Return all files with this suffix under a folder, sorted, as paths or URLs like `folder`."""
     if not is_url(folder):
-        walked = os.walk(pathlib.Path(folder))
-        return sorted(os.path.join(at, n) for at, _, names in walked for n in names
+        folders = os.walk(pathlib.Path(folder))
+        return sorted(os.path.join(root, n) for root, _, names in folders for n in names
                       if n.endswith(suffix))  # fmt: skip
     system = _system(folder)
     names = [system.unstrip_protocol(name) for name in system.find(folder)]
@@ -53,7 +53,11 @@ def find(folder: str, suffix: str) -> list[str]:
 
 
 def stamp(path: str) -> tuple[int, int]:
-    """Size in bytes, and a number that changes with the contents: time of change or etag."""
+    """Return a file's size in bytes, and a number that changes with its contents.
+
+    The number is the modification time of a local file, and a hash of the etag or the like of a
+    remote one.
+    """
     if not is_url(path):
         status = os.stat(path)
         return status.st_size, status.st_mtime_ns
@@ -63,35 +67,38 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
-    """For each file a text that changes with its contents; "" for one that is not there.
+    """Return for each file a text that changes with its contents; "" if the file is missing.
 
-    A store is asked for the list of each folder, not for each file.
+    Object stores are asked once per folder, not once per file.
     """
     paths = list(paths)
-    place = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
-    parts = [[paths[i] for i in part] for _, part in itertools.groupby(range(len(paths)), place)]
-    with ThreadPoolExecutor(32) as threads:  # Stores and shared disks answer slowly.
+    group = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
+    parts = [[paths[i] for i in part] for _, part in itertools.groupby(range(len(paths)), group)]
+    with ThreadPoolExecutor(32) as threads:  # Stores and shared disks have a high latency.
         return [stamp for part in threads.map(_stamps, parts) for stamp in part]
 
 
 def open_file(path: str) -> Any:
-    """A binary file, for reading from the beginning to the end, with seeks forward."""
+    """Open a binary file for sequential reading, with forward seeks."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
 
 
 def read(path: str) -> bytes:
-    """The whole contents."""
+    """Return the contents of a file."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
-    """Bytes first ... last - 1 of each file; of URLs all at the same time.
+    """Read bytes first ... last - 1 of each file; URLs are read concurrently.
 
-    A range past the end of a file is short. OSError when a file has gone, or when a store still
-    fails after a few attempts: the network's faults must not change which records are used.
+    A range that exceeds the end of a file is returned short.
+
+    Raises:
+        OSError: a file is missing, or a store still fails after a few attempts. Network faults are
+            errors, since they must not change which records are used.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -105,44 +112,44 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
             return [ranges[row] for row in range(len(paths))]
         time.sleep(0.1 * 4**attempt)
     missing = next(path for row, path in enumerate(paths) if row not in ranges)
-    raise OSError(f"cannot read {missing}, after {_ATTEMPTS} attempts: is it still there?")
+    raise OSError(f"cannot read {missing} after {_ATTEMPTS} attempts: check that it still exists")
 
 
 def download(url: str, path: pathlib.Path) -> None:
-    """Copies a file of a store to this machine, whole."""
+    """Copy a file from a store to this machine; `path` appears only when it is complete."""
     with files.whole(path) as temporary:
         _system(url).get_file(url, str(temporary))
 
 
 def upload(path: pathlib.Path, url: str) -> None:
-    """Copies a file of this machine to a store; OSError where that is not allowed."""
+    """Copy a local file to a store. Raises OSError if it cannot be written."""
     try:
         _system(url).put_file(str(path), url)
-    except Exception as error:  # Each store has its own; a web server takes nothing.
+    except Exception as error:  # Each store raises its own types.
         raise OSError(f"{url} cannot be written: {error}") from error
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Replaces a file by `content` as a whole; OSError where that is not allowed.
+    """Replace a file atomically. Raises OSError if it cannot be written.
 
-    A store shows a new object only when all of it has arrived.
+    Object stores show a new object only when it has arrived completely.
     """
     if not is_url(path):
         return files.write_whole(path, content)
     try:
         _system(path).pipe_file(path, content)
-    except Exception as error:  # Each store has its own; a web server takes nothing.
+    except Exception as error:  # Each store raises its own types.
         raise OSError(f"{path} cannot be written: {error}") from error
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """The stamps of some files: of a store's those of one folder."""
-    listed: dict[str, Any] = {}
+    """Return the stamps of local files, or of remote files that are all in one folder."""
+    rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
-        with contextlib.suppress(Exception):  # Many web servers list nothing.
-            rows = _system(paths[0]).ls(paths[0].rpartition("/")[0], detail=True)
-            listed = {row["name"].rpartition("/")[2]: row for row in rows if row.get("size")}
-    return [_stamp(path, listed.get(path.rpartition("/")[2])) for path in paths]
+        with contextlib.suppress(Exception):  # Many web servers do not list folders.
+            listing = _system(paths[0]).ls(paths[0].rpartition("/")[0], detail=True)
+            rows = {row["name"].rpartition("/")[2]: row for row in listing if row.get("size")}
+    return [_stamp(path, rows.get(path.rpartition("/")[2])) for path in paths]
 
 
 def _stamp(path: str, row: Mapping[str, Any] | None) -> str:

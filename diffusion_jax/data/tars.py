@@ -1,9 +1,8 @@
-"""Webdataset tars: which there are, where each member lies, and how they are written.
+"""Finds, indexes and writes webdataset tars, on a disk or in an object store (see storage).
 
-Members `a/0001.jpg` and `a/0001.txt` of one tar are a record: their names agree up to the first dot
-of the last part. Each tar's index is kept beside it (`shard.tar.index.npz`), or in the user's cache
-where that folder cannot be written, and made anew when the tar's size or time changes. Tars lie on
-a disk or in an object store (see storage).
+Members of a tar whose names agree up to the first dot of the last part, such as `a/0001.jpg` and
+`a/0001.txt`, form a record. The index of a tar is saved beside it (`shard.tar.index.npz`), or in
+the user's cache if the folder is read-only, and rebuilt when the tar's size or time changes.
 """
 
 import functools
@@ -29,28 +28,30 @@ from diffusion_jax.machine import files
 
 KEY = "__key__"
 BLOCK = 512
-"""Tars are made of blocks of so many bytes, a member's header in the one before its contents."""
+"""Bytes per block of a tar; a member's header is in the block before its contents."""
 _INDEX_VERSION = 2
 _WDINFO = ".pkl"
 
 
 class Index(NamedTuple):
-    """Every file of a tar, in its order."""
+    """The M files of a tar, in the tar's order."""
 
     record: Int[np.ndarray, "M"]
-    """Members of one record have one number."""
+    """The number of the record that each file belongs to."""
     suffix: np.ndarray
-    """Text [M], such as "jpg"."""
+    """Suffixes such as "jpg", strings [M]."""
     span: Int[np.ndarray, "M 2"]
-    """The offset of the contents in the tar, and their size in bytes."""
+    """Offset of the contents in the tar, and their size, in bytes."""
     truncated: np.ndarray
-    """bool []: the tar ends in the middle of a member."""
+    """Whether the tar ends in the middle of a member, bool []."""
 
 
 def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
-    """A tar of records, whole or absent; its folder must exist.
+    """Write records to a tar, which appears only when it is complete.
 
-    A record holds its files by their suffixes, and its name under KEY.
+    Args:
+        path: the tar, in an existing folder.
+        records: dictionaries of files by suffix; KEY holds the record's name.
     """
     with (
         files.whole(path) as temporary,
@@ -65,26 +66,26 @@ def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) 
 
 
 def load_index(tar: str) -> Index:
-    """The saved index if it is of this very file, else a new one, which is saved."""
+    """Return the saved index of a tar if it is up to date; otherwise build and save a new one."""
     stamp = np.array([_INDEX_VERSION, *storage.stamp(tar)])
-    places = [f"{tar}.index.npz", *(f"{cache}/{_digest(tar)}.npz" for cache in cache_folders())]
-    for place in places:
-        if (index := _load(place, stamp)) is not None:
+    paths = [f"{tar}.index.npz", *(f"{cache}/{_digest(tar)}.npz" for cache in cache_folders())]
+    for path in paths:
+        if (index := _load(path, stamp)) is not None:
             return index
     index = scan(tar)
-    _save(index, stamp, places)
+    _save(index, stamp, paths)
     return index
 
 
 def scan(path: str) -> Index:
-    """Reads the headers of a tar; ValueError if it is compressed or no tar."""
+    """Build an index from the headers of a tar. Raises ValueError if it is not a plain tar."""
     records: dict[str, int] = {}
     rows = []
     size, truncated = storage.stamp(path)[0], False
     try:
         with storage.open_file(path) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             while (member := tar.next()) is not None:
-                # Of millions they would fill the memory.
+                # tarfile keeps all members; millions of them would fill the memory.
                 tar.members.clear()  # pyright: ignore[reportAttributeAccessIssue]
                 key, suffix = split(member.name)
                 if member.isfile() and member.offset_data + member.size <= size and key:
@@ -93,11 +94,11 @@ def scan(path: str) -> Index:
     except tarfile.ReadError as error:
         if not rows:
             raise ValueError(
-                f"{path} is no plain tar ({error}): unpack it if compressed"
+                f"{path} is not a plain tar ({error}): if it is compressed, decompress it"
             ) from error
         truncated = True
         logging.warning(
-            "%s ends too early (%s): its %d whole files are used", path, error, len(rows)
+            "%s is truncated (%s): its %d complete files are used", path, error, len(rows)
         )
     record, suffixes, offsets, sizes = zip(*rows, strict=True) if rows else ((), (), (), ())
     spans = np.stack([offsets, sizes], axis=1).astype(np.int64)
@@ -105,14 +106,14 @@ def scan(path: str) -> Index:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Key and suffix of a member; no key for hidden files (macOS writes ._a.jpg)."""
+    """Return key and suffix of a member; the key of hidden files (macOS's ._a.jpg) is ""."""
     folder, slash, file = name.removeprefix("./").rpartition("/")
     stem = file.partition(".")[0]
     return (folder + slash + stem if stem else ""), suffix_of(file)
 
 
 def expand(pattern: str) -> list[str]:
-    """Braces as in a shell: "{a,b}" are alternatives, "{08..11}" numbers of two digits."""
+    """Expand braces like a shell: "{a,b}" lists alternatives, "{08..11}" a range of numbers."""
     match = re.search(r"\{([^{}]*)\}", pattern)
     if match is None:
         return [pattern]
@@ -131,12 +132,17 @@ def expand(pattern: str) -> list[str]:
 
 
 def find(path: str) -> list[str]:
-    """The tars of a path, a folder, pattern or wdinfo.pkl; FileNotFoundError if one is not."""
+    """Return the tars named by a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
+
+    Raises:
+        FileNotFoundError: a tar is missing.
+        ValueError: a folder has no tars, or a wdinfo.pkl is damaged.
+    """
     return find_stamped(path)[0]
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """The tars that `find` finds, and texts that change with their contents."""
+    """Return the tars of `find`, and for each a text that changes with its contents."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
@@ -158,7 +164,7 @@ def _listed(name: str) -> list[str]:
 
 
 def _wdinfo(path: str) -> list[str]:
-    """The tars of NeMo's list, relative to the folder that it lies in."""
+    """Return the tars of NeMo's list, whose names are relative to the list's folder."""
     try:
         info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
         names = [str(name) for name in info["tar_files"]]
@@ -172,34 +178,35 @@ def _wdinfo(path: str) -> list[str]:
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Makes lists, dictionaries, numbers and strings; refuses whatever would call a function."""
+    """An unpickler of lists, dictionaries, numbers and strings that refuses to call functions."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError(f"it names {module}.{name}, which a list of tars does not need")
 
 
-def _load(place: str, stamp: np.ndarray) -> Index | None:
+def _load(path: str, stamp: np.ndarray) -> Index | None:
     try:
-        # Through memory: np.load leaves a damaged file open.
-        with np.load(io.BytesIO(storage.read(place)), allow_pickle=False) as saved:
+        # Read into memory first, since np.load leaves a damaged file open.
+        with np.load(io.BytesIO(storage.read(path)), allow_pickle=False) as saved:
             if np.array_equal(saved["stamp"], stamp):
                 return Index(*(saved[name] for name in Index._fields))
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        pass  # Absent, or not written by us: it is made anew.
+        pass  # The index is missing or damaged, so it is built again.
     return None
 
 
-def _save(index: Index, stamp: np.ndarray, places: list[str]) -> None:
+def _save(index: Index, stamp: np.ndarray, paths: list[str]) -> None:
+    """Save an index to the first writable path."""
     buffer = io.BytesIO()
     np.savez(buffer, stamp=stamp, **index._asdict())
-    for place in places:
+    for path in paths:
         try:
-            if not storage.is_url(place):
-                os.makedirs(os.path.dirname(place) or ".", exist_ok=True)
-            return storage.write_whole(place, buffer.getvalue())
+            if not storage.is_url(path):
+                os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            return storage.write_whole(path, buffer.getvalue())
         except OSError:
-            continue  # A read-only folder: the next place, or else scan again next time.
-    logging.warning("no index can be kept at %s: every start reads all headers again", places)
+            continue  # The folder is read-only.
+    logging.warning("cannot save an index to any of %s: every start reads all headers", paths)
 
 
 def _digest(tar: str) -> str:
@@ -209,7 +216,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Where files go whose own folder cannot be written."""
+    """Return the folders for indices of tars in read-only folders."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

@@ -1,4 +1,4 @@
-"""Encoded images to square uint8 RGB pixels."""
+"""Decodes, resizes and crops images to square uint8 RGB pixels."""
 
 import numpy as np
 from jaxtyping import UInt8
@@ -6,16 +6,15 @@ from PIL import Image, ImageOps
 
 from diffusion_jax.machine import untrusted
 
-# Others (16 bit, float) would be clipped by Pillow's conversion, mostly to plain white.
+# Pillow's conversion would clip other modes (16 bit, float), mostly to plain white.
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 CENTRE = (0.5, 0.5)
 
 
 class Unusable(ValueError):
-    """An image that training passes over; `reason` is the name that it is counted under."""
+    """An image that training skips; `reason` is the name under which it is counted."""
 
     def __init__(self, reason: str, detail: str):
-        """`detail` says what is wrong with this one."""
         super().__init__(f"{reason}: {detail}")
         self.reason = reason
 
@@ -29,13 +28,22 @@ def square(
     max_aspect: float = 0.0,
     place: tuple[float, float] = CENTRE,
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """Decodes, shrinks or enlarges the smaller side to `resize`, and cuts out `size` x `size`.
+    """Decode an image, resize its smaller side, and crop a square.
 
-    `resize` 0 stands for `size`. `place` in [0, 1] says where the cut lies, left to right and top
-    to bottom. Bicubic with antialiasing, as NeMo's Imagen resizes. Transparent pixels become
-    white, cameras' orientation tags are obeyed. Unusable("broken_image") for what is no whole
-    image, Unusable("too_small") if a side has less than `min_size` pixels, and
-    Unusable("too_elongated") if one is more than `max_aspect` (0: any) times the other.
+    Resizing is bicubic with antialiasing, as in NeMo's Imagen. Transparent pixels become white, and
+    EXIF orientation tags are applied.
+
+    Args:
+        data: an encoded image.
+        size: height and width of the crop in pixels.
+        resize: length of the smaller side before cropping; 0 stands for `size`.
+        min_size: smallest allowed side of the encoded image.
+        max_aspect: largest allowed ratio of the sides; 0 allows any.
+        place: position (x, y) of the crop, each in [0, 1].
+
+    Raises:
+        Unusable: with reason "broken_image" if the image is incomplete, "too_small" if a side is
+            shorter than `min_size`, "too_elongated" if the sides differ by more than `max_aspect`.
     """
     image, resize = _open(data), resize or size
     if min(image.size) < min_size:
@@ -46,43 +54,43 @@ def square(
 
 
 def check_caption(text: str, min_chars: int) -> None:
-    """Unusable("short_caption") if the text has less than `min_chars` characters."""
+    """Raise Unusable("short_caption") if the text has fewer than `min_chars` characters."""
     if len(text) < min_chars:
-        raise Unusable("short_caption", f"{text!r} has {len(text)} characters, of {min_chars}")
+        raise Unusable("short_caption", f"{text!r} has {len(text)} characters, min {min_chars}")
 
 
 def _open(data: bytes) -> Image.Image:
-    """The header alone is read: enough for the size."""
+    """Open an image by reading its header, which contains the size."""
     try:
         return untrusted.open_image(data)
-    except Exception as error:  # Pillow's decoders raise errors of many kinds.
+    except Exception as error:  # Pillow's decoders raise many types.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
 def _decode(image: Image.Image, size: int) -> Image.Image:
     if image.mode not in _MODES:
-        raise Unusable("broken_image", f"pixels of mode {image.mode}, not 8 bits a channel")
+        raise Unusable("broken_image", f"pixels of mode {image.mode}, not 8 bits per channel")
     try:
-        # A JPEG can be decoded at 1/2, 1/4 or 1/8: several times faster, and as at least twice the
-        # size is kept, the antialiasing below still decides what the pixels become.
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size, which is several times faster. At
+        # least twice the target size is kept, so the antialiasing below determines the result.
         image.draft(None, (2 * size, 2 * size))
-        ImageOps.exif_transpose(image, in_place=True)  # Otherwise every image would be copied.
+        ImageOps.exif_transpose(image, in_place=True)  # The default copies every image.
         if image.mode == "RGB":
             return image
         if not image.has_transparency_data:
             return image.convert("RGB")
         rgba = image.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", rgba.size, "white"), rgba).convert("RGB")
-    except Exception as error:  # As above; truncated files are noticed only here.
+    except Exception as error:  # Pillow notices truncated files only here.
         raise Unusable("broken_image", f"{type(error).__name__}: {error}") from error
 
 
 def _resize(image: Image.Image, resize: int, size: int, place: tuple[float, float]) -> Image.Image:
-    """The cut of the resized image, without computing the rest of it."""
+    """Resize and crop in one step, computing only the pixels of the crop."""
     scale = resize / min(image.size)
     sides = [max(resize, round(side * scale)) for side in image.size]
-    firsts = [int(at * (side - size)) for at, side in zip(place, sides, strict=True)]
-    # Of the image as it is; the filter reaches beyond the box, as it would in the whole.
+    firsts = [int(p * (side - size)) for p, side in zip(place, sides, strict=True)]
+    # The box in the original image; Pillow's filter reads beyond its edges.
     steps = [before / after for before, after in zip(image.size, sides, strict=True)]
     left, top = (first * step for first, step in zip(firsts, steps, strict=True))
     right, bottom = ((first + size) * step for first, step in zip(firsts, steps, strict=True))

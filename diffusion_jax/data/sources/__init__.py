@@ -1,7 +1,7 @@
-"""The data sources by their names in configs; a source's module is imported when it is opened.
+"""The table of data sources, by their names in configs; modules are imported on use.
 
-A source is a module with open_source(data, shapes) -> Records (files of images, which are decoded
-here) or Pictures (which a source makes itself), and a line of SOURCES.
+A source is a module with a function open_source(data, shapes) and a line in SOURCES. The function
+returns Records, which are decoded here, or Pictures.
 """
 
 import functools
@@ -37,36 +37,46 @@ def open_pictures(
     embeddings: tuple[int, int] | None = None,
     moments: tuple[int, int, int] | None = None,
 ) -> Pictures:
-    """The pictures of a config's data group, of the Shapes that a task takes.
+    """Open the pictures of a config's data group.
 
-    ValueError or OSError for a source, or data of it, that there are not.
+    Args:
+        data: the data group.
+        size: height and width of the pictures in pixels.
+        embeddings: (tokens, width) if the texts are embeddings.
+        moments: [h, w, 2 Z] if the pictures are an autoencoder's moments.
+
+    Raises:
+        ValueError: the source is unknown or cannot use the data.
+        OSError: the data are missing.
     """
     pictures = _open_whole(data, shapes := Shapes(size, embeddings, moments))
     return engines.made_by(pictures, _open_whole, data, shapes)
 
 
 def open_records(data: Data) -> Records:
-    """The records of a source of files, as they lie there; ValueError for any other source."""
-    source = _open(data, Shapes(size=64))  # No picture is made.
+    """Open the encoded records of a source. Raises ValueError if the source has no image files."""
+    source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
-        raise ValueError(f"the data source {data.source!r} has no files of images")
+        raise ValueError(f"the data source {data.source!r} has no image files")
     return engines.made_by(source, open_records, data)
 
 
 def open_named(name: str) -> Records | None:
-    """The records of "SOURCE:PATH" or "SOURCE:PATH::TEXT", such as prompts; None for other names.
+    """Open the records of "SOURCE:PATH" or "SOURCE:PATH::TEXT"; return None for other names.
 
-    For example "tfds:coco_captions@val::captions/text".
+    An example is "tfds:coco_captions@val::captions/text".
     """
     source, _, rest = name.partition(":")
     return open_records(named(name)) if source in SOURCES and rest else None
 
 
 def named(name: str) -> Data:
-    """The data group of "SOURCE:PATH::TEXT", of which not all need be said.
+    """Return the data group of "SOURCE:PATH::TEXT"; "::TEXT" is optional.
 
-    Records that are damaged or have no caption are left out. ValueError for a
-    source that there is not.
+    Damaged and uncaptioned records are left out.
+
+    Raises:
+        ValueError: the source is unknown.
     """
     source, _, rest = name.partition(":")
     one_of("data source", source, SOURCES)
@@ -96,26 +106,29 @@ def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
 
 def _open(data: Data, shapes: Shapes) -> Records | Pictures:
     if data.source not in SOURCES:
-        known = ", ".join(SOURCES)
-        raise ValueError(f"there is no data source {data.source!r}: the sources are {known}")
+        names = ", ".join(SOURCES)
+        raise ValueError(f"the data source {data.source!r} is unknown: the sources are {names}")
     module, _, function = SOURCES[data.source].partition(":")
     return getattr(importlib.import_module(module), function)(data, shapes)
 
 
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
-    """Row by row these and those of data.prior, which count data.prior_weight in the loss."""
+    """Alternate pictures with those of data.prior, whose loss weight is data.prior_weight."""
     if data.source == "mixture" or shapes.embeddings or shapes.moments:
         raise ValueError(
-            f"data.prior is {data.prior!r}, which joins pictures with captions: not a mixture, "
-            "moments or embeddings. Name one source of pictures, or leave it empty"
+            f"data.prior is {data.prior!r}, which only works with one source of pictures with "
+            "captions, not with a mixture, moments or embeddings: set data.prior to ''"
         )
-    drawn = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}  # But for sheet.png.
-    prior = _open_pictures(data._replace(source="folder", min_chars=0, min_size=0, **drawn), shapes)
+    # "drop" leaves out sheet.png, the overview that sampling writes.
+    changes = {"path": data.prior, "text": "jsonl:text", "uncaptioned": "drop"}
+    prior = _open_pictures(
+        data._replace(source="folder", min_chars=0, min_size=0, **changes), shapes
+    )
     return Mixture([pictures, prior], (1, 1), (1, data.prior_weight))
 
 
 def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
-    """Each part is opened with the fields that `data` has for all."""
+    """Open each part of data.mixture; all other fields of `data` apply to every part."""
     _check_mixture(data.mixture)
     parts = [
         _open_pictures(data._replace(source=source, path=path, text=text), shapes)
@@ -125,15 +138,15 @@ def _open_mixture(data: Data, shapes: Shapes) -> Pictures:
 
 
 def _check_mixture(mixture: Sequence[Any]) -> None:
-    """ValueError unless it is parts (weight, source, path, text) with weights above 0."""
+    """Raise ValueError unless all parts are (weight, source, path, text) with positive weights."""
     for part in mixture:
-        whole = isinstance(part, tuple | list) and len(part) == 4
-        if not whole or not isinstance(part[0], int | float) or part[0] <= 0:
+        complete = isinstance(part, tuple | list) and len(part) == 4
+        if not complete or not isinstance(part[0], int | float) or part[0] <= 0:
             raise ValueError(
-                f"data.mixture holds {part!r}: each part is (weight, source, path, text), "
+                f"data.mixture holds {part!r}: each part must be (weight, source, path, text), "
                 "such as (0.5, 'webdataset', 'shards', 'txt'), with a weight above 0"
             )
         if part[1] == "mixture":
-            raise ValueError("data.mixture holds a mixture: write its parts in its place")
+            raise ValueError("data.mixture contains a mixture: list its parts directly")
     if not mixture:
-        raise ValueError("the data source 'mixture' needs data.mixture: its parts")
+        raise ValueError("data.mixture is empty: the data source 'mixture' needs at least one part")

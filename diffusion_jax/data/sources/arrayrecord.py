@@ -1,7 +1,7 @@
-"""ArrayRecord files of tf.train.Examples, the format that Grain and TFDS read at random.
+"""ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
 
-An Example holds an image file and texts under names: those of a tar's members ("jpg", "txt", "npy",
-and "__key__" for the record's own name), or any other ("image", "caption").
+An Example holds an encoded image and texts as named features. Names may be the suffixes of a tar's
+members ("jpg", "txt", "npy", and "__key__" for the record's name), or others ("image", "caption").
 """
 
 import contextlib
@@ -28,64 +28,71 @@ _IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """The Examples of a config's files."""
+    """Open the Examples of a config's files."""
     return ArrayRecords(records.path_of(data), data.text)
 
 
 class ArrayRecords(Records):
-    """The Examples of one or many files, in the order of their names.
+    """The Examples of one or more files, in the order of the files' names.
 
-    `path` is a file, a folder, or a pattern such as "train-{00000..00099}.array_record"; local
-    files only. `text` is the name of the texts' feature: captions, or embeddings if it ends in
-    npy, npz or safetensors. Records without it are counted as they are met.
+    Examples without a text are counted when they are read.
     """
 
     def __init__(self, path: str | os.PathLike[str], text: str = "txt"):
-        """Opens the files; FileNotFoundError or ValueError if they cannot do."""
+        """Open the files.
+
+        Args:
+            path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
+            text: name of the feature with the text; it holds embeddings if the name ends in npy,
+                npz or safetensors, otherwise captions.
+
+        Raises:
+            FileNotFoundError: a file is missing.
+            ValueError: a file is damaged, or the first record has no such features.
+        """
         self._text, self._paths = text, _find(os.fspath(path))
         self._readers = [_open(name) for name in self._paths]
         self._firsts = np.cumsum([0, *(reader.num_records() for reader in self._readers)])
         if not len(self):
-            raise ValueError(f"no records in {path}: {len(self._paths)} files, all empty")
+            raise ValueError(f"no records in {path}: all {len(self._paths)} files are empty")
         self._check_features()
 
     def __len__(self) -> int:
-        """The number of Examples."""
         return int(self._firsts[-1])
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Reads the Examples, those of one file together."""
+        """Read Examples, with one request per file."""
         files = np.searchsorted(self._firsts, indices, side="right") - 1
-        read: list[Record] = [Record(b"", "", "")] * len(indices)
+        result: list[Record] = [Record(b"", "", "")] * len(indices)
         for file in set(files.tolist()):
             rows = np.flatnonzero(files == file).tolist()
-            places = [int(indices[row] - self._firsts[file]) for row in rows]
-            for row, place, message in zip(rows, places, self._messages(file, places), strict=True):
-                read[row] = self._record(f"{self._paths[file]}/{place}", message)
-        return read
+            inside = [int(indices[row] - self._firsts[file]) for row in rows]  # Within the file.
+            for row, index, message in zip(rows, inside, self._messages(file, inside), strict=True):
+                result[row] = self._record(f"{self._paths[file]}/{index}", message)
+        return result
 
-    def _messages(self, file: int, places: list[int]) -> Sequence[bytes | None]:
-        """The serialized Examples at these places of a file; None for damaged ones."""
+    def _messages(self, file: int, indices: list[int]) -> Sequence[bytes | None]:
+        """Return serialized Examples of a file, with None for damaged ones."""
         reader = self._readers[file]
         try:
-            return reader.read(places)
-        except (RuntimeError, ValueError):  # One is damaged: find out which.
-            return [_read_one(reader, place) for place in places]
+            return reader.read(indices)
+        except (RuntimeError, ValueError):  # Some are damaged, so they are read one by one.
+            return [_read_one(reader, index) for index in indices]
 
-    def _record(self, place: str, message: bytes | None) -> Record:
+    def _record(self, path: str, message: bytes | None) -> Record:
         try:
             features = decode(message) if message is not None else {}
         except ValueError:
             features = {}
         if not features:
-            return Record(b"", Unusable("broken_record", "no tf.train.Example"), place)
+            return Record(b"", Unusable("broken_record", "not a tf.train.Example"), path)
         key = features.get(tars.KEY, b"").decode(errors="replace")
-        name = f"{place} ({key})" if key else place
+        name = f"{path} ({key})" if key else path
         image = next((features[kind] for kind in _IMAGES if kind in features), b"")
         return Record(image, read_feature(features, self._text), name)
 
     def _check_features(self) -> None:
-        """ValueError if the first record has no image, or no text and others are not likely to."""
+        """Raise ValueError if the first readable record lacks an image or a text."""
         first = next((m for m in self._messages(0, [0]) if m is not None), b"")
         features = decode(first)
         for kinds, advice in ((_IMAGES, ""), ((self._text,), ": name the feature with data.text")):
@@ -97,7 +104,7 @@ class ArrayRecords(Records):
 
 
 def read_feature(features: Mapping[str, bytes], text: str):
-    """The text of an Example: a caption or embeddings, as the feature's name says, or Unusable."""
+    """Return the caption or embeddings in the feature `text` of an Example, or Unusable."""
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
     is_array = text.rsplit(".")[-1] in EMBEDDINGS
@@ -105,7 +112,7 @@ def read_feature(features: Mapping[str, bytes], text: str):
 
 
 def encode(features: Mapping[str, bytes]) -> bytes:
-    """An Example of one byte string a feature."""
+    """Serialize an Example with one byte string per feature."""
     message = _Example()
     for name, value in features.items():
         message.features.feature[name].bytes_list.value.append(value)
@@ -113,19 +120,23 @@ def encode(features: Mapping[str, bytes]) -> bytes:
 
 
 def decode(message: bytes) -> dict[str, bytes]:
-    """The first value of each feature of byte strings; ValueError if it is no Example."""
+    """Return the first value of each byte-string feature of a serialized Example.
+
+    Raises:
+        ValueError: the bytes are not an Example.
+    """
     try:
         features = _Example.FromString(message).features.feature
     except DecodeError as error:
-        raise ValueError(f"no tf.train.Example: {error}") from error
+        raise ValueError(f"not a tf.train.Example: {error}") from error
     lists = {name: features[name].bytes_list.value for name in sorted(features)}
     return {name: values[0] for name, values in lists.items() if values}
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
-    """A file of these Examples, whole or absent; its folder must exist.
+    """Write Examples to a file, which appears only when it is complete; its folder must exist.
 
-    Each record is compressed by itself, so that reading one reads no other.
+    Records are compressed individually, so that each can be read alone.
     """
     with files.whole(path) as temporary:
         writer = array_record_module.ArrayRecordWriter(str(temporary), "group_size:1")
@@ -137,13 +148,13 @@ def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]])
 def _find(path: str) -> list[str]:
     paths = tars.expand(path)
     if storage.is_url(paths[0]):
-        raise ValueError(f"{path}: ArrayRecord files are read from local disks; mount the bucket, "
-                         "or write tars, which are read by URL")  # fmt: skip
+        raise ValueError(f"{path} is a URL, but ArrayRecord files must be local: mount the bucket, "
+                         "or use tars, which are read by URL")  # fmt: skip
     records.check_exists(paths, "arrayrecord")
     if len(paths) == 1 and storage.is_folder(paths[0]):
         folder = paths[0]
-        # TFDS writes train.array_record-00000-of-00010.
-        paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")  # A hidden one is half written.
+        # TFDS's names are like train.array_record-00000-of-00010; hidden files are incomplete.
+        paths = pathlib.Path(folder).rglob(f"[!.]*{SUFFIX}*")
         paths = sorted(str(path) for path in paths if path.is_file())
         if not paths:
             raise ValueError(f"no {SUFFIX} in {folder}")
@@ -153,12 +164,12 @@ def _find(path: str) -> list[str]:
 def _open(path: str) -> array_record_module.ArrayRecordReader:
     reader = array_record_module.ArrayRecordReader(path)
     if not reader.ok():
-        raise ValueError(f"{path} is no whole ArrayRecord file: write it again")
+        raise ValueError(f"{path} is not a complete ArrayRecord file: write it again")
     return reader
 
 
-def _read_one(reader: array_record_module.ArrayRecordReader, place: int) -> bytes | None:
+def _read_one(reader: array_record_module.ArrayRecordReader, index: int) -> bytes | None:
     try:
-        return reader.read([place])[0]
+        return reader.read([index])[0]
     except (RuntimeError, ValueError):
         return None

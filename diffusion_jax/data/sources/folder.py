@@ -1,7 +1,7 @@
-"""Folders of image files, with their texts in files beside them or in tables.
+"""Folders of image files, with texts in files beside them or in tables (.jsonl or .parquet).
 
-Tables are those of Hugging Face's folders (metadata.jsonl) and of img2dataset (00000.parquet beside
-00000/), .jsonl or .parquet.
+Tables are laid out as in Hugging Face's folders (metadata.jsonl) or as by img2dataset
+(00000.parquet beside 00000/).
 """
 
 import os
@@ -21,21 +21,28 @@ from diffusion_jax.machine import untrusted
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """The images of a config's folder."""
+    """Open the images of a config's folder."""
     return Folder(records.path_of(data), data.text, data.uncaptioned)
 
 
 class Folder(Records):
-    """The images under a folder, in the order of their names, each with a text.
-
-    `text` says where the texts are: the suffix of files of the same stem ("txt", "json:caption",
-    or precomputed embeddings such as "npy" or "t5.npz"), or tables that name the images
-    ("jsonl:caption", "parquet:caption"). `uncaptioned` says what happens to images without a text:
-    "error", "drop", or "empty", which gives them the text "".
-    """
+    """The images under a folder, in the order of their names, each with a text."""
 
     def __init__(self, path: str | os.PathLike[str], text: str = "txt", uncaptioned: str = "error"):
-        """Lists the files and reads tables; FileNotFoundError or ValueError if they cannot do."""
+        """List the files and read the tables.
+
+        Args:
+            path: the folder, which is searched recursively.
+            text: suffix of text files with the image's stem ("txt", "json:caption", or "npy",
+                "t5.npz" and the like for embeddings), or table and column ("jsonl:caption",
+                "parquet:caption").
+            uncaptioned: "error" or "drop" images without a text, or "empty" to give them the text
+                "".
+
+        Raises:
+            FileNotFoundError: the folder does not exist.
+            ValueError: there are no images, or images lack a text and `uncaptioned` is "error".
+        """
         self._root, self._text = pathlib.Path(path), text
         records.check_exists([os.fspath(path)], "folder")
         suffix, field = records.check_text(text, tuple(_TABLES))
@@ -58,24 +65,22 @@ class Folder(Records):
         self._left_out = {"no_caption": len(bare)} if bare else {}
 
     def __len__(self) -> int:
-        """The number of images that have a text."""
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Reads the files; OSError if they have gone."""
+        """Read images and texts. Raises OSError if files have been removed."""
         names = [self._images[index] for index in indices]
         return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Reads the texts alone; OSError if their files have gone."""
+        """Read texts without images. Raises OSError if files have been removed."""
         return [self._read_text(self._images[index]) for index in indices]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Of the images' names in the folder."""
+        """Return hashes of the images' names in the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Images without a text, as {"no_caption": n}."""
         return self._left_out
 
     def _read_text(self, name: str) -> Any:
@@ -83,12 +88,12 @@ class Folder(Records):
             return ""
         if self._captions:
             return self._captions[name]
-        beside = self._root / _text_name(name, self._text.partition(":")[0])
-        return records.read_text(beside.read_bytes(), self._text)
+        text_path = self._root / _text_name(name, self._text.partition(":")[0])
+        return records.read_text(text_path.read_bytes(), self._text)
 
 
 def _walk(root: pathlib.Path) -> set[str]:
-    """Every file under a folder, relative to it, but for hidden ones (macOS writes ._a.jpg)."""
+    """Return all files under a folder, relative to it, except hidden ones (macOS's ._a.jpg)."""
     return {
         os.path.relpath(os.path.join(folder, file), root)
         for folder, _, files in os.walk(root)
@@ -102,16 +107,24 @@ def _text_name(image: str, text: str) -> str:
 
 
 def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str) -> dict[str, str]:
-    """The captions of images by their names under `root`, from every table in `names`.
+    """Return captions by image name, from all tables under `root`.
 
-    A row names its image in "file_name" (beside the table, as in Hugging Face's metadata.jsonl), or
-    in "key" (in the folder that is called like the table: img2dataset's 00000.parquet and 00000/),
-    without its suffix. `field` holds the caption; rows without one are left out. ValueError if
-    there is no table, or none with such columns.
+    A row names its image in the column "file_name", relative to the table, as in Hugging Face's
+    metadata.jsonl; or in "key", without suffix, in the folder with the table's stem, as in
+    img2dataset's 00000.parquet and 00000/. Rows without a caption are left out.
+
+    Args:
+        root: the folder.
+        names: all files, relative to `root`.
+        format: "jsonl" or "parquet".
+        field: the caption column.
+
+    Raises:
+        ValueError: there is no table, or no row with an image and a caption.
     """
     tables = [name for name in names if name.endswith(f".{format}")]
     if not tables:
-        raise ValueError(f"no .{format} in {root}: data.text says that it holds the captions")
+        raise ValueError(f"no .{format} in {root}, where data.text expects the captions")
     stems = {posixpath.splitext(n)[0]: n for n in names if not n.endswith(tuple(_TABLES))}
     images = set(names)
     captions, columns = {}, set()
@@ -127,7 +140,7 @@ def _captions(root: pathlib.Path, names: Sequence[str], format: str, field: str)
                 captions[image] = row[field].strip()
     if not captions:
         raise ValueError(
-            f"no row of {', '.join(tables[:3])} in {root} has both an image that is there and a "
+            f"no row of {', '.join(tables[:3])} in {root} has both an existing image and a "
             f"{field!r}: the columns are {', '.join(sorted(columns)) or 'none'}"
         )
     return captions
@@ -145,13 +158,13 @@ def _read_jsonl(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_parquet(path: pathlib.Path, field: str) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet  # Slow to import, and few data sets need it.
+    import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     with pyarrow.parquet.ParquetFile(path) as file:
-        known = file.schema_arrow.names
-        name = "file_name" if "file_name" in known else "key"
-        if missing := [column for column in (name, field) if column not in known]:
-            raise ValueError(f"{path} has no column {missing[0]!r}: it has {', '.join(known)}")
+        columns = file.schema_arrow.names
+        name = "file_name" if "file_name" in columns else "key"
+        if missing := [column for column in (name, field) if column not in columns]:
+            raise ValueError(f"{path} has no column {missing[0]!r}: it has {', '.join(columns)}")
         for batch in file.iter_batches(columns=[name, field]):
             yield from batch.to_pylist()
 

@@ -1,8 +1,8 @@
-"""Moments: the means and log variances that an autoencoder gives for images, in webdataset tars.
+"""Moments, the means and log variances of an autoencoder's latents, in webdataset tars.
 
-A member KEY.npy holds means, then log variances, float [2 Z, h, w] or [1, 2 Z, h, w] as MLPerf
-publishes them. A folder that this project wrote has a manifest, which says by what they were made;
-what others wrote has none.
+A member KEY.npy holds means followed by log variances, float [2 Z, h, w], or [1, 2 Z, h, w] as
+published by MLPerf. A folder written by this project has a manifest, which records the settings
+that the moments were computed with; other folders have none.
 """
 
 import functools
@@ -27,7 +27,7 @@ SUFFIXES = ("npy",)
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
-    """The moments in a config's tars, in the place of pictures; without a shape, texts alone."""
+    """Open the moments in a config's tars. Without shapes.moments, only texts can be read."""
     path = records.path_of(data)
     tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
     return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)
@@ -36,21 +36,28 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
 def read(
     contents: bytes, place: tuple[float, float], *, shape: tuple[int, int, int]
 ) -> Float[np.ndarray, "h w _"]:
-    """The moments [h, w, 2 Z] of a file; ValueError at once for another `shape` than this.
+    """Read the moments of a file as float32.
 
-    Unusable("broken_moments") for what is no array, or not finite. `place` is for images.
+    Args:
+        contents: the file's bytes.
+        place: the crop position, which is ignored.
+        shape: the expected [h, w, 2 Z].
+
+    Raises:
+        ValueError: the moments have another shape.
+        Unusable: with reason "broken_moments" if the file is damaged or not finite.
     """
     del place
     try:
         array = untrusted.read_array(io.BytesIO(contents), len(contents))
-    except Exception as error:  # Damaged files fail in ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise Unusable("broken_moments", f"{type(error).__name__}: {error}") from error
     height, width, channels = shape
     if array.shape not in ((channels, height, width), (1, channels, height, width)):
         raise ValueError(
-            f"moments of shape {list(array.shape)}, and the config's are {channels} x {height} x "
-            f"{width} (vae.latent_channels twice, and latents.image_size by the VAE's factor): "
-            "set it to what the data hold, or make moments of this size"
+            f"moments have shape {list(array.shape)}, but the config expects "
+            f"{[channels, height, width]} (2 vae.latent_channels, and latents.image_size over the "
+            "VAE's factor): set the config to the data's shape, or compute moments of this shape"
         )
     array = array.reshape(channels, height, width).transpose(1, 2, 0).astype(np.float32)
     if not np.isfinite(array).all():
@@ -59,30 +66,37 @@ def read(
 
 
 def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
-    """A file for `read`, channels first, float32."""
+    """Return a file for `read`: float32, channels first."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(moments.transpose(2, 0, 1), np.float32))
     return file.getvalue()
 
 
 def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """The manifest in the folder that tars lie in; None if there is none."""
+    """Return the manifest in the tars' folder, or None if there is none."""
     folder = files.path(path)
     file = (folder if folder.is_dir() else folder.parent) / MANIFEST
     return json.loads(file.read_text()) if file.is_file() else None
 
 
-def check_manifest(path: str | os.PathLike[str], wanted: Mapping[str, Any]) -> None:
-    """ValueError if moments have a manifest and are unfinished, or made in another way."""
+def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
+    """Check that moments are complete and were computed with the expected settings.
+
+    Moments without a manifest are accepted.
+
+    Raises:
+        ValueError: the moments are incomplete or were computed with other settings.
+    """
     stored = find_manifest(path)
     if stored is None:
         return
-    if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
+    if different := claims.unlike({name: stored.get(name) for name in expected}, expected):
         raise ValueError(
-            f"the moments in {path} were made in another way ({different}): set the "
-            "config to what is there, or make others in a new folder"
+            f"the moments in {path} were computed with other settings ({different}): set the "
+            "config to these settings, or compute moments in a new folder"
         )
     if not stored["finished"]:
         raise ValueError(
-            f"the moments in {path} are unfinished: the command that began them goes on"
+            f"the moments in {path} are incomplete: repeat the command that started them, "
+            "which continues"
         )

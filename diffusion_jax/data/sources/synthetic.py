@@ -1,4 +1,4 @@
-"""One random batch, again and again: input that costs nothing, for benchmarks."""
+"""The same random batch at every step: input at no cost, for benchmarks."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +11,20 @@ from diffusion_jax.data.pictures import Pictures, Shapes
 
 
 def open_source(_: Data, shapes: Shapes) -> Pictures:
-    """Random pictures of the shapes that a task takes."""
+    """Return random pictures with a task's shapes."""
     return Synthetic(shapes.size, shapes.embeddings)
 
 
 class Synthetic(Pictures):
-    """The same random pictures and text for any indices."""
+    """Random pictures and a text that are the same for all indices."""
 
     def __init__(self, size: int, embeddings: tuple[int, int] | None = None):
-        """Texts are a caption, or arrays of the shape `embeddings` (tokens, width)."""
+        """Choose the shapes.
+
+        Args:
+            size: height and width of the pictures.
+            embeddings: (tokens, width) of embeddings; None for a caption.
+        """
         self._random = np.random.default_rng(0)
         self._images = np.zeros((0, size, size, 3), np.uint8)
         self._text = "a picture of random noise"
@@ -27,13 +32,13 @@ class Synthetic(Pictures):
             self._text = self._random.standard_normal(embeddings, np.float32)
 
     def __len__(self) -> int:
-        """A number that no run comes to the end of."""
+        """A number that no run reaches."""
         return 2**31 - 1
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
-        """The same pictures for any indices and places."""
+        """Return the same pictures for all indices and places."""
         images = self._images
         if len(images) != len(indices):
             shape = (len(indices), *images.shape[1:])

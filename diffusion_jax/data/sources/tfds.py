@@ -1,8 +1,8 @@
-"""TFDS data sets, read at random and without TensorFlow: ArrayRecord files, or TFRecord files.
+"""TFDS data sets in ArrayRecord or TFRecord files, read in random order without TensorFlow.
 
-TFRecord is what TFDS prepares by default. TensorFlow reads it from the beginning to the end; here
-the frames of its files are found once (a length, its checksum, the contents, theirs), and what lies
-in them is decoded by TFDS.
+TFRecord is TFDS's default. TensorFlow reads such files only sequentially; here the positions of
+their frames (a length, its checksum, the contents, their checksum) are collected once, and TFDS
+decodes the contents.
 """
 
 import mmap
@@ -23,24 +23,28 @@ _LENGTH = struct.Struct("<Q")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """The examples of a config's split."""
+    """Open the examples of a config's split."""
     return Tfds(records.path_of(data), data.text)
 
 
 class Tfds(Records):
-    """The examples of a split of a TFDS data set.
-
-    `path` is "NAME@SPLIT", prepared before under TFDS_DATA_DIR, or "FOLDER@SPLIT" with the folder
-    of one version; `text` is the feature of the captions, parts joined by "/" ("captions/text").
-    Of several captions the first is taken.
-    """
+    """The examples of one split of a TFDS data set, with the first caption of each."""
 
     def __init__(self, path: str, text: str = "caption"):
-        """Opens it; ValueError if it is absent, lies in another format, or has other features."""
+        """Open a split.
+
+        Args:
+            path: "NAME@SPLIT" of a data set prepared under TFDS_DATA_DIR, or "FOLDER@SPLIT" with
+                the folder of one version.
+            text: the caption feature, with nested names joined by "/" ("captions/text").
+
+        Raises:
+            ValueError: the data set is missing, has another format, or lacks a feature.
+        """
         name, split = records.split_of(path)
         if not split:
             raise ValueError(f"data.path is {path!r}: write NAME@SPLIT, such as {name}@train")
-        import tensorflow_datasets as tfds  # Slow to import, and few data sets need it.
+        import tensorflow_datasets as tfds  # Slow to import, and needed by few data sets.
 
         self._name, self._text = path, text.split("/")
         try:
@@ -50,14 +54,14 @@ class Tfds(Records):
                 for feature, kind in builder.info.features.items()
                 if isinstance(kind, tfds.features.Image)
             )
-            decoders = {self._image: tfds.decode.SkipDecoding()}  # Files, to be decoded small.
+            decoders = {self._image: tfds.decode.SkipDecoding()}  # `transforms` decodes faster.
             try:
                 self._rows: Any = builder.as_data_source(split, decoders=decoders)
-            except NotImplementedError:  # Of formats that TFDS cannot read at random.
+            except NotImplementedError:  # TFDS has no random access to this format.
                 self._rows = _TfRecords(builder.info, split, decoders)
         except StopIteration:
-            raise ValueError(f"{name} has no feature of images") from None
-        except Exception as error:  # TFDS raises many kinds.
+            raise ValueError(f"{name} has no image feature") from None
+        except Exception as error:  # TFDS raises many types.
             raise ValueError(
                 f"TFDS cannot read {path}: {error}\nPrepare it once with tfds build NAME (best for "
                 "large sets: --file_format=array_record)"
@@ -67,11 +71,10 @@ class Tfds(Records):
         self._check_text()
 
     def __len__(self) -> int:
-        """The number of examples."""
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Reads the examples together."""
+        """Read examples in one request."""
         rows = self._rows.__getitems__(list(indices))
         text = lambda row: records.cell_text(_inside(row, self._text))
         return [
@@ -84,19 +87,19 @@ class Tfds(Records):
         if _inside(row, self._text) is None:
             raise ValueError(
                 f"{self._name} has no feature {'/'.join(self._text)!r}: it has {', '.join(row)}. "
-                "Name the one of the captions with data.text"
+                "Set data.text to the caption feature"
             )
 
 
 class _TfRecords:
-    """The examples of a split in TFRecord files, at random; ValueError for other formats."""
+    """The examples of a split in TFRecord files, with random access."""
 
     def __init__(self, info: Any, split: str, decoders: Any):
         self._decode = lambda contents: info.features.deserialize_example_np(
             contents, decoders=decoders
         )
         if info.file_format.name != "TFRECORD":
-            raise ValueError(f"its format is {info.file_format.name}, which is not read at random")
+            raise ValueError(f"its format {info.file_format.name} has no random access")
         self._files, spans = [], [np.zeros((0, 3), np.int64)]
         for part in info.splits[split].file_instructions:
             with pathlib.Path(part.filename).open("rb") as file:
@@ -118,14 +121,14 @@ class _TfRecords:
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
-    """First and last byte of each record, [N, 2]; ValueError if the file ends in the middle."""
-    spans, at = [], 0
-    while at < len(mapped):
-        (length,) = _LENGTH.unpack_from(mapped, at) if at + 12 <= len(mapped) else (len(mapped),)
-        spans.append((at + 12, at + 12 + length))
-        at += 12 + length + 4
-    if at != len(mapped):
-        raise ValueError(f"{name} is no whole TFRecord file")
+    """Return the first and last byte of each record, [N, 2]. Raises ValueError if truncated."""
+    spans, position, end = [], 0, len(mapped)
+    while position < end:
+        (length,) = _LENGTH.unpack_from(mapped, position) if position + 12 <= end else (end,)
+        spans.append((position + 12, position + 12 + length))
+        position += 12 + length + 4
+    if position != end:
+        raise ValueError(f"{name} is not a complete TFRecord file")
     return np.array(spans, np.int64).reshape(-1, 2)
 
 
@@ -134,7 +137,7 @@ def _builder(tfds: Any, name: str) -> Any:
         return tfds.builder_from_directory(name)
     from tensorflow_datasets.core import read_only_builder
 
-    try:  # Most of TFDS's own sets need TensorFlow to be described, and their files none.
+    try:  # The classes of most TFDS data sets need TensorFlow, but their files do not.
         return read_only_builder.builder_from_files(name)
     except tfds.core.DatasetNotFoundError:
         return tfds.builder(name)

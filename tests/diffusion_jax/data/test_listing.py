@@ -81,7 +81,7 @@ def test_a_listing_is_made_once_and_takes_16_bytes_a_record(tmp_path, monkeypatc
     (place,) = (tmp_path / "s").glob("records-*.index")
     beside = 21 * 8 + 500  # The first record of each tar, and the facts.
     assert 0 < place.stat().st_size - 16 * len(first.spans) < beside
-    monkeypatch.setattr(listing, "_make", lambda *_: pytest.fail("made once more"))
+    monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
     again = listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
     np.testing.assert_array_equal(again.spans, first.spans)
     assert isinstance(again.spans.base, np.memmap)  # Pages of the file, which processes share.
@@ -130,7 +130,7 @@ def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, mo
         (copy,) = cache.glob("*.index")
         assert storage.read(kept) == copy.read_bytes()
         copy.unlink()
-        monkeypatch.setattr(listing, "_make", lambda *_: pytest.fail("made once more"))
+        monkeypatch.setattr(listing, "_build", lambda *_: pytest.fail("made once more"))
         second = WebDataset("memory://listed", uncaptioned="drop")
         assert second.read([3, 0]) == first.read([3, 0])
         assert copy.exists()
@@ -140,7 +140,7 @@ def test_each_machine_copies_what_one_has_put_into_the_store(tmp_path, cache, mo
 
 def test_processes_that_start_together_make_one_listing(tmp_path, monkeypatch):
     contents = write_tars(tmp_path / "s")
-    make, made, start = listing._make, [], threading.Barrier(3)
+    make, made, start = listing._build, [], threading.Barrier(3)
 
     def slowly(*arguments):
         made.append(arguments)
@@ -151,7 +151,7 @@ def test_processes_that_start_together_make_one_listing(tmp_path, monkeypatch):
         start.wait()
         return listing.open_listing(str(tmp_path / "s"), ("jpg", "png"), "txt")
 
-    monkeypatch.setattr(listing, "_make", slowly)
+    monkeypatch.setattr(listing, "_build", slowly)
     with ThreadPoolExecutor(3) as pool:
         opened = list(pool.map(open_one, range(3)))
     rows = by_hand(tmp_path / "s", contents, "txt")

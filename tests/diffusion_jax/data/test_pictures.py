@@ -137,7 +137,7 @@ def test_damaged_records_end_the_run_above_their_share(folder):
     for share, fails in ((0.02, False), (0.019, True), (0.0, True)):
         opened = open_pictures(Data("folder", path=str(folder), max_broken=share), 16)
         if fails:
-            with pytest.raises(ValueError, match=rf"\d of 40 records .*max_broken is {share}"):
+            with pytest.raises(ValueError, match=rf"\d of 40 records .*max_broken={share}"):
                 opened.read(np.arange(40))
         else:
             opened.read(np.arange(40))
@@ -177,11 +177,11 @@ def test_a_mixture_is_its_parts_one_after_another(mixture):
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ([], r"needs data\.mixture: its parts"),
-        ([(1, "digits", "")], r"holds \(1, 'digits', ''\): each part is \(weight, source"),
+        ([], r"data\.mixture is empty"),
+        ([(1, "digits", "")], r"holds \(1, 'digits', ''\): each part must be \(weight, s"),
         ([(0, "digits", "", "txt")], "with a weight above 0"),
-        ([(1, "mixture", "", "txt")], "holds a mixture: write its parts"),
-        ([(1, "digit", "", "txt")], "there is no data source 'digit'"),
+        ([(1, "mixture", "", "txt")], "contains a mixture: list its parts"),
+        ([(1, "digit", "", "txt")], "the data source 'digit' is unknown"),
     ],
 )
 def test_mistakes_in_a_mixture_are_named(parts, message):

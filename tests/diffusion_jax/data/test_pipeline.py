@@ -136,12 +136,12 @@ def test_the_state_is_json_and_of_these_data_only():
         np.testing.assert_array_equal(next(iterator)["n"], numbers(batches(10, 2, seed=7), 3)[2])
     with (
         batches(11, 4, seed=7) as iterator,
-        pytest.raises(ValueError, match=r"'pictures': 10} and the data now are .*'pictures': 11}"),
+        pytest.raises(ValueError, match=r"'pictures': 10}, but the data are now .*'pictures': 11}"),
     ):
         iterator.set_state(state)
     with (
         batches(10, 3, seed=7) as iterator,
-        pytest.raises(ValueError, match=r"no multiple of .* 3"),
+        pytest.raises(ValueError, match=r"not a multiple of .* 3"),
     ):
         iterator.set_state(state)
 
@@ -171,7 +171,9 @@ def test_a_batch_of_digits_is_uint8_with_token_ids():
 
 
 def test_a_batch_that_does_not_divide_over_processes_is_refused():
-    with pytest.raises(ValueError, match="batch_size 6 does not divide over 4 processes"):
+    with pytest.raises(
+        ValueError, match="batch_size is 6: it must be a multiple of the 4 processes"
+    ):
         batches(10, 6, process_count=4)
 
 

@@ -35,9 +35,9 @@ def test_some_are_drawn_by_the_seed_alone(tmp_path):
     ("name", "content", "number", "message"),
     [
         ("p.txt", "\n\n", None, "holds no prompt"),
-        ("p.txt", "one\n", 2, "holds 1 prompts and 2 are asked for"),
-        ("p.csv", "one", None, "is no file of prompts: write .txt"),
-        ("p.tsv", "id\ttext\n1\ta\n", None, "has the columns id, text: one must be caption"),
+        ("p.txt", "one\n", 2, "holds 1 prompts, fewer than the requested 2"),
+        ("p.csv", "one", None, "is not a file of prompts: use .txt"),
+        ("p.tsv", "id\ttext\n1\ta\n", None, "has no column caption: its columns are id, text"),
         ("p.json", "[1]", None, "has no annotations"),
     ],
 )

@@ -168,5 +168,5 @@ def test_evaluation_may_come_after_training_and_does_not_count(whole, folder):
 def test_moments_of_another_shape_are_an_error_before_training(folder):
     tiny_benchmark.write_moments(folder / "wrong", (4, 4, 6))
     workdir, said = run(folder, "bad", "--toy", f"--config.data.path={folder}/wrong", code=2)
-    assert "moments of shape [6, 4, 4], and the config's are 8 x 4 x 4" in said
+    assert "moments have shape [6, 4, 4], but the config expects [8, 4, 4]" in said
     assert not (workdir / "checkpoints").exists()

@@ -63,13 +63,13 @@ def test_what_cannot_be_read_is_refused(tmp_path):
         ArrayRecords(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no \.array_record in"):
         ArrayRecords(tmp_path)
-    with pytest.raises(ValueError, match="gs://b/a: ArrayRecord files are read from local disks"):
+    with pytest.raises(ValueError, match="gs://b/a is a URL, but ArrayRecord files must be local"):
         ArrayRecords("gs://b/a")
     (tmp_path / "a.array_record").write_bytes(b"no such thing" * 9999)
-    with pytest.raises(ValueError, match=r"a\.array_record is no whole ArrayRecord file"):
+    with pytest.raises(ValueError, match=r"a\.array_record is not a complete ArrayRecord file"):
         ArrayRecords(tmp_path)
     write(tmp_path / "a.array_record")
-    with pytest.raises(ValueError, match=r"no records in .*: 1 files, all empty"):
+    with pytest.raises(ValueError, match=r"no records in .*: all 1 files are empty"):
         ArrayRecords(tmp_path)
 
 

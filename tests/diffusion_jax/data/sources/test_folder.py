@@ -53,7 +53,7 @@ def test_images_without_captions_are_counted_and_named(folder):
         (folder / f"0000{i}.txt").unlink()
     message = (
         r"4 of 6 images have no \.txt beside them: 00000.png, 00001.png, 00002.png and 1 more\. "
-        r".*\(there are files of png, txt\), or leave these images out with data.uncaptioned=drop"
+        r".*\(the files are png, txt\), or leave these images out with data.uncaptioned=drop"
     )
     with pytest.raises(ValueError, match=message):
         Folder(folder)
@@ -75,7 +75,7 @@ def test_unknown_choices_are_refused(folder):
     with pytest.raises(ValueError, match=r"texts of suffix 'pickle' are pickles.*docs/data\.md"):
         Folder(folder, text="pickle")
     with pytest.raises(
-        ValueError, match=r"data\.text is 'json': say which field, such as json:capt"
+        ValueError, match=r"data\.text is 'json': name the field, such as json:caption"
     ):
         Folder(folder, text="json")
     with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet have fields"):

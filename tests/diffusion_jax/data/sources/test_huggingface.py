@@ -85,7 +85,7 @@ def test_captions_of_a_data_set_are_prompts(written):
     assert prompts.read(f"huggingface:{written}/clone@test::text") == ["number 50", "number 51"]
     drawn = prompts.read(f"arrow:{written}/saved@train::text", 3)
     assert len(drawn) == 3 and set(drawn) < {text for _, text in TRAIN}
-    with pytest.raises(ValueError, match="or name a data source, such as tfds:coco"):
+    with pytest.raises(ValueError, match="or a data source such as tfds:coco"):
         prompts.read(f"arrows:{written}/saved@train::text")
 
 
@@ -95,7 +95,7 @@ def test_captions_of_a_data_set_are_prompts(written):
         ("huggingface", "clone", "text", r"has the splits .*train.*: choose .*clone@SPLIT"),
         ("huggingface", "clone@valid", "text", r"datasets cannot open .*clone: Unknown split"),
         ("huggingface", "clone@train", "caption", r"7 rows of text, image, .*data\.text"),
-        ("huggingface", "saved", "text", r"its splits are test, train, choose one as .*@SPLIT"),
+        ("huggingface", "saved", "text", r"whose splits are test, train: choose one as .*@SPLIT"),
         ("arrow", "clone", "text", r"no \.arrow in .*parquet is read by the source 'huggingface'"),
     ],
 )
@@ -112,7 +112,9 @@ def test_parquet_that_lacks_its_images_is_refused_before_the_run(tmp_path):
     rows.to_parquet(tmp_path / "paths.parquet")  # Which puts no image into the file.
     assert read("huggingface", tmp_path / "paths.parquet") == [(1, "a")]
     (tmp_path / "a.png").unlink()
-    with pytest.raises(FileNotFoundError, match=r"not the images, and .*a\.png is not there"):
+    with pytest.raises(
+        FileNotFoundError, match=r"stores the paths of its images, and .*a\.png does not exist"
+    ):
         sources.open_records(Data("huggingface", f"{tmp_path}/paths.parquet", "text"))
 
 
