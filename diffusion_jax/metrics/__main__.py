@@ -1,37 +1,37 @@
-"""Scores of image sets from the command line; `fid A B` does what pytorch-fid's command does.
+"""Scores image sets from the command line. `fid A B` is equivalent to pytorch-fid's command.
 
     python -m diffusion_jax.metrics stats --images=DIR --out=FILE.npz
 
-makes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"); for CMMD
-those of a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features, for FD-DINOv2 those of
---dinov2=FOLDER. Killed, the same command goes on; several share the work with --workers=N and
---worker=0 ... N-1, or Apache Beam's workers do it: --engine=beam (docs/data.md). --dry_run says
-what there is to do.
+computes statistics of a folder of images or of webdataset tars ("data/{000..099}.tar"). For CMMD,
+use a CLIP's features: --clip=FOLDER --clip_mode=squash --keep_features; for FD-DINOv2, use
+--dinov2=FOLDER. After an interruption, the same command continues. Several processes share the work
+with --workers=N and --worker=0 ... N-1, or Apache Beam distributes it with --engine=beam (see
+docs/data.md). --dry_run prints the remaining work.
 
     python -m diffusion_jax.metrics fid A B
 
-prints the distance of two folders, tars or .npz files (A the reference), with --dinov2=FOLDER that
-of DINOv2's features; with --all also FID's extrapolation to infinitely many images, KID, precision,
-recall, density, coverage and intervals, where the features of both are at hand. --out=FILE.json
-writes the scores and their card.
+prints the Frechet distance between two folders, tars or .npz files (A is the reference), of
+Inception's features, or of DINOv2's with --dinov2=FOLDER. --all adds FID extrapolated to infinitely
+many images, KID, precision, recall, density, coverage and confidence intervals, which need the
+features of both sides. --out=FILE.json writes the scores and their card.
 
     python -m diffusion_jax.metrics clip DIR --prompts=FILE --clip=FOLDER
 
-prints the CLIP score of a folder's images in the order of their names, and a file's lines, and
+prints the CLIP score of a folder's images, sorted by name, with the prompts of a file in order, and
 with --reference=DIR the CMMD to another folder.
 
     python -m diffusion_jax.metrics compare A.json B.json ...
 
-prints scores side by side, and refuses if their cards say that they cannot be compared.
+prints scores side by side, or an error if their cards show that they are not comparable.
 
     python -m diffusion_jax.metrics convert WEIGHTS.pth OUT.safetensors
 
-makes safetensors of the FID Inception's public weights, without torch.
+converts the public weights of the FID Inception to safetensors, without torch.
 
     python -m diffusion_jax.metrics train_judge --data=SOURCE:PATH::TEXT --out=FOLDER
 
-trains a judge on a captioned set, such as webdataset:data/emoji/train, for
-`evaluate --judge=FOLDER`, and prints its scores of real pictures and of damaged ones.
+trains a judge for `evaluate --judge=FOLDER` on a captioned data set, such as
+webdataset:data/emoji/train, and prints its scores of real and of damaged pictures.
 """
 
 import functools
@@ -68,54 +68,59 @@ from diffusion_jax.metrics.judges import judge
 from diffusion_jax.metrics.judges import train as train_judge
 from diffusion_jax.metrics.table import METRICS
 
-_IMAGES = flags.DEFINE_string("images", None, "stats: a folder, or tars.")
-_OUT = flags.DEFINE_string("out", None, "Where the result goes.")
+_IMAGES = flags.DEFINE_string("images", None, "stats: a folder of images, or tars.")
+_OUT = flags.DEFINE_string("out", None, "Output file, or folder for train_judge.")
 _WEIGHTS = flags.DEFINE_string(
-    "weights", "", "The FID Inception's weights: a file; by default downloaded."
+    "weights", "", "File with the FID Inception's weights; downloaded by default."
 )
-_MODE = flags.DEFINE_enum("mode", "pytorch", [*preprocess.INCEPTION], "Preprocessing.")
-_DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "The level of features.")
-_SIZE = flags.DEFINE_integer("size", 0, "Resize images to this side first.", lower_bound=0)
-_FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How they are brought to --size.")
-_BATCH = flags.DEFINE_integer("batch_size", 50, "Images at once.", lower_bound=1)
-_KEEP = flags.DEFINE_bool("keep_features", False, "stats: keep the features in the file too.")
-_ALL = flags.DEFINE_bool("all", False, "All scores with intervals; fid: not the distance alone.")
-_SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images in one of KID's subsets.", lower_bound=2)
-_SEED = flags.DEFINE_integer("seed", 0, "Draws KID's subsets and the intervals.", lower_bound=0)
-_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one a line.")
-_CLIP = flags.DEFINE_string("clip", None, "clip, stats: a folder or Hub name of a CLIP.")
+_MODE = flags.DEFINE_enum(
+    "mode", "pytorch", [*preprocess.INCEPTION], "Preprocessing for Inception."
+)
+_DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features.")
+_SIZE = flags.DEFINE_integer("size", 0, "Resize images to this side; 0 does not.", lower_bound=0)
+_FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How to resize images to --size.")
+_BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
+_KEEP = flags.DEFINE_bool("keep_features", False, "stats: save the features, too.")
+_ALL = flags.DEFINE_bool("all", False, "Print all scores, with confidence intervals.")
+_SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
+_SEED = flags.DEFINE_integer("seed", 0, "Seed of KID's subsets and the intervals.", lower_bound=0)
+_PROMPTS = flags.DEFINE_string("prompts", None, "clip: a file; .txt has one prompt per line.")
+_CLIP = flags.DEFINE_string("clip", None, "clip, stats: folder or Hub name of a CLIP.")
 _CLIP_MODE = flags.DEFINE_enum(
     "clip_mode", "open_clip", [*clip_towers.PREPROCESSING], "Preprocessing for CLIP."
 )
 _DINOV2 = flags.DEFINE_string("dinov2", None, "fid, stats: DINOv2's weights, for FD-DINOv2.")
-_REFERENCE = flags.DEFINE_string("reference", None, "clip: images to take the CMMD to.")
+_REFERENCE = flags.DEFINE_string("reference", None, "clip: reference images of the CMMD.")
 _ALLOW = flags.DEFINE_list("allow", [], "compare: fields of the card that may differ.")
-_DATA = flags.DEFINE_string("data", None, "train_judge: SOURCE:PATH::TEXT, a captioned set.")
-_SEEN = flags.DEFINE_integer("seen", 150_000, "train_judge: pictures of training.", lower_bound=1)
-_OTHER = flags.DEFINE_string("other", "", "train_judge: the same in another style, to be told.")
+_DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOURCE:PATH::TEXT.")
+_SEEN = flags.DEFINE_integer(
+    "seen", 150_000, "train_judge: number of training pictures, with repetition.", lower_bound=1
+)
+_OTHER = flags.DEFINE_string("other", "", "train_judge: the same pictures in another style, which "
+                             "the judge learns to tell apart.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
-    "shard_images", reference.Work().shard, "stats: images of a shard, the unit that a kill may "
-    "lose.", lower_bound=1,
+    "shard_images", reference.Work().shard, "stats: images per shard, the most work that an "
+    "interruption loses.", lower_bound=1,
 )  # fmt: skip
 engines.define_flags()
 _SHARED = ("shard_images", "worker", "workers", "engine", "beam_options", "dry_run")
-_OWN: Mapping[str, Collection[str]] = {
+_ONLY_FOR: Mapping[str, Collection[str]] = {
     "stats": ("images", "out", "weights", "clip", "dinov2", *_SHARED),
     "fid": ("out", "weights", "dinov2"),
     "clip": ("out", "prompts", "clip", "reference"),
     "train_judge": ("data", "out", "other"),
 }
-"""The flags that not every command reads: files, and who shares the work."""
-_FEW = 4  # Times the dimensions: below, a distance tells more of n than of the images.
+"""Flags that only some commands read, by command."""
+_FEW = 4  # Below this number of images per dimension, a distance mostly depends on the number.
 
 
 def main(argv: list[str]) -> None:
-    """Runs a command."""
+    """Run the command named on the command line."""
     with cli.bad_input():
-        for name in dict.fromkeys(itertools.chain(*_OWN.values())):
+        for name in dict.fromkeys(itertools.chain(*_ONLY_FOR.values())):
             flag = flags.FLAGS[name]
-            if argv[1:] and flag.value != flag.default and name not in _OWN.get(argv[1], ()):
-                raise ValueError(f"--{name} is not for `{argv[1]}`, which does not read it")
+            if argv[1:] and flag.value != flag.default and name not in _ONLY_FOR.get(argv[1], ()):
+                raise ValueError(f"`{argv[1]}` does not read --{name}: remove the flag")
         match argv[1:]:
             case ["stats"] if _IMAGES.value and _OUT.value:
                 cli.start()
@@ -134,8 +139,8 @@ def main(argv: list[str]) -> None:
                 )
             case ["convert", path, out]:
                 converted = weights.convert(path, out)
-                which = "the" if converted.official else "not the"
-                print(f"{out}: {converted.digest}, {which} public file")
+                origin = "the" if converted.official else "not the"
+                print(f"{out}: {converted.digest}, {origin} public file")
             case ["train_judge"] if _DATA.value and _OUT.value:
                 cli.start()
                 _train_judge(_DATA.value, _OUT.value)
@@ -157,12 +162,12 @@ def _stats(path: str, out: str) -> None:
     opened = reference.open_images(path, network, _SIZE.value, _FIT.value)
     if flags.FLAGS.dry_run:
         shards = reference.shards_of(opened, out, work)
-        there = sum(shards.path(shard).exists() for shard in shards.numbers)
-        print(f"would take {len(opened)} images in {len(shards.numbers)} shards, {there} are there")
+        finished = sum(shards.path(shard).exists() for shard in shards.numbers)
+        print(f"{len(opened)} images in {len(shards.numbers)} shards, {finished} of them finished")
         return
     with cli.bad_input(usual=(OSError,), code=1):
         reference.take(opened, out, work, engine)
-    logging.info("%s has the statistics of %s", out, path)
+    logging.info("wrote the statistics of %s to %s", path, out)
 
 
 def _fid(a: str, b: str) -> None:
@@ -170,11 +175,11 @@ def _fid(a: str, b: str) -> None:
     real, generated = (_side(path, extractor) for path in (a, b))
     if _ALL.value and (real.features is None or generated.features is None):
         raise ValueError(
-            "--all needs the features of both sides: give folders, or files that `stats` wrote "
+            "--all needs the features of both sides: use folders, or files written by `stats` "
             "with --keep_features"
         )
     names = _metrics_of("dinov2" if _DINOV2.value else "inception")
-    names = names if _ALL.value else names[:1]  # The distance stands first.
+    names = names if _ALL.value else names[:1]  # The distance comes first.
     rows = generated.gaussian if generated.features is None else generated.features
     card = _card_of(extractor, a, real, generated)
     _report(cards.Scored(_scores(names, rows, real, lambda name: table.column(name, card)), card))
@@ -185,11 +190,14 @@ def _score_clip(folder: str) -> None:
     generated = _of_images(folder, clip.image)
     if generated.features is None or len(generated.features) != len(prompts):
         n = generated.gaussian.n
-        raise ValueError(f"{n} usable images in {folder} and {len(prompts)} prompts are no pairs")
+        raise ValueError(
+            f"{folder} has {n} usable images, but there are {len(prompts)} prompts: the numbers "
+            "must be equal"
+        )
     ids, encode, size = clip.tokenize(prompts), extractors.on_host(clip.text), _BATCH.value
     texts = np.concatenate([encode(ids[i : i + size]) for i in range(0, len(ids), size)])
     card = (generated.card or {}) | {"prompts": prompt_files.fingerprint(prompts)}
-    # The model is in the name, since ViT-L/14 and ViT-H/14 give different numbers.
+    # The model is part of the name, since ViT-L/14 and ViT-H/14 give different scores.
     column = lambda name: f"{name}_{clip.image.name}".replace("clip_score_clip_", "clip_score_")
     cosines = clip_score.cosines(generated.features, texts)
     scores = _scores(_metrics_of("clip"), cosines, None, column)
@@ -201,11 +209,11 @@ def _score_clip(folder: str) -> None:
 
 
 def _train_judge(data: str, out: str) -> None:
-    made = train_judge.train(
+    trained = train_judge.train(
         data, size=_SIZE.value or 64, seen=_SEEN.value, seed=_SEED.value, other=_OTHER.value
     )
-    judge.save(made, out)
-    _print_table([{"pictures": name, **row} for name, row in made.card["scores"].items()])
+    judge.save(trained, out)
+    _print_table([{"pictures": name, **row} for name, row in trained.card["scores"].items()])
 
 
 def _metrics_of(features: str) -> list[str]:
@@ -218,25 +226,24 @@ def _scores(
     real: stats_files.Stats | None,
     column: Callable[[str], str],
 ) -> dict[str, float]:
-    """The columns of these metrics, with intervals where all scores are wanted."""
+    """Return the columns of these metrics, with intervals if --all is set."""
     seed = {"seed": _SEED.value}
     options = {"kid": {"size": _SUBSET.value, **seed}, "fid_infinity": seed}
-    prepare = functools.cache(lambda reference: reference(real))  # FID's takes seconds.
+    prepare = functools.cache(lambda reference: reference(real))  # Takes seconds for FID.
     scores = {}
     for name in names:
         reference = METRICS[name].reference
-        compared = [prepare(reference)] if reference else []
-        score = METRICS[name].score(rows, *compared, **options.get(name, {}))
+        real_side = [prepare(reference)] if reference else []
+        score = METRICS[name].score(rows, *real_side, **options.get(name, {}))
         scores |= table.columns(column(name), score, seed=_SEED.value, interval=_ALL.value)
     return scores
 
 
 def _network() -> Callable[[], extractors.Extractor]:
-    """What loads the network whose features are compared; it can be pickled."""
+    """Return a picklable function that loads the extractor chosen by the flags."""
     if _DINOV2.value:
         return functools.partial(dinov2.load, _DINOV2.value)
-    how = _WEIGHTS.value, _MODE.value, _DIMS.value
-    return functools.partial(extractors.load_inception, *how)
+    return functools.partial(extractors.load_inception, _WEIGHTS.value, _MODE.value, _DIMS.value)
 
 
 def _clip() -> clip_towers.Clip:
@@ -249,20 +256,21 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
     stats = stats_files.read(path)
     stats_files.check(path, stats, extractor)
     if stats.card is None:
-        logging.warning("%s does not say what it is of: it is trusted to be %s's, preprocessing %s",
-                        path, extractor.name, extractor.preprocessing)  # fmt: skip
+        logging.warning("%s has no card: assuming the extractor %s with preprocessing %s", path,
+                        extractor.name, extractor.preprocessing)  # fmt: skip
     return stats
 
 
 def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
-    """Statistics with their features, by all devices of all processes together."""
+    """Compute statistics and features on all devices of all processes."""
     opened = reference.Images(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
-    how = {"batch_size": _BATCH.value, "progress": progress}
-    stream, skipped = extractors.extract(extractor, opened.source, mesh, **how)
+    stream, skipped = extractors.extract(
+        extractor, opened.source, mesh, batch_size=_BATCH.value, progress=progress
+    )
     card = opened.card(stream.n, skipped)
     if card["skipped"]:
-        logging.warning("of %d images in %s were left out: %s", len(opened), path, card["skipped"])
+        logging.warning("skipped some of %d images in %s: %s", len(opened), path, card["skipped"])
     return stats_files.Stats(stream.gaussian(), stream.features(), card)
 
 
@@ -272,18 +280,19 @@ def _card_of(
     real: stats_files.Stats,
     generated: stats_files.Stats,
 ) -> cards.Card:
-    """The generated images' card, and which reference they were held against."""
+    """Return the generated images' card with the name of the reference."""
     counts = [side.gaussian.n for side in (real, generated)]
     empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
     card = generated.card or empty
     size = (real.card or {}).get("image_size")
     if size is not None and card["image_size"] not in (None, size):
-        logging.warning("the images are %s, and the reference's %s", card["image_size"], size)
+        logging.warning("the images are %s, but the reference's are %s", card["image_size"], size)
     few = [n for n in counts if n is not None and n < _FEW * extractor.width]
     if few:
         logging.warning(
-            "%d images of %d dimensions: the distance is mostly their number; compare it at "
-            "equal numbers alone", few[0], extractor.width,
+            "there are only %d images for features of %d dimensions: the distance mostly depends "
+            "on this number, so compare it only with distances of equally many images",
+            few[0], extractor.width,
         )  # fmt: skip
     return card | {"reference": cards.reference_name(path, counts[0])}
 

@@ -1,4 +1,4 @@
-"""Scores, and their confidence intervals by the bootstrap (Efron 1979) over images."""
+"""Scores, and their confidence intervals by bootstrapping over images (Efron 1979)."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -12,23 +12,23 @@ class Score(NamedTuple):
 
     value: float
     each: Float[np.ndarray, "N"] | None = None
-    """Each image's part in it, to first order: their spread makes the interval. None: no interval.
-    """
+    """First-order contribution of each image, from which the interval is computed; None for scores
+    without an interval."""
     more: Mapping[str, float] | None = None
-    """Numbers that belong to it, by what their columns add to its name: {"deviation": 0.1}."""
+    """Further columns by suffix: {"deviation": 0.1} adds the column NAME_deviation."""
     decimals: int | None = None
-    """To how many it and its interval are rounded; None: not at all."""
+    """Number of decimals that all columns are rounded to; None does not round."""
 
 
 class Interval(NamedTuple):
-    """The two ends of a score's confidence interval."""
+    """A score's confidence interval."""
 
     low: float
     high: float
 
 
 def mean(values: Float[np.ndarray, "N"]) -> Score:
-    """The mean over images, of which each has its own value as its part."""
+    """Return the score that is the mean of the images' values."""
     return Score(float(values.mean()), values)
 
 
@@ -40,16 +40,23 @@ def interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """The interval about a score, which the mean of its images' parts moves (see Score.each).
+    """Return the percentile bootstrap interval of a score, to first order.
 
-    Percentiles of the mean over images drawn again with replacement. Of a Frechet distance the
-    parts are frechet.influence. It says nothing of the bias that all scores of n images share (see
-    frechet.extrapolated).
+    The images' contributions are resampled with replacement, and the deviations of their mean are
+    added to the score. The interval does not include the bias that depends on the number of images
+    (see frechet.extrapolated).
+
+    Args:
+        each: contribution of each image (Score.each), such as frechet.influence.
+        score: the score.
+        replicates: number of resamplings.
+        confidence: probability covered by the interval.
+        seed: seed of the resampling.
     """
     if replicates < 2 or not 0 < confidence < 1:
         raise ValueError(
-            f"an interval needs 2 replicates or more and a confidence between 0 and 1: these are "
-            f"{replicates} and {confidence}"
+            f"replicates is {replicates} and confidence {confidence}: an interval needs at least "
+            "2 replicates and a confidence between 0 and 1"
         )
     rng, n = np.random.default_rng(seed), len(each)
     means = [each[rng.integers(0, n, n)].mean() for _ in range(replicates)]

@@ -1,4 +1,4 @@
-"""Cards: how a score was taken, and which scores may therefore stand in one table."""
+"""Cards record how scores were computed, and thus which scores are comparable."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from diffusion_jax.machine import files
 
 Card = dict[str, Any]
 ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "reference", "prompts")
-"""Fields in which scores of one table must agree."""
+"""Fields that must be equal for scores to be comparable."""
 FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model",
         "resized")  # fmt: skip
-"""Fields of what was scored, which a table may compare; `model` is a hash of its weights."""
+"""Fields of the scored model, which may differ in a table; `model` is a hash of its weights."""
 
 
 @runtime_checkable
 class Extractor(Protocol):
-    """An extractor's part of a card: extractors.Extractor's fields, or those of a digits.Judge."""
+    """The fields of an extractor or judge that a card records."""
 
     @property
     def name(self) -> str: ...
@@ -43,11 +43,21 @@ class Scored(NamedTuple):
 
 
 def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
-    """A card; a field that does not apply is None. ValueError for a field that there is not."""
+    """Return a card, in which fields that do not apply are None.
+
+    Args:
+        extractor: the extractor or judge.
+        image_size: height and width in pixels.
+        n: number of images.
+        **fields: other fields in ALIKE and FREE.
+
+    Raises:
+        ValueError: a field is unknown.
+    """
     unknown = set(fields) - {*ALIKE, *FREE}
     if unknown:
-        known = ", ".join((*ALIKE, *FREE))
-        raise ValueError(f"a card has no field {sorted(unknown)[0]!r}: the fields are {known}")
+        names = ", ".join((*ALIKE, *FREE))
+        raise ValueError(f"a card has no field {sorted(unknown)[0]!r}: the fields are {names}")
     height, width = image_size
     card = dict.fromkeys((*ALIKE, *FREE))
     card |= {
@@ -62,44 +72,53 @@ def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fiel
 
 
 def versions() -> dict[str, str]:
-    """The versions of the software that features depend on."""
-    own = {"python": platform.python_version(), "jax": jax.__version__, "numpy": np.__version__}
-    return own | {"jaxlib": metadata.version("jaxlib"), "pillow": metadata.version("pillow")}
+    """Return the versions of the software that features depend on."""
+    return {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "numpy": np.__version__,
+        "jaxlib": metadata.version("jaxlib"),
+        "pillow": metadata.version("pillow"),
+    }
 
 
 def reference_name(path: str, n: int | None) -> str:
-    """The name of real images in a card: the file or folder, and how many they are."""
+    """Return a card's name for real images: their file or folder, and their number."""
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
 
 def read_scored(path: str | os.PathLike[str]) -> Scored:
-    """Scores with their card from a JSON file; ValueError if there are none."""
+    """Read scores and their card from a JSON file. Raises ValueError if it has none."""
     try:
         content = json.loads(files.path(path).read_text())
         return Scored(dict(content["scores"]), dict(content["card"]))
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} holds no scores with their card: {error!r}") from error
+        raise ValueError(f"{path} holds no scores with a card: {error!r}") from error
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
-    """The fields in which the cards differ, with each card's value."""
+    """Return the fields in which cards differ, with each card's value."""
     values = {field: [card.get(field) for card in cards] for field in fields}
     return {field: each for field, each in values.items() if any(v != each[0] for v in each)}
 
 
 def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """A row for each: its name, the free fields that differ, its scores.
+    """Return a row per set of scores: its name, the fields that differ, and the shared scores.
 
-    ValueError that says which field of ALIKE differs, unless it is in `allow`, whose values the
-    rows then show; also if the scores have no name in common.
+    Args:
+        scored: scores by name.
+        allow: fields of ALIKE that may differ.
+
+    Raises:
+        ValueError: another field of ALIKE differs, or no score is common to all.
     """
     cards = [one.card for one in scored.values()]
     strict = [field for field in ALIKE if field not in allow]
     for field, values in differing(cards, strict).items():
         pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, values, strict=True))
         raise ValueError(
-            f"these scores cannot be compared: their {field} differs ({pairs}). To show them side "
-            f"by side all the same: --allow={field}"
+            f"the scores are not comparable: their {field} differs ({pairs}). To show them "
+            f"regardless, set --allow={field}"
         )
     common = set.intersection(*(set(one.scores) for one in scored.values()))
     if not common:

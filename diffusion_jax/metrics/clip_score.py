@@ -1,7 +1,6 @@
-"""The CLIP score as MLPerf and NeMo take it, of features of CLIP's towers (see clip_towers).
+"""The CLIP score of MLPerf and NeMo: the cosine of an image's and its text's CLIP embeddings.
 
-It is the cosine of an image's and its text's embedding: not times 100, nor cut at 0. ViT-L/14 and
-ViT-H/14 give different numbers.
+It is neither multiplied by 100 nor clipped at 0, and differs between ViT-L/14 and ViT-H/14.
 """
 
 import numpy as np
@@ -12,16 +11,20 @@ from diffusion_jax.metrics.features import Rows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
-    """The mean over pairs of an image and its text."""
+    """Return the mean over pairs of image and text."""
     return bootstrap.mean(cosines[:, 0])
 
 
 def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
-    """The score of each pair, -1 to 1; float64. ValueError unless there is a text an image."""
+    """Return the score of each pair of image and text, -1 to 1, in float64.
+
+    Raises:
+        ValueError: the features of images and texts differ in shape.
+    """
     if images.shape != texts.shape:
         raise ValueError(
-            f"features of images {images.shape} and of texts {texts.shape} are no pairs: each "
-            "image needs its text, and both the same model"
+            f"image features of shape {images.shape} and text features of shape {texts.shape} are "
+            "not pairs: each image needs a text, and both must come from the same model"
         )
     x, y = images.astype(np.float64), texts.astype(np.float64)
     products = (x * y).sum(1) / (np.linalg.norm(x, axis=1) * np.linalg.norm(y, axis=1))
@@ -29,5 +32,5 @@ def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
 
 
 def normalised(rows: Rows) -> Rows:
-    """Rows of norm 1, of which CMMD is computed."""
+    """Scale rows to norm 1, as CMMD requires."""
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)

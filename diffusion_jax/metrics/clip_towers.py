@@ -19,33 +19,38 @@ PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash}
 
 
 class Clip(NamedTuple):
-    """Both towers; their features are not normalised."""
+    """CLIP's two towers as extractors, whose features are not normalised."""
 
     image: Extractor
     text: Extractor
-    """Takes token ids [B, L]."""
+    """The text tower, whose inputs are token ids [B, L]."""
     tokenize: Callable[[Sequence[str]], Int[np.ndarray, "B L"]]
 
 
 def load(
     weights: str | os.PathLike[str], *, name: str = "", preprocessing: str = "open_clip"
 ) -> Clip:
-    """A whole CLIP, float32, from a folder or a Hub name; `name` defaults to the folder's.
+    """Load both towers of a CLIP in float32.
 
-    `preprocessing` "open_clip" is MLPerf's and NeMo's, "squash" CMMD's. ValueError or
-    FileNotFoundError if the weights cannot do.
+    Args:
+        weights: a folder or a Hub name.
+        name: the model's name in scores; the folder's name by default.
+        preprocessing: "open_clip" as in MLPerf and NeMo, or "squash" for CMMD.
+
+    Raises:
+        FileNotFoundError: weights, config or tokenizer are missing.
+        ValueError: the weights are not a complete CLIP.
     """
     if preprocessing not in PREPROCESSING:
         raise ValueError(
-            f"there is no preprocessing {preprocessing!r} for CLIP: there are "
-            f"{', '.join(PREPROCESSING)}"
+            f"CLIP has no preprocessing {preprocessing!r}: choose from {', '.join(PREPROCESSING)}"
         )
     folder = pretrained.locate(weights)
     opened = clip_weights.open_clip(folder)
     image_tower, image_table = clip.image_tower(opened)
     text_tower, text_table = clip.text_tower(opened)
     if image_tower.projection is None or text_tower.projection is None:
-        raise ValueError(f"{folder} has no projections: a CLIP score needs the whole model")
+        raise ValueError(f"{folder} has no projections: a CLIP score needs the complete model")
     tokenizer = tokenize.clip(folder, open_clip=opened.pads_with_0)
     prepare = PREPROCESSING[preprocessing](image_tower.image_size)
     name = name or str(weights).rstrip("/").rpartition("/")[2]
@@ -73,13 +78,13 @@ def load(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """The tower for images of `load`."""
+    """Load the image tower alone."""
     return load(weights, preprocessing=preprocessing).image
 
 
 def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
     def apply(params, x):
-        # Else products of float32 are TF32 or bf16 on accelerators.
+        # By default, accelerators multiply float32 in TF32 or bf16.
         with jax.default_matmul_precision("highest"):
             return tower.apply(params, x).projected
 
@@ -87,10 +92,10 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """A sha256 of the folder's safetensors, one after the other."""
-    whole = hashlib.sha256()
+    """Return the SHA-256 of the folder's concatenated safetensors."""
+    digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             while chunk := file.read(2**24):
-                whole.update(chunk)
-    return whole.hexdigest()
+                digest.update(chunk)
+    return digest.hexdigest()

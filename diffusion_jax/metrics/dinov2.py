@@ -1,8 +1,8 @@
 """DINOv2's vision transformers (Oquab et al. 2023; with registers, Darcet et al. 2023).
 
-Their normalised class token is what FD-DINOv2 (Stein et al. 2023) takes the Fréchet distance of:
-ViT-L/14 on pictures of 224 pixels, which agrees with people better than Inception's features do.
-Letters: B batch, P patches and the tokens before them, D width.
+FD-DINOv2 (Stein et al. 2023) is the Fréchet distance between normalised class tokens of ViT-L/14 on
+pictures of 224 pixels. It agrees better with human judgement than the distance between Inception's
+features. Letters: B batch, P patches and the tokens before them, D width.
 """
 
 import os
@@ -23,12 +23,12 @@ from diffusion_jax.weights import pretrained, torch_files, torch_weights
 from diffusion_jax.weights.torch_weights import CONV, StateDict
 
 SIZE = 224
-_HEAD = 64  # Channels of a head in all published models.
+_HEAD = 64  # Channels per attention head in all published models.
 _EPS = 1e-6
 
 
 class DinoV2(nn.Module):
-    """Pictures of 224 pixels, normalised, to the class token after the last norm, in float32."""
+    """A vision transformer from normalised 224-pixel pictures to the class token, in float32."""
 
     width: int
     mlp_width: int
@@ -39,25 +39,29 @@ class DinoV2(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
-        """Class token, registers, patches in rows; positions belong to all but the registers."""
+        """Return the class token after the final norm.
+
+        The tokens are the class token, the registers, and the patches in row order. All except the
+        registers have position embeddings.
+        """
         b, p, d, side = len(images), self.patch, self.width, SIZE // self.patch
         param = lambda name, *shape: self.param(name, nn.initializers.normal(0.02), shape)
         patches = images.reshape(b, side, p, side, p, 3)
         kernel, bias = param("patch/kernel", p, p, 3, d), param("patch/bias", d)
         h = jnp.einsum("byixjc,ijcd->byxd", patches, kernel).reshape(b, side**2, d) + bias
-        first = jnp.broadcast_to(param("class_token", 1, 1, d), (b, 1, d))
-        h = jnp.concatenate([first, h], axis=1) + param("positions", 1, 1 + side**2, d)
+        class_token = jnp.broadcast_to(param("class_token", 1, 1, d), (b, 1, d))
+        h = jnp.concatenate([class_token, h], axis=1) + param("positions", 1, 1 + side**2, d)
         if self.registers:
-            extra = param("registers", 1, self.registers, d)
-            extra = jnp.broadcast_to(extra, (b, *extra.shape[1:]))
-            h = jnp.concatenate([h[:, :1], extra, h[:, 1:]], axis=1)  # [B, P, D]
+            registers = param("registers", 1, self.registers, d)
+            registers = jnp.broadcast_to(registers, (b, *registers.shape[1:]))
+            h = jnp.concatenate([h[:, :1], registers, h[:, 1:]], axis=1)  # [B, P, D]
         for i in range(self.num_layers):
             h = _Block(self.mlp_width, self.num_heads, name=f"block_{i}")(h)
         return _norm("norm")(h[:, 0])
 
 
 class _Block(nn.Module):
-    """norm -> attention, norm -> MLP; each is scaled, channel by channel, before it is added."""
+    """A pre-norm transformer block whose attention and MLP outputs are scaled per channel."""
 
     mlp_width: int
     num_heads: int
@@ -76,9 +80,15 @@ class _Block(nn.Module):
 
 
 def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
-    """The extractor of a Hugging Face folder or name, or of a .pth as its authors publish it.
+    """Load the extractor.
 
-    ValueError or FileNotFoundError if the weights cannot do.
+    Args:
+        weights: a Hugging Face folder or name, or a .pth as published by the authors.
+        name: the model's name in scores; the file's stem by default.
+
+    Raises:
+        FileNotFoundError: the weights are missing.
+        ValueError: the weights are not DINOv2's.
     """
     file = files.local(weights)
     if file.is_file():
@@ -94,7 +104,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
     params = torch_weights.to_params(state, table(shapes), shapes)
 
     def apply(params: Any, x: Array) -> Any:
-        # Else products of float32 are TF32 or bf16 on accelerators.
+        # By default, accelerators multiply float32 in TF32 or bf16.
         with jax.default_matmul_precision("highest"):
             return network.apply(params, x)
 
@@ -111,15 +121,18 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
 
 def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
-    """The network of a state dict of either origin, and its arrays by this module's names.
+    """Return the network of a state dict, and the arrays renamed to this module's names.
 
-    Positions are interpolated to 224 pixels here, once. ValueError for what is no DINOv2.
+    Position embeddings are interpolated to 224 pixels.
+
+    Raises:
+        ValueError: the weights are not DINOv2's, or have gated MLPs.
     """
     state = _renamed(state)
     if "pos_embed" not in state or "blocks.0.fc1.weight" not in state:
         raise ValueError(
-            f"the weights are no DINOv2 with ordinary MLPs: among {len(state)} arrays such as "
-            f"{sorted(state)[:3]} there is no pos_embed, or no blocks.0.mlp.fc1"
+            f"the weights are not a DINOv2 with plain MLPs: their {len(state)} arrays "
+            f"({sorted(state)[:3]}, ...) lack pos_embed or blocks.0.mlp.fc1"
         )
     width, _, patch, _ = state["patch.weight"].shape
     registers = state["registers"].shape[1] if "registers" in state else 0
@@ -131,18 +144,18 @@ def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, St
         patch=patch,
         registers=registers,
     )
-    moved = _positions(state["pos_embed"], SIZE // patch, antialias=registers > 0)
-    return network, {**state, "pos_embed": moved}
+    positions = _positions(state["pos_embed"], SIZE // patch, antialias=registers > 0)
+    return network, {**state, "pos_embed": positions}
 
 
 def abstract_params(network: DinoV2) -> Any:
-    """Shapes of the parameters, without making them."""
+    """Return the parameters' shapes and types without allocating them."""
     image = jax.ShapeDtypeStruct((1, SIZE, SIZE, 3), jnp.float32)
     return jax.eval_shape(lambda x: network.init(jax.random.key(0), x), image)
 
 
 def table(params: Any) -> list[torch_weights.Entry]:
-    """The name of every parameter in what `of_state` returns."""
+    """Return the table of parameter names in the arrays returned by `of_state`."""
     rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"),
              ("class_token", "cls_token")]  # fmt: skip
     return torch_weights.table(
@@ -150,7 +163,7 @@ def table(params: Any) -> list[torch_weights.Entry]:
     )
 
 
-# Authors' names, and both generations of Hugging Face's, to this module's.
+# Patterns that map the authors' names, and both of Hugging Face's versions, to this module's names.
 _NAMES = (
     (r"^(dinov2(_with_registers)?|model|backbone)\.", ""),
     (r"^embeddings\.", ""),
@@ -169,7 +182,7 @@ _NAMES = (
 
 
 def _renamed(state: StateDict) -> dict[str, np.ndarray]:
-    """By this module's names; q, k and v taken apart, and the token of masked training left out."""
+    """Rename arrays, split the fused q, k and v, and drop the mask token, which is unused."""
     arrays = {}
     for name, array in state.items():
         for pattern, ours in _NAMES:
@@ -184,10 +197,10 @@ def _renamed(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
-    """Positions [1, 1 + S^2, D] of a grid of `side`, by the bicubic kernels that torch has.
+    """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
-    As the authors do it: with antialias in models with registers, and else with their offset of
-    0.1, which moves the grid by a hundredth of a patch.
+    As in the authors' code, models with registers use antialiasing; the others add 0.1 to the size,
+    which shifts the grid by a hundredth of a patch.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)
@@ -195,8 +208,8 @@ def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarr
         return np.asarray(positions)
     matrix = preprocess.bicubic(trained, side, antialias=antialias, offset=0.1)
     grid = grid.reshape(trained, trained, -1)
-    moved = np.einsum("ai,bj,ijd->abd", matrix, matrix, grid).reshape(1, side**2, -1)
-    return np.concatenate([np.asarray(positions)[:, :1], moved], axis=1)
+    resized = np.einsum("ai,bj,ijd->abd", matrix, matrix, grid).reshape(1, side**2, -1)
+    return np.concatenate([np.asarray(positions)[:, :1], resized], axis=1)
 
 
 def _norm(name: str) -> nn.LayerNorm:

@@ -1,9 +1,9 @@
-"""Extractors: images (or token ids) to features, batch by batch over the mesh.
+"""Extractors compute features of images (or token ids) in batches sharded over the mesh.
 
-An extractor is two pure functions and its weights. `program` runs it on the devices, and everything
-that wants features calls that: folders of images (`extract`), arrays of the host (`on_host`) and
-samplers, whose images need not leave the devices. The batch that an image lies in and the number of
-devices and processes change its features by float32's rounding at most.
+An extractor consists of two pure functions and weights. `program` runs it on the devices; it is
+used by `extract` (images in files), `on_host` (arrays on the host) and samplers, whose images stay
+on the devices. The batch and the number of devices and processes change features by no more than
+float32 rounding.
 """
 
 import functools
@@ -28,20 +28,20 @@ class Extractor(NamedTuple):
     """A network from images [B, H, W, 3] on 0..255, uint8 or float32, to features [B, D]."""
 
     name: str
-    """Stands in the names of scores: "inception", "inception_768", "clip_vit_l_14" ..."""
+    """A name used in scores: "inception", "inception_768", "clip_vit_l_14" ..."""
     width: int
     """D."""
     preprocessing: str
     weights: str
-    """The weights' hash."""
+    """A hash of the weights."""
     official: bool
-    """Whether these are the very weights that FID is defined with."""
+    """Whether these are the weights that define FID."""
     params: Any
-    """A pytree of arrays in numpy; give them to `apply` as an argument."""
+    """A pytree of numpy arrays, to be passed to `apply`."""
     prepare: Callable[[Num[Array, "B ..."]], Array]
-    """Any size of image to the network's input; small, compiled for each size."""
+    """Maps images of any size to the network's input; compiled for each size."""
     apply: Callable[[Any, Array], Float[Array, "B D"]]
-    """The network; one program whatever the images' size. Float32 throughout."""
+    """The network in float32, a single program for all image sizes."""
 
 
 @runtime_checkable
@@ -52,16 +52,14 @@ class Source(Protocol):
     """The shape of one image or row."""
     dtype: Any
 
-    def __len__(self) -> int:
-        """The number of images or rows."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
-        """Rows, and 0 for each that is usable or an entry of `reasons` by its number; see below."""
+        """Return rows, and a status for each: 0 if it is usable, else an argument of `reason`."""
         ...
 
     def reason(self, status: int) -> str:
-        """The name under which a status other than 0 is counted; ValueError if it must not be."""
+        """Return the reason for a status other than 0. Raises ValueError if it is an error."""
         ...
 
 
@@ -70,20 +68,28 @@ class Extracted(NamedTuple):
 
     stream: Stream
     skipped: dict[str, int]
-    """Numbers of images without features, by reason: "not_finite" and the source's own."""
+    """Number of images without features by reason: "not_finite", or a reason of the source."""
 
 
 def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2048") -> Extractor:
-    """The FID Inception; `mode` is a key of preprocess.INCEPTION, `level` one of inception.LEVELS.
+    """Return the FID Inception as an extractor.
 
-    ValueError that names what there is.
+    Args:
+        weights: the weights.
+        mode: the preprocessing, a key of preprocess.INCEPTION.
+        level: the level of features, a key of inception.LEVELS.
+
+    Raises:
+        ValueError: `mode` or `level` is unknown.
     """
-    for what, value, known in (
+    for argument, value, names in (
         ("preprocessing", mode, preprocess.INCEPTION),
         ("level", level, inception.LEVELS),
     ):
-        if value not in known:
-            raise ValueError(f"there is no {what} {value!r}: there are {', '.join(known)}")
+        if value not in names:
+            raise ValueError(
+                f"Inception has no {argument} {value!r}: choose from {', '.join(names)}"
+            )
 
     def apply(params, x):
         return inception.level(inception.apply(params, x), level)
@@ -101,7 +107,7 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
 
 
 def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Extractor:
-    """`inception_extractor` with the weights of a file, of `weights.load`."""
+    """Load the FID Inception's weights from a file (see weights.load) and return its extractor."""
     return inception_extractor(weights.load(path), mode, level)
 
 
@@ -114,7 +120,7 @@ def extract(
     keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
-    """The features of all usable rows of a source, in its order, the same in every process."""
+    """Return the features of all usable rows of a source, in order, in every process."""
     run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
     return run(source, range(len(source)), progress)
 
@@ -122,23 +128,23 @@ def extract(
 def make_extract(
     extractor: Extractor, mesh: Mesh, *, batch_size: int = 64, keep: bool = True
 ) -> Callable[..., Extracted]:
-    """Returns extract(source, rows, progress) -> the features of a range of a source's rows.
+    """Return a function extract(source, rows, progress) that computes features of a range of rows.
 
-    Programs are compiled once. A process reads the rows of its own devices alone, the next ones
-    while the devices compute.
+    Programs are compiled once. Each process reads only the rows of its own devices, and reads the
+    next batch while the devices compute.
     """
-    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
-    where = batch_sharding(mesh)
+    run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
+    rows_sharding = batch_sharding(mesh)
     share = jax.jit(lambda status: status, out_shardings=replicated(mesh))
-    size = _filled(batch_size, mesh)  # One program does for all batches.
+    size = _padded_size(batch_size, mesh)  # All batches have this size and share a program.
 
     def batches(source: Source, rows: range) -> Iterator[tuple[Rows, np.ndarray]]:
-        """Features and statuses, of all processes' images in each process."""
+        """Yield features and statuses of all processes' images in each process."""
         pending = None
         for start in range(rows.start, rows.stop, batch_size):
             end = min(start + batch_size, rows.stop)
             images, status = _read(
-                source, np.minimum(np.arange(start, start + size), end - 1), where
+                source, np.minimum(np.arange(start, start + size), end - 1), rows_sharding
             )
             arrays = run(params, images), share(status)
             if pending is not None:
@@ -163,63 +169,65 @@ def make_extract(
 
 
 def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
-    """run(params, images) -> features [B, D] in every process, of images over all devices.
+    """Return a function run(params, images) that maps sharded images to replicated features [B, D].
 
-    `params` are the extractor's, where the caller placed them. An image with a value that is not
-    finite has features that are not.
+    The caller places the extractor's `params` on the devices. If an image is not finite, its
+    features are NaN.
     """
-    where = batch_sharding(mesh)
+    rows_sharding = batch_sharding(mesh)
 
     def prepare(images):
-        # Marked here, since maxima in a network might hide a NaN.
+        # Checked before the network, whose maxima might hide a NaN.
         return extractor.prepare(images), jnp.isfinite(images.reshape(len(images), -1)).all(1)
 
-    prepare = announced(jax.jit(prepare, out_shardings=(where, where)))
-    what = f"the extractor {extractor.name}"
-    apply = announced(jax.jit(extractor.apply, out_shardings=where), what)
-    mark = lambda rows, fine: jnp.where(fine[:, None], rows, jnp.nan)
+    prepare = announced(jax.jit(prepare, out_shardings=(rows_sharding, rows_sharding)))
+    description = f"the extractor {extractor.name}"
+    apply = announced(jax.jit(extractor.apply, out_shardings=rows_sharding), description)
+    mark = lambda rows, is_finite: jnp.where(is_finite[:, None], rows, jnp.nan)
     gather = announced(jax.jit(mark, out_shardings=replicated(mesh)))
 
     def run(params: Any, images: jax.Array) -> jax.Array:
-        prepared, fine = prepare(images)
-        return gather(apply(params, prepared), fine)
+        prepared, is_finite = prepare(images)
+        return gather(apply(params, prepared), is_finite)
 
     return run
 
 
 def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
-    """run(images or ids [B, ...]) -> features [B, D], of arrays that every process has."""
+    """Return a function that maps images or ids [B, ...] on the host to features [B, D].
+
+    Every process must call it with the same array.
+    """
     mesh = sharding.make_mesh()
-    run, params = program(extractor, mesh), _everywhere(extractor, mesh)
+    run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
 
     def run_rows(rows: np.ndarray) -> Rows:
-        filled = rows[np.arange(_filled(len(rows), mesh)) % len(rows)]
-        return np.asarray(run(params, place(filled, batch_sharding(mesh))))[: len(rows)]
+        padded = rows[np.arange(_padded_size(len(rows), mesh)) % len(rows)]
+        return np.asarray(run(params, place(padded, batch_sharding(mesh))))[: len(rows)]
 
     return run_rows
 
 
-def _everywhere(extractor: Extractor, mesh: Mesh) -> Any:
-    """Copies the weights to every device."""
+def _replicated_params(extractor: Extractor, mesh: Mesh) -> Any:
     return jax.tree.map(lambda leaf: place(leaf, replicated(mesh)), extractor.params)
 
 
-def _filled(number: int, mesh: Mesh) -> int:
-    """So many rows or a few more, such that all devices get as many."""
+def _padded_size(size: int, mesh: Mesh) -> int:
+    """Round a batch size up to a multiple of the number of shards."""
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
-    return -(-number // ways) * ways
+    return -(-size // ways) * ways
 
 
-def _read(source: Source, indices: np.ndarray, where: Any) -> tuple[jax.Array, jax.Array]:
-    """A batch and its statuses; the parts of other processes' devices are not read here."""
+def _read(source: Source, indices: np.ndarray, rows_sharding: Any) -> tuple[jax.Array, jax.Array]:
+    """Return a global batch and its statuses; each process reads the rows of its own devices."""
     read = functools.cache(lambda start, stop: source.read(indices[start:stop]))
 
-    def part(which: int) -> Callable[[Any], np.ndarray]:
-        return lambda index: read(*index[0].indices(len(indices))[:2])[which]
+    def part(number: int) -> Callable[[Any], np.ndarray]:
+        return lambda index: read(*index[0].indices(len(indices))[:2])[number]
 
     shape = (len(indices), *source.shape)
-    images = jax.make_array_from_callback(shape, where, part(0), dtype=source.dtype)
-    return images, jax.make_array_from_callback(shape[:1], where, part(1), dtype=np.uint8)
+    images = jax.make_array_from_callback(shape, rows_sharding, part(0), dtype=source.dtype)
+    return images, jax.make_array_from_callback(shape[:1], rows_sharding, part(1), dtype=np.uint8)
 
 
 def _fetch(arrays: tuple[jax.Array, jax.Array], count: int) -> tuple[Rows, np.ndarray]:

@@ -1,8 +1,7 @@
-"""Features of many images: collected or summed up in a stream, the same however they were batched.
+"""Collects features of many images, or sums them in a stream, in float64 on the host.
 
-Float64 on the host. Sums go by blocks of a fixed number of rows, so that neither the batch size,
-nor the number of devices or processes that made the rows, changes a digit of them. Those of several
-streams are merged into those of all their rows.
+Sums are computed in blocks of a fixed number of rows, so they are bit-identical for every batch
+size and number of devices or processes. The sums of several streams can be merged.
 """
 
 from typing import NamedTuple
@@ -15,7 +14,7 @@ Rows = Float[np.ndarray, "_N _D"]
 
 
 class Gaussian(NamedTuple):
-    """The first two moments of features; `n` is None where a file does not say it."""
+    """The first two moments of features; `n` is None if it is unknown."""
 
     mean: Float[np.ndarray, "D"]
     cov: Float[np.ndarray, "D D"]
@@ -24,30 +23,31 @@ class Gaussian(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the moments of features are made of, and merged from."""
+    """Mergeable sums over features, from which their moments are computed."""
 
     n: int
-    """Rows."""
+    """Number of rows."""
     mean: Float[np.ndarray, "D"]
     scatter: Float[np.ndarray, "D D"]
-    """The sum of the outer products of all rows less their mean."""
+    """The sum of the outer products of all rows minus their mean."""
 
     def gaussian(self) -> Gaussian:
-        """The moments; ValueError below two rows."""
+        """Return the moments. Raises ValueError for fewer than two rows."""
         if self.n < 2:
-            raise ValueError(f"a covariance needs 2 images or more: there are {self.n}")
+            raise ValueError(f"a covariance needs at least 2 images, but there are {self.n}")
         return Gaussian(self.mean, self.scatter / (self.n - 1), self.n)
 
 
 def no_sums(width: int) -> Sums:
-    """Those of no rows."""
+    """Return the sums over zero rows."""
     return Sums(0, np.zeros(width), np.zeros((width, width)))
 
 
 def merged(one: Sums, other: Sums) -> Sums:
-    """The sums of both, in which the order of many shows in the last digits.
+    """Return the sums over the rows of both.
 
-    Chan, Golub & LeVeque 1979: no sum of squares that are far larger than their spread.
+    The order of several merges affects the last digits. The update of Chan, Golub & LeVeque (1979)
+    avoids sums of squares, which cancel if the mean is large compared with the spread.
     """
     if not other.n:
         return one
@@ -59,29 +59,29 @@ def merged(one: Sums, other: Sums) -> Sums:
 
 
 class Stream:
-    """Takes features batch by batch; rows that are not finite are left out and counted."""
+    """An accumulator of features in batches, which counts and leaves out non-finite rows."""
 
     def __init__(self, width: int, *, keep: bool = True):
-        """`keep` False holds the moments alone, in memory that does not grow with the images."""
+        """Start with no rows; with `keep` False, only sums are stored, in constant memory."""
         self._width, self._keep = width, keep
         self._waiting: list[np.ndarray] = []
-        self._kept: list[np.ndarray] = []
+        self._rows: list[np.ndarray] = []
         self._sums = no_sums(width)
         self.n = 0
-        """Rows taken."""
+        """Number of rows added."""
         self.not_finite = 0
-        """Rows left out: of images with NaN, or beyond what float32 holds."""
+        """Number of rows left out, because the image has a NaN or float32 overflowed."""
 
     def add(self, rows: Rows) -> None:
-        """The next features, in the order of their images."""
+        """Add the features of the next images."""
         if rows.ndim != 2 or rows.shape[1] != self._width:
-            raise ValueError(f"features of shape {rows.shape} are not [N, {self._width}]")
-        fine = finite(rows)
-        self.not_finite += int((~fine).sum())
-        rows = rows[fine]
+            raise ValueError(f"features have shape {rows.shape}, not [N, {self._width}]")
+        mask = finite(rows)
+        self.not_finite += int((~mask).sum())
+        rows = rows[mask]
         self.n += len(rows)
         if self._keep:
-            self._kept.append(rows)
+            self._rows.append(rows)
             return
         self._waiting.append(rows)
         while sum(map(len, self._waiting)) >= _BLOCK:
@@ -90,39 +90,39 @@ class Stream:
             self._waiting = [waiting[_BLOCK:]]
 
     def features(self) -> Rows:
-        """All rows [n, D]; ValueError unless they are kept."""
+        """Return all rows [n, D]. Raises ValueError if the stream has keep=False."""
         if not self._keep:
-            raise ValueError("this stream was made with keep=False: it has the moments alone")
-        return np.concatenate(self._kept or [np.zeros((0, self._width), np.float32)])
+            raise ValueError("the stream has keep=False, so its features were not stored")
+        return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
 
     def sums(self) -> Sums:
-        """The sums of all rows so far."""
+        """Return the sums over all rows so far."""
         if self._keep:
-            whole = Stream(self._width, keep=False)
-            for rows in self._kept:
-                whole.add(rows)
-            return whole.sums()
+            stream = Stream(self._width, keep=False)
+            for rows in self._rows:
+                stream.add(rows)
+            return stream.sums()
         if self._waiting:
             self._sums = merged(self._sums, _sums_of(np.concatenate(self._waiting)))
             self._waiting = []
         return self._sums
 
     def gaussian(self) -> Gaussian:
-        """The moments of all rows so far; ValueError below two rows."""
+        """Return the moments of all rows so far. Raises ValueError for fewer than two rows."""
         try:
             return self.sums().gaussian()
         except ValueError as error:
-            left = f", and {self.not_finite} were not finite" if self.not_finite else ""
-            raise ValueError(f"{error}{left}") from error
+            not_finite = f", and {self.not_finite} were not finite" if self.not_finite else ""
+            raise ValueError(f"{error}{not_finite}") from error
 
 
 def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
-    """A mask of the rows whose values are all finite."""
+    """Return a mask of the rows whose values are all finite."""
     return np.asarray(np.isfinite(rows).all(1))
 
 
 def gaussian(features: Rows) -> Gaussian:
-    """The moments of features; ValueError below two rows."""
+    """Return the moments of features. Raises ValueError for fewer than two rows."""
     stream = Stream(features.shape[1], keep=False)
     stream.add(features)
     return stream.gaussian()

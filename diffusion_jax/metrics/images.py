@@ -1,4 +1,4 @@
-"""Images for an extractor from files: folders as pytorch-fid reads them, and webdataset tars."""
+"""Reads images for extractors from folders (as pytorch-fid does), tars and other data sources."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -20,22 +20,19 @@ _BROKEN, _UNLIKE = 1, 2
 
 
 class Files(NamedTuple):
-    """A list of encoded images, each read when it is wanted."""
+    """A list of encoded images that are read on demand."""
 
     number: int
     read: Callable[[int], tuple[bytes, str]]
-    """An image file's contents, and its name for messages."""
+    """Returns the contents of an image file, and its name for messages."""
     left_out: Callable[[], dict[str, int]]
-    """Counts of the files that were left out, by reason."""
+    """Returns the number of files left out, by reason."""
     stamps: Callable[[], Sequence[str]] = tuple
-    """A text for each, which changes with its size; none where that is not known."""
+    """Returns a text for each file that changes with its size; empty if sizes are unknown."""
 
 
 def open_files(path: str) -> Files:
-    """A folder of images, a webdataset where `path` names tars (of which braces name many).
-
-    Or the images of any data source, as sources.open_named reads "SOURCE:PATH::TEXT".
-    """
+    """Open a folder of images, tars ("a.tar", "{a,b}.tar"), or a source "SOURCE:PATH::TEXT"."""
     if (named := sources.open_named(path)) is not None:
         return record_files(named)
     if path.endswith(".tar"):
@@ -44,9 +41,11 @@ def open_files(path: str) -> Files:
 
 
 def folder_files(folder: str | os.PathLike[str]) -> Files:
-    """The image files of one folder in the order of their names, without those in folders below.
+    """List the image files of one folder, sorted by name, without subfolders.
 
-    FileNotFoundError or ValueError if there are none.
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: it has no images.
     """
     root = files.local(folder)
     if not root.is_dir():
@@ -54,14 +53,14 @@ def folder_files(folder: str | os.PathLike[str]) -> Files:
     paths = sorted(p for p in root.iterdir() if p.suffix[1:].lower() in SUFFIXES)
     if not paths:
         folders = any(path.is_dir() for path in root.iterdir())
-        below = "; there are folders in it, give one of these" if folders else ""
-        raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{below}")
+        subfolders = "; it has subfolders: choose one of them" if folders else ""
+        raise ValueError(f"no images in {root}: looked for {', '.join(SUFFIXES)}{subfolders}")
     read = lambda i: (paths[i].read_bytes(), str(paths[i]))
     return Files(len(paths), read, dict, lambda: [f"{p.name} {p.stat().st_size}" for p in paths])
 
 
 def record_files(records: Records) -> Files:
-    """The images of a data source's records, such as webdataset.WebDataset, without their texts."""
+    """List the images of a data source's records."""
 
     def read(index: int) -> tuple[bytes, str]:
         (record,) = records.read([index])
@@ -71,22 +70,32 @@ def record_files(records: Records) -> Files:
 
 
 class Decoded:
-    """Files as images of one size, for extractors.extract.
+    """Files decoded to images of one size, a source for extractors.extract.
 
-    `fit` is "exact" (all images must have the size of the first that can be read), "squash" (each
-    is resized to size x size, whatever its aspect, as MLPerf's references) or "crop" (its shorter
-    side is, and the centre cut out, as NeMo's). Resizing is Pillow's bicubic. Colours are made RGB
-    as pytorch-fid makes them; what is no whole image of 8 bits a channel is counted as broken.
+    Images are converted to RGB as in pytorch-fid. Incomplete images, and images with more than 8
+    bits per channel, are counted as broken.
     """
 
     dtype = np.uint8
 
     def __init__(self, files: Files, size: int = 0, fit: str = "exact"):
-        """Reads as many files as it takes to find the size; ValueError if none can be read."""
+        """Open the files.
+
+        Args:
+            files: the files.
+            size: height and width of the images; 0 with "exact".
+            fit: "exact" requires all images to have the size of the first readable one; "squash"
+                resizes to a square whatever the aspect ratio, as for MLPerf's reference; "crop"
+                resizes the shorter side and crops the centre, as in NeMo. Resizing is Pillow's
+                bicubic.
+
+        Raises:
+            ValueError: `size` and `fit` do not match, or no image is readable.
+        """
         if fit not in FITS or (fit == "exact") != (size == 0):
             raise ValueError(
-                f"fit {fit!r} with size {size}: 'squash' and 'crop' need a size, 'exact' takes "
-                "none, and there is no other"
+                f"fit is {fit!r} with size {size}: choose 'squash' or 'crop' with a size, or "
+                "'exact' without"
             )
         self._files, self._size, self._fit = files, size, fit
         self._unlike = ""
@@ -94,13 +103,13 @@ class Decoded:
         self.shape = (size, size, 3) if size else self._first_shape()
 
     def __len__(self) -> int:
-        """The number of files, broken ones among them."""
+        """The number of files, including broken ones."""
         return self._files.number
 
     def read(
         self, indices: np.ndarray
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
-        """Images (0 where one is not usable), and statuses for `reason`."""
+        """Return images, which are 0 if unusable, and a status for each (see `reason`)."""
         images = np.zeros((len(indices), *self.shape), np.uint8)
         status = np.zeros(len(indices), np.uint8)
         for row, image in enumerate(self._threads.map(self._decode, indices.tolist())):
@@ -113,12 +122,12 @@ class Decoded:
         return images, status
 
     def reason(self, status: int) -> str:
-        """Broken images; ValueError for sizes that differ, which no score should paper over."""
+        """Return "broken_image". Raises ValueError if the status is that of a differing size."""
         if status == _UNLIKE:
             h, w, _ = self.shape
             raise ValueError(
-                f"the images are of unlike sizes: the first is {w}x{h}{self._unlike}. Give a size "
-                "to bring them to, and how: --size=256 with --fit=squash or --fit=crop"
+                f"the images differ in size: the first is {w}x{h}{self._unlike}. Resize them with "
+                "--size=256 and --fit=squash or --fit=crop"
             )
         return "broken_image"
 
@@ -126,10 +135,10 @@ class Decoded:
         contents, name = self._files.read(index)
         try:
             image = untrusted.open_image(contents)
-            if image.mode.startswith(("I", "F")):  # 16 bits or floats would be clipped to white.
+            if image.mode.startswith(("I", "F")):  # Pillow would clip 16 bits or floats to white.
                 return None
             pixels = np.asarray(self._fitted(image.convert("RGB")))
-        except Exception:  # Pillow's decoders raise errors of many kinds.
+        except Exception:  # Pillow's decoders raise many types.
             return None
         if self._fit == "exact" and hasattr(self, "shape") and pixels.shape != self.shape:
             self._unlike = f", {name} is {pixels.shape[1]}x{pixels.shape[0]}"

@@ -1,8 +1,8 @@
-"""The Inception v3 that FID is defined with (the TensorFlow graph of 2015-12-05), as functions.
+"""The Inception v3 that defines FID (the TensorFlow graph of 2015-12-05), as functions.
 
-Batch norms are folded into the convolutions (see inception_weights). It parts from torchvision's
-network: average pools do not count their padding, Mixed_7c's pool is a maximum, there are 1008
-classes, and no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1] (see preprocess).
+Batch norms are folded into the convolutions (see inception_weights). The network differs from
+torchvision's: average pools do not count padding, Mixed_7c has a max pool, there are 1008 classes,
+and there is no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1] (see preprocess).
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,10 +14,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 Conv = Mapping[str, Any]
-"""{"kernel": [h, w, C, D], "bias": [D]}, arrays of numpy or jax."""
+"""{"kernel": [h, w, C, D], "bias": [D]}, numpy or jax arrays."""
 Params = Mapping[str, Mapping[str, Conv]]
-"""Block -> branch -> convolution, by the names of the public weights; "stem" holds the first five,
-and "fc" the classifier, a 1x1 convolution too."""
+"""Block -> branch -> convolution, by the names of the public weights. "stem" holds the first five
+convolutions, and "fc" the classifier as a 1x1 convolution."""
 
 LEVELS = {"64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008}
 """The width of each level of features."""
@@ -25,18 +25,18 @@ _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Outputs(NamedTuple):
-    """Means over space at four depths, and the logits; what is not used is not computed in jit."""
+    """Spatial means at four depths, and the logits. Under jit, unused ones are never computed."""
 
     first_pool: Float[Array, "B 64"]
     second_pool: Float[Array, "B 192"]
     before_7a: Float[Array, "B 768"]
     final: Float[Array, "B 2048"]
-    """The features that FID is computed of."""
+    """The features used by FID."""
     logits: Float[Array, "B 1008"]
 
 
 def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
-    """All levels of features."""
+    """Compute all levels of features."""
     stem = params["stem"]
     x = _conv(stem["Conv2d_1a_3x3"], x, stride=2, padding="VALID")
     x = _inner(_conv(stem["Conv2d_2a_3x3"], x))
@@ -60,7 +60,7 @@ def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
 
 
 def level(outputs: Outputs, name: str) -> Float[Array, "B D"]:
-    """The features that LEVELS calls `name`."""
+    """Return the features at a level, a key of LEVELS."""
     return outputs[list(LEVELS).index(name)]
 
 
@@ -110,16 +110,17 @@ def _block_7(p: Mapping[str, Conv], x: Array, *, max_pool: bool) -> Array:
 
 
 def _heads(p: Mapping[str, Conv], x: Array, names: Sequence[str]) -> list[Array]:
-    """A block's 1x1 convolutions in one product, with that of the pool, which comes after it.
+    """Compute a block's 1x1 convolutions as one product, including that of the average pool.
 
-    A mean over pixels and a 1x1 convolution can change places; the mean is then of fewer channels.
+    The paper's form pools before the 1x1 convolution. Both are linear and commute, and pooling
+    afterwards has fewer channels.
     """
     *heads, pooled = _side_by_side([p[name] for name in (*names, "branch_pool")], x)
     return [*map(jax.nn.relu, heads), jax.nn.relu(_average_pool(pooled))]
 
 
 def _side_by_side(convs: Sequence[Conv], x: Array) -> list[Array]:
-    """1x1 convolutions of one input, without ReLU."""
+    """Apply several 1x1 convolutions to the same input, without ReLU."""
     kernel = jnp.concatenate([conv["kernel"][0, 0] for conv in convs], 1)
     bias = jnp.concatenate([conv["bias"] for conv in convs])
     y = jnp.matmul(x, kernel, precision=_EXACT) + bias
@@ -139,10 +140,10 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """The output of a 3x3 convolution without padding, bit for bit, cut from that with padding.
+    """Turn the output of a 3x3 convolution with padding into that without, bit for bit.
 
-    On CPUs XLA takes its fast way with padding alone; these two layers took half the network's
-    time.
+    On CPUs, XLA's fast convolution requires padding. Without it, two layers took half of the
+    network's time.
     """
     return x[:, 1:-1, 1:-1]
 
@@ -152,7 +153,7 @@ def _max_pool(x: Array) -> Array:
 
 
 def _average_pool(x: Array) -> Array:
-    """Means over 3x3 pixels; padding is not counted."""
+    """Return means over 3x3 pixels, not counting padding."""
     window = ((1, 3, 3, 1), (1, 1, 1, 1), "SAME")
     total = jax.lax.reduce_window(x, 0.0, jax.lax.add, *window)
     number = jax.lax.reduce_window(jnp.ones((1, *x.shape[1:3], 1)), 0.0, jax.lax.add, *window)

@@ -1,7 +1,7 @@
-"""The FID Inception's weights: names and shapes, batch norms folded, and which weights they are.
+"""Maps the FID Inception's public weights to parameters, folds batch norms, and hashes weights.
 
-The public file pt_inception-2015-12-05-6726825d.pth is a pickle of an old kind, which torch_files
-reads without torch, running nothing of it.
+The public file pt_inception-2015-12-05-6726825d.pth is a pickle in an old format, which torch_files
+reads without torch and without executing code.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ from diffusion_jax.metrics import inception
 from diffusion_jax.weights import torch_weights
 from diffusion_jax.weights.torch_weights import CONV, VECTOR, Entry
 
-_EPS = 1e-3  # Of the batch norms.
+_EPS = 1e-3  # Epsilon of the batch norms.
 _NORM = {"weight": "scale", "bias": "bias", "running_mean": "mean", "running_var": "variance"}
 _STEM = {
     "Conv2d_1a_3x3": (3, 32, 3, 3), "Conv2d_2a_3x3": (32, 32, 3, 3),
@@ -28,10 +28,11 @@ Sizes = dict[str, tuple[int, int, int, int]]
 
 
 def to_params(state: torch_weights.StateDict) -> inception.Params:
-    """The network's params from the public names, as float32 in numpy.
+    """Return the network's params (float32, numpy) from a state dict with the public names.
 
-    ValueError names keys that are missing, left over or of another shape: torchvision's own
-    Inception, for one, has another classifier and an auxiliary head.
+    Raises:
+        ValueError: arrays are missing, superfluous or of another shape, as in torchvision's
+            Inception, which has another classifier and an auxiliary head.
     """
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}
@@ -45,17 +46,17 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
 
 
 def digest(state: torch_weights.StateDict) -> str:
-    """A sha256 of names and float32 values, the same for every file format that holds them."""
-    whole = hashlib.sha256()
+    """Return the SHA-256 of names and float32 values, which does not depend on the file format."""
+    result = hashlib.sha256()
     for name in sorted(state):
         if not name.endswith(".num_batches_tracked"):
-            whole.update(name.encode())
-            whole.update(np.ascontiguousarray(state[name], np.float32).tobytes())
-    return whole.hexdigest()
+            result.update(name.encode())
+            result.update(np.ascontiguousarray(state[name], np.float32).tobytes())
+    return result.hexdigest()
 
 
 def blocks() -> dict[str, Sizes]:
-    """Every convolution of the network, 94 in all, by block."""
+    """Return the sizes of the network's 94 convolutions by block."""
     return {
         "stem": dict(_STEM),
         "Mixed_5b": _block_5(192, 32),
@@ -149,7 +150,7 @@ def _abstract() -> dict[str, dict[str, dict[str, jax.ShapeDtypeStruct]]]:
 
 
 def _fold(conv: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "..."]]:
-    """The batch norm's factor and offset moved into kernel and bias; rounded at the end alone."""
+    """Fold a batch norm into kernel and bias, computing in float64."""
     scale = conv["scale"] / np.sqrt(conv["variance"].astype(np.float64) + _EPS)
     bias = conv["bias"] - conv["mean"] * scale
     return {

@@ -1,6 +1,6 @@
-"""Kernel distances of two sets of features: KID and CMMD. Blockwise, in float64.
+"""Kernel distances between two sets of features, KID and CMMD, computed in blocks in float64.
 
-Both are squared MMDs: within = E k(x, x') + E k(y, y'), less 2 E k(x, y).
+Both are squared MMDs: E k(x, x') + E k(y, y') - 2 E k(x, y).
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
-    """KID as a metric; by default in subsets of 1000, or of as many images as there are."""
+    """Return KID as a score, by default with subsets of 1000 or, if there are fewer, all images."""
     size = size or min(_SUBSET, len(generated), len(real))
     value, deviation = kid(real, generated, size=size, seed=seed)
     return Score(value, _influence(_cubic, generated, real), {"deviation": deviation})
 
 
 def score_cmmd(generated: Rows, real: Rows) -> Score:
-    """CMMD of CLIP's embeddings as a metric, which normalises them."""
+    """Normalise CLIP embeddings and return their CMMD as a score."""
     generated, real = normalised(generated), normalised(real)
     kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
     return Score(cmmd(real, generated), _influence(kernel, generated, real))
@@ -35,14 +35,24 @@ def score_cmmd(generated: Rows, real: Rows) -> Score:
 def kid(
     x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """KID (Binkowski et al. 2018): mean and deviation over `subsets` pairs of random subsets.
+    """Return KID (Binkowski et al. 2018): its mean and deviation over pairs of random subsets.
 
-    Unbiased, so it may be below 0. ValueError if a side has fewer than `size` images.
+    KID is unbiased, so it may be negative.
+
+    Args:
+        x: features of one side.
+        y: features of the other side.
+        subsets: number of pairs of subsets.
+        size: number of images per subset.
+        seed: seed of the subsets.
+
+    Raises:
+        ValueError: a side has fewer than `size` images.
     """
     if min(len(x), len(y)) < size:
         raise ValueError(
-            f"KID over subsets of {size} images needs as many on both sides: there are {len(x)} "
-            f"and {len(y)}; choose a smaller subset"
+            f"KID with subsets of {size} images needs as many on both sides, but there are "
+            f"{len(x)} and {len(y)}: choose a smaller subset"
         )
     rng = np.random.default_rng(seed)
     draw = lambda rows: rows[rng.choice(len(rows), size, replace=False)]
@@ -51,19 +61,19 @@ def kid(
 
 
 def kid_of_all(x: Rows, y: Rows) -> float:
-    """The unbiased squared MMD of whole sets with the kernel (x.y / D + 1)^3."""
+    """Return the unbiased squared MMD of complete sets with the kernel (x.y / D + 1)^3."""
     n, m = len(x), len(y)
     if min(n, m) < 2:
-        raise ValueError(f"KID needs 2 images or more on both sides: there are {n} and {m}")
-    of_pairs = lambda rows: _total(_cubic, rows, rows) - _diagonal(rows)
-    within = of_pairs(x) / (n * (n - 1)) + of_pairs(y) / (m * (m - 1))
+        raise ValueError(f"KID needs at least 2 images on both sides, but there are {n} and {m}")
+    pair_sum = lambda rows: _total(_cubic, rows, rows) - _diagonal(rows)
+    within = pair_sum(x) / (n * (n - 1)) + pair_sum(y) / (m * (m - 1))
     return float(within - 2 * _total(_cubic, x, y) / (n * m))
 
 
 def cmmd(x: Rows, y: Rows) -> float:
-    """CMMD (Jayasumana et al. 2024): the biased squared MMD with a Gaussian kernel, times 1000.
+    """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
-    The paper's features are CLIP's image embeddings of norm 1; none is normalised here.
+    The features should be CLIP's image embeddings, normalised by the caller.
     """
     kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2
@@ -71,7 +81,7 @@ def cmmd(x: Rows, y: Rows) -> float:
 
 
 def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray, "N"]:
-    """Each generated image's part in the squared MMD, to first order."""
+    """Return each generated image's first-order contribution to the squared MMD."""
     means = lambda rows: np.concatenate([
         sum(kernel(a, b).sum(1) for b in _blocks(rows)) / len(rows) for a in _blocks(generated)
     ])  # fmt: skip
@@ -79,7 +89,7 @@ def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray
 
 
 def _total(kernel: _Kernel, x: Rows, y: Rows) -> float:
-    """The sum of the kernel over all pairs."""
+    """Sum the kernel over all pairs."""
     return sum(float(kernel(a, b).sum()) for a in _blocks(x) for b in _blocks(y))
 
 
@@ -103,6 +113,6 @@ def _gaussian(x: np.ndarray, y: np.ndarray, sigma: float) -> Float[np.ndarray, "
 def squared_distances(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"]
 ) -> Float[np.ndarray, "N M"]:
-    """Squared distances of all pairs of rows; not below 0."""
+    """Return the squared distances between all pairs of rows, clipped at 0."""
     norms = np.square(x).sum(1)[:, None] + np.square(y).sum(1)
     return np.maximum(norms - 2 * x @ y.T, 0)

@@ -1,9 +1,9 @@
 """Fidelity and variety of generated images by nearest neighbours.
 
-Precision and recall are of Kynkaanniemi et al. 2019, density and coverage of Naeem et al. 2020. The
-ball of an image reaches to its k-th neighbour among those of its side; an image lies among others
-if it is in the ball of any of them. Blocks of distances are made and dropped, so that memory is
-2048 rows', not all pairs'.
+Precision and recall are defined by Kynkaanniemi et al. (2019), density and coverage by Naeem et al.
+(2020). The ball of an image reaches to its k-th nearest neighbour in the same set; an image lies
+among the images of the other set if it is in the ball of any of them. Distances are computed for
+2048 rows at a time to save memory.
 """
 
 import numpy as np
@@ -18,35 +18,40 @@ _BLOCK = 2048
 
 
 def precision(generated: Rows, real: Rows, *, k: int = 3) -> Score:
-    """Fidelity: the share of generated images that lie among the real ones, from 0 to 1.
+    """Return the share of generated images that lie among the real ones, a measure of fidelity.
 
-    ValueError unless both sides have more than k images.
+    Raises:
+        ValueError: a side has no more than k images.
     """
-    generated, real = _about_the_real(generated, real, k)
+    generated, real = _centred(generated, real, k)
     return _share(_balls(generated, real, k) > 0)
 
 
 def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
-    """Variety: the share of real images that lie among the generated ones; else as `precision`.
+    """Return the share of real images that lie among the generated ones, a measure of variety.
 
-    Its interval is that over the real images.
+    The interval is over the real images. Raises ValueError as `precision`.
     """
-    generated, real = _about_the_real(generated, real, k)
+    generated, real = _centred(generated, real, k)
     return _share(_balls(real, generated, k) > 0)
 
 
 def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
-    """Fidelity that one outlier among the real images does not raise: from 0, 1 for their like.
+    """Return the mean number of real images' balls that contain a generated image, over k.
 
-    The mean number of real images' balls that a generated one lies in, by k; else as `precision`.
+    This measure of fidelity is robust to outliers among the real images; it is 0 or more, and about
+    1 if both sets have the same distribution. Raises ValueError as `precision`.
     """
-    generated, real = _about_the_real(generated, real, k)
+    generated, real = _centred(generated, real, k)
     return bootstrap.mean(_balls(generated, real, k) / k)
 
 
 def coverage(generated: Rows, real: Rows, *, k: int = 5) -> Score:
-    """Variety: the share of real images with a generated one in their ball; else as `recall`."""
-    generated, real = _about_the_real(generated, real, k)
+    """Return the share of real images whose ball contains a generated one, a measure of variety.
+
+    The interval is over the real images. Raises ValueError as `precision`.
+    """
+    generated, real = _centred(generated, real, k)
     radii = _radii(real, k)
     nearest = [squared_distances(real[i : i + _BLOCK], generated).min(1) for i in _starts(real)]
     return _share(np.concatenate(nearest) <= radii)
@@ -56,11 +61,11 @@ def _share(true: Bool[np.ndarray, "N"]) -> Score:
     return bootstrap.mean(true.astype(np.float64))
 
 
-def _about_the_real(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Both less the mean of the real ones, about which distances lose fewer digits."""
+def _centred(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarray]:
+    """Subtract the mean of the real images, which makes distances more precise."""
     if min(len(real), len(generated)) <= k:
         raise ValueError(
-            f"the {k} nearest neighbours need more than {k} images on both sides: there are "
+            f"the {k} nearest neighbours need more than {k} images on both sides, but there are "
             f"{len(real)} and {len(generated)}"
         )
     centre = real.mean(0, dtype=np.float64)
@@ -70,7 +75,7 @@ def _about_the_real(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np
 def _balls(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"], k: int
 ) -> Int[np.ndarray, "N"]:
-    """The number of rows of y in whose ball each row of x lies."""
+    """Return for each row of x the number of rows of y whose ball contains it."""
     radii = _radii(y, k)
     within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).sum(1) for i in _starts(x)]
     return np.concatenate(within)
@@ -81,7 +86,7 @@ def _starts(x: Float[np.ndarray, "N D"]) -> range:
 
 
 def _radii(x: Float[np.ndarray, "N D"], k: int) -> Float[np.ndarray, "N"]:
-    """The squared distance of each row to its k-th neighbour."""
+    """Return the squared distance of each row to its k-th nearest neighbour."""
     radii = np.empty(len(x))
     for start in _starts(x):
         part = slice(start, start + _BLOCK)

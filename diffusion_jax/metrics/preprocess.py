@@ -1,7 +1,7 @@
-"""The preprocessing before an extractor's first layer: resize kernels, on which scores hang.
+"""The preprocessing of extractors; scores depend on the exact resize kernels.
 
-Every kernel is separable and linear: a matrix for the rows, one for the columns. Images are
-[B, H, W, 3] on 0..255, uint8 or unquantised float32.
+Kernels are separable and linear, so resizing multiplies by a matrix for the rows and one for the
+columns. Images are [B, H, W, 3] on 0..255, uint8 or unquantised float32.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,28 +20,29 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
-    """pytorch-fid and MLPerf: bilinear about pixel centres, no antialias, to [-1, 1]."""
+    """Preprocess as pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialias; [-1, 1]."""
     return _to_inception(images, _bilinear_centres) * (2 / 255) - 1
 
 
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
-    """The graph of 2015 and torch-fidelity: TF1's bilinear grid from the top left corner.
+    """Preprocess as the 2015 graph and torch-fidelity: TF1's bilinear grid without half pixels.
 
-    The scale is (x - 128) / 128, hence [-1, 0.992].
+    The range is [-1, 0.992], from (x - 128) / 128.
     """
     return (_to_inception(images, _bilinear_corner) - 128) / 128
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded; as `tf`.
+    """Preprocess as clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded.
 
-    Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in GAN evaluation".
+    The range is that of `tf`. See Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising
+    subtleties in GAN evaluation".
     """
     return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
 
 
 def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
-    """NeMo's evaluation: torch's bicubic with aligned corners, no antialias, to [-1, 1]."""
+    """Preprocess as NeMo: torch's bicubic with aligned corners, no antialias; [-1, 1]."""
     return _to_inception(images, _bicubic_corners) * (2 / 255) - 1
 
 
@@ -51,13 +52,13 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_clip(size: int) -> Prepare:
-    """OpenCLIP's: the shorter side to `size` as Pillow resizes 8-bit images, the centre cut out."""
+    """Return OpenCLIP's preprocessing: Pillow's 8-bit resize of the shorter side, centre crop."""
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
         sides = images.shape[1:3]
         rows, columns = (int(size * side / min(sides)) for side in sides)
         x = _pillow_8_bits(images, rows, columns)
-        # Python rounds halves to even here, as torchvision's centre crop does.
+        # round() rounds halves to even, as in torchvision's centre crop.
         top, left = round((rows - size) / 2), round((columns - size) / 2)
         return _normalise_clip(x[:, top : top + size, left : left + size])
 
@@ -65,13 +66,13 @@ def open_clip(size: int) -> Prepare:
 
 
 def squash(size: int) -> Prepare:
-    """CMMD's reference: bicubic with antialias to a square, whatever the aspect; not rounded."""
+    """Return CMMD's preprocessing: antialiased bicubic to a square, not rounded."""
 
     return lambda images: _normalise_clip(bicubic_square(size)(images))
 
 
 def bicubic_square(size: int) -> Prepare:
-    """Pillow's antialiased bicubic on floats to a square, on 0..255 and not rounded."""
+    """Return a resize to a square with Pillow's antialiased bicubic on floats in 0..255."""
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
         rows, columns = (_pillow_bicubic(side, size) for side in images.shape[1:3])
@@ -81,7 +82,7 @@ def bicubic_square(size: int) -> Prepare:
 
 
 def dgm_eval(images: Images) -> Float[Array, "B 224 224 3"]:
-    """dgm-eval (Stein et al. 2023) before DINOv2: a square by Pillow's bicubic of 8-bit images."""
+    """Preprocess for DINOv2 as dgm-eval (Stein et al. 2023): Pillow's 8-bit bicubic to a square."""
     x = _pillow_8_bits(images, 224, 224) / 255
     return (x - jnp.array(_IMAGENET_MEAN)) / jnp.array(_IMAGENET_STD)
 
@@ -104,7 +105,7 @@ def _resample(
 
 
 def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O P 3"]:
-    """Pillow resizes along the rows first, and rounds and clips after each of the two passes."""
+    """Resize as Pillow's 8-bit bicubic, which rounds and clips after each of its two passes."""
     h, w = images.shape[1:3]
     along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)
     along_columns = lambda x, matrix: _resample(x, matrix, np.eye(columns))
@@ -115,10 +116,11 @@ def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O
 def _pillow_pass(
     resample: Callable[[Array, np.ndarray], Array], x: Array, weights: Float[np.ndarray, "O I"]
 ) -> Array:
-    """Pillow's weights are multiples of 2^-22, and ties are common: so the sum must be exact.
+    """Resample along one axis and round exactly as Pillow does.
 
-    Float32 holds 24 bits, the sum needs 30. Coarse and fine parts of the weights are summed apart,
-    each exactly, and the fine sum only decides which whole number the rest belongs to.
+    Pillow's weights are multiples of 2^-22 and ties are common, so the sum must be exact. It needs
+    30 bits, but float32 has 24. Coarse and fine parts of the weights are therefore summed
+    separately, each without rounding, and the fine sum only affects the final floor.
     """
     fixed = np.trunc(weights * 2**22 + np.copysign(0.5, weights)) / 2**22
     coarse = np.round(fixed * 2**11) / 2**11
@@ -143,9 +145,13 @@ def _bilinear_corner(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 def bicubic(
     size_in: int, size_out: int, *, antialias: bool, offset: float = 0.0
 ) -> Float[np.ndarray, "O I"]:
-    """torch's bicubic resize as a matrix; antialiased as Pillow's, or with scale (O + offset) / I.
+    """Return the matrix of torch's bicubic resize.
 
-    `offset` is what DINOv2 adds to the size before it gives torch the scale.
+    Args:
+        size_in: I.
+        size_out: O.
+        antialias: antialias as Pillow does.
+        offset: without antialias, the scale is (O + offset) / I; DINOv2 uses 0.1.
     """
     if antialias:
         return _pillow_bicubic(size_in, size_out)
@@ -164,7 +170,7 @@ def _gather(
     taps: Sequence[int],
     kernel: Callable[[np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, "O I"]:
-    """Weights of the neighbours at floor(centre) + tap; those beyond the border repeat it."""
+    """Return the weights of neighbours at floor(centre) + tap, repeating pixels at the border."""
     first = np.floor(centres).astype(int)
     weights = np.zeros((len(centres), size_in))
     for tap in taps:
@@ -174,7 +180,10 @@ def _gather(
 
 
 def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
-    """The kernel widens where the image shrinks, and counts only pixels that there are."""
+    """Return the matrix of Pillow's bicubic resize.
+
+    The kernel widens when the image shrinks, and is normalised over the pixels within the image.
+    """
     if size_in == size_out:
         return np.eye(size_in)
     step = size_in / size_out
@@ -189,7 +198,10 @@ def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def cubic(d: Float[np.ndarray, "*N"], a: float) -> Float[np.ndarray, "*N"]:
-    """Keys' kernel (1981) at distances d >= 0; torch's a is -0.75, Pillow's and jax's -0.5."""
+    """Return Keys' kernel (1981) at distances d >= 0.
+
+    The parameter `a` is -0.75 in torch, and -0.5 in Pillow and jax.
+    """
     near = (a + 2) * d**3 - (a + 3) * d**2 + 1
     far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
     return np.where(d <= 1, near, np.where(d < 2, far, 0))

@@ -1,8 +1,8 @@
-"""Statistics of many images, from shard to shard: the work of the command `metrics stats`.
+"""Computes statistics of many images in shards, for the command `metrics stats`.
 
-Shard i holds the images i * N to (i + 1) * N - 1 of a source. Its file has the sums of their
-features, and those of all shards are merged in the shards' order, whoever wrote which and when: so
-that every digit is the same. Nobody holds more than a shard, unless the features are kept.
+Shard i consists of images i * N to (i + 1) * N - 1 of a source; its file holds the sums of their
+features. All shards are merged in order, so the result is bit-identical whichever process computed
+each shard. At most one shard is in memory at a time, unless the features are kept.
 """
 
 import functools
@@ -22,36 +22,36 @@ from diffusion_jax import engines
 from diffusion_jax.machine import files, progress, sharding
 from diffusion_jax.metrics import cards, extractors, features, images, stats_files
 
-_LOOKED_AT = 16  # Files by which a set of images is known again.
+_SAMPLED = 16  # Number of files whose contents identify a set of images.
 
 
 class Images(engines.Portable):
-    """Images, and the extractor of their features."""
+    """Images and the extractor of their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
-        """`path` is that of images.open_files, `size` and `fit` are those of images.Decoded."""
+        """Open images; see images.open_files for `path`, images.Decoded for `size` and `fit`."""
         self.path, self.extractor = path, extractor
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
         self.source = images.Decoded(self._files, size, fit)
         self.run = functools.cache(self._run)
-        """run(batch_size, keep) is extractors.make_extract on the devices of this process."""
+        """run(batch_size, keep) returns extractors.make_extract for this process's devices."""
 
     def __len__(self) -> int:
-        """The number of images, unusable ones among them."""
+        """The number of images, including unusable ones."""
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """The card of features of `n` of the images; `skipped` are without, by reason."""
+        """Return the card of features of `n` images, with counts of skipped images by reason."""
         shape = self.source.shape[:2]
         card = cards.make_card(self.extractor, image_size=shape, n=n, fit=self._fit)
         return card | {"images": self.path, "skipped": {**self._files.left_out(), **skipped}}
 
     def digest(self) -> str:
-        """A hash of how many files there are, of their sizes in a folder, and of some of them."""
+        """Return a hash of the number of images, their known sizes, and some of their contents."""
         digest = hashlib.blake2b(f"{len(self)} ".encode(), digest_size=8)
         for stamp in self._files.stamps():
             digest.update(stamp.encode(errors="surrogateescape"))
-        for index in np.unique(np.linspace(0, len(self) - 1, _LOOKED_AT).astype(int)).tolist():
+        for index in np.unique(np.linspace(0, len(self) - 1, _SAMPLED).astype(int)).tolist():
             digest.update(hashlib.sha256(self._files.read(index)[0]).digest())
         return digest.hexdigest()
 
@@ -63,38 +63,44 @@ class Images(engines.Portable):
 def open_images(
     path: str, extractor: Callable[[], extractors.Extractor], size: int = 0, fit: str = "exact"
 ) -> Images:
-    """`Images`, with what extractor() gives; for an engine's workers that can be pickled."""
-    made = Images(path, extractor(), size, fit)
-    return engines.made_by(made, open_images, path, extractor, size, fit)
+    """Return `Images` with the extractor returned by extractor(), picklable for Beam's workers."""
+    opened = Images(path, extractor(), size, fit)
+    return engines.made_by(opened, open_images, path, extractor, size, fit)
 
 
 class Work(NamedTuple):
-    """Sizes of the work; the flags of `stats` say what each field means."""
+    """How to compute statistics."""
 
     shard: int = 5000
+    """Images per shard."""
     batch: int = 50
+    """Images per batch."""
     keep: bool = False
+    """Whether to save the features, too."""
 
 
 def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
-    """Writes the file of statistics `out`; shards lie beside it meanwhile.
+    """Compute statistics and write them to `out`; until then, shards are in a folder beside it.
 
-    Of several workers those that come when it is done leave it alone. ValueError for images of
-    which there cannot be any, OSError where the engine cannot go on.
+    If several workers share the work, a worker that finds `out` finished does nothing.
+
+    Raises:
+        ValueError: statistics of these images cannot be computed.
+        OSError: the engine failed.
     """
     shards = shards_of(opened, out, work)
     shared = isinstance(engine, engines.Share) and engine.workers > 1
     done = lambda: shared and _is_of(out, shards.card(), work.keep)
-    # Who is overtaken has nothing more to do.
+    # Another worker may finish first.
     write = (lambda shard: None if done() else shards.write(shard)) if shared else shards.write
     if done():
-        return logging.info("%s is of these images already", out)
+        return logging.info("%s already holds the statistics of these images", out)
     shards.folder.mkdir(parents=True, exist_ok=True)
     size = lambda shard: len(shards.rows(shard))
     try:
         engine.fill(shards.numbers, shards.path, write, noun="images", size=size)
         stats = shards.merged()
-    except FileNotFoundError:  # Who writes the statistics first removes the shards.
+    except FileNotFoundError:  # The worker that writes the statistics first removes the shards.
         if done():
             files.remove_tree(shards.folder)
             return None
@@ -104,7 +110,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
 
 
 class Shards(NamedTuple):
-    """The shards of some images, a file each."""
+    """The shards of a set of images, with a file for each."""
 
     images: Images
     work: Work
@@ -113,24 +119,24 @@ class Shards(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """The shards."""
+        """The numbers of the shards."""
         return range(-(-len(self.images) // self.work.shard))
 
     def rows(self, shard: int) -> range:
-        """The images of a shard."""
+        """Return the range of a shard's images."""
         first = shard * self.work.shard
         return range(first, min(first + self.work.shard, len(self.images)))
 
     def path(self, shard: int) -> pathlib.Path:
-        """The file of a shard."""
+        """Return the path of a shard's file."""
         return self.folder / f"{shard:08}.npz"
 
     def card(self, n: int = 0, **skipped: int) -> cards.Card:
-        """The card of statistics of `n` images, without those `skipped` by reason."""
+        """Return the card of statistics of `n` images, with counts of skipped ones by reason."""
         return self.images.card(n, skipped) | {"digest": self.digest}
 
     def write(self, shard: int) -> None:
-        """Makes the file of a shard."""
+        """Compute a shard and write its file."""
         run = self.images.run(self.work.batch, self.work.keep)
         rows = self.rows(shard)
         meter = progress.Meter("images", len(rows), name=f"shard {shard}")
@@ -143,35 +149,35 @@ class Shards(NamedTuple):
         files.write_whole(self.path(shard), buffer.getvalue())
 
     def merged(self) -> stats_files.Stats:
-        """The statistics of all; ValueError if they are of fewer than two images."""
-        sums, skipped, kept = features.no_sums(self.images.extractor.width), Counter[str](), []
+        """Merge the shards' statistics. Raises ValueError if they have fewer than two images."""
+        sums, skipped, parts = features.no_sums(self.images.extractor.width), Counter[str](), []
         for shard in self.numbers:
             with np.load(io.BytesIO(self.path(shard).read_bytes())) as arrays:
                 part = features.Sums(int(arrays["n"]), arrays["mean"], arrays["scatter"])
                 sums = features.merged(sums, part)
                 skipped.update(json.loads(str(arrays["skipped"])))
-                kept += [arrays["features"]] if self.work.keep else []
+                parts += [arrays["features"]] if self.work.keep else []
         card = self.card(sums.n, **skipped)
         if card["skipped"]:
-            all_of = len(self.images), self.images.path, card["skipped"]
-            logging.warning("of %d images in %s were left out: %s", *all_of)
-        rows = np.concatenate(kept) if self.work.keep else None
+            details = len(self.images), self.images.path, card["skipped"]
+            logging.warning("skipped some of %d images in %s: %s", *details)
+        rows = np.concatenate(parts) if self.work.keep else None
         return stats_files.Stats(sums.gaussian(), rows, card)
 
 
 def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
-    """The shards beside the file `out`, of this work and software alone."""
-    new = Shards(opened, work, opened.digest(), files.path(out))
-    name = hashlib.sha256(json.dumps([new.card(), work]).encode()).hexdigest()[:16]
-    return new._replace(folder=new.folder.with_name(f".{new.folder.name}.{name}.tmp"))
+    """Return the shards for the file `out`, in a folder beside it named after the card's hash."""
+    shards = Shards(opened, work, opened.digest(), files.path(out))
+    name = hashlib.sha256(json.dumps([shards.card(), work]).encode()).hexdigest()[:16]
+    return shards._replace(folder=shards.folder.with_name(f".{shards.folder.name}.{name}.tmp"))
 
 
 def _is_of(out: files.Path, card: cards.Card, keep: bool) -> bool:
-    """Whether there are statistics of the same images, made in the same way; `keep`: features."""
+    """Return whether `out` holds statistics with this card, and features if `keep` is set."""
     if not files.path(out).is_file():
         return False
     stats = stats_files.read(out)
     if keep and stats.features is None:
         return False
-    there = stats.card or {}
-    return all(there.get(name) == card[name] for name in card if name not in ("n", "skipped"))
+    saved = stats.card or {}
+    return all(saved.get(name) == card[name] for name in card if name not in ("n", "skipped"))

@@ -1,6 +1,7 @@
-"""Statistics of features in .npz files: `mu` and `sigma` as every FID program has them.
+"""Reads and writes statistics of features in .npz files.
 
-Other programs leave the further keys alone: `n`, `card` (JSON), and `features` where they are kept.
+Their keys `mu` and `sigma` are those of other FID programs, which ignore the additional keys `n`,
+`card` (JSON) and, optionally, `features`.
 """
 
 import io
@@ -22,11 +23,11 @@ class Stats(NamedTuple):
     gaussian: Gaussian
     features: Rows | None
     card: Card | None
-    """How the features were made; files of other programs do not say it: None."""
+    """How the features were computed; None in files of other programs."""
 
 
 def write(path: str | os.PathLike[str], stats: Stats) -> None:
-    """Writes a file, whole or not at all."""
+    """Write statistics to a file atomically."""
     arrays: dict[str, Any] = {"mu": stats.gaussian.mean, "sigma": stats.gaussian.cov}
     if stats.gaussian.n is not None:
         arrays["n"] = np.array(stats.gaussian.n)
@@ -40,19 +41,24 @@ def write(path: str | os.PathLike[str], stats: Stats) -> None:
 
 
 def read(path: str | os.PathLike[str]) -> Stats:
-    """FileNotFoundError, or ValueError for another or a damaged file. Nothing is unpickled."""
+    """Read statistics from a file, without unpickling anything.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or holds no statistics.
+    """
     file = files.local(path)
     if not file.is_file():
         raise FileNotFoundError(f"no file {path}")
     try:
         with file.open("rb") as file:
             contents = untrusted.read_archive(file)
-    except Exception as error:  # Damaged files fail in many ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     mean, cov = contents.get("mu"), contents.get("sigma")
     if mean is None or cov is None or cov.shape != (mean.size, mean.size):
         shapes = ", ".join(f"{name} {array.shape}" for name, array in contents.items())
-        raise ValueError(f"{path} holds no mu [D] and sigma [D, D], but {shapes}")
+        raise ValueError(f"{path} must hold mu [D] and sigma [D, D], but holds {shapes}")
     if not (np.isfinite(mean).all() and np.isfinite(cov).all()):
         raise ValueError(f"{path} holds values that are not finite")
     n = int(contents["n"]) if "n" in contents else None
@@ -62,19 +68,23 @@ def read(path: str | os.PathLike[str]) -> Stats:
 
 
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
-    """ValueError unless statistics are of this extractor, as far as they say."""
+    """Check that statistics were computed with this extractor, as far as their file records it.
+
+    Raises:
+        ValueError: they were computed with another extractor.
+    """
     width = stats.gaussian.mean.size
     if width != extractor.width:
         raise ValueError(
-            f"{path} is of {width} dimensions, and the extractor {extractor.name} has "
-            f"{extractor.width}: it is of another extractor or level"
+            f"{path} has {width} dimensions, but the extractor {extractor.name} has "
+            f"{extractor.width}: use the extractor and level of the file"
         )
     for field in ("extractor", "weights", "preprocessing") if stats.card else ():
-        theirs, ours = (stats.card or {}).get(field), getattr(extractor, _FIELDS[field])
-        if theirs != ours:
+        saved, current = (stats.card or {}).get(field), getattr(extractor, _FIELDS[field])
+        if saved != current:
             raise ValueError(
-                f"{path} is of {field} {theirs}, and the images would be of {ours}: make both with "
-                "the same"
+                f"{path} was computed with {field} {saved}, but the images use {current}: use the "
+                "same for both"
             )
 
 

@@ -1,7 +1,7 @@
-"""METRICS: every score there is, by name. A new one is a function of features, and a line here.
+"""METRICS, the table of all scores. A new score is a function of features and a line here.
 
-Sweeps, scores on the way of a training, MLPerf's benchmark and the metrics command look their
-scores up here; tables, figures and pages take their names and order from it.
+Sweeps, evaluation during training and the metrics command look up their scores here. Tables,
+figures and pages use its names and order.
 """
 
 from collections.abc import Callable
@@ -14,33 +14,34 @@ from diffusion_jax.metrics.stats_files import Stats
 
 
 class Metric(NamedTuple):
-    """A score: a function of features, and its place in tables and figures."""
+    """A score: a function of features, and how tables and figures show it."""
 
     label: str
-    """The metric's name in tables and figures; "" keeps it in the files alone."""
+    """The metric's name in tables and figures, which leave it out if this is ""."""
     features: str
-    """The features it takes: "inception", "dinov2", "clip" (an image's cosine with its prompt),
-    "clip_image", "judge" and "nearest" of a judge of one's own, or the "digits" and "right" of that
-    of digits."""
+    """The features that `score` takes: "inception", "dinov2", "clip" (cosine of image and prompt),
+    "clip_image", "judge" and "nearest" (of a trained judge), "digits" and "right" (of the digits'
+    judge)."""
     score: Callable[..., Score]
-    """Features of generated images, and what `reference` returned if there is one, to the score."""
+    """Maps features of generated images, and the result of `reference` if set, to the score."""
     reference: Callable[[Stats], Any] | None = None
-    """Takes the real side from statistics of real images; returns None where they lack it."""
+    """Prepares the real side from statistics of real images; returns None if they lack it."""
     lower_is_better: bool = False
     axis: str = ""
-    """Metrics of one axis share a figure; by default the label is that of the axis."""
+    """Metrics with the same axis share a figure; the default is the label."""
     group: str = ""
-    """The group of prompts, of those a scorer knows, whose pictures it is of; "": all."""
+    """The scorer's group of prompts whose pictures are scored; "" scores all."""
     least: int = 1
-    """The number of images it needs."""
+    """Smallest number of images."""
     public_weights: bool = False
-    """Defined with these alone: with others its column is named after the extractor."""
+    """Whether the metric is defined by the public weights: with other weights, the column is named
+    after the extractor."""
     by_name: bool = False
-    """Sweeps take it only if it is asked for by name: it is slow, or says what another does."""
+    """Whether sweeps compute it only on request, because it is slow or redundant."""
 
 
 def _moments(stats: Stats) -> frechet.Reference:
-    """Features are exact where they are fewer than their dimensions."""
+    # With fewer images than dimensions, features are more exact than moments.
     return frechet.reference(stats.gaussian if stats.features is None else stats.features)
 
 
@@ -100,9 +101,10 @@ METRICS: dict[str, Metric] = {
 
 
 def column(name: str, card: Card) -> str:
-    """The name of a metric's column: FID of the public weights alone, else fd_ and the extractor.
+    """Return the name of a metric's column.
 
-    Likewise "kid" or "kid_" and the extractor: what the field compares is never another thing.
+    With weights other than the public ones, the extractor is part of the name ("fd_EXTRACTOR",
+    "kid_EXTRACTOR"), so that columns with the same name are comparable.
     """
     if card["official"] or not METRICS[name].public_weights:
         return name
@@ -112,7 +114,7 @@ def column(name: str, card: Card) -> str:
 
 
 def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) -> dict[str, float]:
-    """A score's columns: its value, the ends of its interval, and what more belongs to it."""
+    """Return a score's columns: its value, its interval's ends, and further numbers."""
     row = {name: score.value}
     if interval and score.each is not None:
         low, high = bootstrap.interval(score.each, score.value, seed=seed)
@@ -122,7 +124,7 @@ def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) ->
 
 
 def shown() -> dict[str, Metric]:
-    """The metrics that figures show, by column; those of other weights are labelled so."""
+    """Return the metrics that figures show, by column, with labels for weights not public."""
     standin = {"official": False, "extractor": "inception"}
     metrics = {}
     for name, metric in METRICS.items():

@@ -1,4 +1,4 @@
-"""The FID Inception's weights from a file: read safely, known by hash, downloaded if need be."""
+"""Reads the FID Inception's weights safely from a file, identifies them by hash, downloads them."""
 
 import hashlib
 import os
@@ -19,24 +19,29 @@ URL = (
     "https://github.com/mseitzer/pytorch-fid/releases/download/fid_weights/"
     "pt_inception-2015-12-05-6726825d.pth"
 )
-_SHA256 = "6726825d"  # What the public file's name says: the beginning.
-_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # What MLPerf checks.
+_SHA256 = "6726825d"  # The beginning of the hash, from the public file's name.
+_SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # Checked by MLPerf, too.
 
 
 class Weights(NamedTuple):
-    """Read weights, and what they are."""
+    """Weights and their identity."""
 
     params: inception.Params
     digest: str
-    """sha256 of names and values, whatever file they are in."""
+    """SHA-256 of names and values, which does not depend on the file format."""
     official: bool
-    """Whether they come from the public file that FID is defined with."""
+    """Whether they come from the public file that defines FID."""
 
 
 def load(path: str | os.PathLike[str] = "") -> Weights:
-    """Weights from a .pth, .safetensors or .npz file with the public names; "" downloads them.
+    """Load weights from a .pth, .safetensors or .npz file with the public names.
 
-    FileNotFoundError or ValueError that says what is wrong with the file.
+    Args:
+        path: the file; "" downloads the public weights.
+
+    Raises:
+        FileNotFoundError: the file does not exist, or the download failed.
+        ValueError: the file is damaged or holds other weights.
     """
     path = files.local(path).expanduser() if path else _download()
     state = torch_files.read_state_dict(path)
@@ -45,7 +50,7 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
 
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
-    """Writes a file's weights as safetensors to `out`, with a note of where they came from."""
+    """Convert weights to safetensors, recording whether they come from the public file."""
     if pathlib.Path(out).suffix != ".safetensors":
         raise ValueError(f"cannot write {out}: the name must end in .safetensors")
     weights = load(path)
@@ -60,7 +65,7 @@ def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weight
 
 
 def _is_official(path: pathlib.Path, digest: str) -> bool:
-    """By the file's own hashes, or the note that `convert` made of them and of the values."""
+    """Return whether a file is the public one, or was converted from it by `convert`."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "numpy") as file:
@@ -78,7 +83,7 @@ def _has_hashes(path: pathlib.Path) -> bool:
 
 
 def _download() -> pathlib.Path:
-    """The public file in the user's cache; whole and with the right hashes, or not there at all."""
+    """Download the public file to the user's cache, check its hashes, and return its path."""
     cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     target = pathlib.Path(cache) / "imagen-sd-jax" / URL.rpartition("/")[2]
     if target.is_file():
@@ -89,10 +94,10 @@ def _download() -> pathlib.Path:
             with urllib.request.urlopen(URL, timeout=30) as response, part.open("wb") as file:
                 shutil.copyfileobj(response, file)
             if not _has_hashes(part):
-                raise ValueError(f"what {URL} gave is not the public file: its hash is another")
+                raise ValueError(f"the file from {URL} is not the public file: its hash differs")
     except OSError as error:
         raise FileNotFoundError(
-            f"the FID Inception's weights could not be downloaded ({error}): get {URL} elsewhere "
-            "and give the file with --weights=FILE"
+            f"the FID Inception's weights could not be downloaded ({error}): download {URL} on "
+            "another machine and set --weights=FILE"
         ) from error
     return target

@@ -254,7 +254,7 @@ def refused(tmp_path):
                                        "groups, so take a multiple of 32"),
         ("--config.unet.attention_resolutions=(3,)", "unet.attention_resolutions holds 3, which a "
                                                      "UNet of image_size 16 and 1 levels never"),
-        ("--config.data.source=digts", "there is no data source 'digts'"),
+        ("--config.data.source=digts", "the data source 'digts' is unknown"),
     ],
 )  # fmt: skip
 def test_a_mistake_in_the_config_is_one_line(refused, argument, message, tmp_path):

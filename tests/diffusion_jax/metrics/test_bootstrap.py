@@ -18,5 +18,5 @@ def test_the_interval_of_a_mean_is_1_96_standard_errors_each_way():
 
 @pytest.mark.parametrize("change", [{"replicates": 1}, {"confidence": 95.0}])
 def test_what_cannot_be_says_so(change):
-    with pytest.raises(ValueError, match="2 replicates or more and a confidence between 0 and 1"):
+    with pytest.raises(ValueError, match="at least 2 replicates and a confidence between 0 and 1"):
         bootstrap.interval(np.zeros(3), 0.0, **change)

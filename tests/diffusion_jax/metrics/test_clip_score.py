@@ -42,10 +42,12 @@ def test_images_and_texts_through_the_extractors(folder):
     images, texts = run(model.image, pictures), run(model.text, model.tokenize(["a b", "c"]))
     assert clip_score.cosines(images, texts).shape == (2, 1)
     np.testing.assert_allclose(np.linalg.norm(clip_score.normalised(images), axis=1), 1, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"of images \(2, 20\) and of texts \(1, 20\) are no pa"):
+    with pytest.raises(ValueError, match=r"shape \(2, 20\) and .* \(1, 20\) are not pairs"):
         clip_score.cosines(images, texts[:1])
 
 
 def test_what_cannot_do_says_so(folder):
-    with pytest.raises(ValueError, match="no preprocessing 'clean' for CLIP: there are open_clip"):
+    with pytest.raises(
+        ValueError, match="CLIP has no preprocessing 'clean': choose from open_clip"
+    ):
         clip_towers.load(folder, preprocessing="clean")

@@ -83,7 +83,7 @@ def test_comparing_refuses_unlike_cards(run, tmp_path, sides):
     assert (b[1], c[1]) == ("30", "25") and float(b[2]) < float(c[2])
     (tmp_path / "x.json").write_text("{}")
     code, _, err = run("compare", saved[0], tmp_path / "x.json")
-    assert code == 2 and "x.json holds no scores with their card" in err
+    assert code == 2 and "x.json holds no scores with a card" in err
 
 
 def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
@@ -103,7 +103,7 @@ def test_clip_scores_pair_images_and_lines(run, tmp_path, sides, monkeypatch):
     assert cmmd == pytest.approx(mmd.cmmd(*both), rel=1e-3)
     prompts.write_text("one\n")
     code, _, err = run(*given)
-    assert code == 2 and "30 usable images" in err and "and 1 prompts are no pairs" in err
+    assert code == 2 and "30 usable images" in err and "but there are 1 prompts" in err
     prompts.write_text("\n")
     assert "holds no prompt" in run(*given)[2]
 
@@ -115,8 +115,10 @@ def test_skips_are_reported_and_what_cannot_be_is_one_line(run, tmp_path, sides,
     for path in sorted((tmp_path / "b").iterdir())[1:]:
         path.unlink()
     code, _, err = run("fid", tmp_path / "a", tmp_path / "b")
-    assert code == 2 and err.startswith("error: a covariance needs 2 images or more: there are 1")
+    assert code == 2 and err.startswith(
+        "error: a covariance needs at least 2 images, but there are 1"
+    )
     code, _, err = run("fid", tmp_path / "a", tmp_path / "nothing")
     assert (code, err) == (2, f"error: no folder {tmp_path}/nothing\n")
-    assert "Scores of image sets" in run("fid", tmp_path / "a")[2]
+    assert "Scores image sets" in run("fid", tmp_path / "a")[2]
     assert "the name must end in .npz" in run("stats", f"--images={tmp_path}", "--out=a.txt")[2]

@@ -73,9 +73,9 @@ def test_levels_and_preprocessings_are_named():
     )  # fmt: skip
     part = extractors.inception_extractor(weights, "tf", "768")
     assert (part.name, part.width, part.official) == ("inception_768", 768, False)
-    with pytest.raises(ValueError, match="no preprocessing 'pil': there are pytorch, tf, clean"):
+    with pytest.raises(ValueError, match="no preprocessing 'pil': choose from pytorch, tf, clean"):
         extractors.inception_extractor(weights, "pil")
-    with pytest.raises(ValueError, match="no level '100': there are 64, 192, 768, 2048, logits"):
+    with pytest.raises(ValueError, match="no level '100': choose from 64, 192, 768, 2048, logits"):
         extractors.inception_extractor(weights, level="100")
 
 

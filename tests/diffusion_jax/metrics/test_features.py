@@ -51,10 +51,10 @@ def test_a_stream_may_be_asked_again_after_more_rows():
 
 def test_what_cannot_be_says_so():
     stream = features.Stream(3, keep=False)
-    with pytest.raises(ValueError, match=r"features of shape \(2, 4\) are not \[N, 3\]"):
+    with pytest.raises(ValueError, match=r"features have shape \(2, 4\), not \[N, 3\]"):
         stream.add(np.zeros((2, 4), np.float32))
     stream.add(np.array([[0, 0, 0], [0, np.nan, 0]], np.float32))
-    message = "a covariance needs 2 images or more: there are 1, and 1 were not finite"
+    message = "a covariance needs at least 2 images, but there are 1, and 1 were not finite"
     with pytest.raises(ValueError, match=message):
         stream.gaussian()
     with pytest.raises(ValueError, match="keep=False"):

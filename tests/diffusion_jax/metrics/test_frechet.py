@@ -92,15 +92,15 @@ def test_the_bias_of_finite_samples_is_extrapolated_away():
 @pytest.mark.parametrize(
     ("a", "b", "message"),
     [
-        (np.zeros((1, 3)), np.zeros((5, 3)), "needs 2 images or more: there are 1"),
-        (np.zeros((5, 3)), np.zeros((1, 3)), "needs 2 images or more: there are 1"),
-        (np.zeros((5, 3)), np.zeros((5, 4)), "features of 3 and of 4 dimensions"),
+        (np.zeros((1, 3)), np.zeros((5, 3)), "needs at least 2 images, but there are 1"),
+        (np.zeros((5, 3)), np.zeros((1, 3)), "needs at least 2 images, but there are 1"),
+        (np.zeros((5, 3)), np.zeros((5, 4)), "features with 3 and 4 dimensions"),
     ],
 )
 def test_what_cannot_be_compared_says_so(a, b, message):
     with pytest.raises(ValueError, match=message):
         frechet.frechet(a, b)
-    with pytest.raises(ValueError, match="needs 20 images or more: there are 5"):
+    with pytest.raises(ValueError, match="needs at least 20 images, but there are 5"):
         frechet.extrapolated(np.zeros((5, 3)), frechet.reference(np.eye(3)))
 
 

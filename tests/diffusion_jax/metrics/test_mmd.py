@@ -47,7 +47,7 @@ def test_kids_subsets_are_drawn_by_the_seed():
 def test_too_few_images_say_so():
     with pytest.raises(ValueError, match=r"subsets of 100 images needs as many on both .* 9"):
         mmd.kid(draw(9, 0), draw(200, 1), size=100)
-    with pytest.raises(ValueError, match="KID needs 2 images or more on both sides"):
+    with pytest.raises(ValueError, match="KID needs at least 2 images on both sides"):
         mmd.kid_of_all(draw(1, 0), draw(5, 1))
 
 

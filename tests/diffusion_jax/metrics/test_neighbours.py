@@ -49,5 +49,7 @@ def test_blocks_change_nothing(monkeypatch):
 
 def test_too_few_images_say_so():
     for metric in (neighbours.precision, neighbours.recall):
-        with pytest.raises(ValueError, match="more than 3 images on both sides: there are 3 and 9"):
+        with pytest.raises(
+            ValueError, match="more than 3 images on both sides, but there are 3 and 9"
+        ):
             metric(np.zeros((9, 2)), np.zeros((3, 2)))

@@ -57,7 +57,7 @@ def test_a_download_is_kept_if_its_hash_is_right(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(weights, "URL", LEGACY.as_uri())
     folder = tmp_path / "cache" / "imagen-sd-jax"
-    with pytest.raises(ValueError, match="is not the public file: its hash is another"):
+    with pytest.raises(ValueError, match="is not the public file: its hash differs"):
         weights.load()
     assert not list(folder.iterdir())
     is_now_public(monkeypatch, LEGACY)

@@ -144,7 +144,7 @@ def test_threads_do_not_disturb_each_other(t5):
 
 @pytest.mark.parametrize("make", [tokenize.t5, tokenize.clip])
 def test_a_folder_without_a_tokenizer_is_named(make, tmp_path):
-    with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds n.*copy.*beside"):
+    with pytest.raises(FileNotFoundError, match=f"{tmp_path} holds n.*copy.*into it"):
         make(tmp_path)
 
 

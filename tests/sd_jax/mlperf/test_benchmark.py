@@ -127,7 +127,7 @@ def test_what_cannot_judge_is_refused(asked, tmp_path):
         benchmark.open_judge(asked)
     tiny_benchmark.write_reference(tmp_path, Gaussian(np.zeros(4), np.eye(4), 9))
     (tmp_path / "captions.tsv").write_text("image_id\tid\tcaption\n1\t2\ta\n2\t3\tb\n")
-    with refused(r"reference.npz is of 4 dimensions, and the extractor toy has 3"):
+    with refused(r"reference.npz has 4 dimensions, but the extractor toy has 3"):
         benchmark.open_judge(asked._replace(num_prompts=2))
 
 

@@ -123,5 +123,5 @@ def test_what_protobuf_writes_is_read_numbers_passed_over(example):
 
 @pytest.mark.parametrize("damaged", [b"\xff" * 20, b"\x0a\x7f", b"\x0b", b"\x0a"])
 def test_what_is_no_example_is_refused(damaged):
-    with pytest.raises(ValueError, match=r"no tf.train.Example"):
+    with pytest.raises(ValueError, match=r"not a tf.train.Example"):
         arrayrecord.decode(damaged)

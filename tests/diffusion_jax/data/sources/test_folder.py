@@ -80,7 +80,7 @@ def test_unknown_choices_are_refused(folder):
         Folder(folder, text="json")
     with pytest.raises(ValueError, match="'txt:caption': only json, jsonl, parquet have fields"):
         Folder(folder, text="txt:caption")
-    with pytest.raises(ValueError, match="texts of suffix 'doc': it must end in txt"):
+    with pytest.raises(ValueError, match="the suffix of texts is 'doc': it must end in txt"):
         Folder(folder, text="doc")
 
 

@@ -94,7 +94,12 @@ def test_captions_of_a_data_set_are_prompts(written):
     [
         ("huggingface", "clone", "text", r"has the splits .*train.*: choose .*clone@SPLIT"),
         ("huggingface", "clone@valid", "text", r"datasets cannot open .*clone: Unknown split"),
-        ("huggingface", "clone@train", "caption", r"7 rows of text, image, .*data\.text"),
+        (
+            "huggingface",
+            "clone@train",
+            "caption",
+            r"7 rows with the columns text, image; .*data\.text",
+        ),
         ("huggingface", "saved", "text", r"whose splits are test, train: choose one as .*@SPLIT"),
         ("arrow", "clone", "text", r"no \.arrow in .*parquet is read by the source 'huggingface'"),
     ],
