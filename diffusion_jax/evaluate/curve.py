@@ -1,4 +1,4 @@
-"""The curve of a sweep: which of its scores a figure shows, over which axis."""
+"""Chooses the scores and the axis of a sweep's figure."""
 
 import itertools
 from collections.abc import Sequence
@@ -9,9 +9,9 @@ from diffusion_jax.evaluate.sweep import Row, SweepResult
 from diffusion_jax.metrics import table
 
 
-def figure(one: SweepResult) -> Plot:
-    """The first distance over the other scores' first axis, or what there is over guidance."""
-    shown = {c: metric for c, metric in table.shown().items() if c in one.rows[0]}
+def figure(result: SweepResult) -> Plot:
+    """Plot the first distance against the first other score, or one score against guidance."""
+    shown = {c: metric for c, metric in table.shown().items() if c in result.rows[0]}
     distances = [column for column, metric in shown.items() if metric.lower_is_better]
     axes: dict[str, list[str]] = {}
     for column, metric in shown.items():
@@ -23,19 +23,19 @@ def figure(one: SweepResult) -> Plot:
         (y, ys), x, xs = next(iter(axes.items())), "guidance", ["guidance"]
     several = xs if len(xs) > 1 else ys
     lines = []
-    for across, up in itertools.product(xs, ys):
-        for name, rows in _lines(one).items():
-            own = across if several is xs else up
-            parts = [name, shown[own].label if len(several) > 1 else ""]
-            title = ", ".join(filter(None, parts)) or one.folder.name
-            lines.append(_line(title, rows, across, up))
+    for x_column, y_column in itertools.product(xs, ys):
+        for name, rows in _lines(result).items():
+            column = x_column if several is xs else y_column
+            parts = [name, shown[column].label if len(several) > 1 else ""]
+            title = ", ".join(filter(None, parts)) or result.folder.name
+            lines.append(_line(title, rows, x_column, y_column))
     return Plot(lines, x, y)
 
 
-def _lines(one: SweepResult) -> dict[str, list[dict[str, str]]]:
-    """The rows of each weights and settings in the order of guidance, by what tells them apart."""
+def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
+    """Group rows by weights and settings, sorted by guidance; name groups by their differences."""
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in sorted(one.rows, key=lambda row: float(row["guidance"])):
+    for row in sorted(result.rows, key=lambda row: float(row["guidance"])):
         groups.setdefault(tuple(sweep.label(row).split(", ")), []).append(row)
     shared = set.intersection(*map(set, groups))
     short = [", ".join(part for part in parts if part not in shared) for parts in groups]

@@ -1,4 +1,4 @@
-"""Figures of scores, as a paper would print them: matplotlib's, saved as PNG, PDF or SVG."""
+"""Draws figures of scores with matplotlib and saves them as PNG, PDF or SVG."""
 
 import colorsys
 import io
@@ -10,31 +10,31 @@ import numpy as np
 
 _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480", "#b3476f", "#2b8c8c")
 _DASHES = ("-", "--", ":", "-.")
-_WIDE = 76  # Letters of a name that fit a figure's width.
+_WIDE = 76  # Number of letters that fit into a figure's width.
 _GREY = "#e3e8ec"
-_SHORT = 34  # Letters of a name of which two fit beside each other.
+_SHORT = 34  # Two names of this many letters fit beside each other.
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
 
 
 class Line(NamedTuple):
-    """One line of a figure: points in the order in which they are joined."""
+    """A line of a figure, through points in the given order."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     marked: bool = False
-    """Whether each point is a dot."""
+    """Whether to draw a dot at each point."""
     labels: Sequence[str] = ()
-    """The text beside each point."""
+    """A text beside each point."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """Ends of each point's interval in y."""
+    """Lower and upper end of each point's confidence interval in y."""
 
 
 class Band(NamedTuple):
-    """A region between two lines."""
+    """A shaded region between two lines."""
 
     name: str
     x: Sequence[float]
@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A figure: lines and regions in one pair of axes named x and y."""
+    """A figure: lines and bands in one pair of axes with labels x and y."""
 
     lines: Sequence[Line]
     x: str
@@ -52,8 +52,8 @@ class Plot(NamedTuple):
 
 
 def save(plot: Plot, format: str) -> bytes:
-    """The figure as a "png", "pdf" or "svg" file, the same bytes for the same figure."""
-    import matplotlib  # Takes a second to import, and few commands draw a figure.
+    """Return the figure as a "png", "pdf" or "svg" file; equal figures have equal bytes."""
+    import matplotlib  # Takes a second to import, and few commands draw figures.
     from matplotlib.figure import Figure
 
     buffer = io.BytesIO()
@@ -63,7 +63,7 @@ def save(plot: Plot, format: str) -> bytes:
         colours = _distinct(len(plot.lines))
         columns = 2 if max(map(len, names)) <= _SHORT else 1
         rows = -(-sum(1 + name.count("\n") for name in names) // columns)
-        legend = 0.17 * max(0, rows - 2)  # Two rows fit the height below.
+        legend = 0.17 * max(0, rows - 2)  # Two rows fit into the default height.
         figure = Figure(figsize=(5.2, 3.6 + legend), layout="constrained")
         axes = figure.add_subplot()
         for band in plot.bands:
@@ -73,13 +73,13 @@ def save(plot: Plot, format: str) -> bytes:
         for i, line in enumerate(plot.lines):
             _draw(axes, line, colours[i], i)
         axes.margins(0.08)
-        axes.autoscale_view()  # What stands beside a point needs to know where the others are.
+        axes.autoscale_view()  # The labels' positions depend on the final scale.
         for i, line in enumerate(plot.lines):
             _label(axes, line, colours[i])
         axes.set_xlabel(plot.x)
         axes.set_ylabel(plot.y)
         if len(names) > 1:
-            # Beside the axes, so that it hides no point.
+            # Outside the axes, the legend hides no points.
             figure.legend(loc="outside upper center", ncols=columns, frameon=False)
         figure.savefig(buffer, format=format, dpi=160, metadata=dates.get(format))
     return buffer.getvalue()
@@ -90,9 +90,9 @@ def _wrapped(name: str) -> str:
 
 
 def _distinct(number: int) -> list[str]:
-    """So many colours, no two alike: beyond the usual ones, hues at three brightnesses."""
-    more = range(number - len(_COLOURS))
-    shades = [colorsys.hls_to_rgb(i / len(more), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in more]
+    """Return distinct colours: a fixed palette, followed by evenly spaced hues."""
+    extra = range(number - len(_COLOURS))
+    shades = [colorsys.hls_to_rgb(i / len(extra), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in extra]
     hexes = ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
     return [*_COLOURS, *hexes][:number]
 
@@ -107,16 +107,16 @@ def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
 
 
 def _label(axes: Any, line: Line, colour: str) -> None:
-    """Each point's text, away from its neighbours on the line."""
+    """Draw each point's label on the side away from its neighbours on the line."""
     points = axes.transData.transform(np.column_stack([line.x, line.y]))
     for n, label in enumerate(line.labels):
         steps = points[n] - np.delete(points[max(0, n - 1) : n + 2], min(n, 1), axis=0)
         steps /= np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
-        away = steps.sum(0)
-        if np.hypot(*away) < 0.2:  # On a straight line: beside it; at one place with them: above.
-            away = np.array([-steps[0, 1], steps[0, 0]] if steps.any() else [0.0, 1.0])
+        offset = steps.sum(0)
+        if np.hypot(*offset) < 0.2:  # Beside a straight line, or above coinciding points.
+            offset = np.array([-steps[0, 1], steps[0, 0]] if steps.any() else [0.0, 1.0])
         axes.annotate(
-            label, (line.x[n], line.y[n]), xytext=tuple(10 * away / np.hypot(*away)),
+            label, (line.x[n], line.y[n]), xytext=tuple(10 * offset / np.hypot(*offset)),
             textcoords="offset points", ha="center", va="center", fontsize=7.5, color=colour,
             bbox={"fc": "white", "ec": "none", "alpha": 0.75, "pad": 0.6},
         )  # fmt: skip

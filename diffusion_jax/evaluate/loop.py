@@ -1,7 +1,8 @@
-"""The one loop of all evaluation: prompts drawn in batches, features of each image, kept or not.
+"""The loop of all evaluation: draws prompts in batches and computes features of the images.
 
-Sweeps and scores on the way of a training draw by `drawing`; MLPerf's benchmark, whose images stay
-on the devices, brings its own. Features in a folder are shards, one a batch, and survive a kill.
+Sweeps and scores during training draw with `drawing`; MLPerf's benchmark, whose images stay on the
+devices, has its own function. Features may be saved in a folder, one shard per batch, so that an
+interrupted evaluation continues.
 """
 
 import io
@@ -28,10 +29,10 @@ CARD = "card.json"
 KERNEL = "Pillow's bicubic"
 Features = dict[str, Shaped[np.ndarray, "N *D"]]
 Draw = Callable[[Sequence[str], Sequence[int], float], Images]
-"""(prompts [B], seeds [B], guidance scale) to images [B, H, W, 3], all at once."""
+"""Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3]."""
 Compute = Callable[[Int[np.ndarray, "B"]], Features]
-"""Draws the images of these numbers and returns their features, of which "fine" [B] says whether
-the image is finite."""
+"""Draws the images with the given numbers and returns their features, including "fine" [B], whether
+each image is finite."""
 
 
 def collect(
@@ -43,12 +44,20 @@ def collect(
     *,
     finite: bool = False,
 ) -> Features:
-    """The features of images 0 ... num_images - 1, at most `batch_size` at once.
+    """Return the features of images 0 ... num_images - 1.
 
-    With a folder each batch is a file there, written whole; those that are there, also of another
-    batch size, are not redone. Every process must call it alike, and see the same folder. Images
-    that are not finite are marked in "fine"; where all must be `finite`, that is an error. That,
-    and weights that make features of good images not finite, is one message and exit code 2.
+    All processes must call this function with the same arguments, and share the folder. The process
+    exits with code 2 and a message if features of finite images are not finite.
+
+    Args:
+        num_images: number of images.
+        batch_size: largest number of images per batch.
+        compute: draws images and computes their features.
+        name: name of the evaluation in messages.
+        folder: saves each batch to a file in this folder, and skips images that are already saved,
+            with any batch size; None saves nothing.
+        finite: whether an image that is not finite is an error, too (exit code 2), rather than
+            marked in "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -64,7 +73,7 @@ def collect(
         elif jax.process_index() == 0:
             _write_shard(folder, rows, features)
     if folder is not None:
-        if jax.process_count() > 1:  # Process 0 has written the last one.
+        if jax.process_count() > 1:  # Wait until process 0 has written the last shard.
             multihost_utils.sync_global_devices(f"features {name}")
         parts = [_read_shard(path) for path in _shards(folder)]
     return {key: np.concatenate([part[key] for part in parts]) for key in parts[0]}
@@ -80,26 +89,35 @@ def drawing(
     size: int | None = None,
     save: Callable[[Int[np.ndarray, "B"], UInt8[np.ndarray, "B H W 3"]], None] | None = None,
 ) -> Compute:
-    """Draws the scorer's prompts at a guidance scale and takes the pictures through its judges.
+    """Return a function that draws a scorer's prompts and computes the features of its judges.
 
-    Pictures of another side than `size` are brought to it first, by KERNEL.
-    Beside their features are "images", those that people see, "seconds" of drawing and scoring.
+    The function also returns "images", the pictures on the sheet; "seconds", the times of drawing
+    and of scoring; and "fine".
+
+    Args:
+        scorer: the prompts and judges.
+        draw: draws images.
+        guidance: the guidance scale.
+        batch_size: number of images per batch; smaller batches are padded.
+        first_seed: seed of image 0; image i has seed first_seed + i.
+        size: side that images are resized to before scoring, with KERNEL; None does not resize.
+        save: is called with the numbers and pixels of each batch.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
     def compute(rows: Int[np.ndarray, "B"]) -> Features:
         numbers, count = filled(rows, batch_size), len(rows)
         prompts, start = [scorer.prompts[i] for i in numbers], time.time()
-        drawn = draw(prompts, (numbers + first_seed).tolist(), guidance)
-        images = _resized(sheets.to_uint8(np.nan_to_num(drawn)), size)
-        half = time.time()
+        samples = draw(prompts, (numbers + first_seed).tolist(), guidance)
+        images = _resized(sheets.to_uint8(np.nan_to_num(samples)), size)
+        end_of_drawing = time.time()
         features = {k: v[:count] for k, v in scorer.features(images, prompts).items()}
-        seconds = np.array([[half - start, time.time() - half]])
+        seconds = np.array([[end_of_drawing - start, time.time() - end_of_drawing]])
         if save is not None:
             save(rows, images[:count])
-        fine = np.asarray(np.isfinite(drawn[:count]).all((1, 2, 3)))
-        visible = images[:count][shown[rows]]
-        return {**features, "images": visible, "seconds": seconds, "fine": fine}
+        fine = np.asarray(np.isfinite(samples[:count]).all((1, 2, 3)))
+        on_sheet = images[:count][shown[rows]]
+        return {**features, "images": on_sheet, "seconds": seconds, "fine": fine}
 
     return compute
 
@@ -114,15 +132,22 @@ def _resized(
 
 
 def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{batch_size}"]:
-    """The rows, repeated to fill a batch: one program does for all batches."""
+    """Repeat rows to fill a batch, so that one compiled program serves all batches."""
     return rows[np.arange(batch_size) % len(rows)]
 
 
 def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card]:
-    """Makes `folder` that of a point's features, known by the card of each extractor.
+    """Claim a folder for the features of one point of a sweep, identified by its cards.
 
-    Returns the cards that it was begun with, which may name other versions of software. ValueError
-    if it holds features of anything else: other weights, prompts, seeds or extractors.
+    Args:
+        folder: the folder.
+        cards_now: the card of each extractor.
+
+    Returns:
+        The cards with which the folder was first claimed; their software versions may differ.
+
+    Raises:
+        ValueError: the folder holds features with other weights, prompts, seeds or extractors.
     """
     versions = tuple(f"{name}.versions." for name in cards_now)
     return claims.claim(folder / CARD, cards_now, free=versions, write=jax.process_index() == 0)
@@ -132,8 +157,8 @@ def _check(features: Features, rows: np.ndarray, name: str, finite: bool) -> Non
     bad = np.flatnonzero(~features["fine"])
     if bad.size and finite:
         raise ValueError(
-            f"{bad.size} of {len(rows)} images of {name} are not finite, first of prompt "
-            f"{rows[bad[0]]}: the model or its sampler diverges, and no score is written"
+            f"{bad.size} of {len(rows)} images of {name} are not finite, the first is that of "
+            f"prompt {rows[bad[0]]}: the model or its sampler diverges, so no score is written"
         )
     for key, values in features.items() if not bad.size else ():
         if not np.isfinite(values).all():
@@ -147,7 +172,7 @@ def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> 
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """The files of features in the order of their images, whatever the number of digits."""
+    """Return the files of features, sorted by the numbers of their images."""
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
@@ -157,24 +182,24 @@ def _read_shard(path: pathlib.Path) -> Features:
 
 
 def _is_whole(path: pathlib.Path) -> bool:
-    damaged = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile,
-               zlib.error)  # fmt: skip
+    errors = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile,
+              zlib.error)  # fmt: skip
     try:
         return all(array is not None for array in _read_shard(path).values())
-    except damaged:
+    except errors:
         return False
 
 
 def _ends(path: pathlib.Path) -> tuple[int, int]:
-    """The first and the last image of a shard."""
+    """Return the numbers of the first and the last image of a shard."""
     first, last = path.stem.split("_")[1:]
     return int(first), int(last)
 
 
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
-    """A mask of the images that no shard holds, as process 0 sees it, for every process.
+    """Return a mask of the images that no shard holds, which process 0 sends to all processes.
 
-    Process 0 removes shards that are damaged: each array has a CRC-32.
+    Process 0 removes shards whose CRC-32 shows that they are damaged.
     """
     missing = np.ones(num_images, bool)
     for path in _shards(folder) if jax.process_index() == 0 else ():
@@ -182,13 +207,13 @@ def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
         if _is_whole(path):
             missing[first : last + 1] = False
         else:
-            logging.warning("%s is damaged: its images are drawn again", path)
+            logging.warning("%s is damaged, so its images are drawn again", path)
             path.unlink()
     return missing if jax.process_count() == 1 else multihost_utils.broadcast_one_to_all(missing)
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
-    """The missing rows, in batches of consecutive ones."""
+    """Split the missing rows into batches of consecutive ones."""
     rows = np.flatnonzero(missing)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]

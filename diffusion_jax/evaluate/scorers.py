@@ -1,4 +1,4 @@
-"""Scorers: the prompts of an evaluation, the features of their pictures, the scores of these."""
+"""Scorers: the prompts of an evaluation, and the judges that score the pictures drawn from them."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -31,34 +31,35 @@ from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
 Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
-"""Real pictures and their captions, which are the prompts where there are pictures of these."""
+"""Maps prompts to real pictures and their captions; prompts without a picture get another one."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
-"""The columns of the table that each judge's features give."""
+"""Columns and values of the table, by judge."""
 _OF_PROMPTS = ("reference", "inception", "clip", "clip_reference", "dinov2", "dinov2_reference",
                "judge")  # fmt: skip
 _NO_FEATURES = (
-    "{} needs the features of each real image, and the reference has their moments alone: make it "
+    "{} needs the features of each real image, but the reference has only their moments: make it "
     "with python -m diffusion_jax.metrics stats --keep_features"
 )
-_SHOWN = 42  # Pictures on a sheet.
-_REAL = 4_000  # Real pictures of digits that generated ones are compared with.
+_SHOWN = 42  # Number of pictures on a sheet.
+_REAL = 4_000  # Number of real digits that generated ones are compared with.
 
 
 class Judge(NamedTuple):
-    """An extractor of pictures and prompts, and the real pictures that it compares with."""
+    """An extractor of features of pictures and prompts, and statistics of real pictures."""
 
     card: Card
-    """All that its scores depend on besides the model that drew."""
+    """Everything that its scores depend on except the scored model."""
     features: tuple[str, ...]
-    """The names of what it extracts (see table.Metric)."""
+    """The names of its features (see table.Metric)."""
     extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
-    """(images, prompts) to these features, [B, D] each."""
+    """Maps (images, prompts) to these features, [B, D] each."""
     real: Stats | None = None
+    """Statistics of real pictures, if the judge compares with any."""
 
 
 class Scorer:
-    """Prompts, and how the pictures drawn from them are scored."""
+    """Prompts, and the judges and metrics that score the pictures drawn from them."""
 
     def __init__(
         self,
@@ -70,10 +71,18 @@ class Scorer:
         shown: Sequence[int] = range(_SHOWN),
         real: Real | None = None,
     ):
-        """`groups` are the rows of prompts of each kind, `shown` those whose pictures people see.
+        """Combine prompts and judges.
 
-        `metrics` are keys of METRICS, by default all that the judges allow; ValueError for one that
-        they do not.
+        Args:
+            prompts: the prompts.
+            judges: the judges by name.
+            metrics: keys of METRICS; by default all that the judges support.
+            groups: slices of the prompts that metrics may be restricted to (see Metric.group).
+            shown: rows of prompts whose pictures are on the sheet.
+            real: returns real pictures for prompts; None if there are none.
+
+        Raises:
+            ValueError: the judges do not support a metric.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
@@ -83,32 +92,32 @@ class Scorer:
 
     @property
     def cards(self) -> dict[str, Card]:
-        """The card of each judge."""
+        """The cards of the judges by name."""
         return {name: judge.card for name, judge in self._judges.items()}
 
     def caption(self, i: int) -> str:
-        """The prompt, and whether it was held out of training."""
+        """Return prompt i, marked if it was held out of training."""
         held_out = i in range(len(self.prompts))[self.groups.get("heldout", slice(0))]
         return self.prompts[i] + (" (held out)" if held_out else "")
 
     def real_sheet(self) -> UInt8[np.ndarray, "H W 3"] | None:
-        """Real pictures beside those that people see, in their order; None where there are none."""
+        """Return a sheet of real pictures in the order of those shown, or None without `real`."""
         if self._real is None:
             return None
         images, captions = self._real([self.prompts[i] for i in self.shown])
-        same = [self.caption(i) if self.prompts[i] == caption else caption
-                for i, caption in zip(self.shown, captions, strict=True)]  # fmt: skip
-        return sheets.contact_sheet(images, same)
+        labels = [self.caption(i) if self.prompts[i] == caption else caption
+                  for i, caption in zip(self.shown, captions, strict=True)]  # fmt: skip
+        return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """The features that all judges take of the pictures of these prompts, a row each."""
+        """Return all judges' features of pictures and their prompts, one row each."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
         return features
 
     def score(self, features: Features) -> Scores:
-        """The scores of the features of all pictures, with their intervals."""
+        """Compute the scores and intervals from the features of all pictures."""
         scores: Scores = {name: {} for name in self._judges}
         for name, reference in self._metrics.items():
             metric = METRICS[name]
@@ -120,7 +129,7 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """The metrics of these names, or all that can be taken, and what each compares with."""
+        """Return these metrics (by default all supported ones), each with its real side."""
         chosen = {}
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
             try:
@@ -131,18 +140,18 @@ class Scorer:
         return chosen
 
     def _reference(self, name: str) -> object:
-        """The real side of a metric; LookupError that says why the metric cannot be taken."""
+        """Return the real side of a metric, or None. Raises LookupError if it is unsupported."""
         metric = METRICS.get(name)
         if metric is None:
-            raise LookupError(f"there is no metric {name!r}: there are {', '.join(METRICS)}")
+            raise LookupError(f"unknown metric {name!r}: choose from {', '.join(METRICS)}")
         if metric.features not in self._owners or metric.group not in self.groups:
             raise LookupError(
-                f"{name} is of features of {metric.features}, which nothing here extracts: these "
-                f"have {', '.join(self._owners)}"
+                f"{name} needs features of {metric.features}, but only "
+                f"{', '.join(self._owners)} are available"
             )
         if len(self.prompts) < metric.least:
             raise LookupError(
-                f"{name} needs {metric.least} images or more, and there are {len(self.prompts)}"
+                f"{name} needs at least {metric.least} images, but there are {len(self.prompts)}"
             )
         if metric.reference is None:
             return None
@@ -154,63 +163,79 @@ class Scorer:
 
 
 def columns(scores: Scores) -> dict[str, float]:
-    """The scores of all judges in one row."""
-    return {name: value for of_one in scores.values() for name, value in of_one.items()}
+    """Return the scores of all judges in one row."""
+    return {name: value for row in scores.values() for name, value in row.items()}
 
 
 def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
-    """The scorer of these prompts as a config's group says; without prompts, that of the digits.
+    """Return the scorer of a config's evaluation group.
 
-    `size` is the pictures' side. ValueError for a data `source` that has no prompts of its own.
+    Args:
+        source: data.source of the scored run.
+        size: side of the pictures.
+        prompts: the prompts; if empty, those of the digits, which have a judge of their own.
+        evaluation: the config's evaluation group.
+
+    Raises:
+        ValueError: there are no prompts and the source is not "digits", or the group's files do
+            not match.
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
     if source != "digits":
         raise ValueError(
-            f"the run's data.source is {source!r}: only 'digits' has prompts and a judge of its "
-            "own, so give a file of prompts, and a reference with Inception's weights or CLIP's"
+            f"the run's data.source is {source!r}, but only 'digits' has built-in prompts and a "
+            "judge: set prompts to a file, with a reference and Inception's weights, or a CLIP"
         )
     check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
     return of_digits(size, metrics=evaluation.metrics)
 
 
 def check_unused(prefix: str, given: Mapping[str, str]) -> None:
-    """ValueError for files that pictures of the digits' own prompts are not compared with."""
+    """Raise ValueError if a setting is given that the digits' built-in prompts do not use."""
     for name in _OF_PROMPTS:
         if given[name]:
             raise ValueError(
-                f"{prefix}{name} is for pictures of a file of prompts, and the digits have a judge "
-                f"of their own: give {prefix}prompts=FILE too, or leave it out"
+                f"{prefix}{name} needs a file of prompts, since the digits' built-in prompts have "
+                f"a judge of their own: set {prefix}prompts=FILE, too, or remove {prefix}{name}"
             )
 
 
 def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
-    """Inception against a reference's statistics, and CLIP of each picture with its prompt.
+    """Return the scorer of prompts from a file, with the judges that the evaluation group names.
 
-    Without the public weights a distance is named after its extractor, never FID (see table).
-    ValueError or FileNotFoundError if these cannot be.
+    Args:
+        size: side of the pictures.
+        prompts: the prompts.
+        evaluation: the config's evaluation group.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: files are missing in the group or do not match.
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
-    known = (inception, clip, evaluation.dinov2, evaluation.judge)
-    if bool(reference) != bool(inception) or not any(known):
+    networks = (inception, clip, evaluation.dinov2, evaluation.judge)
+    if not any(networks) and not reference:
         raise ValueError(
-            "FID needs both the reference's statistics and Inception's weights, the CLIP score a "
-            "CLIP, fd_judge and r1_judge a judge (metrics train_judge): give the two, the third or "
-            "the fourth"
+            "no score is possible: set reference and inception for FID, clip for the CLIP score, "
+            "or judge (from metrics train_judge) for fd_judge and r1_judge"
+        )
+    if bool(reference) != bool(inception):
+        raise ValueError(
+            "FID needs both reference, the statistics of real images, and inception, the weights"
         )
     if bool(evaluation.dinov2) != bool(evaluation.dinov2_reference):
         raise ValueError(
-            "FD-DINOv2 needs DINOv2's weights and its statistics of real images, a "
-            "dinov2_reference that metrics stats --dinov2 makes: give both"
+            "FD-DINOv2 needs both dinov2 and dinov2_reference, which metrics stats --dinov2 writes"
         )
     if evaluation.clip_reference and not clip:
-        raise ValueError("a clip_reference, for CMMD, needs the CLIP that made it: give both")
+        raise ValueError("CMMD needs both clip_reference and clip, with the same CLIP")
     card = {"image_size": (size, size), "n": len(prompts)}
     card["prompts"] = prompt_files.fingerprint(prompts)
     chosen: dict[str, Judge] = {}
     if inception:
         if len(prompts) < 2:
-            raise ValueError("1 prompt: a Fréchet distance needs 2 images or more")
+            raise ValueError("a Fréchet distance needs at least 2 images, but there is 1 prompt")
         make = lambda mode: extractors.load_inception(inception, mode)
         chosen["inception"] = _against("inception", reference, make, "pytorch", card)
     if evaluation.dinov2:
@@ -226,8 +251,9 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
         chosen["clip_image"] = clip_image
     real = None
     if evaluation.judge:
-        made = own_judge.load(evaluation.judge)
-        chosen["judge"], real = _own(made, prompts, card), own_judge.real_pictures(made, size)
+        trained = own_judge.load(evaluation.judge)
+        chosen["judge"] = _trained(trained, prompts, card)
+        real = own_judge.real_pictures(trained, size)
     return Scorer(prompts, chosen, evaluation.metrics, real=real)
 
 
@@ -238,38 +264,39 @@ def _against(
     default_mode: str,
     card: Mapping,
 ) -> Judge:
-    """Compares with the statistics in a file, by the preprocessing that its own card names."""
+    """Return a judge that compares with statistics in a file, with their card's preprocessing."""
     real = stats_files.read(path)
     extractor = make((real.card or {}).get("preprocessing", default_mode))
     stats_files.check(path, real, extractor)
     if real.features is None:
-        logging.info("%s keeps no features: no KID, precision or recall", path)
+        logging.info("%s holds no features, so there is no KID, precision or recall", path)
     run = extractors.on_host(extractor)
-    known = cards.reference_name(path, real.gaussian.n)
+    reference = cards.reference_name(path, real.gaussian.n)
     return Judge(
-        cards.make_card(extractor, **card, reference=known), (name,),
+        cards.make_card(extractor, **card, reference=reference), (name,),
         lambda images, prompts: (run(images),), real,
     )  # fmt: skip
 
 
-def _own(made: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
-    """A judge of the set's own, against its held-out pictures at the size of those drawn."""
+def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
+    """Return a trained judge that compares with its held-out pictures, at the drawn ones' size."""
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
-    made = made._replace(reference=at_size(made.reference), test=at_size(made.test))
-    read = own_judge.reader(made, [*prompts, *made.test.captions])
-    vectors = own_judge.vectors(made, made.reference.images)
-    real, known = gaussian(vectors), f"held-out pictures of {made.card['data']}, n {len(vectors)}"
-    of_real = train_judge.scores(read, frechet.reference(real), made.test)
-    own = cards.make_card(made.image, **card, reference=known) | {
-        "captions_told_from": len({*made.candidates, *prompts, *made.test.captions}),
-        **{f"{name}_of_real": value for name, value in of_real.items()},
+    trained = trained._replace(reference=at_size(trained.reference), test=at_size(trained.test))
+    read = own_judge.reader(trained, [*prompts, *trained.test.captions])
+    vectors = own_judge.vectors(trained, trained.reference.images)
+    real = gaussian(vectors)
+    reference = f"held-out pictures of {trained.card['data']}, n {len(vectors)}"
+    real_scores = train_judge.scores(read, frechet.reference(real), trained.test)
+    trained_card = cards.make_card(trained.image, **card, reference=reference) | {
+        "captions_told_from": len({*trained.candidates, *prompts, *trained.test.captions}),
+        **{f"{name}_of_real": value for name, value in real_scores.items()},
     }
-    return Judge(own, ("judge", "nearest"), read, Stats(real, vectors, own))
+    return Judge(trained_card, ("judge", "nearest"), read, Stats(real, vectors, trained_card))
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
-    """The cosine of each picture with its prompt."""
+    """Return a judge whose feature is the cosine of each picture with its prompt."""
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),
@@ -280,14 +307,18 @@ def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
 def of_digits(
     size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
 ) -> Scorer:
-    """The coloured digits: a judge of prompts seen and never shown, and its features' distance.
+    """Return the scorer of the coloured digits, on prompts of training and held-out ones.
 
-    `size` is the pictures' side; `num_seen` and `num_heldout`, how many pictures a prompt gets.
+    Args:
+        size: side of the pictures.
+        num_seen: number of pictures per prompt of training.
+        num_heldout: number of pictures per held-out prompt.
+        metrics: keys of METRICS.
     """
     judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
     prompts = seen + digits.heldout_prompts() * num_heldout
-    of_seen = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
-    real = judge.features(judges.real_pictures(size, of_seen))
+    real_prompts = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
+    real = judge.features(judges.real_pictures(size, real_prompts))
     right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
     card = cards.make_card(
         judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),

@@ -321,8 +321,8 @@ def test_images_that_are_not_finite_end_the_sweep(inputs, tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([subject], make_scorer(inputs), Sweep(SCALES))
     message = (
-        "1 of 33 images of step_00000003_ema_guidance_1 are not finite, first of prompt 40: the "
-        "model or its sampler diverges, and no score is written"
+        "1 of 33 images of step_00000003_ema_guidance_1 are not finite, the first is that of "
+        "prompt 40: the model or its sampler diverges, so no score is written"
     )
     assert message in capsys.readouterr().err
     assert not (tmp_path / "evaluation" / "step_00000003" / sweep.TABLE).exists()
@@ -360,9 +360,13 @@ def test_a_missing_checkpoint_is_one_line(inputs, tmp_path, capsys):
 
 def test_statistics_of_another_extractor_are_refused(inputs, tmp_path):
     reference = write_reference(tmp_path / "other.npz", weights="def")
-    with pytest.raises(ValueError, match=r"other\.npz is of weights def, and the images would be "):
+    with pytest.raises(
+        ValueError, match=r"other\.npz was computed with weights def, but the images"
+    ):
         make_scorer((reference, inputs[1]))
-    with pytest.raises(ValueError, match="1 prompt: a Fréchet distance needs 2 images or more"):
+    with pytest.raises(
+        ValueError, match="a Fréchet distance needs at least 2 images, but there is 1"
+    ):
         make_scorer(inputs, PROMPTS[:1])
 
 

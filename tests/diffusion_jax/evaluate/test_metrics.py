@@ -145,9 +145,9 @@ def test_metrics_are_chosen_by_name(inputs):
 @pytest.mark.parametrize(
     ("fields", "prompts", "message"),
     [
-        ({"metrics": ("fit",)}, PROMPTS, "there is no metric 'fit': there are fid, fd_digits, kid"),
-        ({"metrics": ("cmmd",)}, PROMPTS, "cmmd is of features of clip_image, which nothing here"),
-        ({"metrics": ("precision",)}, PROMPTS[:3], "precision needs 4 images or more, and there"),
+        ({"metrics": ("fit",)}, PROMPTS, "unknown metric 'fit': choose from fid, fd_digits, kid"),
+        ({"metrics": ("cmmd",)}, PROMPTS, "cmmd needs features of clip_image, but only"),
+        ({"metrics": ("precision",)}, PROMPTS[:3], "precision needs at least 4 images, but there"),
     ],
 )
 def test_a_metric_that_cannot_be_says_why(inputs, fields, prompts, message):

@@ -72,7 +72,7 @@ def test_the_clip_score_is_the_mean_cosine_with_its_interval(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("", "", ""), "FID needs both the reference's statistics and Inception's weights"),
+        (("", "", ""), "no score is possible: set reference and inception for FID, clip"),
         (("real.npz", "", "clip"), "FID needs both"),
         (("", "weights.npz", ""), "FID needs both"),
     ],
@@ -83,7 +83,9 @@ def test_half_of_what_fid_needs_is_refused(arguments, message):
 
 
 def test_pictures_without_prompts_of_their_own_need_some():
-    with pytest.raises(ValueError, match=r"data\.source is 'folder': only 'digits' has prompts"):
+    with pytest.raises(
+        ValueError, match=r"data\.source is 'folder', but only 'digits' has built-in prompts"
+    ):
         scorers.open_scorer("folder", 64, [], toy.wanted())
 
 
@@ -111,5 +113,5 @@ def test_scores_on_the_way_are_named_by_scale_and_those_of_all_batches(judge):
 def test_a_file_that_the_digits_are_not_compared_with_is_an_error():
     for name in ("reference", "dinov2", "dinov2_reference", "judge"):
         evaluation = Evaluation(**{name: "s3://bkt/no_such"})
-        with pytest.raises(ValueError, match=rf"evaluation\.{name} is for pictures of a file of"):
+        with pytest.raises(ValueError, match=rf"evaluation\.{name} needs a file of prompts"):
             scorers.open_scorer("digits", 16, [], evaluation)

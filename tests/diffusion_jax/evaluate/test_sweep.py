@@ -80,7 +80,7 @@ def test_a_damaged_batch_is_drawn_again(tmp_path, harm, caplog):
     again = loop.collect(10, 4, numbers(calls), "point", tmp_path)
     assert calls[3:] == [[4, 5, 6, 7]]
     np.testing.assert_array_equal(again["double"], expected["double"])
-    assert f"{path} is damaged: its images are drawn again" in caplog.text
+    assert f"{path} is damaged, so its images are drawn again" in caplog.text
 
 
 def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
