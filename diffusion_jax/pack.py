@@ -32,7 +32,7 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     items = lambda at: restore.items_of(root / str(at), which)
     step = restore.newest_sound(root, items) if step is None else step
-    restore.check_there(root, step)
+    restore.check_exists(root, step)
     shapes = restore.shapes(root / str(step), items(step)[0])
     params = restore.load_params(root, shapes, which, step)
     with averages.weights_alone(workdir, out) as folder:

@@ -104,7 +104,7 @@ train --config.data.source=folder --config.data.path=D/images --config.data.min_
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
 train --config.data.source=mixture | data.mixture is empty: the data source 'mixture' needs
 sd_train --config.vae.weights= | vae.weights is empty: say where the VAE is
-sd_train --config.vae.weights=/nowhere | no file /nowhere, and no folder
+sd_train --config.vae.weights=/nowhere | no file or folder /nowhere
 vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
 sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
@@ -143,7 +143,7 @@ evaluate --name= | --name=: give the name of a folder
 evaluate --guidance=x | --guidance=x is no number
 evaluate --guidance=-3 | guidance is (-3.0,): it must be from 0 to 1000
 evaluate --checkpoint=x | --checkpoint=x is no number
-evaluate --reference=D/none.npz | --reference is for pictures of a file of prompts
+evaluate --reference=D/none.npz | --reference needs a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is no text in UTF-8
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0

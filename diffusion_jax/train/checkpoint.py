@@ -154,7 +154,7 @@ class Checkpointer:
         shapes; FileNotFoundError if there is no checkpoint.
         """
         self.wait()
-        restore.check_there(self._directory, step)
+        restore.check_exists(self._directory, step)
         step = self.latest_step() if step is None else step
         restore.check_averages(self._directory / str(step), list(abstract_state.ema))
         items = restore.load_items(self._directory / str(step), _items(abstract_state))

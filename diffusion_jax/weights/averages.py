@@ -1,11 +1,11 @@
-"""Power-function averages of parameters: their names, their profiles, and any from those stored.
+"""Power-function averages of parameters: their names and profiles, and how to combine them.
 
-After t steps the average of exponent gamma is the mean of the parameters of steps k = 1 ... t,
-weighted with k^(gamma + 1) - (k - 1)^(gamma + 1): a profile that grows with the run, where a
-constant decay spans a fixed number of steps, and of which the initial weights are no part. Its
-width is the standard deviation of the profile relative to t, sigma_rel: 0.05 and 0.10 are usual
-(Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section 3
-and appendix C).
+After t steps, the average with exponent gamma is the mean of the parameters of steps k = 1 ... t,
+weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This profile grows with the run, whereas that of
+a constant decay spans a fixed number of steps, and it excludes the initial weights. The width of an
+average is the standard deviation of its profile divided by t, sigma_rel; 0.05 and 0.10 are common.
+See Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section
+3 and appendix C.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ import numpy as np
 from jaxtyping import Float
 
 POWER = "power-"
-"""How the name of a power-function average begins; its width follows: "power-0.05"."""
+"""Prefix of the names of power-function averages, before their width: "power-0.05"."""
 WIDEST = 12**-0.5
-"""The width of the mean over all steps, whose exponent is 0: no average is as wide."""
+"""The width of the mean over all steps (gamma = 0), which all averages must be below."""
 
 
 def power_name(width: float) -> str:
-    """The name of the average of a relative width: 0.10 -> "power-0.1"."""
+    """Return the name of the average with a relative width: 0.10 -> "power-0.1"."""
     return f"{POWER}{float(width)}"
 
 
 def width_of(name: str) -> float | None:
-    """The relative width of "power-0.05" and of "0.05"; None of every other name."""
+    """Return the relative width of "power-0.05" or "0.05", and None for all other names."""
     try:
         width = float(name.removeprefix(POWER))
     except ValueError:
@@ -33,21 +33,21 @@ def width_of(name: str) -> float | None:
     return width if 0 < width < WIDEST else None
 
 
-def canonical(name: str, kept: Sequence[str]) -> str:
-    """The name itself if it is "raw", "ema", or `kept`; "power-0.05" of a width, "0.05"."""
-    width = None if name in kept else width_of(name)
+def canonical(name: str, stored: Sequence[str]) -> str:
+    """Convert a width ("0.05") to the name "power-0.05"; return `stored` and other names as is."""
+    width = None if name in stored else width_of(name)
     return name if width is None else power_name(width)
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Sorts names of averages: power functions by their widths, then decays."""
+    """Return the sort key of an average's name: power functions by width, then decays."""
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
 def exponent(width: float) -> float:
-    """gamma of a relative width: width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """Return gamma for a relative width: width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
 
-    The largest root of the paper's cubic (equation 126).
+    It is the largest root of the paper's cubic (equation 126).
     """
     t = width**-2.0
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
@@ -56,29 +56,38 @@ def exponent(width: float) -> float:
 def combination(
     steps: Sequence[int], widths: Sequence[float], step: int, width: float
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """What each stored average counts in one of another width and step, and how far it is off.
+    """Return the coefficients that combine stored averages to another one, and its relative error.
 
-    The stored are of these steps and widths. Least squares over the profiles (the paper's
-    algorithm 3), among counts that add up to 1: where few are stored the result is still a mean of
-    weights. The distance is that of the profiles, relative to the wanted one's length. At step 0
-    all averages are the initial weights.
+    The coefficients are a least-squares fit of the profiles (the paper's algorithm 3) under the
+    constraint that they sum to 1, so that the result is a mean of weights even if few averages are
+    stored.
+
+    Args:
+        steps: step of each stored average.
+        widths: relative width of each stored average.
+        step: step of the target.
+        width: relative width of the target.
+
+    Returns:
+        The coefficients, and the norm of the profile's error over that of the target's profile.
     """
-    if not step:
+    if not step:  # At step 0, all averages are the initial weights.
         return np.eye(len(steps))[0], 0.0
     gammas, gamma = np.array([exponent(w) for w in widths]), np.array([exponent(width)])
     times, time = np.asarray(steps, np.float64), np.array([float(step)])
     inner = _products(times, gammas, times, gammas)  # [N, N]
-    wanted = _products(times, gammas, time, gamma)  # [N, 1]
+    target = _products(times, gammas, time, gamma)  # [N, 1]
     ones = np.ones((len(times), 1))
-    bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # Lagrange's condition.
-    counts = np.linalg.lstsq(bordered, np.append(wanted, [[1.0]], 0), rcond=None)[0][:-1, 0]
-    length = _products(time, gamma, time, gamma).item()
-    squared = length - 2 * counts @ wanted[:, 0] + counts @ inner @ counts
-    return counts, float(np.sqrt(max(squared, 0.0) / length))
+    bordered = np.block([[inner, ones], [ones.T, np.zeros((1, 1))]])  # A Lagrange multiplier.
+    solution = np.linalg.lstsq(bordered, np.append(target, [[1.0]], 0), rcond=None)[0]
+    coefficients = solution[:-1, 0]
+    norm = _products(time, gamma, time, gamma).item()  # Squared.
+    error = norm - 2 * coefficients @ target[:, 0] + coefficients @ inner @ coefficients
+    return coefficients, float(np.sqrt(max(error, 0.0) / norm))
 
 
 def _products(times_a, gammas_a, times_b, gammas_b) -> Float[np.ndarray, "A B"]:
-    """The inner products of two lists of profiles: the paper's equation 151, of its integrals."""
+    """Return the inner products of two lists of profiles (the paper's equation 151)."""
     a, b = gammas_a[:, None], gammas_b[None]
     ratio, later = times_a[:, None] / times_b, np.maximum(times_a[:, None], times_b)
     power = ratio ** np.where(ratio < 1, b, -a)

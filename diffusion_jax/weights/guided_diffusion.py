@@ -1,4 +1,4 @@
-"""The numbers of blocks in OpenAI's guided-diffusion UNet, which LDM's and NeMo's files keep."""
+"""Names of blocks in OpenAI's guided-diffusion UNet, which LDM and NeMo use in their files."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,36 +6,43 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Torch's name of each block ("down_0_1_attn": "input_blocks.2.1"), in the order of use.
+    """Return torch's name of each block, such as {"down_0_1_attn": "input_blocks.2.1"}.
 
-    Both arguments have an entry a level. input_blocks.0 is the first convolution.
+    Args:
+        num_blocks: number of blocks per level.
+        attends: whether each level has attention.
     """
-    names, at, last = {}, 1, len(num_blocks) - 1
+    names, index, last = {}, 1, len(num_blocks) - 1  # input_blocks.0 is the first convolution.
     for level, count in enumerate(num_blocks):
         for i in range(count):
-            names |= _block(f"down_{level}_{i}", f"input_blocks.{at}", attends[level])
-            at += 1
+            names |= _block(f"down_{level}_{i}", f"input_blocks.{index}", attends[level])
+            index += 1
         if level < last:
-            names[f"down_{level}_resample"] = f"input_blocks.{at}.0"
-            at += 1
+            names[f"down_{level}_resample"] = f"input_blocks.{index}.0"
+            index += 1
     parts = enumerate(("mid_res_0", "mid_attn", "mid_res_1"))
     names |= {part: f"middle_block.{n}" for n, part in parts}
-    at = 0
+    index = 0
     for level in reversed(range(len(num_blocks))):
         for i in range(num_blocks[level] + 1):
-            names |= _block(f"up_{level}_{i}", f"output_blocks.{at}", attends[level])
+            names |= _block(f"up_{level}_{i}", f"output_blocks.{index}", attends[level])
             if level > 0 and i == num_blocks[level]:
-                names[f"up_{level}_resample"] = f"output_blocks.{at}.{1 + attends[level]}"
-            at += 1
+                names[f"up_{level}_resample"] = f"output_blocks.{index}.{1 + attends[level]}"
+            index += 1
     return names
 
 
 def layer_name(
     path: str, places: Mapping[str, str], ends: Rules, inside: Rules, halve: str = "op"
 ) -> str:
-    """Torch's name of a layer: `inside` are rules for those of blocks, `ends` for all others.
+    """Return torch's name of a layer.
 
-    `halve` is what torch calls a convolution that halves the sides and is a block by itself.
+    Args:
+        path: the layer's path in our params.
+        places: the result of `places`.
+        ends: rules for layers outside blocks.
+        inside: rules for layers in blocks.
+        halve: torch's name of the convolution in a downsampling block.
     """
     block, _, rest = path.partition("/")
     if block not in places:

@@ -1,6 +1,6 @@
-"""Parameters in one small .safetensors file: whole numbers of 8 bits with a scale a channel.
+"""Packs parameters into one small .safetensors file: 8-bit integers with a scale per channel.
 
-An item of a checkpoint's folder (see restore) may be such a file in place of Orbax's folder.
+In a checkpoint's folder (see restore), such a file may replace the folder written by Orbax.
 """
 
 import pathlib
@@ -15,21 +15,24 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import torch_weights
 
 FILE = "params.safetensors"
-_SCALES = ":scales"  # Behind the name of the array that they are of.
+_SCALES = ":scales"  # Suffix of the name of an array's scales.
 _LARGEST = 127
 
 
 def write(path: pathlib.Path, params: Params) -> None:
-    """Writes a tree of float arrays, whole or not at all; ValueError for numbers not finite.
+    """Write a tree of float arrays atomically.
 
-    What has two axes or more is rounded to 8 bits, within 1/254 of the largest of its channel, the
-    last axis; biases and norms stay as they are.
+    Arrays with two or more axes are rounded to 8 bits, with an error of at most 1/254 of the
+    largest value in a channel (the last axis). Biases and norms keep their precision.
+
+    Raises:
+        ValueError: an array is not finite.
     """
     state = {}
     for name, array in _named(params).items():
         array = np.asarray(array, np.float32)
         if not np.isfinite(array).all():
-            raise ValueError(f"the weights {name} are not finite")
+            raise ValueError(f"the weights {name} are not finite, so they cannot be packed")
         state[name] = array
         if array.ndim > 1:
             state[name], state[name + _SCALES] = _rounded(array)
@@ -37,29 +40,29 @@ def write(path: pathlib.Path, params: Params) -> None:
 
 
 def read(path: pathlib.Path, abstract: Params) -> Params:
-    """The parameters of a file, in the dtypes and on the devices of jax.ShapeDtypeStructs."""
+    """Read parameters with the types and shardings of a tree of jax.ShapeDtypeStructs."""
     state = torch_weights.read(path)
 
-    def whole(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+    def unpacked(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
         array = state[name]
         if name + _SCALES in state:
             array = array * state[name + _SCALES]
         return jax.device_put(jnp.asarray(array, leaf.dtype), leaf.sharding)
 
-    placed = {name: whole(name, leaf) for name, leaf in _named(abstract).items()}
-    return jax.tree.unflatten(jax.tree.structure(abstract), placed.values())
+    arrays = {name: unpacked(name, leaf) for name, leaf in _named(abstract).items()}
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays.values())
 
 
 def shapes(path: pathlib.Path) -> dict[str, Any]:
-    """The tree of what a file holds, in float32."""
+    """Return the shapes of a file's parameters as a tree of float32 jax.ShapeDtypeStructs."""
     tree: dict[str, Any] = {}
     for name, array in torch_weights.read(path).items():
         *groups, last = name.split("/")
-        place = tree
+        subtree = tree
         for group in groups:
-            place = place.setdefault(group, {})
+            subtree = subtree.setdefault(group, {})
         if not name.endswith(_SCALES):
-            place[last] = jax.ShapeDtypeStruct(array.shape, jnp.float32)
+            subtree[last] = jax.ShapeDtypeStruct(array.shape, jnp.float32)
     return tree
 
 

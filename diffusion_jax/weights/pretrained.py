@@ -1,7 +1,7 @@
-"""Pretrained weights: found in a folder or on the Hugging Face Hub, read only where they are used.
+"""Finds pretrained weights in a folder or on the Hugging Face Hub, and opens them without reading.
 
-A file is mapped into memory, not read. Its arrays become `Stored`: a device that needs a part of
-one gets that part from the file, so that a host holds no model beside its devices' own.
+Files are mapped into memory, and their arrays become `Stored`: each device reads the parts it needs
+from the file, so a host never holds a second copy of a model.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ _LAYOUT = re.compile(
     r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model)(?:\.(?P<variant>\w+))?"
     r"\.(?P<kind>safetensors|bin)(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
 )
-"""The names under which transformers, diffusers and OpenCLIP save a model, or the index of its
-shards: "model.fp16.safetensors", "diffusion_pytorch_model.bin.index.fp16.json" ..."""
+"""Names of the files in which transformers, diffusers and OpenCLIP save a model, or the index of
+its shards: "model.fp16.safetensors", "diffusion_pytorch_model.bin.index.fp16.json" ..."""
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
 _OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
 _DTYPES = {
@@ -46,75 +46,86 @@ _HUB_KINDS = {
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
-    """The folder of a model: a local one, or what the Hub holds under "owner/model", downloaded.
+    """Return the folder of a model, downloading "owner/model" from the Hub if it is not local.
 
-    FileNotFoundError that says what to do if it is neither.
+    Raises:
+        FileNotFoundError: there is no such folder, and the Hub has no such model.
+        ValueError: the name is empty.
     """
     if not str(name):
         raise ValueError(
-            "text.weights is empty: this encoder needs a folder with safetensors, or the name of a "
-            "model on the Hugging Face Hub such as google-t5/t5-small"
+            "text.weights is empty: set it to a folder with safetensors, or to the name of a model "
+            "on the Hugging Face Hub such as google-t5/t5-small"
         )
     folder = files.local(name).expanduser()
     if folder.is_dir():
         return folder
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", str(name)) or str(name).startswith("."):
         raise FileNotFoundError(
-            f"no folder {name}: give a folder that holds config.json and safetensors, or a name on "
-            "the Hugging Face Hub such as google-t5/t5-small"
+            f"no folder {name}: choose a folder with config.json and safetensors, or a name on the "
+            "Hugging Face Hub such as google-t5/t5-small"
         )
-    import huggingface_hub  # Imports a hundred modules, and only a download needs it.
+    import huggingface_hub  # Slow to import, and only needed for downloads.
 
     try:
-        for kind in _HUB_KINDS.values():  # Pickles only where there is nothing else.
+        for kind in _HUB_KINDS.values():  # Pickles are downloaded only if there are no safetensors.
             patterns = [*_HUB, *kind]
             folder = huggingface_hub.snapshot_download(str(name), allow_patterns=patterns)
             if _layouts(pathlib.Path(folder)):
                 break
         return pathlib.Path(folder)
-    except Exception as error:  # Networks fail in many ways.
+    except Exception as error:  # Network failures raise many types.
+        reason = str(error).splitlines()[0] if str(error) else "no reason"
         raise FileNotFoundError(
-            f"{name!r} is no folder here, and the Hugging Face Hub did not give it "
-            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no reason'})"
-            ": check the name, or download it elsewhere and give the folder"
+            f"{name!r} is not a local folder, and downloading it from the Hugging Face Hub failed "
+            f"({type(error).__name__}: {reason}): check the name, or download it on another "
+            "machine and name its folder"
         ) from error
 
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """A JSON object from a file; FileNotFoundError, or ValueError if it is something else."""
+    """Read a JSON object from a file.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file holds something else.
+    """
     path = files.path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file {path}: it comes with the weights")
     try:
         value = untrusted.parse_json(path.read_text())
     except ValueError as error:
-        raise ValueError(f"{path} is no JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise ValueError(f"{path} holds no JSON object")
+        raise ValueError(f"{path} must hold a JSON object, but holds {type(value).__name__}")
     return value
 
 
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Name -> array of the weights in a model's folder, mapped into memory, not read.
+    """Map the weights in a model's folder into memory; return arrays by name.
 
-    Takes all that `save_pretrained` of transformers and diffusers writes: safetensors, or pickles
-    (.bin), of which nothing is run; whole, or in the shards that an index names; and a variant such
-    as fp16 where it lies there alone. FileNotFoundError or ValueError that says what is missing,
-    damaged or of another kind.
+    Reads everything that `save_pretrained` of transformers and diffusers writes: safetensors or
+    pickles (.bin, whose code is never executed), in one file or in shards with an index. A variant
+    such as fp16 is read if there is no other.
+
+    Raises:
+        FileNotFoundError: the folder has no weights, or shards are missing.
+        ValueError: a file is damaged, or the weights are quantised, an adapter, or ambiguous.
     """
     folder = pathlib.Path(folder)
     _check_unquantised(folder)
-    # An index may outlive its shards where a model was saved again in one file.
+    # If a model is saved again in one file, a stale index of its former shards may remain.
     layouts = _layouts(folder)
     layouts = [row for row in layouts if not _is_stale(row[-1])] or layouts
     variants = sorted({variant for variant, *_ in layouts})
     if variants and variants[0]:
         if len(variants) > 1:
             raise ValueError(
-                f"{folder} holds the variants {', '.join(variants)} and no weights without one: "
-                "leave the files of one of them there"
+                f"{folder} holds only the variants {', '.join(variants)}: remove the files of all "
+                "but one"
             )
-        logging.info("%s: the weights are of the variant %s", folder, variants[0])
+        logging.info("%s: reading the variant %s", folder, variants[0])
     if layouts:
         *_, path = layouts[0]
         return _open_shards(path) if path.suffix == ".json" else _map(path)
@@ -122,7 +133,11 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Name -> array of one safetensors file, mapped into memory. ValueError if it is damaged."""
+    """Map a safetensors file into memory; return arrays by name.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
     start, entries = _read_header(pathlib.Path(path))
     data = np.memmap(path, np.uint8, mode="r")[start:] if entries else np.empty(0)
     part = lambda entry: data[slice(*entry["data_offsets"])]
@@ -130,9 +145,9 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
-    """`map_safetensors`, but of a file in a bucket each array is read whenever it is looked up."""
-    there = files.remote(path)
-    return _Ranges(there) if there else map_safetensors(path)
+    """Open a local file as `map_safetensors`; of a file in a bucket, read arrays when accessed."""
+    remote_path = files.remote(path)
+    return _Ranges(remote_path) if remote_path else map_safetensors(path)
 
 
 class _Ranges(Mapping[str, np.ndarray]):
@@ -142,7 +157,7 @@ class _Ranges(Mapping[str, np.ndarray]):
 
     def __getitem__(self, name: str) -> np.ndarray:
         entry = self._entries[name]
-        first, last = (self._start + at for at in entry["data_offsets"])
+        first, last = (self._start + offset for offset in entry["data_offsets"])
         data = np.frombuffer(self._path.read_range(first, last), np.uint8)
         return _view(data, entry, f"{name} in {self._path}")
 
@@ -154,7 +169,7 @@ class _Ranges(Mapping[str, np.ndarray]):
 
 
 def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """Where the arrays of a safetensors file begin, and what it says of each."""
+    """Return the offset of the arrays in a safetensors file, and the header's entries by name."""
     size = path.stat().st_size
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -163,42 +178,48 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
         entries = untrusted.parse_json(header)
         entries.pop("__metadata__", None)
         ends = [8 + length + entry["data_offsets"][1] for entry in entries.values()]
-        lies = [name for name, entry in entries.items() if not _is_sound(entry)]
+        unsound = [name for name, entry in entries.items() if not _is_sound(entry)]
     except (ValueError, KeyError, AttributeError, TypeError, IndexError) as error:
-        raise ValueError(f"{path} is no safetensors file, or damaged: download it again") from error
-    if lies:
-        raise ValueError(f"{path} is damaged: {lies[0]} has other bytes than its shape says")
+        raise ValueError(
+            f"{path} is damaged or not a safetensors file: download it again"
+        ) from error
+    if unsound:
+        raise ValueError(f"{path} is damaged: the size of {unsound[0]} differs from its shape")
     if max(ends, default=0) > size:
         raise ValueError(f"{path} ends after {size} of {max(ends)} bytes: download it again")
     return 8 + length, entries
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """ValueError where a config states another size than the weights have."""
+    """Check that a config agrees with the sizes of the weights.
+
+    Raises:
+        ValueError: a size differs.
+    """
     for name, size in sizes.items():
         if config.get(name, size) != size:
             raise ValueError(
-                f"the config says {name} {config[name]}, and the weights have {size}: the two are "
-                "of different models, or the weights are not whole"
+                f"{name} is {config[name]} in the config, but {size} in the weights: they belong "
+                "to different models, or the weights are incomplete"
             )
 
 
 def digest(params: Any) -> str:
-    """A name for weights, in milliseconds, the same however their files are split.
+    """Return a hash that identifies weights, independently of how they are split into files.
 
-    Of each array its name, shape, type and 64 values spread over it: enough to tell any two models
-    apart.
+    It takes milliseconds: each array enters with its name, shape, type and 64 evenly spaced values,
+    which suffices to distinguish models.
     """
-    hashed = hashlib.blake2b(digest_size=16)
+    result = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(params):
-        hashed.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        at = np.linspace(0, leaf.size - 1, 64).astype(np.int64)
-        hashed.update(np.asarray(leaf[np.unravel_index(at, leaf.shape)]).tobytes())
-    return hashed.hexdigest()
+        result.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        index = np.linspace(0, leaf.size - 1, 64).astype(np.int64)
+        result.update(np.asarray(leaf[np.unravel_index(index, leaf.shape)]).tobytes())
+    return result.hexdigest()
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """The files that hold, or index, a whole model, by variant; what is to be taken comes first."""
+    """List the files that hold or index a complete model, by variant, the preferred one first."""
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
         (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
@@ -208,82 +229,84 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Whether it is an index, and none of its shards are there."""
+    """Return whether the file is an index none of whose shards exist."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
 
 def _map(path: pathlib.Path) -> dict[str, np.ndarray]:
-    of = map_safetensors if path.suffix == ".safetensors" else torch_files.map_state_dict
-    return of(path)
+    map_file = map_safetensors if path.suffix == ".safetensors" else torch_files.map_state_dict
+    return map_file(path)
 
 
 def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
-    where: Mapping[str, str] = read_json(index).get("weight_map", {})
-    shards = sorted(set(where.values()))
+    weight_map: Mapping[str, str] = read_json(index).get("weight_map", {})
+    shards = sorted(set(weight_map.values()))
     missing = [name for name in shards if not (index.parent / name).is_file()]
-    if missing or not where:
+    if missing or not weight_map:
         names = ", ".join(missing[:3]) or "a weight_map"
         raise FileNotFoundError(
-            f"{index.parent} lacks {names}, of {len(shards)} shards that {index.name} names: "
-            "download the rest"
+            f"{index.parent} lacks {names}, of {len(shards)} shards listed in {index.name}: "
+            "download them"
         )
     arrays = {}
     for name in shards:
         arrays |= _map(index.parent / name)
-    lost = sorted(set(where) - set(arrays))
+    lost = sorted(set(weight_map) - set(arrays))
     if lost:
-        raise ValueError(f"{index} names {lost[0]}, which is in none of its shards")
+        raise ValueError(f"{index} lists {lost[0]}, which is in none of its shards")
     return arrays
 
 
 def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
-    """The one safetensors file of another name; else an error that says what lies there."""
+    """Return the only safetensors file of a folder, or raise an error that lists what it has."""
     files = sorted(path for path in folder.glob("*") if path.is_file())
     adapters = [path.name for path in files if _ADAPTER.fullmatch(path.name)]
     if adapters:
         raise ValueError(
-            f"{folder} holds an adapter, {adapters[0]}, and not the model that it changes: merge "
-            "the two (merge_and_unload or fuse_lora), and save what that gives"
+            f"{folder} holds an adapter, {adapters[0]}, without its base model: merge it into the "
+            "base model (merge_and_unload or fuse_lora), and save the result"
         )
-    found = [path for path in files if path.suffix == ".safetensors"]
-    if len(found) == 1:
-        return found[0]
-    if found:
+    safetensors = [path for path in files if path.suffix == ".safetensors"]
+    if len(safetensors) == 1:
+        return safetensors[0]
+    if safetensors:
         raise FileNotFoundError(
-            f"{folder} holds {len(found)} safetensors files, none called model.safetensors, and no "
-            f"{INDEX} that says which of them belong together: add it, or remove what is not wanted"
+            f"{folder} holds {len(safetensors)} safetensors files, but none is called "
+            f"model.safetensors, and there is no {INDEX}: add the index, or keep only one file"
         )
     others = [path.name for path in files if path.suffix in _OTHERS]
-    beside = f"; {others[0]} is of a kind that is not read here" if others else ""
+    unsupported = f"; the format of {others[0]} is not supported" if others else ""
     raise FileNotFoundError(
-        f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin (diffusers' "
-        f"diffusion_pytorch_model of either), or shards and their index{beside}"
+        f"{folder} holds no weights: it needs model.safetensors or pytorch_model.bin (in diffusers "
+        f"diffusion_pytorch_model.*), or shards and their index{unsupported}"
     )
 
 
 def _check_unquantised(folder: pathlib.Path) -> None:
-    """ValueError for a folder whose config says that the weights are quantised."""
+    """Raise ValueError if the folder's config states that the weights are quantised."""
     path = folder / "config.json"
     config = read_json(path).get("quantization_config") if path.is_file() else None
     if config:
         kind = config.get("quant_method", "an unknown method")
         raise ValueError(
-            f"the weights in {folder} are quantised by {kind}, which is not read here: save the "
-            "model from before, or dequantised"
+            f"the weights in {folder} are quantised by {kind}, which is not supported: use the "
+            "original model, or dequantise it"
         )
 
 
 def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Whether an array's place has the bytes of its shape; a type that is not known has any."""
+    """Return whether an entry has the number of bytes of its shape; unknown types have any."""
     (start, end), shape = entry["data_offsets"], entry["shape"]
     width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
-    least = min((start, *shape)) if shape else start
-    return least >= 0 and start <= end and (not width or math.prod(shape) * width == end - start)
+    smallest = min((start, *shape)) if shape else start
+    has_size = not width or math.prod(shape) * width == end - start
+    return smallest >= 0 and start <= end and has_size
 
 
 def _view(data: np.ndarray, entry: Mapping[str, Any], name: str) -> np.ndarray:
-    """An array of its bytes."""
     if entry["dtype"] not in _DTYPES:
-        raise ValueError(f"{name} is of type {entry['dtype']}: known are {', '.join(_DTYPES)}")
+        raise ValueError(
+            f"{name} has the unknown type {entry['dtype']}: supported are {', '.join(_DTYPES)}"
+        )
     return data.view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])

@@ -1,7 +1,7 @@
-"""The checkpoints of a run, read: which there are, and their parameters without the optimizer.
+"""Reads the checkpoints of a run: lists them, and loads parameters without the optimizer.
 
-Beside them lie the snapshots of the averages by power functions, folders of the same kind. In a
-folder that was packed to be passed on, a file of weights stands in place of what Orbax wrote.
+Beside the checkpoints are snapshots of power-function averages, in folders of the same layout. In a
+packed workdir, a file of weights (see packed) replaces the folders written by Orbax.
 """
 
 import contextlib
@@ -20,19 +20,19 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import averages, buckets, packed
 
 EMA = "ema_"
-"""How the item of an average begins; its decay follows, or "power-" and its width."""
+"""Prefix of an average's item in a checkpoint, before its decay, or "power-" and its width."""
 SNAPSHOTS = "snapshots"
 """The folder of snapshots, beside that of the checkpoints."""
-_NOTHING = 1e-7  # What counts less is not read: it is no digit of float32.
-_FAR = 0.05  # The distance of profiles, a share of the wanted one's length, that is warned of.
+_NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
+_FAR = 0.05  # A larger relative error of an average's profile causes a warning.
 
 
 Trace = tuple[int, epath.Path, str]
-"""A stored average: the step, its folder, and its name there."""
+"""A stored average: its step, its folder, and its name in the folder."""
 
 
 class Damaged(ValueError):
-    """A checkpoint that does not hold what was saved."""
+    """The error for a checkpoint whose files differ from what was saved."""
 
 
 def load_params(
@@ -41,15 +41,23 @@ def load_params(
     which: str = "ema",
     step: int | None = None,
 ) -> Params:
-    """Parameters alone, without reading the optimizer.
+    """Load parameters without reading the optimizer.
 
-    `which` is "raw", the name of an average such as "0.9999", or "ema": the average of the
-    largest decay, of the largest width where there are no decays, or the parameters where there
-    are no averages. Another number below 0.28 is the relative width of a power function, which is
-    made of the snapshots. `step` None is the newest that is sound; of a width it may be a
-    snapshot's. Leaves of `abstract_params` without a sharding go to the first device. ValueError
-    for an average that is not there and for other names or shapes; FileNotFoundError if there is
-    no checkpoint, Damaged if it is not sound.
+    Args:
+        directory: the folder of the checkpoints.
+        abstract_params: shapes, types and shardings; leaves without a sharding are placed on the
+            first device.
+        which: "raw"; the name of an average such as "0.9999"; or "ema": the average with the
+            largest decay, or else with the largest width, or else the raw parameters. Another
+            number below 0.28 is the relative width of a power-function average, which is computed
+            from the snapshots.
+        step: the checkpoint's step (for power-function averages, also a snapshot's), or None for
+            the newest sound checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no such checkpoint.
+        Damaged: the checkpoint is damaged.
+        ValueError: there is no such average, or names or shapes differ.
     """
     return load_params_and_step(directory, abstract_params, which, step)[0]
 
@@ -57,7 +65,7 @@ def load_params(
 def load_params_and_step(
     directory: str | os.PathLike[str], abstract_params: Params, which: str, step: int | None
 ) -> tuple[Params, int]:
-    """What load_params gives, and the step that it is of."""
+    """Load parameters as load_params, and return them with their step."""
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
         root = root.parent / SNAPSHOTS
@@ -73,90 +81,101 @@ def load_params_and_step(
 
 
 def name_of(folder: epath.Path, which: str) -> str:
-    """The whole name of an average that load_params takes of a step's folder: "power-0.05"."""
+    """Return the full name, such as "power-0.05", of an average in a step's folder."""
     return averages.canonical(which, stored(folder))
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
-    """The whole checkpoints under `directory`, oldest first; empty if there is none."""
+    """Return the steps of the complete checkpoints under `directory`, oldest first."""
     root = absolute(directory)
     return sorted(ocp.path.step.checkpoint_steps(root)) if root.is_dir() else []
 
 
 def absolute(directory: str | os.PathLike[str]) -> epath.Path:
-    """The folder of the checkpoints as Orbax wants it."""
-    if there := files.remote(directory):
-        return buckets.absolute(str(there))
+    """Return the folder of the checkpoints as a path for Orbax."""
+    if remote_path := files.remote(directory):
+        return buckets.absolute(str(remote_path))
     return epath.Path(directory).absolute()
 
 
 def newest_sound(
     directory: str | os.PathLike[str], items_of: Callable[[int], Collection[str]] | None = None
 ) -> int:
-    """The newest checkpoint that holds what was saved; says in a line each what it passed over.
+    """Return the step of the newest sound checkpoint, logging a warning for each damaged one.
 
-    Every process must call it alike. `items_of(step)` are the items to look at, if not all.
-    FileNotFoundError if there is no checkpoint, Damaged if none is sound.
+    All processes must call this function with the same arguments.
+
+    Args:
+        directory: the folder of the checkpoints.
+        items_of: items_of(step) returns the items to check; None checks all.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        Damaged: all checkpoints are damaged.
     """
     root, newest = absolute(directory), ""
-    check_there(root)
+    check_exists(root)
     for step in reversed(steps(root)):
-        found = _damage(root, step, items_of(step) if items_of else ())
-        if found is None:
+        damage = _damage(root, step, items_of(step) if items_of else ())
+        if damage is None:
             return step
-        logging.warning("passing over the damaged checkpoint %s (%s)", root / str(step), found)
-        newest = newest or f"step {step}: {found}"
+        logging.warning("skipping the damaged checkpoint %s (%s)", root / str(step), damage)
+        newest = newest or f"step {step}: {damage}"
     raise Damaged(
-        f"no checkpoint in {root} is sound ({newest}): put a copy in its place, or move the folder "
-        "away to start anew"
+        f"all checkpoints in {root} are damaged ({newest}): restore a copy, or move the folder "
+        "away to start from scratch"
     )
 
 
-def check_there(root: epath.Path, step: int | None = None) -> None:
-    """FileNotFoundError unless there is a checkpoint, and this one if a step is given."""
-    there = steps(root)
-    if not there:
+def check_exists(root: epath.Path, step: int | None = None) -> None:
+    """Raise FileNotFoundError unless there is a checkpoint, or that of `step` if it is set."""
+    available = steps(root)
+    if not available:
         raise FileNotFoundError(
-            f"no whole checkpoint in {root}: train with this workdir first, or name another"
+            f"no complete checkpoint in {root}: train with this workdir, or choose another"
         )
-    if step is not None and step not in there:
-        raise FileNotFoundError(f"no checkpoint of step {step} in {root}: there are {there}")
+    if step is not None and step not in available:
+        raise FileNotFoundError(f"no checkpoint of step {step} in {root}: choose from {available}")
 
 
 def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collection[str]]) -> None:
-    check_there(root, step)
-    if found := _damage(root, step, items_of(step)):
+    check_exists(root, step)
+    if damage := _damage(root, step, items_of(step)):
         raise Damaged(
-            f"the checkpoint {root / str(step)} is damaged ({found}): name another of "
-            f"{steps(root)}, or none for the newest that is sound"
+            f"the checkpoint {root / str(step)} is damaged ({damage}): choose another of "
+            f"{steps(root)}, or none for the newest sound one"
         )
 
 
 def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
-    """What of a checkpoint is not as it was saved, in all of it or in some of its items."""
+    """Describe the first damage to a checkpoint's items (all items if empty), or return None."""
     part = jax.process_index(), jax.process_count()
-    said = distributed.gather_text(checksums.damage(root / str(step), items, *part) or "")
-    return next(filter(None, said), None)
+    messages = distributed.gather_text(checksums.damage(root / str(step), items, *part) or "")
+    return next(filter(None, messages), None)
 
 
 def stored(root: epath.Path) -> list[str]:
-    """The names of the averages in a step's folder: widths, then decays, the largest last."""
+    """Return the names of the averages in a step's folder: widths, then decays, both ascending."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
     return sorted(names, key=averages.order)
 
 
 def powers(root: epath.Path) -> list[str]:
-    """Those of them that are averages by power functions."""
+    """Return the names of the power-function averages in a step's folder."""
     return [name for name in stored(root) if name.startswith(averages.POWER)]
 
 
 def items_of(root: epath.Path, which: str) -> list[str]:
-    """The items that an average is read from, or made of: then all that are power functions."""
+    """Return the item that holds an average, or all power-function averages to compute it from.
+
+    Raises:
+        ValueError: the step's folder has no such average.
+    """
     names, name = stored(root), name_of(root, which)
-    # A snapshot holds averages alone.
-    whole = [item for item in ("params", packed.FILE) if (root / item).exists()]
-    if whole and (which == "raw" or (which == "ema" and not names)):
-        return whole[:1]
+    # A snapshot has averages only, no raw parameters.
+    raw = [item for item in ("params", packed.FILE) if (root / item).exists()]
+    if raw and (which == "raw" or (which == "ema" and not names)):
+        return raw[:1]
     if which == "ema" and names:
         return [EMA + names[-1]]
     if name in names:
@@ -164,94 +183,101 @@ def items_of(root: epath.Path, which: str) -> list[str]:
     if name.startswith(averages.POWER) and (sources := powers(root)):
         return [EMA + source for source in sources]
     if (root / packed.FILE).exists():
-        raise ValueError(f"no average {which!r} in {root}: it was packed with one, give no --ema")
+        raise ValueError(
+            f"no average {which!r} in {root}, which was packed with a single one: remove --ema"
+        )
     any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
     raise ValueError(
-        f"no average {which!r} in {root}: choose one of {['raw'][: len(whole)] + names + any_width}"
+        f"no average {which!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
     )
 
 
 def traces(root: epath.Path, step: int) -> list[Trace]:
-    """The power-function averages stored up to a step.
+    """Return the power-function averages stored up to a step.
 
-    `root` holds the checkpoints; of them only this step's counts, where there is no snapshot.
+    They are in snapshots, or in the checkpoint of the step itself if it has no snapshot.
+
+    Args:
+        root: the folder of the checkpoints.
+        step: the last step.
     """
     snapshots = root.parent / SNAPSHOTS
-    folders = {at: snapshots / str(at) for at in steps(snapshots) if at <= step}
+    folders = {saved: snapshots / str(saved) for saved in steps(snapshots) if saved <= step}
     folders.setdefault(step, root / str(step))
-    return [(at, folder, name) for at, folder in folders.items() for name in powers(folder)]
+    return [(saved, folder, name) for saved, folder in folders.items() for name in powers(folder)]
 
 
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
-    """The average of a width that was not kept, of the sound ones that are stored: see averages."""
+    """Compute the average of a width that was not stored from sound stored ones (see averages)."""
     sources = []
-    for at, folder, source in traces(root, step):
-        if found := _damage(folder.parent, at, [EMA + source]):
-            logging.warning("passing over the damaged snapshot %s (%s)", folder, found)
+    for saved_step, folder, source in traces(root, step):
+        if damage := _damage(folder.parent, saved_step, [EMA + source]):
+            logging.warning("skipping the damaged snapshot %s (%s)", folder, damage)
         else:
-            sources.append((at, folder, source))
+            sources.append((saved_step, folder, source))
     width = averages.width_of(name)
     assert width is not None
     widths = [averages.width_of(source) or 0.0 for *_, source in sources]
-    counts, distance = averages.combination([at for at, *_ in sources], widths, step, width)
-    say = logging.warning if distance > _FAR else logging.info
-    say(
+    saved_steps = [saved_step for saved_step, *_ in sources]
+    coefficients, error = averages.combination(saved_steps, widths, step, width)
+    log = logging.warning if error > _FAR else logging.info
+    log(
         "%s of step %d from %d averages in %s; its profile is off by %.2g %%",
-        name, step, len(sources), root.parent / SNAPSHOTS, 100 * distance,
+        name, step, len(sources), root.parent / SNAPSHOTS, 100 * error,
     )  # fmt: skip
     total = add = None
-    for (_, folder, source), count in zip(sources, counts.tolist(), strict=True):
-        if abs(count) < _NOTHING:
+    for (_, folder, source), coefficient in zip(sources, coefficients.tolist(), strict=True):
+        if abs(coefficient) < _NOTHING:
             continue
         tree = load_items(folder, {EMA + source: abstract_params})[EMA + source]
         if add is None:
-            where = jax.tree.map(lambda leaf: leaf.sharding, tree)
+            shardings = jax.tree.map(lambda leaf: leaf.sharding, tree)
             plus = lambda total, tree, count: jax.tree.map(lambda a, b: a + count * b, total, tree)
-            add = jax.jit(plus, donate_argnums=0, out_shardings=where)
+            add = jax.jit(plus, donate_argnums=0, out_shardings=shardings)
             total = jax.tree.map(jnp.zeros_like, tree)
-        total = add(total, tree, count)
+        total = add(total, tree, coefficient)
     return total
 
 
-def check_averages(root: epath.Path, wanted: list[str]) -> None:
-    """ValueError unless the averages in a step's folder are those of a run."""
-    if (wanted := sorted(wanted, key=averages.order)) != stored(root):
+def check_averages(root: epath.Path, expected: list[str]) -> None:
+    """Raise ValueError unless a step's folder has exactly the averages of a run."""
+    if (expected := sorted(expected, key=averages.order)) != stored(root):
         raise ValueError(
-            f"{root} keeps the averages {stored(root)}, this run {wanted}: "
-            "set its EMA decays and widths to the former, or train in another workdir"
+            f"{root} holds the averages {stored(root)}, but this run has {expected}: set its EMA "
+            "decays and widths to the stored ones, or train in another workdir"
         )
 
 
 def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
-    """The items of a step's folder named in `abstract`, placed as its leaves say."""
+    """Load the items of a step's folder named in `abstract`, placed as its leaves specify."""
     check_items(root, abstract)
     placed = jax.tree.map(_placed, abstract)
     with _readable(root), ocp.StandardCheckpointer() as checkpointer:
         read = lambda name: checkpointer.restore if name != packed.FILE else packed.read
-        return {name: read(name)(_place(root, name), placed[name]) for name in abstract}
+        return {name: read(name)(_item_path(root, name), placed[name]) for name in abstract}
 
 
 def shapes(root: epath.Path, item: str) -> Any:
-    """The tree of an item of a step's folder, in float32."""
+    """Return the shapes of an item of a step's folder as a tree of float32 ShapeDtypeStructs."""
     with _readable(root):
         if item == packed.FILE:
-            return packed.shapes(_place(root, item))
-        # The handler, not a checkpointer: the latter warns about a file that items do not have.
+            return packed.shapes(_item_path(root, item))
+        # A checkpointer would warn about a missing file, so the handler is used.
         saved = ocp.StandardCheckpointHandler().metadata(root / item).tree
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), saved)
 
 
-def _place(root: epath.Path, item: str) -> Any:
-    """Where an item is read: a file here, also of what lies in a bucket."""
+def _item_path(root: epath.Path, item: str) -> Any:
+    """Return the path of an item; a packed file in a bucket is copied to this machine."""
     return files.local(str(root / item)) if item == packed.FILE else root / item
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
-    """ValueError unless a step's folder holds these items, in these shapes."""
+    """Raise ValueError unless a step's folder holds these items with these shapes."""
     if (root / packed.FILE).exists() and packed.FILE not in abstract:
         raise ValueError(
-            f"{root} was packed to be passed on, without what training goes on from: train in "
-            "another workdir, and name this one as unet.weights"
+            f"{root} was packed without the optimizer, so training cannot continue from it: train "
+            "in another workdir with unet.weights set to this one"
         )
     for name, tree in abstract.items():
         _check_shapes(root / name, _shapes(shapes(root, name)), tree)
@@ -259,19 +285,19 @@ def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _readable(root: epath.Path) -> Iterator[None]:
-    """Damaged, in one line, for what TensorStore and Orbax say of files that they cannot read."""
+    """Turn read errors of TensorStore and Orbax into Damaged with a one-line message."""
     try:
         yield
     except (ValueError, OSError, KeyError) as error:
         first = f"{error}".strip().partition("\n")[0][:200]
         raise Damaged(
             f"the checkpoint {root} cannot be read ({type(error).__name__}: {first}): move it out "
-            "of its folder to go on from the one before it"
+            "of its folder to continue from the previous one"
         ) from error
 
 
 def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
-    """ValueError naming the first leaves that are in one tree only or differ in shape."""
+    """Raise ValueError if leaves differ in shape or are in one tree only, and name the first."""
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
@@ -281,9 +307,9 @@ def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract:
             for name in differ[:5]
         ]
         raise ValueError(
-            f"{item} is of another architecture; {len(differ)} of {len(saved | expected)} arrays "
-            "differ, first:\n" + "\n".join(lines) + "\nUse the config that the checkpoint was "
-            "trained with, or another workdir"
+            f"{item} has another architecture; {len(differ)} of {len(saved | expected)} arrays "
+            "differ, the first are:\n" + "\n".join(lines) + "\nUse the config that the checkpoint "
+            "was trained with, or another workdir"
         )
 
 
@@ -294,6 +320,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """A leaf's shape, with its own sharding or that of the first device."""
+    """Return a leaf with its sharding, or that of the first device if it has none."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

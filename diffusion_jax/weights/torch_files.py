@@ -1,9 +1,9 @@
-"""Arrays from the files of torch and NeMo: read without torch, and without running what they hold.
+"""Reads arrays from files of torch and NeMo, without torch and without executing code in them.
 
-A torch checkpoint is a zip of a pickle and of raw arrays, or, before torch 1.6, some pickles before
-the raw arrays. A pickle can name any function to be called when it is opened. Here it is given
-none: names stand for arrays and dictionaries, or for nothing at all, so that settings and
-optimizers that lie beside the weights cannot hurt.
+A torch checkpoint is a zip of a pickle and raw arrays, or, before torch 1.6, several pickles
+followed by the raw arrays. A pickle can name any function to be called when it is opened. Here,
+names are only resolved to arrays and dictionaries, and all others to a class that does nothing, so
+that settings and optimizers beside the weights are harmless.
 """
 
 import collections
@@ -32,15 +32,18 @@ _NEMO_WEIGHTS, _NEMO_CONFIG = "model_weights.ckpt", "model_config.yaml"
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of a checkpoint of torch or Lightning, a .nemo, a .safetensors or an .npz file.
+    """Read the arrays of a torch or Lightning checkpoint, a .nemo, .safetensors or .npz file.
 
-    Of a checkpoint's contents those under "state_dict" are read, if it has these.
-    FileNotFoundError, or ValueError for another or damaged format.
+    If a checkpoint has the key "state_dict", the arrays under it are read.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or has another format.
     """
     path = files.local(path)
     if path.suffix not in SUFFIXES:
         if not path.exists():
-            raise FileNotFoundError(f"no file {path}, and no folder")
+            raise FileNotFoundError(f"no file or folder {path}")
         raise ValueError(f"cannot read {path}: its name must end in {', '.join(SUFFIXES)}")
     if path.suffix in (".safetensors", ".npz"):
         return torch_weights.read(path)
@@ -53,28 +56,33 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[str, np.ndarray]:
-    """The arrays of a torch checkpoint, mapped into memory: read only where they are used.
+    """Map the arrays of a torch checkpoint into memory, so that they are read on use.
 
-    `check` reads all of them once and compares their checksums, which older files lack.
-    FileNotFoundError, or ValueError for another or damaged format.
+    Args:
+        path: the file.
+        check: read all arrays once to verify their checksums, which files before torch 1.6 lack.
+
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or has another format.
     """
     with _readable(path), open(path, "rb") as file:
         return _map_torch(file, check)
 
 
 def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The model's config that lies in a .nemo file; ValueError if there is none."""
-    import yaml  # Only where such a file is read.
+    """Read the model's config in a .nemo file. Raises ValueError if there is none."""
+    import yaml  # Only needed for such files.
 
     with _readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
         config = yaml.safe_load(file)
         if not isinstance(config, dict):
-            raise ValueError(f"{_NEMO_CONFIG} holds no mapping")
+            raise ValueError(f"{_NEMO_CONFIG} does not hold a mapping")
         return config
 
 
 class _Storage(NamedTuple):
-    """A flat array of the zip."""
+    """A flat array in the file."""
 
     name: str
     dtype: np.dtype
@@ -90,7 +98,7 @@ class _Tensor(NamedTuple):
 
 
 class _Nothing:
-    """Stands for every class and function that a pickle names; takes all, does nothing."""
+    """A stand-in for all classes and functions named in a pickle, which does nothing."""
 
     def __new__(cls, *_, **__):
         return super().__new__(cls)
@@ -115,7 +123,7 @@ def _rebuild_tensor(storage, offset, shape, strides, *_) -> _Tensor:
     return _Tensor(storage, offset, tuple(shape), tuple(strides))
 
 
-_KNOWN: Mapping[tuple[str, str], Callable] = {
+_FUNCTIONS: Mapping[tuple[str, str], Callable] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor,
     ("torch._utils", "_rebuild_tensor"): _rebuild_tensor,
@@ -130,7 +138,7 @@ _STORAGES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Makes arrays, dictionaries and what pickles make of themselves; calls nothing of the file."""
+    """An unpickler of arrays, dictionaries and built-in types that calls no function by name."""
 
     def __init__(self, file: Any) -> None:
         super().__init__(file)
@@ -139,12 +147,12 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _STORAGES:
             return np.dtype(_STORAGES[name])
-        return _KNOWN.get((module, name), _Nothing)
+        return _FUNCTIONS.get((module, name), _Nothing)
 
     def persistent_load(self, pid: Any) -> _Storage:
         _, dtype, name, *_ = pid
         if not isinstance(dtype, np.dtype):
-            raise ValueError(f"storage {name} is of a type that is not known here")
+            raise ValueError(f"the type of storage {name} is not supported")
         return self.storages.setdefault(str(name), _Storage(str(name), dtype))
 
 
@@ -154,11 +162,11 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
     with zipfile.ZipFile(file) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:
-            raise ValueError(f"it holds {len(pickles)} data.pkl, where torch writes one")
+            raise ValueError(f"it holds {len(pickles)} files data.pkl instead of one")
         root = pickles[0].removesuffix("data.pkl")
         order = f"{root}byteorder"
         if order in archive.namelist() and archive.read(order) != b"little":
-            raise ValueError("it is from a big-endian machine, which is not read here")
+            raise ValueError("it was written on a big-endian machine, which is not supported")
         with archive.open(pickles[0]) as pickled:
             content = _Unpickler(pickled).load()
         data = np.memmap(file, np.uint8, mode="r")
@@ -167,13 +175,13 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
-    """The bytes of a file in a zip, whose whole is mapped in `data`."""
+    """Return the bytes of a file in a zip; `data` is the memory-mapped zip."""
     info = archive.getinfo(name)
-    if info.compress_type != zipfile.ZIP_STORED:  # Not by torch.
+    if info.compress_type != zipfile.ZIP_STORED:  # torch does not compress.
         return np.frombuffer(archive.read(name), np.uint8)
-    at = info.header_offset
-    lengths = data[at + 26 : at + 30].view(np.uint16)  # Of the name and what pads it.
-    start = at + 30 + int(lengths.sum())
+    header = info.header_offset
+    lengths = data[header + 26 : header + 30].view(np.uint16)  # Lengths of the name and padding.
+    start = header + 30 + int(lengths.sum())
     content = data[start : start + info.file_size]
     if check and zlib.crc32(content.data) != info.CRC:
         raise ValueError(f"{name} in it is damaged: download it again")
@@ -184,27 +192,28 @@ _OLD_MAGIC = 0x1950A86A20F9469CFC6C
 
 
 def _map_old(file: IO[bytes]) -> dict[str, np.ndarray]:
-    """Before 1.6: magic, version, machine, content, keys of storages, then counts and values."""
+    """Read the format before torch 1.6: magic number, version, machine, content, keys, arrays."""
     try:
         file.seek(0)
         magic = _Unpickler(file).load()
     except Exception:
         magic = None
     if magic != _OLD_MAGIC:
-        raise ValueError("it is neither a zip nor an older file of torch's, or it is damaged")
+        raise ValueError("it is not a torch checkpoint, neither in the zip nor the older format")
     _, machine = _Unpickler(file).load(), _Unpickler(file).load()
     if not machine.get("little_endian"):
-        raise ValueError("it is from a big-endian machine, which is not read here")
+        raise ValueError("it was written on a big-endian machine, which is not supported")
     pickled = _Unpickler(file)
     content, keys = pickled.load(), _Unpickler(file).load()
-    where, at, data = {}, file.tell(), np.memmap(file, np.uint8, mode="r")
+    spans, start, data = {}, file.tell(), np.memmap(file, np.uint8, mode="r")
     for key in keys:
-        (count,) = data[at : at + 8].view(np.int64)
-        where[key] = slice(at + 8, at + 8 + int(count) * pickled.storages[key].dtype.itemsize)
-        at = where[key].stop
-    if at > len(data):
-        raise ValueError("it ends amid its arrays: download it again")
-    return _arrays(content, lambda name: data[where[name]])
+        (count,) = data[start : start + 8].view(np.int64)
+        size = int(count) * pickled.storages[key].dtype.itemsize
+        spans[key] = slice(start + 8, start + 8 + size)
+        start = spans[key].stop
+    if start > len(data):
+        raise ValueError("it is truncated: download it again")
+    return _arrays(content, lambda name: data[spans[name]])
 
 
 def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.ndarray]:
@@ -215,38 +224,38 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
-    """The names and arrays of a checkpoint; other values beside the arrays are left out."""
+    """Return the arrays of a checkpoint by name, leaving out other values."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     values = content.items() if isinstance(content, Mapping) else ()
     tensors = {name: value for name, value in values if isinstance(value, _Tensor)}
     if not tensors:
         keys = sorted(map(str, content))[:8] if isinstance(content, Mapping) else type(content)
-        raise ValueError(f"it holds no state dict of arrays, but {keys}")
+        raise ValueError(f"it holds {keys} instead of a state dict of arrays")
     return tensors
 
 
 def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
-    """What the tensor sees of its storage's bytes; ValueError if it would see more."""
+    """Return a tensor as a view of its storage's bytes. Raises ValueError if it exceeds them."""
     storage, offset, shape, strides = tensor
     size = storage.dtype.itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
     if min((offset, *shape, *strides)) < 0 or (0 not in shape and (last + 1) * size > len(content)):
-        raise ValueError(f"an array of shape {shape} reaches beyond its storage {storage.name}")
+        raise ValueError(f"an array of shape {shape} exceeds its storage {storage.name}")
     byte_strides = [stride * size for stride in strides]
     return np.ndarray(shape, storage.dtype, content, offset * size, byte_strides)
 
 
 @contextlib.contextmanager
 def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """A file of a .nemo, which is a tar, perhaps compressed; seekable."""
+    """Open a file in a .nemo, which is an optionally compressed tar, as a seekable file."""
     with tarfile.open(path, "r:*") as tar, tempfile.TemporaryFile() as copy:
         members = [m for m in tar.getmembers() if pathlib.PurePosixPath(m.name).name == name]
         content = tar.extractfile(members[0]) if len(members) == 1 else None
         if content is None:
             raise ValueError(
-                f"it holds {len(members)} files {name}, where one is expected: models that NeMo "
-                "split over several devices must be merged first"
+                f"it holds {len(members)} files {name} instead of one: merge models that NeMo "
+                "split over several devices"
             )
         shutil.copyfileobj(content, copy)
         copy.seek(0)
@@ -255,10 +264,10 @@ def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
 
 @contextlib.contextmanager
 def _readable(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Whatever goes wrong with a file is a ValueError that names it."""
+    """Turn all errors except FileNotFoundError into a ValueError that names the file."""
     try:
         yield
     except FileNotFoundError:
         raise
-    except Exception as error:  # Damaged files fail in many ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error

@@ -1,7 +1,7 @@
-"""torch state dicts <-> params, through a table in which every key is used exactly once.
+"""Converts torch state dicts to params and back, with a table that uses every key exactly once.
 
-A table is a list of entries, one for each array. A key that is missing, left over or of another
-shape is an error, so that a conversion that succeeds has lost nothing.
+A table is a list of entries, one for each array. Missing or superfluous keys and other shapes are
+errors, so a conversion that succeeds has lost nothing.
 """
 
 import json
@@ -21,18 +21,18 @@ from diffusion_jax.machine import files, untrusted
 from diffusion_jax.machine.stored import Stored
 
 StateDict = Mapping[str, np.ndarray]
-_METADATA = "__metadata__"  # As safetensors calls it; in an .npz an array of one string.
+_METADATA = "__metadata__"  # The name in safetensors; in an .npz, an array with one string.
 
 
 class Layout(NamedTuple):
-    """The order of a weight's axes: `to_jax` turns torch's into ours, `to_torch` back."""
+    """A pair of functions that convert the order of a weight's axes between torch and jax."""
 
     to_jax: Callable[[np.ndarray], np.ndarray]
     to_torch: Callable[[np.ndarray], np.ndarray]
 
 
 VECTOR = Layout(lambda w: w, lambda w: w)
-"""Biases, norms, embeddings: the same on both sides."""
+"""Biases, norms and embeddings, which are equal in torch and jax."""
 LINEAR = Layout(lambda w: w.T, lambda w: w.T)
 """[out, in] <-> [in, out]"""
 CONV1D_1 = Layout(lambda w: w[:, :, 0].T, lambda w: w.T[:, :, None])
@@ -46,7 +46,7 @@ CONV_TRANSPOSE = Layout(lambda w: w.transpose(2, 3, 0, 1), lambda w: w.transpose
 
 
 class Entry(NamedTuple):
-    """One array: its torch name, its path in params ("mid_attn/q/kernel"), and how it is turned."""
+    """One array: its torch name, its path in params ("mid_attn/q/kernel"), and its layout."""
 
     torch: str
     path: str
@@ -54,11 +54,11 @@ class Entry(NamedTuple):
 
 
 Rules = Sequence[tuple[str, str]]
-"""Regular expressions of whole paths, and torch's names for them; the first that matches holds."""
+"""Regular expressions for complete paths, and torch's names; the first match applies."""
 
 
 def rename(path: str, rules: Rules) -> str:
-    """Torch's name of a layer or array; a path that no rule matches is a name already."""
+    """Return torch's name of a layer or array; a path that matches no rule is returned as is."""
     matches = ((re.fullmatch(pattern, path), name) for pattern, name in rules)
     return next((match.expand(name) for match, name in matches if match), path)
 
@@ -68,20 +68,23 @@ def table(
     name_of: Callable[[str], str],
     layouts: Sequence[tuple[str, Layout]] = (),
 ) -> list[Entry]:
-    """An entry for each leaf of `params`, which may be abstract.
+    """Return the table of params.
 
-    `name_of` gives torch's name of a layer by its path ("mid_attn/q"), without .weight and .bias,
-    and of arrays of any other name ("token_embedding"). `layouts` are regular expressions of the
-    paths of layers whose kernels are held in another way than linear layers and convolutions.
+    Args:
+        params: the params, which may be abstract.
+        name_of: maps the path of a layer ("mid_attn/q") to torch's name without .weight or .bias,
+            and the path of any other array ("token_embedding") to torch's full name.
+        layouts: regular expressions for paths of layers whose layout is neither LINEAR nor CONV.
     """
     return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
             jax.tree.leaves_with_path(params)]  # fmt: skip
 
 
 def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) -> Any:
-    """Params as float32 arrays in the structure and shapes of `abstract_params`.
+    """Convert a state dict to float32 params with the structure of `abstract_params`.
 
-    ValueError that names the strays: keys the table lacks, keys the state dict lacks, wrong shapes.
+    Raises:
+        ValueError: keys are missing or superfluous, or shapes differ.
     """
     arrange = lambda array: np.asarray(array, np.float32)
     return _arranged(state, table, abstract_params, arrange)
@@ -90,21 +93,23 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 def to_stored(
     state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
 ) -> Any:
-    """Params whose leaves are `Stored`: arrays that stay in the file that they are mapped from."""
+    """Convert a state dict to params whose leaves are `Stored`, so that arrays stay in the file."""
     return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
 
 def to_state_dict(params: Any, table: Sequence[Entry]) -> dict[str, Float[np.ndarray, "..."]]:
-    """The inverse of `to_params`, in the table's order."""
+    """Convert params to a state dict, in the table's order."""
     arrays = {_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     _check_table(table, arrays)
     return {e.torch: np.ascontiguousarray(e.layout.to_torch(arrays[e.path])) for e in table}
 
 
 def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """The arrays of an .npz or .safetensors file. Nothing is ever unpickled.
+    """Read the arrays of an .npz or .safetensors file, without unpickling anything.
 
-    FileNotFoundError, or ValueError for another or a damaged format.
+    Raises:
+        FileNotFoundError: the file does not exist.
+        ValueError: the file is damaged or has another format.
     """
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npz", ".safetensors"):
@@ -113,21 +118,24 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         raise FileNotFoundError(f"no file {path}")
     try:
         if suffix == ".npz":
-            # Opened here, since numpy does not close a file that it finds damaged.
+            # Opened here, since numpy does not close damaged files.
             with open(path, "rb") as file:
                 arrays = untrusted.read_archive(file)
                 return {name: arrays[name] for name in arrays if name != _METADATA}
-        import safetensors.numpy  # Only where such a file is read.
+        import safetensors.numpy  # Only needed for such files.
 
         return safetensors.numpy.load_file(path)
-    except Exception as error:  # Damaged files fail in many ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
 
 
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
-    """The words beside the arrays of a file that `write` or another program wrote; {} for others.
+    """Read the metadata of a safetensors file, or of an .npz file written by `write`.
 
-    ValueError for a damaged file.
+    Other files have none, {}.
+
+    Raises:
+        ValueError: the file is damaged.
     """
     suffix = pathlib.Path(path).suffix
     try:
@@ -137,11 +145,11 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
                 arrays = np.load(file, allow_pickle=False)
                 return json.loads(str(arrays[_METADATA])) if _METADATA in arrays else {}
         if suffix == ".safetensors":
-            import safetensors  # Only where such a file is read.
+            import safetensors  # Only needed for such files.
 
             with safetensors.safe_open(path, "np") as opened:
                 return opened.metadata() or {}
-    except Exception as error:  # Damaged files fail in many ways of their own.
+    except Exception as error:  # Damaged files raise exceptions of many types.
         raise ValueError(f"cannot read {path}: {type(error).__name__}: {error}") from error
     return {}
 
@@ -149,30 +157,36 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 def write(
     path: str | os.PathLike[str], state: StateDict, metadata: Mapping[str, str] | None = None
 ) -> None:
-    """Writes arrays as .safetensors or .npz, whole or not at all; ValueError for another name.
+    """Write arrays to a .safetensors or .npz file atomically.
 
-    `metadata` are words that go beside them.
+    Args:
+        path: the file.
+        state: the arrays by name.
+        metadata: strings to save with the arrays.
+
+    Raises:
+        ValueError: the name has another suffix.
     """
     path = files.path(path)
     if path.suffix not in (".npz", ".safetensors"):
         raise ValueError(f"cannot write {path}: its name must end in .safetensors or .npz")
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.suffix == ".safetensors":
-        import safetensors.numpy  # Only where such a file is written.
+        import safetensors.numpy  # Only needed for such files.
 
-        # diffusers refuses files that do not say whose tensors they are.
-        beside = {"format": "pt", **(metadata or {})}
-        # It copies memory as it lies, in whatever order.
+        # diffusers refuses files without a format.
+        extra = {"format": "pt", **(metadata or {})}
+        # safetensors copies memory without regard to strides.
         arrays = {name: np.asarray(array, order="C") for name, array in state.items()}
-        files.write_whole(path, safetensors.numpy.save(arrays, beside))
+        files.write_whole(path, safetensors.numpy.save(arrays, extra))
         return
-    beside = {_METADATA: np.array(json.dumps(metadata))} if metadata else {}
+    extra = {_METADATA: np.array(json.dumps(metadata))} if metadata else {}
     with files.whole(path) as temporary, temporary.open("wb") as file:
-        np.savez(file, **state, **beside)  # pyright: ignore[reportArgumentType]
+        np.savez(file, **state, **extra)  # pyright: ignore[reportArgumentType]
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """A few of the names, and how many more there are: for messages."""
+    """List a few names and the number of the others, for messages."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
@@ -185,8 +199,8 @@ def _entry(
     if part in ("scale", "bias"):
         return Entry(f"{name_of(layer)}.{'weight' if part == 'scale' else part}", path, VECTOR)
     if part != "kernel":
-        whole = path.removeprefix("params/")
-        return Entry(name_of(whole), path, _layout(whole, VECTOR, layouts))
+        full_path = path.removeprefix("params/")
+        return Entry(name_of(full_path), path, _layout(full_path, VECTOR, layouts))
     layout = _layout(layer, LINEAR if len(leaf.shape) == 2 else CONV, layouts)
     return Entry(f"{name_of(layer)}.weight", path, layout)
 
@@ -202,7 +216,7 @@ def _arranged(
     abstract_params: Any,
     convert: Callable[[np.ndarray], Any],
 ) -> Any:
-    """Checks everything, then turns and converts each array into its place."""
+    """Check table, keys and shapes, then transpose and convert each array."""
     shapes = {_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(abstract_params)}
     _check_table(table, shapes)
     _check_keys(state, table)
@@ -212,32 +226,32 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """The table names every parameter once, and no key twice: otherwise it is itself wrong."""
+    """Raise ValueError unless the table has every parameter once and no key twice."""
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip
-    named = {e.path for e in table}
-    if twice or named != paths:
+    entries = {e.path for e in table}
+    if twice or entries != paths:
         raise ValueError(
             f"the table of names does not fit the model: twice {some(twice)}; parameters without "
-            f"an entry {some(paths - named)}; entries without a parameter {some(named - paths)}"
+            f"an entry {some(paths - entries)}; entries without a parameter {some(entries - paths)}"
         )
 
 
 def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
-    known = {e.torch for e in table}
-    missing, stray = known - set(state), set(state) - known
-    if missing or stray:
+    keys = {e.torch for e in table}
+    missing, extra = keys - set(state), set(state) - keys
+    if missing or extra:
         raise ValueError(
             f"the state dict does not fit the model: {len(missing)} keys are missing: "
-            f"{some(missing)}; {len(stray)} keys are left over: {some(stray)}"
+            f"{some(missing)}; {len(extra)} keys are left over: {some(extra)}"
         )
 
 
 def _check_shapes(
     state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compares in torch's axes, before a layout could drop any."""
+    """Compare shapes in torch's layout, since converting to ours may drop axes."""
     expected = {
         e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
         for e in table
@@ -250,7 +264,7 @@ def _check_shapes(
     if wrong:
         raise ValueError(
             f"{len(wrong)} arrays have other shapes than the model: {some(wrong)}. "
-            "Is this the config that the weights were trained with?"
+            "Use the config that the weights were trained with"
         )
 
 

@@ -28,8 +28,8 @@ _ATTEMPTS = 6
 _PAGE = 4096
 # What a command says when it notices something, in the table's words.
 _WORDS = {
-    "passing over the damaged checkpoint": "checksum, passed over",
-    "no checkpoint in": "checksum, no sound checkpoint",
+    "skipping the damaged checkpoint": "checksum, passed over",
+    "all checkpoints in": "checksum, no sound checkpoint",
     "read back wrong": "read back",
     "No space left": "no space left",
     "is the disk full": "no space left",

@@ -247,7 +247,7 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
         ({"text__encoder": "t6"}, ValueError, "text.encoder is 't6': "),
         ({"text__encoder": "precomputed"}, ValueError, "name the encoder that computed the emb"),
         ({"text__width": 32}, ValueError, "text.width is 32, but the T5 in .* has width 64: s"),
-        ({"text__weights": "/nothing"}, FileNotFoundError, "no folder /nothing: give a folder"),
+        ({"text__weights": "/nothing"}, FileNotFoundError, "no folder /nothing: choose a fold"),
         ({"data__source": "folder", "data__path": "/no"}, FileNotFoundError, "no data at /no: ch"),
     ],
 )

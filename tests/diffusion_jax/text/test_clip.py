@@ -109,7 +109,7 @@ def test_other_weights_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_hidden_layers": 12}, "the config says num_hidden_layers 12, and the weights have 2"),
+        ({"num_hidden_layers": 12}, "num_hidden_layers is 12 in the config, but 2 in the weights"),
         ({"num_attention_heads": 5}, "the text_model's 5 attention heads do not divide its width"),
         ({"hidden_act": "tanh"}, "the CLIP's activation 'tanh' is unknown: supported are relu"),
     ],

@@ -171,7 +171,7 @@ def test_fields_that_do_not_fit_are_refused(folder, fields, message):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"num_layers": 24}, "the config says num_layers 24, and the weights have 1"),
+        ({"num_layers": 24}, "num_layers is 24 in the config, but 1 in the weights"),
         ({"feed_forward_proj": "gated-gelu"}, "specifies a gated feed-forward layer, but the"),
         (
             {"feed_forward_proj": "rleu"},

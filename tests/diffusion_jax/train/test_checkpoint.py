@@ -207,7 +207,7 @@ def test_a_failed_save_is_an_error_at_the_next_call_and_leaves_the_last_whole_on
 
 def test_no_checkpoint_is_an_error(tmp_path, saved):
     target = abstract(random_state())
-    message = r"no whole checkpoint in .*: train with this workdir first, or name another"
+    message = r"no complete checkpoint in .*: train with this workdir, or choose another"
     with pytest.raises(FileNotFoundError, match=message):
         restore.load_params(tmp_path / "nowhere", target.params)
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
@@ -215,14 +215,16 @@ def test_no_checkpoint_is_an_error(tmp_path, saved):
     with pytest.raises(FileNotFoundError, match=message):
         checkpointer.restore(target, Position())
     checkpointer.close()
-    with pytest.raises(FileNotFoundError, match=r"no checkpoint of step 5 in .*: there are \[10,"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no checkpoint of step 5 in .*: choose from \[10,"
+    ):
         restore.load_params(saved, target.params, step=5)
 
 
 def test_another_architecture_is_an_error_that_names_the_first_differences(saved):
     layer = {"kernel": jax.ShapeDtypeStruct((8, 32), jnp.float32)}
     layer |= {name: jax.ShapeDtypeStruct((16,), jnp.float32) for name in ("bias", "scale")}
-    with pytest.raises(ValueError, match="is of another architecture; 2 of 3") as error:
+    with pytest.raises(ValueError, match="has another architecture; 2 of 3") as error:
         restore.load_params(saved, {"params": {"a": layer}}, "raw")
     assert "params/a/kernel: saved (8, 16), expected (8, 32)" in str(error.value)
     assert "params/a/scale: saved nothing, expected (16,)" in str(error.value)
@@ -238,7 +240,7 @@ def test_an_unknown_average_is_an_error_that_lists_those_there(saved):
 
 def test_other_averages_than_the_configs_are_an_error(saved):
     checkpointer = checkpoint.Checkpointer(saved, keep_last=3)
-    message = r"keeps the averages \['0.9', '0.9999'\], this run \['0.5'\]"
+    message = r"holds the averages \['0.9', '0.9999'\], but this run has \['0.5'\]"
     with pytest.raises(ValueError, match=message):
         checkpointer.restore(abstract(random_state(decays=[0.5])), Position())
     checkpointer.close()
@@ -291,7 +293,7 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
     checkpointer, position = checkpoint.Checkpointer(tmp_path, keep_last=3), Position()
     said = [record.getMessage() for record in caplog.records]
     for step, name in zip((20, 30), names, strict=True):
-        passing = f"passing over the damaged checkpoint {tmp_path / str(step)} ({name}: other bytes"
+        passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: other bytes"
         assert sum(line.startswith(passing) for line in said) == 1
         assert f"it lies in {tmp_path}/damaged/{step} now; going on from step 10" in said
     assert checkpointer.latest_step() == 10
@@ -307,7 +309,9 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
 def test_a_run_without_a_sound_checkpoint_does_not_start_anew(tmp_path):
     save(tmp_path, 10)
     name = damaged_file(tmp_path / "10")
-    with pytest.raises(restore.Damaged, match=rf"no checkpoint in .* is sound \(step 10: {name}"):
+    with pytest.raises(
+        restore.Damaged, match=rf"all checkpoints in .* are damaged \(step 10: {name}"
+    ):
         checkpoint.Checkpointer(tmp_path, keep_last=3)
     assert restore.steps(tmp_path) == [10]
 
@@ -323,7 +327,9 @@ def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog
     assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, and" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, params, random_state(10).ema["0.9999"])
     assert load("raw")[1] == 20
-    message = r"20 is damaged \(ema_0.9999/_METADATA: .*name another of \[10, 20\], or none for the"
+    message = (
+        r"20 is damaged \(ema_0.9999/_METADATA: .*choose another of \[10, 20\], or none for the"
+    )
     with pytest.raises(restore.Damaged, match=message):
         load("ema", 20)
 
@@ -342,9 +348,7 @@ def test_a_damaged_checkpoint_of_earlier_code_is_one_line(tmp_path, harm):
     else:
         (tmp_path / "10" / "params" / "_METADATA").write_text("")
     target = jax.eval_shape(lambda: random_state().params)
-    with pytest.raises(
-        restore.Damaged, match=r"10 cannot be read \(.*from the one before"
-    ) as error:
+    with pytest.raises(restore.Damaged, match=r"10 cannot be read \(.*from the previous") as error:
         restore.load_params(tmp_path, target, "raw")
     assert "\n" not in str(error.value) and len(str(error.value)) < 500
 

@@ -116,7 +116,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_writer_at_work_is_named(tmp_p
     lines = told(tmp_path)
     end(process)
     assert lines["workdir"] == f"{tmp_path}: goes on from step 1, whose checkpoint is sound"
-    assert "passing over the damaged checkpoint" in caplog.text
+    assert "skipping the damaged checkpoint" in caplog.text
     assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
     assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]  # Nothing is moved yet.
 

@@ -149,7 +149,7 @@ def test_a_damaged_snapshot_is_passed_over(walked, tmp_path, caplog):
     shapes = jax.eval_shape(lambda: state.params)
     made = restore.load_params(tmp_path / runs.CHECKPOINTS, shapes, "0.07", STEPS)
     assert error(flat(made), profile(0.07, STEPS) @ every) < 1e-3
-    assert "passing over the damaged snapshot" in caplog.text
+    assert "skipping the damaged snapshot" in caplog.text
 
 
 def arrays(workdir, step, name="ema_power-0.05"):

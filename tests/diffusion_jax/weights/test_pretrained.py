@@ -126,11 +126,11 @@ def spoil(folder, what):
     ("what", "message"),
     [
         ("lost shard", "lacks model-00001-of-00002.safetensors, of 2 shards"),
-        ("lost array", "names c, which is in none of its shards"),
+        ("lost array", "lists c, which is in none of its shards"),
         ("cut", r"ends after \d+ of \d+ bytes: download it again"),
-        ("no safetensors", "is no safetensors file, or damaged"),
-        ("no index", "holds 2 safetensors files, none called model.safetensors"),
-        ("no json", "is no JSON"),
+        ("no safetensors", "is damaged or not a safetensors file"),
+        ("no index", "holds 2 safetensors files, but none is called model.safetensors"),
+        ("no json", "is not JSON"),
         ("nothing", "holds no weights: it needs model.safetensors or pytorch_model.bin"),
     ],
 )
@@ -188,7 +188,7 @@ def test_every_way_of_save_pretrained_opens(tmp_path, name, variant, shards):
 def test_a_name_without_variant_and_safetensors_come_first(tmp_path):
     saved_whole(tmp_path, "diffusion_pytorch_model.fp16.bin")
     saved_whole(tmp_path, "diffusion_pytorch_model.non_ema.safetensors", 3)
-    with pytest.raises(ValueError, match="holds the variants fp16, non_ema and no weights without"):
+    with pytest.raises(ValueError, match="holds only the variants fp16, non_ema: remove the files"):
         pretrained.open_weights(tmp_path)
     one = {"of": np.ones(1, np.float32)}
     for name in ("diffusion_pytorch_model.bin", "diffusion_pytorch_model.safetensors"):
@@ -199,10 +199,14 @@ def test_a_name_without_variant_and_safetensors_come_first(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("adapter_model.safetensors", b"", "holds an adapter, adapter_model.safetensors, and not"),
+        ("adapter_model.safetensors", b"", "holds an adapter, adapter_model.safetensors, without"),
         ("pytorch_lora_weights.bin", b"", "holds an adapter, pytorch_lora_weights.bin"),
-        ("diffusion_pytorch_model.flashpack", b"", "flashpack is of a kind that is not read here"),
-        ("flax_model.msgpack", b"", "flax_model.msgpack is of a kind that is not read here"),
+        (
+            "diffusion_pytorch_model.flashpack",
+            b"",
+            "the format of diffusion_pytorch_model.flashpack is not supported",
+        ),
+        ("flax_model.msgpack", b"", "the format of flax_model.msgpack is not supported"),
         ("config.json", b'{"quantization_config": {"quant_method": "torchao"}}', "by torchao"),
     ],
 )
@@ -221,9 +225,9 @@ def test_float8_is_read_exactly(tmp_path):
 
 
 def test_a_folder_that_is_not_there_is_named():
-    with pytest.raises(FileNotFoundError, match="no folder /nowhere/t5: give a folder that holds"):
+    with pytest.raises(FileNotFoundError, match="no folder /nowhere/t5: choose a folder with"):
         pretrained.locate("/nowhere/t5")
-    with pytest.raises(ValueError, match=r"text\.weights is empty: this encoder needs a folder"):
+    with pytest.raises(ValueError, match=r"text\.weights is empty: set it to a folder"):
         pretrained.locate("")
 
 
@@ -247,7 +251,9 @@ def test_a_name_is_downloaded_and_a_failure_says_what_to_do(monkeypatch, tmp_pat
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert pretrained.locate("google-t5/t5-small") == tmp_path / "t5-small"
     assert pretrained.locate("t5-11b") == tmp_path / "t5-11b"  # Of pickles alone.
-    with pytest.raises(FileNotFoundError, match=r"'owner/nothing' is no folder here.*no network"):
+    with pytest.raises(
+        FileNotFoundError, match=r"'owner/nothing' is not a local folder.*no network"
+    ):
         pretrained.locate("owner/nothing")
     asked_of = ["google-t5/t5-small", "st", "t5-11b", "st", "t5-11b", "bin", "owner/nothing"]
     assert asked == asked_of

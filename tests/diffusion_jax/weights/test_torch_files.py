@@ -59,7 +59,7 @@ def test_a_file_of_torch_before_1_6_is_read_as_safely(tmp_path, monkeypatch):
     check_arrays(torch_files.read_state_dict(LEGACY))
     assert b"touch unpickled" in LEGACY.read_bytes() and not list(tmp_path.iterdir())
     (tmp_path / "cut.pth").write_bytes(LEGACY.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"cut.pth: ValueError: it ends amid its arrays"):
+    with pytest.raises(ValueError, match=r"cut.pth: ValueError: it is truncated: download"):
         torch_files.read_state_dict(tmp_path / "cut.pth")
 
 
@@ -93,7 +93,7 @@ def rewritten(path, change):
 def test_an_array_beyond_its_storage_is_an_error(tmp_path):
     # The shape (4, 6), pickled as two small numbers and "make a pair", becomes (4, 200).
     path = rewritten(tmp_path / "a.ckpt", lambda p: p.replace(b"K\x04K\x06\x86", b"K\x04K\xc8\x86"))
-    with pytest.raises(ValueError, match=r"shape \(4, 200\) reaches beyond its storage 0"):
+    with pytest.raises(ValueError, match=r"shape \(4, 200\) exceeds its storage 0"):
         torch_files.read_state_dict(path)
 
 
@@ -115,7 +115,7 @@ def test_arrays_are_mapped_and_a_changed_byte_is_found(tmp_path):
         (
             "a.ckpt",
             b"\x80\x02}q\x00.",
-            "a.ckpt: ValueError: it is neither a zip nor an older file of torch's",
+            "a.ckpt: ValueError: it is not a torch checkpoint, neither in the zip",
         ),
         ("a.ckpt", FIXTURE.read_bytes()[:3000], "cannot read"),
         ("a.nemo", b"nothing", "a.nemo: ReadError"),
@@ -130,11 +130,11 @@ def test_what_cannot_be_read_is_named(tmp_path, name, content, message):
 
 def test_a_split_model_and_a_file_without_arrays_say_so(tmp_path):
     parts = {f"mp_rank_0{i}/model_weights.ckpt": b"" for i in (0, 1)}
-    with pytest.raises(ValueError, match=r"2 files model_weights\.ckpt, where one is expected"):
+    with pytest.raises(ValueError, match=r"2 files model_weights\.ckpt instead of one"):
         torch_files.read_state_dict(nemo(tmp_path / "m.nemo", parts))
     with zipfile.ZipFile(tmp_path / "a.pt", "w") as empty:
         empty.writestr("a/data.pkl", b"\x80\x02}q\x00.")  # An empty dictionary.
-    with pytest.raises(ValueError, match=r"holds no state dict of arrays, but \[\]"):
+    with pytest.raises(ValueError, match=r"holds \[\] instead of a state dict"):
         torch_files.read_state_dict(tmp_path / "a.pt")
     with pytest.raises(FileNotFoundError, match="no file"):
         torch_files.read_state_dict(tmp_path / "none.ckpt")

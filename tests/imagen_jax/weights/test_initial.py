@@ -144,7 +144,7 @@ def test_training_begins_where_the_config_says(base):
     same(inputs.task.frozen["base"], {"params": base[1]["params"]})
     with pytest.raises(ValueError, match=r"lora.rank is 2 and unet.weights is empty: say which"):
         prepared(lora__rank=2)
-    with pytest.raises(ValueError, match=r"is of another architecture; .* arrays differ"):
+    with pytest.raises(ValueError, match=r"has another architecture; .* arrays differ"):
         c = config(unet__weights=str(base[0]))
         c.unet.update(cond_dim=64)
         train.prepare(settings(c), mesh).start()
