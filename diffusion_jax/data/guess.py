@@ -29,8 +29,8 @@ def guess(path: str, text: str = "") -> Data:
         FileNotFoundError: there is nothing at the path.
         ValueError: no source reads the files.
     """
-    source, _, rest = path.partition(":")
-    if source in sources.SOURCES and rest:
+    source, _, location = path.partition(":")
+    if source in sources.SOURCES and location:
         named = sources.named(path)
         return _data(source, named.path, text or named.text)
     if path.endswith((".tar", ".pkl")) or "{" in path or storage.is_url(path):

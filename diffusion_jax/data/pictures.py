@@ -292,7 +292,7 @@ class Mixture(Pictures):
 
     def counts(self, indices: Int[np.ndarray, "B"]) -> Float[np.ndarray, "B"] | None:
         counts = np.array(self.part_counts, np.float32)
-        return counts[self._which(indices)] if self.part_counts else None
+        return counts[self._part_numbers(indices)] if self.part_counts else None
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
         """Return the names that the pictures have in their parts."""
@@ -311,11 +311,11 @@ class Mixture(Pictures):
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
         """Yield (part, rows of `indices`, indices within the part) for each part concerned."""
-        which = self._which(indices)
-        for part in sorted(set(which.tolist())):
-            rows = np.flatnonzero(which == part)
+        parts = self._part_numbers(indices)
+        for part in sorted(set(parts.tolist())):
+            rows = np.flatnonzero(parts == part)
             yield self.parts[part], rows, indices[rows] - self._firsts[part]
 
-    def _which(self, indices: np.ndarray) -> np.ndarray:
+    def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
         """Return the number of the part that holds each index."""
         return np.searchsorted(self._firsts, indices, side="right") - 1

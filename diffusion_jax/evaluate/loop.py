@@ -115,9 +115,9 @@ def drawing(
         seconds = np.array([[end_of_drawing - start, time.time() - end_of_drawing]])
         if save is not None:
             save(rows, images[:count])
-        fine = np.asarray(np.isfinite(samples[:count]).all((1, 2, 3)))
+        is_finite = np.asarray(np.isfinite(samples[:count]).all((1, 2, 3)))
         on_sheet = images[:count][shown[rows]]
-        return {**features, "images": on_sheet, "seconds": seconds, "fine": fine}
+        return {**features, "images": on_sheet, "seconds": seconds, "fine": is_finite}
 
     return compute
 

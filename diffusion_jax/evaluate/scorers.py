@@ -191,10 +191,10 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
     return of_digits(size, metrics=evaluation.metrics)
 
 
-def check_unused(prefix: str, given: Mapping[str, str]) -> None:
+def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
     """Raise ValueError if a setting is given that the digits' built-in prompts do not use."""
     for name in _OF_PROMPTS:
-        if given[name]:
+        if settings[name]:
             raise ValueError(
                 f"{prefix}{name} needs a file of prompts, since the digits' built-in prompts have "
                 f"a judge of their own: set {prefix}prompts=FILE, too, or remove {prefix}{name}"

@@ -112,7 +112,7 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
     Raises:
         ValueError: another field of ALIKE differs, or no score is common to all.
     """
-    cards = [one.card for one in scored.values()]
+    cards = [item.card for item in scored.values()]
     strict = [field for field in ALIKE if field not in allow]
     for field, values in differing(cards, strict).items():
         pairs = ", ".join(f"{name}: {v}" for name, v in zip(scored, values, strict=True))
@@ -120,13 +120,13 @@ def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[di
             f"the scores are not comparable: their {field} differs ({pairs}). To show them "
             f"regardless, set --allow={field}"
         )
-    common = set.intersection(*(set(one.scores) for one in scored.values()))
+    common = set.intersection(*(set(item.scores) for item in scored.values()))
     if not common:
         raise ValueError(f"{', '.join(scored)} have no score in common")
     shown = [*differing(cards, allow), *differing(cards, FREE)]
     return [
         {"name": name}
-        | {field: one.card.get(field) for field in shown}
-        | {score: value for score, value in one.scores.items() if score in common}
-        for name, one in scored.items()
+        | {field: item.card.get(field) for field in shown}
+        | {score: value for score, value in item.scores.items() if score in common}
+        for name, item in scored.items()
     ]

@@ -60,5 +60,5 @@ def _amazon(path: str) -> dict[str, Any] | None:
 
 
 def _normalized(path: str) -> str:
-    scheme, separator, rest = path.partition("://")
-    return scheme + separator + os.path.normpath(rest) if separator else os.path.normpath(path)
+    scheme, separator, folder = path.partition("://")
+    return scheme + separator + os.path.normpath(folder) if separator else os.path.normpath(path)

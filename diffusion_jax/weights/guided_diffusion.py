@@ -44,11 +44,11 @@ def layer_name(
         inside: rules for layers in blocks.
         halve: torch's name of the convolution in a downsampling block.
     """
-    block, _, rest = path.partition("/")
+    block, _, layer = path.partition("/")
     if block not in places:
         return rename(path, ends)
     resample = halve if block.startswith("down") else "conv"
-    return f"{places[block]}.{rename(rest, inside) if rest else resample}"
+    return f"{places[block]}.{rename(layer, inside) if layer else resample}"
 
 
 def _block(path: str, torch: str, attends: bool) -> dict[str, str]:

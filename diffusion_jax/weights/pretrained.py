@@ -38,8 +38,8 @@ _DTYPES = {
 _HUB = ("*.json", "*.txt", "*.model", "*.txt.gz")
 _HUB_KINDS = {
     kind: tuple(
-        f"{name}{rest}.{kind}" for name in ("model", "pytorch_model", "open_clip*model")
-        for rest in ("", "-*")
+        f"{name}{ending}.{kind}" for name in ("model", "pytorch_model", "open_clip*model")
+        for ending in ("", "-*")
     )
     for kind in ("safetensors", "bin")
 }  # fmt: skip
@@ -252,9 +252,9 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
     arrays = {}
     for name in shards:
         arrays |= _map(index.parent / name)
-    lost = sorted(set(weight_map) - set(arrays))
-    if lost:
-        raise ValueError(f"{index} lists {lost[0]}, which is in none of its shards")
+    unresolved = sorted(set(weight_map) - set(arrays))
+    if unresolved:
+        raise ValueError(f"{index} lists {unresolved[0]}, which is in none of its shards")
     return arrays
 
 

@@ -38,7 +38,7 @@ class Damaged(ValueError):
 def load_params(
     directory: str | os.PathLike[str],
     abstract_params: Params,
-    which: str = "ema",
+    average: str = "ema",
     step: int | None = None,
 ) -> Params:
     """Load parameters without reading the optimizer.
@@ -47,7 +47,7 @@ def load_params(
         directory: the folder of the checkpoints.
         abstract_params: shapes, types and shardings; leaves without a sharding are placed on the
             first device.
-        which: "raw"; the name of an average such as "0.9999"; or "ema": the average with the
+        average: "raw"; the name of an average such as "0.9999"; or "ema": the average with the
             largest decay, or else with the largest width, or else the raw parameters. Another
             number below 0.28 is the relative width of a power-function average, which is computed
             from the snapshots.
@@ -59,30 +59,30 @@ def load_params(
         Damaged: the checkpoint is damaged.
         ValueError: there is no such average, or names or shapes differ.
     """
-    return load_params_and_step(directory, abstract_params, which, step)[0]
+    return load_params_and_step(directory, abstract_params, average, step)[0]
 
 
 def load_params_and_step(
-    directory: str | os.PathLike[str], abstract_params: Params, which: str, step: int | None
+    directory: str | os.PathLike[str], abstract_params: Params, average: str, step: int | None
 ) -> tuple[Params, int]:
     """Load parameters as load_params, and return them with their step."""
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
         root = root.parent / SNAPSHOTS
-    items = lambda step: items_of(root / str(step), which)
+    items = lambda step: items_of(root / str(step), average)
     if step is None:
         step = newest_sound(root, items)
     else:
         _check_sound(root, step, items)
-    item, name = items(step)[0], name_of(root / str(step), which)
+    item, name = items(step)[0], name_of(root / str(step), average)
     if name.startswith(averages.POWER) and item != EMA + name:
         return _combined(root, step, name, abstract_params), step
     return load_items(root / str(step), {item: abstract_params})[item], step
 
 
-def name_of(folder: epath.Path, which: str) -> str:
+def name_of(folder: epath.Path, average: str) -> str:
     """Return the full name, such as "power-0.05", of an average in a step's folder."""
-    return averages.canonical(which, stored(folder))
+    return averages.canonical(average, stored(folder))
 
 
 def steps(directory: str | os.PathLike[str]) -> list[int]:
@@ -165,18 +165,18 @@ def powers(root: epath.Path) -> list[str]:
     return [name for name in stored(root) if name.startswith(averages.POWER)]
 
 
-def items_of(root: epath.Path, which: str) -> list[str]:
+def items_of(root: epath.Path, average: str) -> list[str]:
     """Return the item that holds an average, or all power-function averages to compute it from.
 
     Raises:
         ValueError: the step's folder has no such average.
     """
-    names, name = stored(root), name_of(root, which)
+    names, name = stored(root), name_of(root, average)
     # A snapshot has averages only, no raw parameters.
     raw = [item for item in ("params", packed.FILE) if (root / item).exists()]
-    if raw and (which == "raw" or (which == "ema" and not names)):
+    if raw and (average == "raw" or (average == "ema" and not names)):
         return raw[:1]
-    if which == "ema" and names:
+    if average == "ema" and names:
         return [EMA + names[-1]]
     if name in names:
         return [EMA + name]
@@ -184,11 +184,11 @@ def items_of(root: epath.Path, which: str) -> list[str]:
         return [EMA + source for source in sources]
     if (root / packed.FILE).exists():
         raise ValueError(
-            f"no average {which!r} in {root}, which was packed with a single one: remove --ema"
+            f"no average {average!r} in {root}, which was packed with a single one: remove --ema"
         )
     any_width = [f"a width below {averages.WIDEST:.2f}"] if powers(root) else []
     raise ValueError(
-        f"no average {which!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
+        f"no average {average!r} in {root}: choose one of {['raw'][: len(raw)] + names + any_width}"
     )
 
 

@@ -66,8 +66,8 @@ def open_named(name: str) -> Records | None:
 
     An example is "tfds:coco_captions@val::captions/text".
     """
-    source, _, rest = name.partition(":")
-    return open_records(named(name)) if source in SOURCES and rest else None
+    source, _, location = name.partition(":")
+    return open_records(named(name)) if source in SOURCES and location else None
 
 
 def named(name: str) -> Data:
@@ -78,9 +78,9 @@ def named(name: str) -> Data:
     Raises:
         ValueError: the source is unknown.
     """
-    source, _, rest = name.partition(":")
+    source, _, location = name.partition(":")
     one_of("data source", source, SOURCES)
-    path, _, text = rest.partition("::")
+    path, _, text = location.partition("::")
     data = Data(source, path, uncaptioned="drop", max_broken=1.0)
     return data._replace(text=text) if text else data
 

@@ -77,10 +77,10 @@ class WebDataset(Records):
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
         """Return keys made of a hash of the tar's name, without its folder, and the row in it."""
-        which = np.searchsorted(self._listing.firsts, indices, side="right") - 1
+        numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
-        tars_keys = np.array([records.key_of(name) for name in names], np.uint64)
-        return tars_keys[which] + (indices - self._listing.firsts[which]).astype(np.uint64)
+        tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
+        return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
         """Return the number of images without a caption, of broken and of truncated tars.
