@@ -45,6 +45,7 @@ class Tokenize:
             pad: id of padding.
             clean: function applied to each text first.
             lower: whether to convert texts to lower case.
+            unknown: name of the token for unknown symbols, if there is one.
         """
         tokenizer.no_padding()
         tokenizer.no_truncation()
