@@ -144,7 +144,7 @@ evaluate --guidance=x | --guidance=x is no number
 evaluate --guidance=-3 | guidance is (-3.0,): it must be from 0 to 1000
 evaluate --checkpoint=x | --checkpoint=x is no number
 evaluate --reference=D/none.npz | --reference needs a file of prompts
-evaluate --prompts=D/binary.txt | D/binary.txt is no text in UTF-8
+evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0
 precache --captions=D/none | D/none
