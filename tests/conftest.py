@@ -59,6 +59,8 @@ def pytest_collection_modifyitems(items):
     path = lambda item: str(item.path.relative_to(ROOT))
     items.sort(key=lambda item: rank.get(path(item), len(rank)))
     for item in items:
+        if item.get_closest_marker("gate") is not None:
+            assert item.get_closest_marker("slow") is not None, f"{item.nodeid} is no slow test"
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(path(item)))
 

@@ -22,6 +22,7 @@ def python(*arguments, code=0, **options):
     return ended.stdout
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_a_wheel_holds_the_packages_alone_and_they_work_outside_the_checkout(tmp_path):
     source = tmp_path / "source"  # Building leaves files in the folder that is built.

@@ -99,6 +99,7 @@ def test_it_must_have_something_that_was_held_out():
         assert heldout.open_records(Heldout(), batches, TASK.measure) is None
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_the_command_prints_what_training_wrote_on_any_number_of_devices(tmp_path):
     work = f"--workdir={tmp_path / 'run'}"

@@ -167,6 +167,7 @@ def test_arrays_a_store_and_the_encoder_itself_train_the_same(root, base):
         assert differ < texts_differ / 5, (name, differ, texts_differ)
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_a_cascade_is_prompted_scored_and_drawn_as_a_curve(root, base, enlarger):
     both = f"--workdir={base}", f"--workdir={enlarger}", f"--text_weights={root / 't5'}"
@@ -212,6 +213,7 @@ def test_a_model_on_arrays_is_scored_on_the_way_and_shows_the_prompts(root):
     assert (root / "scored" / "samples" / "step_00000003.png").is_file()
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
     c = base64_500m.get_config()

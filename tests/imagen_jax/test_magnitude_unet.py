@@ -256,6 +256,7 @@ def test_each_input_of_a_super_resolution_model_counts_and_masked_tokens_do_not(
     assert np.isfinite(none).all()
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_remat_and_bfloat16_compute_the_same(large):
     unet, params, apply, inputs = large
@@ -308,6 +309,7 @@ def run(name, *arguments, code=0, devices=1):
     return ended
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
     whole, parted = tmp_path / "whole", tmp_path / "parted"

@@ -13,6 +13,7 @@ from tests.imagen_jax.test_earlier_runs import PACKED
 ROOT = pathlib.Path(__file__).parents[2]
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_the_second_command_finds_its_program_and_draws_the_same(tmp_path):
     with tarfile.open(PACKED / "imagen_de86e1f.tar.xz") as tar:

@@ -14,6 +14,7 @@ COLOURS = {"white": (255, 255, 255), "blue": (140, 190, 240), "purple": (187, 15
 HEARTS = {"red": (244, 67, 54), "yellow": (251, 192, 45)}
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", (1, 2))
 def test_hearts_have_the_colours_asked_for_on_the_backgrounds_asked_for(stages):

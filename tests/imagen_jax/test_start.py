@@ -48,6 +48,7 @@ def test_what_is_chosen_for_a_machine_a_set_and_a_time(side, hours, speed, bases
     assert [stage.base for stage in chosen.stages] == bases
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("package", "captioned"), [("imagen_jax", True), ("imagen_jax", False), ("sd_jax", True)]

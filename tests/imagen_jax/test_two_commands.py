@@ -19,6 +19,7 @@ PICTURES = ("--prompt=a red seven on gray paper", "--num_images=64", "--guidance
 SCORES = ("--guidance=3", "--num_heldout=1", "--batch_size=64")
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_two_go_on_with_the_run_of_one_as_it_did(interrupted, trained, tmp_path):
     workdir = tmp_path / "run"
@@ -61,6 +62,7 @@ def drawn(trained, tmp_path_factory):
     return results
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_two_draw_what_one_draws(drawn):
     (images, lines, _), (expected, expected_lines, _) = drawn[2], drawn[1]
@@ -69,6 +71,7 @@ def test_two_draw_what_one_draws(drawn):
     assert lines == expected_lines
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_two_score_what_one_scores(drawn):
     for row, expected in zip(drawn[2][2], drawn[1][2], strict=True):

@@ -210,6 +210,7 @@ def test_dropout_acts_in_training_only_and_by_its_key():
     assert np.abs(draw(0) - draw(1)).max() > 0.1 and np.abs(draw(0) - plain).max() > 0.1
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_remat_gives_the_same_gradient_from_less_memory():
     params, given = params_of(), inputs()

@@ -88,6 +88,7 @@ def test_each_score_has_its_card(evaluated, workdir):
     assert (model["vae"], model["negative_prompt"]) == (str(workdir / "vae.safetensors"), "")
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     """Its directory's own sampler draws it, at its own size; --size makes the pictures alike."""

@@ -159,6 +159,7 @@ def test_four_steps_are_two_and_two_bit_for_bit(tmp_path, whole, stored, vae):
     assert losses == whole[2] and len(set(losses)) == 4
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_eight_devices_are_one(tmp_path, whole, stored, vae):
     _, losses = run(tmp_path, on_moments(stored, vae, steps=2), (2, 4, 1))

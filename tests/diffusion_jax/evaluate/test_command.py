@@ -161,6 +161,7 @@ def test_devices_and_batches_change_no_score(one, inputs, tmp_path, devices, bat
     assert len(models) == 1  # A hash of the weights, wherever they lie.
 
 
+@pytest.mark.gate
 @pytest.mark.slow
 def test_two_processes_get_the_scores_of_one(one, inputs, tmp_path):
     assert processes.run_all(2, process, tmp_path, *inputs, devices=4) == [0, 0]
