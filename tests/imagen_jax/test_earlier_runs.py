@@ -9,11 +9,20 @@ import json
 import pathlib
 import tarfile
 
+import jax
+import numpy as np
 import pytest
 
 from diffusion_jax import runs
 from diffusion_jax.config import versions
+from diffusion_jax.text import hashed
+from diffusion_jax.train import checkpoint, optimizer
+from diffusion_jax.train.state import init_state
 from diffusion_jax.weights import restore
+from imagen_jax import settings as imagen_settings
+from imagen_jax import task as imagen_task
+from sd_jax import settings as sd_settings
+from sd_jax import task as sd_task
 from tests.imagen_jax import commands
 
 PACKED = pathlib.Path(__file__).parents[1] / "fixtures" / "earlier_runs"
@@ -51,8 +60,13 @@ def earlier(tmp_path_factory):
     return folder
 
 
+def gate(*values):
+    """Return a case of the gate: the oldest run of each system shows the most."""
+    return pytest.param(*values, marks=[pytest.mark.slow, pytest.mark.gate])
+
+
 def slow(*values):
-    """A case of `-m slow`: the oldest run of each system shows the most, and is always used."""
+    """Return a case of `-m slow`."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
@@ -76,8 +90,29 @@ def test_what_came_later_is_said_in_one_line(earlier, name, caplog):
     assert config["step_timeout"] == 1800
 
 
+@pytest.mark.parametrize("name", [*LATER, "imagen_sr_8374cec"])
+def test_its_checkpoint_is_a_state_of_todays_training(earlier, name):
+    """Parameters, averages and optimizer, of which drawing and training read all."""
+    config = runs.load(earlier / name, system_of(name))
+    if system_of(name) == "imagen_jax":
+        s = imagen_settings.read_settings(config)
+        task = imagen_task.make_task(s, hashed.encoder(s.text.width, s.text.max_tokens))
+    else:
+        s = sd_settings.read_settings(config)
+        task = sd_task.make_task(s, hashed.encoder(s.text.width, s.text.max_tokens), None)
+    tx = optimizer.make_optimizer(s.optimizer, s.run.steps)
+    start = lambda key: init_state(task.init(key), tx, s.optimizer.ema_decays)
+    state = jax.eval_shape(start, jax.random.key(0))
+    root = earlier / name / runs.CHECKPOINTS
+    checkpoint.check(root, 2, state)
+    for which in ("raw", "ema"):
+        leaves = jax.tree.leaves(restore.load_params(root, state.params, which, 2))
+        assert all(np.isfinite(leaf).all() for leaf in leaves)
+        assert np.std(np.concatenate([np.ravel(leaf) for leaf in leaves])) > 0
+
+
 @pytest.mark.parametrize(
-    "name", ["imagen_a87890b", slow("imagen_cc541fd"), "sd_603860d", slow("sd_cc541fd")]
+    "name", [gate("imagen_a87890b"), slow("imagen_cc541fd"), gate("sd_603860d"), slow("sd_cc541fd")]
 )
 def test_it_is_drawn_from(earlier, name, tmp_path):
     err = run(
@@ -97,7 +132,7 @@ def test_its_cascade_is_drawn_from(earlier, tmp_path):
     assert list(tmp_path.glob("*.png"))
 
 
-@pytest.mark.parametrize("name", ["imagen_a87890b", slow("sd_603860d")])
+@pytest.mark.parametrize("name", [gate("imagen_a87890b"), slow("sd_603860d")])
 def test_it_is_evaluated(earlier, name):
     run(
         f"{system_of(name)}.evaluate", f"--workdir={earlier / name}", "--guidance=2", "--steps=1",
@@ -109,11 +144,11 @@ def test_it_is_evaluated(earlier, name):
 @pytest.mark.parametrize(
     ("name", "module"),
     [
-        ("imagen_a87890b", "imagen_jax.train"),
+        gate("imagen_a87890b", "imagen_jax.train"),
         slow("imagen_sr_8374cec", "imagen_jax.train"),
         slow("imagen_cc541fd", "imagen_jax.train"),
         slow("sd_vae", "sd_jax.train_vae"),
-        ("sd_603860d", "sd_jax.train"),
+        gate("sd_603860d", "sd_jax.train"),
     ],
 )
 def test_its_training_goes_on(earlier, name, module):
