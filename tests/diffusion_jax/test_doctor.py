@@ -11,7 +11,7 @@ from tests.imagen_jax import commands
 
 
 def test_the_command_prints_what_is_here():
-    ended = commands.run("diffusion_jax.doctor", "--json", devices=2)
+    ended = commands.run("diffusion_jax.doctor", "--json", devices=2, before=commands.check_little)
     assert ended.code == 0, ended.err
     report = json.loads(ended.out)
     assert f"jax:    {jax.__version__}" in report["jax"]

@@ -45,11 +45,13 @@ class Ended(NamedTuple):
     err: str
 
 
-def run(name: str, *arguments: str, devices: int = 8) -> Ended:
+def run(
+    name: str, *arguments: str, devices: int = 8, before: Callable[[], None] | None = None
+) -> Ended:
     """Runs `python -m imagen_jax.NAME ARGUMENTS` to its end; or `python -m NAME`, with a dot."""
     with tempfile.TemporaryDirectory() as folder:
         outputs = pathlib.Path(folder, "out"), pathlib.Path(folder, "err")
-        process = start(name, *arguments, devices=devices, outputs=outputs)
+        process = start(name, *arguments, devices=devices, outputs=outputs, before=before)
         process.join()
         return Ended(process.exitcode, *(path.read_text() for path in outputs))
 
@@ -75,6 +77,28 @@ def fork(function: Callable[..., None], *arguments: Any, devices: int = 1) -> Ba
     process = _server.Process(target=_call, args=(function, arguments, devices))
     process.start()
     return process
+
+
+def skip_rehearsal() -> None:
+    """Spare this process the rehearsal of its training, which traces every program once more."""
+    from diffusion_jax.train import command
+
+    command.rehearse = lambda *_: ""
+
+
+def check_little() -> None:
+    """Make diffusion_jax.doctor check two operations, once each: test_checks.py checks all."""
+    from diffusion_jax import checks
+
+    every = checks.checks
+    checks.checks = lambda platform: every(platform)[-2:]
+    checks.seconds = call_once
+
+
+def call_once(run: Callable[[], Any], long: float) -> float:
+    """Stand in for checks.seconds, which repeats a call for `long` seconds."""
+    jax.block_until_ready(run())
+    return 1e-3
 
 
 def record_samples(folder: pathlib.Path) -> None:

@@ -99,8 +99,15 @@ def _train(workdir, steps, save_every=2):
     outputs = (workdir / "stdout.txt", workdir / STDERR)
     samples = workdir / SAMPLES
     samples.mkdir(exist_ok=True)
-    before = functools.partial(commands.record_samples, samples)
+    before = functools.partial(_prepare, samples, rehearse=steps == 4)
     return commands.start("train", *arguments, devices=1, outputs=outputs, before=before)
+
+
+def _prepare(samples, rehearse):
+    """Record the samples of this process, and spare it the rehearsal if an earlier one had it."""
+    if not rehearse:
+        commands.skip_rehearsal()
+    commands.record_samples(samples)
 
 
 def _wait_for_step(workdir, step, process):
