@@ -1,5 +1,8 @@
 """Things are added in one place each, as docs/design.md says: a throw-away one of each kind."""
 
+import dataclasses
+
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,11 +13,41 @@ from diffusion_jax.diffusion import grids, guidance, noise, precond, samplers
 from diffusion_jax.text import hashed
 from imagen_jax import settings as imagen_settings
 from imagen_jax import task as imagen
+from imagen_jax.unet import UNet
 from sd_jax import sampling
 from sd_jax import task as sd
+from sd_jax import unet as sd_unet
 from tests.sd_jax import tiny
 
 CAPTIONS = ["a red seven", "a blue three"]
+
+
+def toy(x, time, text, scale):
+    """In a UNet's place: each of its inputs counts, and its one parameter."""
+    shift = 0.1 * jnp.sin(time) + text.mean((1, 2))
+    return jnp.tanh(scale * x + shift[:, None, None, None])
+
+
+class Toy(UNet):
+    """A network that compiles in milliseconds."""
+
+    @nn.compact
+    def __call__(self, x, time, text, text_mask, low_res=None, low_res_time=None, *, train=False):
+        return toy(x, time, text, self.param("scale", nn.initializers.ones, ()))
+
+
+class SDToy(sd_unet.UNet):
+    """The same of latents."""
+
+    @nn.compact
+    def __call__(self, x, time, text):
+        return toy(x, time, text, self.param("scale", nn.initializers.ones, ()))
+
+
+def with_toy(s, kind):
+    """Return the settings with a toy of the fields of their network."""
+    names = [f.name for f in dataclasses.fields(s.unet) if f.name not in ("parent", "name")]
+    return s._replace(unet=kind(**{name: getattr(s.unet, name) for name in names}))
 
 
 def imagen_model(**changes):
@@ -28,14 +61,14 @@ def imagen_model(**changes):
     for name, value in changes.items():
         group, _, field = name.partition("__")
         c[group][field] = value
-    s = imagen_settings.read_settings(c.to_dict())
+    s = with_toy(imagen_settings.read_settings(c.to_dict()), Toy)
     encoder = hashed.encoder(32, 6)
     return imagen.make_task(s, encoder), encoder.tokenize(CAPTIONS)
 
 
 def sd_model(**changes):
     """The same of Stable Diffusion."""
-    s, encoder = tiny.settings(**changes), hashed.encoder(24, 6)
+    s, encoder = with_toy(tiny.settings(**changes), SDToy), hashed.encoder(24, 6)
     batch = sampling.prompts(encoder, CAPTIONS, "ugly")
     return sd.make_task(s, encoder, jax.tree.map(jnp.asarray, tiny.vae_params())), batch
 
