@@ -16,7 +16,7 @@ from tests.imagen_jax.conftest import TINY
 def small(tmp_path_factory, trained):
     """The folder that the command makes of a run."""
     folder = tmp_path_factory.mktemp("packed") / "small"
-    ended = commands.run("diffusion_jax.pack", f"--workdir={trained}", f"--out={folder}")
+    ended = commands.run("diffusion_jax.pack", f"--workdir={trained}", f"--out={folder}", devices=1)
     assert (ended.code, "wrote" in ended.out) == (0, True), ended.err
     return folder
 
@@ -59,7 +59,7 @@ def test_it_draws_what_the_run_draws_to_the_rounding(small, trained, tmp_path):
     for folder in (small, trained):
         ended = commands.run(
             "sample", f"--workdir={folder}", "--prompt=a red seven", "--num_images=2",
-            f"--out={tmp_path / folder.name}",
+            f"--out={tmp_path / folder.name}", devices=1,
         )  # fmt: skip
         assert ended.code == 0, ended.err
         sheet = np.asarray(Image.open(tmp_path / folder.name / "seed_000000.png"), np.int32)
@@ -83,7 +83,9 @@ def test_another_run_starts_from_it_and_none_goes_on_from_it(small, tmp_path):
 def test_what_cannot_be_packed_or_read_is_one_line(small, trained, tmp_path):
     for workdir, out, why in ((tmp_path, tmp_path / "new", "holds no config.json"),
                               (trained, small, "holds checkpoints already")):  # fmt: skip
-        ended = commands.run("diffusion_jax.pack", f"--workdir={workdir}", f"--out={out}")
+        ended = commands.run(
+            "diffusion_jax.pack", f"--workdir={workdir}", f"--out={out}", devices=1
+        )
         assert ended.code == 2 and why in ended.err and "Traceback" not in ended.err
     file = pack.pack(trained, "ema", None, tmp_path / "damaged")
     file.write_bytes(file.read_bytes()[:-1] + b"!")

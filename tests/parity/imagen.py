@@ -35,8 +35,11 @@ def verify(case: Mapping[str, np.ndarray]) -> dict[str, float | int | None]:
 
     @jax.jit
     def run(params, inputs):
-        y, pullback = jax.vjp(lambda x: unet.apply(params, **(inputs | {"x": x})), inputs["x"])
-        return y, None if cot is None else pullback(cot)[0]
+        apply = lambda x: unet.apply(params, **(inputs | {"x": x}))
+        if cot is None:
+            return apply(inputs["x"]), None
+        y, pullback = jax.vjp(apply, inputs["x"])
+        return y, pullback(cot)[0]
 
     with jax.default_matmul_precision("highest"):
         y, gradient = run(params, inputs)

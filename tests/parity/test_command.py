@@ -39,7 +39,6 @@ def integer_mask(case):
 
 GOOD = {
     "unet": lambda: integer_mask(imagen_cases.random_case(imagen_cases.TINY)),
-    "efficient": lambda: integer_mask(imagen_cases.random_case(imagen_cases.TINY_EFFICIENT)),
     "sd": sd_case,
     "text": bare_text,
 }
@@ -62,7 +61,6 @@ def good(tmp_path_factory):
     ("name", "outputs"),
     [
         ("unet", list(imagen.TOLERANCE)),
-        ("efficient", list(imagen.TOLERANCE)),
         ("sd", SD_OUTPUTS),
         ("text", None),
     ],

@@ -197,9 +197,8 @@ def test_blocks_of_the_reference_give_their_numbers():
     close(h, images("input_blocks.3"))
 
 
-@pytest.mark.parametrize("config", [TINY, TINY_EFFICIENT], ids=["unet", "efficient"])
-def test_a_single_weight_that_is_off_shows(config):
-    case = random_case(config, text_width=64)
+def test_a_single_weight_that_is_off_shows():
+    case = random_case(TINY_EFFICIENT, text_width=64)
     name = "sd/time_embed.1.bias"
     changed = case[name].copy()
     changed[-1] += 1e-2

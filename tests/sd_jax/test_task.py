@@ -173,7 +173,7 @@ def knows_the_answer(s, answer):
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-@pytest.mark.parametrize(("steps", "predicts"), [(1, "eps"), (7, "v"), (50, "eps")])
+@pytest.mark.parametrize(("steps", "predicts"), [(1, "eps"), (7, "v")])
 def test_every_sampler_finds_the_only_latent_there_is(name, steps, predicts):
     """With one point of data D is that point: guidance moves it along the difference of texts."""
     s = tiny.settings(

@@ -73,7 +73,7 @@ def test_a_command_sets_them_before_jax_meets_a_device(tmp_path):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 @pytest.mark.parametrize(("theirs", "kept"), [({}, True), ({"MALLOC_ARENA_MAX": "8"}, False)])
 def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
-    """Forty calls of a program with 64 MiB of temporaries, which are 2^14 pages."""
+    """Ten calls of a program with 64 MiB of temporaries, which are 2^14 pages."""
     lines = (
         "import resource",
         "import jax, jax.numpy as jnp",
@@ -86,7 +86,7 @@ def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
         "faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt",
         "jax.block_until_ready([call(x), call(x)])",
         "before = faults()",
-        "for _ in range(40):",
+        "for _ in range(10):",
         "    call(x).block_until_ready()",
         "print((faults() - before) / 2**14)",
     )
@@ -96,4 +96,4 @@ def test_a_cpu_asks_the_kernel_for_memory_once(theirs, kept):
         capture_output=True, text=True,
     )  # fmt: skip
     times = float(ended.stdout.splitlines()[-1])
-    assert times < 20 if kept else times > 39, ended.stderr
+    assert times < 5 if kept else times > 9.7, ended.stderr

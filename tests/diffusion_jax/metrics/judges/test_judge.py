@@ -50,10 +50,12 @@ def pair(rows):
 def untrained():
     """A judge of random weights that knows 16 captions."""
     keys = jax.random.split(jax.random.key(0))
-    params = {
-        "image": judge.IMAGE.init(keys[0], jnp.zeros((1, 32, 32, 3)))["params"],
-        "text": judge.TEXT.init(keys[1], jnp.zeros((1, 8), jnp.uint32))["params"],
-    }
+    params = jax.jit(  # Operation by operation it takes seconds.
+        lambda: {
+            "image": judge.IMAGE.init(keys[0], jnp.zeros((1, 32, 32, 3)))["params"],
+            "text": judge.TEXT.init(keys[1], jnp.zeros((1, 8), jnp.uint32))["params"],
+        }
+    )()
     pairs = (pair(range(16, 48)), pair(range(48, 80)))
     card = {"data": "stripes", "size": 32, "scores": {}}
     return judge.of_params(params, 32, 8, pair(range(16)).captions, pairs, card)
