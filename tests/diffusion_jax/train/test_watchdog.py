@@ -1,8 +1,10 @@
 """A process that hangs ends by itself and says where; one that does not is left alone."""
 
+import faulthandler
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+
+from diffusion_jax.train import watchdog
 
 START = "import time\nfrom diffusion_jax.train.watchdog import Watchdog\nwatchdog = Watchdog({})\n"
 
@@ -34,14 +36,20 @@ def test_a_call_that_lets_no_other_thread_run_ends_too():
     assert ended.returncode == 1 and "in match" in ended.stderr
 
 
-def test_a_process_that_beats_or_pauses_goes_on():
-    """One may be held up for two seconds of its three at any moment."""
-    rests = ("time.sleep(1); watchdog.beat()\n" * 4, "watchdog.close(); time.sleep(4)",
-             "\nwith watchdog.paused(): time.sleep(4)\n")  # fmt: skip
-    with ThreadPoolExecutor() as pool:
-        codes = (f"watchdog.beat(); {rest}\nprint('done', end='')" for rest in rests)
-        for ended in pool.map(lambda code: run(code, seconds=3), codes):
-            assert (ended.returncode, ended.stdout, ended.stderr) == (0, "done", "")
+def test_a_beat_starts_the_clock_again_and_a_pause_and_the_end_stop_it(monkeypatch):
+    calls = []
+    start = lambda seconds, exit, file: calls.append(("start", seconds, exit))
+    monkeypatch.setattr(faulthandler, "dump_traceback_later", start)
+    monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("stop"))
+    dog = watchdog.Watchdog(600)
+    assert calls == []
+    dog.beat()
+    dog.beat()
+    with dog.paused():
+        assert calls == [("start", 600, True)] * 2 + ["stop"]
+    assert calls[3:] == [("start", 600, True)]
+    dog.close()
+    assert calls[4:] == ["stop"]
 
 
 def test_the_clock_starts_again_after_a_pause():
