@@ -8,7 +8,6 @@ import json
 import pathlib
 import shutil
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -29,6 +28,8 @@ NUM = 12
 @pytest.fixture(scope="module")
 def forms(tmp_path_factory):
     """A folder with the pictures in every form, made by whoever makes that form."""
+    import datasets
+
     root = tmp_path_factory.mktemp("forms")
     plain = digits.write_examples(root / "folder", NUM, size=toy.SIZE)
     names = sorted(path.stem for path in plain.glob("*.png"))
@@ -56,6 +57,8 @@ def forms(tmp_path_factory):
 
 def _write_huggingface(root: pathlib.Path, images: list[bytes], captions: list[str]) -> None:
     """A DatasetDict as save_to_disk writes it, and as it lies in a clone from the Hub."""
+    import datasets
+
     features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
     columns = {"image": [{"bytes": i, "path": None} for i in images], "text": captions}
     rows = datasets.Dataset.from_dict(columns, features=features)

@@ -18,12 +18,12 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, formats
 from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights.test_checkpoints import TEXTS
+from tests.sd_jax.weights.test_checkpoints import text_state
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
 pytest.importorskip("transformers")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Theirs.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Theirs.
 
 VERSIONS = {
     "1.x": UNet(32, (1, 2), 1, (0, 1), num_heads=8, linear_projections=False),
@@ -44,7 +44,7 @@ def folder(version, published, tmp_path_factory):
     parts = {
         "model.diffusion_model": unet_weights(VERSIONS[version]),
         "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
-        "cond_stage_model": TEXTS[version],
+        "cond_stage_model": text_state(version),
     }
     state = {f"{prefix}.{n}": w for prefix, part in parts.items() for n, w in part.items()}
     np.savez(path / "a.npz", **state)

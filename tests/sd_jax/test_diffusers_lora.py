@@ -16,7 +16,7 @@ from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, formats, lora_files, names
 from tests import written_runs
 from tests.sd_jax.cases import unet_weights, vae_weights
-from tests.sd_jax.weights.test_checkpoints import TEXTS
+from tests.sd_jax.weights.test_checkpoints import text_state
 
 torch = pytest.importorskip("torch")
 diffusers = pytest.importorskip("diffusers")
@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
     parts = {
         "model.diffusion_model": unet_weights(UNET),
         "first_stage_model": vae_weights(VAE(32, (1, 2, 2), 1)),
-        "cond_stage_model": TEXTS["1.x"],
+        "cond_stage_model": text_state("1.x"),
     }
     np.savez(
         path / "a.npz", **{f"{k}.{n}": w for k, part in parts.items() for n, w in part.items()}

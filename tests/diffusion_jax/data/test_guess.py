@@ -3,7 +3,6 @@
 import json
 import shutil
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -89,6 +88,8 @@ def test_tars(plain, tmp_path):
 
 
 def test_tables_with_the_pictures_in_them(plain, tmp_path, monkeypatch):
+    import datasets
+
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     images = [{"bytes": p.read_bytes(), "path": None} for p in sorted(plain.glob("*.png"))]
     kinds = {"label": datasets.Value("int64"), "description": datasets.Value("string")}

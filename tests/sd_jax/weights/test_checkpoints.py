@@ -1,5 +1,6 @@
 """Whole checkpoints in files and folders: what is found in them, and what is written."""
 
+import functools
 import json
 import re
 import shutil
@@ -18,8 +19,6 @@ from tests.sd_jax.cases import unet_weights, vae_weights
 
 WIDE = UNet(width=64, channel_mult=(1,), num_res_blocks=1, attention_levels=(0,))
 SMALL_VAE = VAE(width=32, channel_mult=(1, 2), num_res_blocks=1)
-UNET, VAE_STATE = unet_weights(WIDE), vae_weights(SMALL_VAE)
-COUNT = sum(array.size for array in UNET.values())
 BUFFERS = {
     name: np.zeros(1)
     for name in (
@@ -35,14 +34,27 @@ BUFFERS = {
 }
 
 
-CLIP, OPEN_CLIP = (
-    {n: w for n, w in state(case(name)).items() if not n.startswith(("vis", "logit_scale"))}
-    for name in ("clip", "open_clip")
-)
-TEXTS = {
-    "1.x": {f"transformer.{n}": w for n, w in CLIP.items() if n.startswith("text_model.")},
-    "2.x": {f"model.{n}": w for n, w in OPEN_CLIP.items()},
-}
+@functools.cache
+def unet_state():
+    """Return the weights of WIDE in LDM's names."""
+    return unet_weights(WIDE)
+
+
+@functools.cache
+def vae_state():
+    """Return the weights of SMALL_VAE in LDM's names."""
+    return vae_weights(SMALL_VAE)
+
+
+@functools.cache
+def text_state(version):
+    """Return the weights of a text encoder in the names of Stable Diffusion 1.x or 2.x."""
+    kind, prefix, first = {
+        "1.x": ("clip", "transformer.", "text_model."), "2.x": ("open_clip", "model.", ""),
+    }[version]  # fmt: skip
+    weights = state(case(kind)).items()
+    weights = {n: w for n, w in weights if not n.startswith(("vis", "logit_scale"))}
+    return {f"{prefix}{n}": w for n, w in weights.items() if n.startswith(first)}
 
 
 # The heads of a text tower, which no yaml of LDM's states, are written here alone.
@@ -64,13 +76,14 @@ model:
 
 def compvis(version="1.x"):
     """As CompVis trains: raw weights, averages twice as large, buffers, a text encoder."""
-    averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in UNET.items()}
+    unet = unet_state()
+    averages = {"diffusion_model" + name.replace(".", ""): 2 * w for name, w in unet.items()}
     return {
         **BUFFERS,
-        **{f"model.diffusion_model.{name}": w for name, w in UNET.items()},
+        **{f"model.diffusion_model.{name}": w for name, w in unet.items()},
         **{f"model_ema.{name}": w for name, w in averages.items()},
-        **{f"first_stage_model.{name}": w for name, w in VAE_STATE.items()},
-        **{f"cond_stage_model.{name}": w for name, w in TEXTS[version].items()},
+        **{f"first_stage_model.{name}": w for name, w in vae_state().items()},
+        **{f"cond_stage_model.{name}": w for name, w in text_state(version).items()},
     }
 
 
@@ -93,10 +106,11 @@ def test_averages_or_raw_weights_are_chosen_by_name(folder):
     averaged, raw = (load(folder / "a.npz", ema).unet for ema in ("ema", "raw"))
     assert averaged.network == WIDE and averaged.text_width == 24
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, 2 * b), averaged.params, raw.params)
-    report = load(folder / "a.npz").report
+    report, arrays = load(folder / "a.npz").report, unet_state().values()
+    count = sum(array.size for array in arrays)
     assert (
         report[0]
-        == f"unet: {len(UNET)} arrays (ldm, averages), {COUNT:,} parameters, each used once"
+        == f"unet: {len(arrays)} arrays (ldm, averages), {count:,} parameters, each used once"
     )
     assert [line.partition(",")[0] for line in report[1:]] == [
         "vae: 124 arrays (ldm)",
@@ -137,7 +151,7 @@ def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_pa
     assert read.report[2].startswith("text: 29 arrays, the last layer of OpenCLIP's left out, ")
     checkpoints.save_file(read, tmp_path / "b.npz")
     written = np.load(tmp_path / "b.npz")
-    for name, array in TEXTS["2.x"].items():
+    for name, array in text_state("2.x").items():
         if name in ("model.text_projection", "model.logit_scale"):
             continue
         wanted = np.zeros_like(array) if ".resblocks.1." in name else array
@@ -231,8 +245,8 @@ def test_mlperfs_groups_are_said_by_hand(folder):
 
 
 def test_names_without_prefixes_are_one_networks(folder, tmp_path):
-    np.savez(tmp_path / "unet.npz", **UNET)
-    np.savez(tmp_path / "vae.npz", **VAE_STATE)
+    np.savez(tmp_path / "unet.npz", **unet_state())
+    np.savez(tmp_path / "vae.npz", **vae_state())
     unet = checkpoints.load(tmp_path / "unet.npz", config=folder / "ldm.yaml")
     vae = checkpoints.load(tmp_path / "vae.npz")
     assert unet.unet.network == WIDE and unet.vae is None

@@ -1,5 +1,6 @@
 """What arrays do not show: heads from LDM's yaml, NeMo's config or metadata, or a refusal."""
 
+import functools
 import io
 import json
 import re
@@ -14,14 +15,22 @@ from sd_jax.weights import checkpoints, formats, initial, ldm_config
 from sd_jax.weights.ldm_config import Facts
 from tests.diffusion_jax.weights import torch_writer
 from tests.sd_jax.cases import TEXT_WIDTH, unet_weights
-from tests.sd_jax.weights.test_checkpoints import TEXTS
+from tests.sd_jax.weights.test_checkpoints import text_state
 
 # 1.x's kind of layers, with 4 heads where the published models have 8.
 FOUR = UNet(32, (1, 2), 1, (1,), num_heads=4, linear_projections=False, norm_groups=16)
 FIELDS = {"model_channels": 32, "channel_mult": [1, 2], "num_res_blocks": 1, "num_heads": 4,
           "attention_resolutions": [2], "num_head_channels": -1}  # fmt: skip
-STATE = {f"model.diffusion_model.{name}": w for name, w in unet_weights(FOUR).items()}
-TEXT = {f"cond_stage_model.{name}": w for name, w in TEXTS["1.x"].items()}
+
+
+@functools.cache
+def state():
+    return {f"model.diffusion_model.{name}": w for name, w in unet_weights(FOUR).items()}
+
+
+@functools.cache
+def text():
+    return {f"cond_stage_model.{name}": w for name, w in text_state("1.x").items()}
 
 
 def written(path, config):
@@ -35,7 +44,7 @@ def of_model(**fields):
 
 @pytest.fixture
 def file(tmp_path):
-    np.savez(tmp_path / "a.npz", **STATE, **TEXT)
+    np.savez(tmp_path / "a.npz", **state(), **text())
     return tmp_path / "a.npz"
 
 
@@ -43,14 +52,14 @@ def test_heads_that_nothing_says_are_refused(file):
     message = "its UNet is 32 wide in 2 levels, and arrays do not show how many heads attend there"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
         checkpoints.load(file)
-    linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in STATE.items()}
+    linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in state().items()}
     np.savez(file.with_name("linear.npz"), **linear)  # 64 would not even divide its width.
     with pytest.raises(ValueError, match=message):
         checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
     why = "a CLIP 24 wide, of which nothing says how many heads it has, left out"
-    assert read.report[1] == f"text: {len(TEXT)} arrays of {why}"
+    assert read.report[1] == f"text: {len(text())} arrays of {why}"
 
 
 @pytest.mark.parametrize(
@@ -87,7 +96,7 @@ def test_a_file_written_here_says_all_of_it(file, tmp_path, name, dialect):
 
 
 def test_nemos_own_config_says_it_too(tmp_path):
-    torch_writer.save(tmp_path / "w.ckpt", {f"model.{name}": w for name, w in STATE.items()})
+    torch_writer.save(tmp_path / "w.ckpt", {f"model.{name}": w for name, w in state().items()})
     fields = {"_target_": "UNetModel", **FIELDS, "resblock_gn_groups": 16}
     config = {"unet_config": fields, "parameterization": "v", "image_size": 32}
     members = {"model_config.yaml": yaml.safe_dump(config).encode(),
@@ -104,7 +113,7 @@ def test_nemos_own_config_says_it_too(tmp_path):
 def test_training_from_a_file_takes_heads_from_the_config(file):
     params = initial.read_unet(file, FOUR, TEXT_WIDTH)
     kernel = params["params"]["init_conv"]["kernel"]
-    expected = STATE["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)
+    expected = state()["model.diffusion_model.input_blocks.0.0.weight"].transpose(2, 3, 1, 0)
     np.testing.assert_array_equal(kernel, expected)
 
 

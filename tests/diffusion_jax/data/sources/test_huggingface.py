@@ -2,7 +2,6 @@
 
 import io
 
-import datasets
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,6 +15,8 @@ NUM = 7
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory):
     """What `datasets` makes of parquet, in a folder of these tests."""
+    import datasets
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
@@ -29,6 +30,8 @@ def pixels(number):
 @pytest.fixture(scope="module")
 def written(tmp_path_factory):
     """A DatasetDict as save_to_disk writes it, and a clone of it as it lies on the Hub."""
+    import datasets
+
     folder = tmp_path_factory.mktemp("written")
     features = {"text": datasets.Value("string"), "image": datasets.Image()}
     split = lambda first, num: datasets.Dataset.from_dict(
@@ -110,6 +113,8 @@ def test_mistakes_are_named(written, source, path, text, message):
 
 
 def test_parquet_that_lacks_its_images_is_refused_before_the_run(tmp_path):
+    import datasets
+
     Image.fromarray(pixels(1)).save(tmp_path / "a.png")
     features = datasets.Features({"text": datasets.Value("string"), "image": datasets.Image()})
     columns = {"text": ["a"], "image": [f"{tmp_path}/a.png"]}
