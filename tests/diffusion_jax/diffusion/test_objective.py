@@ -178,8 +178,13 @@ def test_the_quantiles_of_a_noise_are_those_of_its_draws():
     np.testing.assert_allclose(steps, [125, 375, 625, 875], atol=8)  # 65,536 draws: 4 errors.
 
 
-@pytest.mark.parametrize("grid", ["", "leading", "linspace", "trailing"])
-@pytest.mark.parametrize("name", samplers.SAMPLERS)
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    [
+        *((name, "") for name in samplers.SAMPLERS),
+        *itertools.product(("ddim", "heun", "dpmpp_3m_sde"), ("leading", "linspace", "trailing")),
+    ],
+)
 def test_every_sampler_draws_the_data_from_noise_alone(name, grid):
     """Of pixels N(0, 1/4), whose D is exact: 30 steps of flow with SD3's shift, from 2^20 on.
 
