@@ -5,6 +5,7 @@ program is compiled once, and begin with what takes longest (longest.txt), so th
 is short.
 """
 
+import gc
 import os
 import pathlib
 import shutil
@@ -63,6 +64,13 @@ def pytest_collection_modifyitems(items):
             assert item.get_closest_marker("slow") is not None, f"{item.nodeid} is no slow test"
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(path(item)))
+
+
+def pytest_collection_finish():
+    """Spare the collector of garbage what was imported: tracing makes it run often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(scope="session")
