@@ -1,6 +1,6 @@
-"""Softmax attention: one function, `attend`, and its implementations for each kind of device.
+"""Softmax attention: one function, `attend`, with implementations for each kind of device.
 
-B batch, T queries, S keys, N heads, K their width, L text tokens.
+Shapes: B batch, T queries, S keys, N heads, K head dim, L text tokens.
 """
 
 import functools
@@ -16,14 +16,13 @@ from jaxtyping import Array, Bool, Float
 
 from diffusion_jax.nn.ops import platform as _platform
 
-KEPT = "attention"
-"""The name, for jax.checkpoint's policies, of what attention gives and its gradient needs of it."""
-_LANES = 128  # Of a TPU's vectors: splash's blocks are multiples of it.
-_BLOCK = 512  # Most queries, or keys, of a block of scores.
-_RESIDENT = 2048  # Most keys that splash holds in a TPU's vector memory.
-_MASKED = -1e30  # Finite, so that a row without a key has finite gradients.
-# Scores of a head from which a CPU is faster with blocks of them.
-_MANY = 2**14
+ATTENTION = "attention"
+"""The checkpoint_name of attention outputs and of the residuals that their gradient needs."""
+_LANES = 128  # Vector lanes of a TPU: splash's block sizes are multiples of it.
+_BLOCK = 512  # Maximum number of queries, or of keys, in a block of scores.
+_RESIDENT = 2048  # Maximum number of keys that splash holds in a TPU's vector memory.
+_MASKED = -1e30  # Score of a masked key: finite, so that rows without keys have finite gradients.
+_BLOCKWISE_SCORES = 2**14  # From this many scores per head, a CPU is faster with blocks of them.
 
 
 def attend(
@@ -34,52 +33,52 @@ def attend(
     *,
     implementation: str = "auto",
 ) -> Float[Array, "B T N K"]:
-    """Softmax attention, scaled by 1 / sqrt(K), with float32 logits and softmax.
+    """Compute softmax(q k^T / sqrt(K)) v, with logits and softmax in float32.
 
-    `mask` says which of the last L keys take part; those before them always do. A row that has no
-    key at all gives 0. The implementations are equal to rounding:
+    `mask` is True at the valid keys among the last L keys; the keys before these are always valid.
+    A row without any valid key gives 0. The implementations agree up to rounding:
 
-    - "xla": all scores at once, on every device;
-    - "blockwise": a block of keys after the other (Rabe & Staats 2021; Dao 2022), on every device;
-      memory grows with T + S, not with T S;
-    - "splash": the same in jax's kernel for TPUs; on other devices interpreted, for tests;
-    - "cudnn": NVIDIA's kernel, for 16 bits and K in multiples of 8 up to 128. Of each mask only the
-      number of True counts: put the valid keys first, with `valid_first`;
-    - "auto": the fastest of these on the device, as `choose` tells.
+    - "xla": computes all scores at once, on any device.
+    - "blockwise": goes through the keys block by block (Rabe & Staats 2021; Dao 2022), on any
+      device. Its memory grows with T + S instead of T * S.
+    - "splash": the same algorithm as jax's TPU kernel. Other devices interpret it, for tests.
+    - "cudnn": NVIDIA's kernel, for 16-bit dtypes and for K a multiple of 8 up to 128. It uses only
+      the number of True values of each mask: put the valid keys first, with `valid_first`.
+    - "auto": the fastest of these on the current device, see `choose`.
     """
-    always = k.shape[1] - (0 if mask is None else mask.shape[1])
+    num_unmasked = k.shape[1] - (0 if mask is None else mask.shape[1])
     if implementation == "auto":
         implementation = choose(q.shape[1], k.shape[1], q.shape[3], q.dtype)
     valid = None
     if mask is not None:
-        valid = jnp.pad(mask, ((0, 0), (always, 0)), constant_values=True)  # [B, S]
-    out = checkpoint_name(_IMPLEMENTATIONS[implementation](q, k, v, valid), KEPT)
-    if mask is None or always:
+        valid = jnp.pad(mask, ((0, 0), (num_unmasked, 0)), constant_values=True)  # [B, S]
+    out = checkpoint_name(_IMPLEMENTATIONS[implementation](q, k, v, valid), ATTENTION)
+    if mask is None or num_unmasked:
         return out
     return jnp.where(mask.any(1)[:, None, None, None], out, 0)
 
 
 def choose(queries: int, keys: int, head_dim: int, dtype: DTypeLike) -> str:
-    """The fastest implementation on the devices of the mesh in use, or else on the default one."""
-    platform, halves = _platform(), jnp.dtype(dtype).itemsize == 2
+    """Return the fastest implementation for the current mesh's devices or the default device."""
+    platform, is_16_bit = _platform(), jnp.dtype(dtype).itemsize == 2
     if platform == "tpu":
-        return "splash" if halves and min(queries, keys) >= 2 * _LANES else "xla"
+        return "splash" if is_16_bit and min(queries, keys) >= 2 * _LANES else "xla"
     if platform == "cpu":
-        return "blockwise" if queries * keys >= _MANY else "xla"
-    fits = halves and head_dim % 8 == 0 and head_dim <= 128
-    return "cudnn" if fits and _has_cudnn() else "xla"
+        return "blockwise" if queries * keys >= _BLOCKWISE_SCORES else "xla"
+    supported = is_16_bit and head_dim % 8 == 0 and head_dim <= 128
+    return "cudnn" if supported and _has_cudnn() else "xla"
 
 
 def counts_keys(implementation: str) -> bool:
-    """Whether of a mask only the number of True may count: text then goes through `valid_first`."""
-    automatic = implementation == "auto" and _platform() not in ("tpu", "cpu") and _has_cudnn()
-    return implementation == "cudnn" or automatic
+    """Return whether only the number of valid keys may matter, so text needs `valid_first`."""
+    auto_cudnn = implementation == "auto" and _platform() not in ("tpu", "cpu") and _has_cudnn()
+    return implementation == "cudnn" or auto_cudnn
 
 
 def valid_first(
     tokens: Float[Array, "B L D"], mask: Bool[Array, "B L"]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """The tokens, and their mask, reordered so that in each row those with mask True come first."""
+    """Reorder each row of tokens, and its mask, so that the valid tokens come first."""
     order = jnp.argsort(~mask, axis=1, stable=True)
     return (
         jnp.take_along_axis(tokens, order[:, :, None], axis=1),
@@ -103,15 +102,15 @@ def _xla(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Attention to the first keys of each row, as many as are valid, at least one.
+    """Attend to the first n keys of each row, where n is the number of valid keys, at least one.
 
-    jax refuses gradients of odd lengths, so these are padded. The lengths are given even where
-    they are full: without them cuDNN's gradients can be NaN where S is no multiple of its tiles
-    (NVIDIA/cudnn-frontend issue 160).
+    Odd sequence lengths are padded, because jax refuses their gradients. Lengths are always passed,
+    also without a mask: otherwise cuDNN's gradients can be NaN if S is not a multiple of its tile
+    size (NVIDIA/cudnn-frontend issue 160).
     """
     lengths = jnp.full(len(q), k.shape[1]) if valid is None else valid.sum(1)
     even = lambda x: jnp.pad(x, ((0, 0), (0, x.shape[1] % 2), (0, 0), (0, 0)))
-    lengths = jnp.maximum(lengths, 1).astype(jnp.int32)
+    lengths = jnp.maximum(lengths, 1).astype(jnp.int32)  # [B]
     out = jax.nn.dot_product_attention(
         even(q), even(k), even(v), key_value_seq_lengths=lengths, implementation="cudnn"
     )
@@ -119,16 +118,16 @@ def _cudnn(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Masked keys are of another segment than all queries.
+    """Run the splash kernel; masked keys get a segment that no query belongs to.
 
-    A kernel is nothing that the compiler could split: each device calls it on its part of the
-    batch, and of the heads where they divide over the mesh.
+    The compiler cannot partition a kernel: each device calls it on its share of the batch, and of
+    the heads if the mesh's tensor axis divides them.
     """
     if valid is None:
         valid = jnp.ones(k.shape[:2], bool)
     queries, keys = q.shape[1], k.shape[1]
     q, k, v = _padded(q * q.shape[3] ** -0.5, _LANES), _padded(k, _LANES), _padded(v, _LANES)
-    valid = jnp.pad(valid, ((0, 0), (0, k.shape[1] - keys)))
+    valid = jnp.pad(valid, ((0, 0), (0, k.shape[1] - keys)))  # [B, padded S]
     mesh, call = jax.sharding.get_abstract_mesh(), _splash_kernel
     if not mesh.empty:
         ways = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -142,7 +141,7 @@ def _splash(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
 
 
 def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
-    """q [B, T, N, K], scaled, k and v [B, S, N, K], valid [B, S]; T and S in multiples of 128."""
+    """Expects q [B, T, N, K], scaled; k, v [B, S, N, K]; valid [B, S]; T, S multiples of 128."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -152,29 +151,29 @@ def _splash_kernel(q: Array, k: Array, v: Array, valid: Array) -> Array:
     sizes = splash.BlockSizes(
         block_q=rows, block_kv=keys, block_kv_compute=scores,
         block_q_dkv=rows, block_kv_dkv=keys, block_kv_dkv_compute=scores,
-        use_fused_bwd_kernel=True,  # Which sums the gradient of q over blocks of keys outside.
+        use_fused_bwd_kernel=True,  # It sums the gradient of q over key blocks outside the kernel.
     )  # fmt: skip
     kernel: Any = splash.make_splash_mha(
         masks.MultiHeadMask([masks.FullMask((t, s))] * n),
         block_sizes=sizes, head_shards=1, q_seq_shards=1, interpret=_platform() != "tpu",
-        residual_checkpoint_name=KEPT,
+        residual_checkpoint_name=ATTENTION,
     )  # fmt: skip
 
-    def one(q, k, v, valid):
+    def attend_row(q, k, v, valid):
         segments = splash.SegmentIds(q=jnp.ones(t, jnp.int32), kv=valid.astype(jnp.int32))
         return kernel(q, k, v, segment_ids=segments)
 
     q, k, v = (jnp.swapaxes(x, 1, 2) for x in (q, k, v))  # [B, N, T or S, K]
-    return jnp.swapaxes(jax.vmap(one)(q, k, v, valid), 1, 2)
+    return jnp.swapaxes(jax.vmap(attend_row)(q, k, v, valid), 1, 2)  # [B, T, N, K]
 
 
-def _divisor(length: int, most: int) -> int:
-    """The largest multiple of 128 up to `most` that divides the length, a multiple too."""
-    return max(size for size in range(_LANES, most + 1, _LANES) if length % size == 0)
+def _divisor(length: int, limit: int) -> int:
+    """Return the largest multiple of 128 up to `limit` that divides `length`."""
+    return max(size for size in range(_LANES, limit + 1, _LANES) if length % size == 0)
 
 
 def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
-    """Blocks of keys of equal size, the last one padded."""
+    """Split the keys into blocks of equal size, padding the last one."""
     if valid is None:
         valid = jnp.ones(k.shape[:2], bool)
     blocks = -(-k.shape[1] // _BLOCK)
@@ -183,50 +182,68 @@ def _blockwise(q: Array, k: Array, v: Array, valid: Array | None) -> Array:
     split = lambda x: jnp.moveaxis(x.reshape(len(x), blocks, -1, *x.shape[2:]), 1, 0)
     q = jnp.swapaxes(q, 1, 2) * q.shape[3] ** -0.5  # [B, N, T, K]
     k, v = (jnp.swapaxes(split(x), 2, 3) for x in (k, v))  # [blocks, B, N, S / blocks, K]
-    return jnp.swapaxes(_in_blocks(q, k, v, split(valid)), 1, 2)
+    return jnp.swapaxes(_in_blocks(q, k, v, split(valid)), 1, 2)  # [B, T, N, K]
 
 
 @jax.custom_vjp
 def _in_blocks(q: Array, k: Array, v: Array, valid: Array) -> Array:
-    """q [B, N, T, K], scaled; k, v [blocks, B, N, S, K]; valid [blocks, B, S]."""
+    """Expects q [B, N, T, K], scaled; k, v [blocks, B, N, S, K]; valid [blocks, B, S].
+
+    In the usual form, with the keys of all blocks in one axis s:
+
+        scores = einsum("bntk,bnsk->bnts", q, k)
+        weights = exp(scores - max(scores))
+        out = einsum("bnts,bnsk->bntk", weights, v) / sum(weights)
+
+    Here the maximum and both sums are accumulated over the blocks. Whenever a block raises the
+    maximum, the sums so far shrink by exp(old maximum - new maximum).
+    """
     return _in_blocks_forward(q, k, v, valid)[0]
 
 
 def _in_blocks_forward(q, k, v, valid):
     def step(carry, block):
-        top, total, out = carry  # The largest score so far, and sums of exponentials about it.
+        top, total, out = carry  # [B, N, T] maximum, [B, N, T] and [B, N, T, K] sums so far
         k, v, valid = block
         scores = _einsum("bntk,bnsk->bnts", q, k)
         scores = jnp.where(valid[:, None, None], scores, _MASKED)
-        higher = jnp.maximum(top, scores.max(-1))
-        shrink, weights = jnp.exp(top - higher), jnp.exp(scores - higher[..., None])
+        new_top = jnp.maximum(top, scores.max(-1))
+        shrink, weights = jnp.exp(top - new_top), jnp.exp(scores - new_top[..., None])
         out = out * shrink[..., None] + _einsum("bnts,bnsk->bntk", weights.astype(v.dtype), v)
-        return (higher, total * shrink + weights.sum(-1), out), None
+        return (new_top, total * shrink + weights.sum(-1), out), None
 
     zero = jnp.zeros(q.shape, jnp.float32)
     start = jnp.full_like(zero[..., 0], _MASKED), zero[..., 0], zero
     (top, total, out), _ = jax.lax.scan(step, start, (k, v, valid))
-    out = checkpoint_name((out / total[..., None]).astype(q.dtype), KEPT)
-    return out, (q, k, v, valid, out, checkpoint_name(top + jnp.log(total), KEPT))
+    out = checkpoint_name((out / total[..., None]).astype(q.dtype), ATTENTION)
+    return out, (q, k, v, valid, out, checkpoint_name(top + jnp.log(total), ATTENTION))
 
 
-def _in_blocks_backward(kept, cotangent):
-    """The scores are computed again, from the logarithm of each row's sum of exponentials.
+def _in_blocks_backward(residuals, cotangent):
+    """Recompute the softmax weights from the scores and each row's log-sum-exp.
 
-    Here keys are rows: XLA's CPU backend sums over the rows of a matrix at a third of the speed,
-    and two of three gradients sum over queries. That of q, which does not, is made transposed.
+    In the usual form, with weights [B, N, T, S]:
+
+        dv = einsum("bnts,bntk->bnsk", weights, cotangent)
+        dscores = weights * (einsum("bntk,bnsk->bnts", cotangent, v) - sum(cotangent * out))
+        dq = einsum("bnts,bnsk->bntk", dscores, k)
+        dk = einsum("bnts,bntk->bnsk", dscores, q)
+
+    Here the scores are [B, N, S, T], with keys as rows, because XLA's CPU backend sums over rows
+    three times slower than over columns, and both dk and dv sum over queries. dq sums over keys, so
+    it is computed transposed.
     """
-    q, k, v, valid, out, log_total = kept
-    along = (cotangent.astype(jnp.float32) * out).sum(-1)[:, :, None]  # [B, N, 1, T]
+    q, k, v, valid, out, log_total = residuals
+    cotangent_dot_out = (cotangent.astype(jnp.float32) * out).sum(-1)[:, :, None]  # [B, N, 1, T]
 
     def step(dq, block):
         k, v, valid = block
         weights = jnp.exp(recomputed(q, k, valid) - log_total[:, :, None])  # [B, N, S, T]
         dv = _einsum("bnst,bntk->bnsk", weights.astype(v.dtype), cotangent)
-        slope = weights * (_einsum("bnsk,bntk->bnst", v, cotangent) - along)
-        slope = slope.astype(k.dtype)
-        dq = dq + _einsum("bnks,bnst->bnkt", jnp.swapaxes(k, 2, 3), slope)
-        return dq, (_einsum("bnst,bntk->bnsk", slope, q).astype(k.dtype), dv.astype(v.dtype))
+        dscores = weights * (_einsum("bnsk,bntk->bnst", v, cotangent) - cotangent_dot_out)
+        dscores = dscores.astype(k.dtype)
+        dq = dq + _einsum("bnks,bnst->bnkt", jnp.swapaxes(k, 2, 3), dscores)
+        return dq, (_einsum("bnst,bntk->bnsk", dscores, q).astype(k.dtype), dv.astype(v.dtype))
 
     start = jnp.zeros(jnp.swapaxes(q, 2, 3).shape, jnp.float32)
     dq, (dk, dv) = jax.lax.scan(step, start, (k, v, valid))
@@ -238,7 +255,7 @@ _in_blocks.defvjp(_in_blocks_forward, _in_blocks_backward)
 
 @jax.jit
 def recomputed(q, k, valid):
-    """Scores of the forward pass, as [B, N, S, T]: machine.flops leaves out what has this name."""
+    """Recompute a block's scores, as [B, N, S, T]; machine.flops skips this function by name."""
     return jnp.where(valid[:, None, :, None], _einsum("bnsk,bntk->bnst", k, q), _MASKED)
 
 

@@ -1,6 +1,6 @@
-"""Layers that the networks share: norms, convolutions and linear layers, as torch starts them.
+"""Layers shared by the networks: norms, convolutions and linear layers with torch's initialisation.
 
-Channels last; B batch, C channels.
+Channels come last. Shapes: B batch, S spatial axes, C channels.
 """
 
 import math
@@ -16,44 +16,45 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.attention import KEPT
+from diffusion_jax.nn.attention import ATTENTION
 
 Padding = tuple[int, int]
 PRODUCT = "product"
-"""The name, for KEEPS, of what convolutions and linear layers give."""
+"""The checkpoint_name of the outputs of convolutions and linear layers."""
 _POLICIES = jax.checkpoint_policies
 KEEPS: Mapping[str, Callable[..., Any]] = {
     "nothing": _POLICIES.nothing_saveable,
-    "attention": _POLICIES.save_only_these_names(KEPT),
-    "products": _POLICIES.save_only_these_names(KEPT, PRODUCT),
+    "attention": _POLICIES.save_only_these_names(ATTENTION),
+    "products": _POLICIES.save_only_these_names(ATTENTION, PRODUCT),
     "offloaded": _POLICIES.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[KEPT, PRODUCT],
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[ATTENTION, PRODUCT],
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
-"""What of its forward pass a block with remat keeps for the backward one, beside its inputs.
+"""Values that a block with remat stores for the backward pass, in addition to its inputs.
 
-What attention gives; also what convolutions and linear layers give, so that only norms and
-activations are computed again; the same in the memory of the host.
+"attention" stores attention outputs. "products" also stores the outputs of convolutions and linear
+layers, so that only norms and activations are recomputed. "offloaded" stores the same values as
+"products" in host memory.
 """
 
 
 def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
-    """The block, which the gradient computes again but for what `keeps`, in KEEPS, names."""
+    """Wrap `block` in nn.remat if `remat`; `keeps` is the key in KEEPS of the values it stores."""
     return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation by ops.group_norm, with its learned weight and bias."""
+    """Group normalisation (see ops.group_norm) with a learned weight and bias."""
 
     groups: int = 32
     eps: float = 1e-5
     silu: bool = False
-    """Whether SiLU follows, in one operation."""
+    """Whether to apply SiLU in the same operation."""
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
-        """`scale` and `shift`, [B, C], modulate the normalised x."""
+        """Normalise x, then modulate it by `scale` and `shift`, both [B, C], where given."""
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
@@ -61,7 +62,7 @@ class GroupNorm(nn.Module):
 
 
 def uniform(fan_in: int) -> nn.initializers.Initializer:
-    """torch's default for kernels and biases: U(-1, 1) / sqrt(fan_in)."""
+    """Return torch's default initializer of kernels and biases: U(-1, 1) / sqrt(fan_in)."""
     limit = fan_in**-0.5
     return lambda key, shape, dtype=jnp.float32: jax.random.uniform(
         key, shape, dtype, -limit, limit
@@ -71,7 +72,7 @@ def uniform(fan_in: int) -> nn.initializers.Initializer:
 def layer_norm(
     x: Float[Array, "*B C"], name: str = "norm", *, dtype: DTypeLike
 ) -> Float[Array, "*B C"]:
-    """Layer norm with torch's epsilon, and a variance that does not cancel at large means."""
+    """Apply layer norm with torch's epsilon and a variance that is accurate at large means."""
     norm = nn.LayerNorm(epsilon=1e-5, use_fast_variance=False, dtype=dtype, name=name)
     return norm(x)
 
@@ -85,7 +86,7 @@ def dense(
     bias: bool = True,
     dtype: DTypeLike,
 ) -> Float[Array, "*B {width}"]:
-    """A linear layer, or a 1x1 convolution; `zero`: it starts at zero."""
+    """Apply a linear layer, which is also a 1x1 convolution. `zero` initialises it to zero."""
     init = nn.initializers.zeros if zero else uniform(x.shape[-1])
     kind = {"kernel_init": init, "bias_init": init, "dtype": dtype, "promote_dtype": _promoted}
     product = lambda x, kernel, *_, **__: ops.tensordot(x, kernel)
@@ -94,9 +95,15 @@ def dense(
 
 
 class ToHeads(nn.Module):
-    """`parts` arrays of attention's heads, such as q, k and v: `dense`, then a reshape.
+    """Linear layer to `parts` arrays of attention heads, such as q, k and v.
 
-    With the heads as an axis of the product a TPU copies neither the results nor their gradients.
+    In the usual form:
+
+        out = dense(x)  # [B, T, parts * N * K]
+        q, k, v = out.reshape(B, T, parts, N, K).unstack(axis=2)
+
+    Here the heads are an axis of each part's product, so that a TPU copies neither the results nor
+    their gradients.
     """
 
     parts: int
@@ -107,11 +114,11 @@ class ToHeads(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"]) -> list[Float[Array, "B T N K"]]:
-        """N heads, K their width."""
+        """Return `parts` arrays of N heads with K channels each."""
         c, heads = x.shape[-1], (self.parts, self.num_heads, self.head_dim)
         kernel = self.param("kernel", uniform(c), (c, math.prod(heads))).astype(self.dtype)
-        x, kernel = x.astype(self.dtype), kernel.reshape(c, *heads)
-        out = [ops.tensordot(x, kernel[:, i]) for i in range(self.parts)]  # [B, T, N, K]
+        x, kernel = x.astype(self.dtype), kernel.reshape(c, *heads)  # [C, parts, N, K]
+        out = [ops.tensordot(x, kernel[:, i]) for i in range(self.parts)]  # [B, T, N, K] each
         if self.bias:
             bias = self.param("bias", uniform(c), (math.prod(heads),)).reshape(heads)
             out = [ops.add_broadcast(y, b) for y, b in zip(out, bias, strict=True)]
@@ -119,7 +126,10 @@ class ToHeads(nn.Module):
 
 
 class FromHeads(nn.Module):
-    """The linear layer after attention, of all heads together; `zero`: it starts at zero."""
+    """Linear layer after attention, over all heads at once; `zero` initialises it to zero.
+
+    In the usual form: dense(x.reshape(B, T, N * K)). `ToHeads` says why the heads stay an axis.
+    """
 
     width: int
     zero: bool = False
@@ -127,11 +137,12 @@ class FromHeads(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T N K"]) -> Float[Array, "B T {self.width}"]:
-        """See ToHeads."""
+        """Return one vector of `width` channels per token."""
         n, k = x.shape[2:]
         init = nn.initializers.zeros if self.zero else uniform(n * k)
         kernel = self.param("kernel", init, (n * k, self.width)).astype(self.dtype)
-        out = ops.tensordot(x.astype(self.dtype), kernel.reshape(n, k, self.width), axes=2)
+        kernel = kernel.reshape(n, k, self.width)  # [N, K, width]
+        out = ops.tensordot(x.astype(self.dtype), kernel, axes=2)  # [B, T, width]
         bias = self.param("bias", init, (self.width,))
         return checkpoint_name(ops.add_broadcast(out, bias), PRODUCT)
 
@@ -147,9 +158,10 @@ def conv(
     zero: bool = False,
     dtype: DTypeLike,
 ) -> Float[Array, "B _ _ {width}"]:
-    """A convolution padded by kernel // 2, or by `padding` (before, after) of rows and columns.
+    """Apply a convolution, padded by kernel // 2 as in torch; `zero` initialises it to zero.
 
-    Not "SAME", which pads strided convolutions unlike torch.
+    `padding` replaces this by (before, after) for both rows and columns. Padding "SAME" is not used
+    because it differs from torch's for strided convolutions.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
     out = nn.Conv(
@@ -168,11 +180,11 @@ def conv(
 
 
 def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """flax's promote_dtype, but for the bias: in float32, for the reason of ops.add_broadcast."""
-    *rest, bias = arrays
-    return [*promote_dtype(*rest, dtype=dtype, inexact=inexact), bias]
+    """Promote all but the bias, which stays float32 so that its gradient is a float32 sum."""
+    *inputs, bias = arrays
+    return [*promote_dtype(*inputs, dtype=dtype, inexact=inexact), bias]
 
 
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:
-    """A UNet's `num_res_blocks` written out: one number a level, where one may stand for all."""
+    """Return a UNet's `num_res_blocks` per level, repeating a single number for every level."""
     return (num_res_blocks,) * levels if isinstance(num_res_blocks, int) else tuple(num_res_blocks)

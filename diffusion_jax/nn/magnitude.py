@@ -1,9 +1,9 @@
-"""Layers that keep magnitudes: config G of EDM2 (Karras et al. 2024, arXiv 2312.02696).
+"""Magnitude-preserving layers: config G of EDM2 (Karras et al. 2024, arXiv 2312.02696).
 
-The magnitude of an array is the root of its mean square. Of inputs of magnitude 1 these layers give
-outputs of magnitude 1, so that a network of them needs no group norm and no biases. A weight's
-length says nothing then: `MPConv` divides it out, and `forced` keeps it at 1 after every update of
-training, so that the learning rate alone says how far an update turns a weight.
+The magnitude of an array is its root mean square. These layers map inputs of magnitude 1 to outputs
+of magnitude 1, so a network of them needs neither group norm nor biases. The length of a weight
+then has no effect: `MPConv` divides by it, and `forced` resets it to 1 after every training update,
+so that only the learning rate determines how far an update turns a weight.
 """
 
 from collections.abc import Sequence
@@ -20,41 +20,42 @@ from jaxtyping import Array, Float
 from diffusion_jax.nn.layers import PRODUCT
 
 UNIT = "unit_kernel"
-"""The name of parameters of magnitude 1 over all axes but the last, that of the outputs."""
+"""Name of the parameters that have magnitude 1 over all axes but the last (the output channels)."""
 _EPS = 1e-4
 
 
 def normalize(x: Float[Array, "..."], axes: int | Sequence[int] = -1) -> Float[Array, "..."]:
-    """x over its magnitude along the axes, which is taken in float32; of zeros, zeros.
+    """Divide x by its magnitude along the axes, computed in float32; zeros stay zeros.
 
-    Over channels it is pixel norm, over a weight's inputs weight norm (equation 47).
+    This is pixel norm over channels and weight norm over a weight's inputs (equation 47).
     """
     square = jnp.mean(jnp.square(x.astype(jnp.float32)), axes, keepdims=True)
-    # A root has no gradient at 0, where text that was dropped is.
+    # The paper's form is x / (eps + sqrt(square)). The maximum avoids the square root's infinite
+    # gradient at 0, the value of a dropped text.
     return x / (_EPS + jnp.sqrt(jnp.maximum(square, 1e-30))).astype(x.dtype)
 
 
 def mp_silu(x: Float[Array, "*S"]) -> Float[Array, "*S"]:
-    """SiLU over its magnitude for normal x (equation 81)."""
+    """Apply SiLU and divide by its magnitude for standard normal x (equation 81)."""
     return nn.silu(x) / 0.596
 
 
 def mp_sum(a: Float[Array, "*S"], b: Float[Array, "*S"], t: float) -> Float[Array, "*S"]:
-    """a and b in shares of 1 - t and t (equation 88), taken to be uncorrelated."""
+    """Interpolate from a to b by t (equation 88), assuming that they are uncorrelated."""
     return ((1 - t) * a + t * b) / np.hypot(1 - t, t).item()
 
 
 def mp_cat(a: Float[Array, "*S C"], b: Float[Array, "*S D"]) -> Float[Array, "*S C+D"]:
-    """The channels of both, each adding as much as the other (equation 103, t = 1/2)."""
+    """Concatenate the channels so that a and b contribute equally (equation 103, t = 1/2)."""
     c, d = a.shape[-1], b.shape[-1]
     half = ((c + d) / 2) ** 0.5
     return jnp.concatenate([half / c**0.5 * a, half / d**0.5 * b], axis=-1)
 
 
 def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
-    """Waves of t of fixed random frequencies and phases (equation 75).
+    """Embed t as cosines with fixed random frequencies and phases (equation 75).
 
-    numpy keeps the numbers of RandomState for good, so that they are the same for every run.
+    numpy guarantees that the numbers of RandomState never change, so all runs share them.
     """
     random = np.random.RandomState(0)
     frequencies, phases = random.randn(width), random.rand(width)
@@ -63,7 +64,7 @@ def mp_fourier(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
 
 
 class MPConv(nn.Module):
-    """A convolution, with kernel 1 a linear layer, of weights of magnitude 1 (equation 47)."""
+    """Convolution whose weights have magnitude 1 (equation 47); a linear layer if `kernel` is 1."""
 
     width: int
     kernel: int = 1
@@ -71,7 +72,7 @@ class MPConv(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*B C"], gain: ArrayLike = 1.0):
-        """Returns [*B, width], of magnitude `gain`."""
+        """Return [*B, width], of magnitude `gain`."""
         c, k = x.shape[-1], self.kernel
         shape = (c, self.width) if k == 1 else (k, k, c, self.width)
         weight = _to_unit(self.param(UNIT, _unit_normal, shape))
@@ -86,7 +87,7 @@ class MPConv(nn.Module):
 
 
 def forced(params: Any) -> Any:
-    """The same tree, its parameters named `unit_kernel` at magnitude 1 (equation 66)."""
+    """Return the tree with its `unit_kernel` parameters scaled to magnitude 1 (equation 66)."""
 
     def force(path, leaf):
         return _to_unit(leaf) if getattr(path[-1], "key", "") == UNIT else leaf

@@ -1,4 +1,4 @@
-"""Operations that several networks share: functions of arrays, never blocks with parameters."""
+"""Operations shared by several networks: functions of arrays, without parameters of their own."""
 
 import functools
 import math
@@ -24,16 +24,16 @@ def group_norm(
     eps: float = 1e-5,
     silu: bool = False,
 ) -> Float[Array, "B *S C"]:
-    """Group normalisation (Wu & He 2018), then * (1 + scale) + shift, then SiLU where `silu`.
+    """Apply group norm (Wu & He 2018), modulation by `scale` and `shift`, and SiLU if `silu`.
 
-    All of it is float32 whatever x is. In the paper's form:
+    Everything is computed in float32, whatever x's dtype. In the paper's form:
 
-        y = (x - mean) / sqrt(var + eps) * weight + bias    # Moments of a group, [S, C / groups].
+        y = (x - mean) / sqrt(var + eps) * weight + bias  # mean, var over each [*S, C / groups]
         y = y * (1 + scale) + shift
         y = silu(y)
 
-    Here weight, bias, scale and shift are one factor and one offset a channel. The gradient keeps x
-    and the statistics alone: what lies between them and the result is computed again.
+    Here weight, bias, scale and shift are combined into one factor and one offset per channel. The
+    backward pass stores only x and the statistics, and recomputes everything else.
     """
     b, c = x.shape[0], x.shape[-1]
     factor, offset = jnp.broadcast_to(weight, (b, c)), jnp.broadcast_to(bias, (b, c))
@@ -45,41 +45,42 @@ def group_norm(
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
-    """Cosines, then sines, of t at frequencies from 1 down to almost 1 / 10000 (NeMo's order)."""
+    """Return cosines, then sines (NeMo's order) of t at frequencies from 1 to nearly 1 / 10000."""
     half = width // 2
-    # In NeMo's order of float32 operations: log-SNRs of -30 make a last digit here 30 elsewhere.
+    # Same order of float32 operations as NeMo: a log-SNR of -30 multiplies rounding errors by 30.
     exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
     angles = t[:, None] * np.exp(exponents)  # [B, width / 2]
     return jnp.concatenate([jnp.cos(angles), jnp.sin(angles)], axis=1)
 
 
 def add_broadcast(x: Float[Array, "*B C"], row: Float[Array, "*_ C"]) -> Float[Array, "*B C"]:
-    """x + row in float32, as of x's dtype: so the gradient of `row` is a sum in float32.
+    """Compute x + row in float32 and cast to x's dtype, so that row's gradient is a float32 sum.
 
-    Compilers for CPUs and NVIDIA's GPUs sum bfloat16 in bfloat16, where 256 + 0.5 is 256.
+    XLA's CPU and GPU backends sum bfloat16 values in bfloat16, in which 256 + 0.5 is 256.
     """
     return (x + row.astype(jnp.promote_types(row.dtype, jnp.float32))).astype(x.dtype)
 
 
 def tensordot(x: Array, kernel: Array, axes: int = 1) -> Array:
-    """jnp.tensordot: the sum over the last `axes` of x and the first ones of the kernel.
+    """Compute jnp.tensordot(x, kernel, axes).
 
-    On CPUs it is a product of matrices: of arrays with more axes XLA copies a factor for the
+    On CPUs the arrays are reshaped to matrices: with more axes, XLA copies an operand of the
     kernel's gradient, which then takes 1.2 to 3 times as long.
     """
     if platform() != "cpu":
         return jnp.tensordot(x, kernel, axes)
     inner = math.prod(kernel.shape[:axes])
-    out = x.reshape(-1, inner) @ kernel.reshape(inner, -1)
+    out = x.reshape(-1, inner) @ kernel.reshape(inner, -1)  # [rows of x, columns of kernel]
     return out.reshape(*x.shape[: x.ndim - axes], *kernel.shape[axes:])
 
 
 def convolution(
     x: Float[Array, "B H W C"], kernel: Float[Array, "I J C D"], strides, padding, **kind: Any
 ) -> Float[Array, "B _ _ D"]:
-    """jax.lax.conv_general_dilated; on CPUs im2col where the kernel is much larger than the input.
+    """Compute jax.lax.conv_general_dilated, by im2col on CPUs if the kernel is much larger than x.
 
-    Its transpose, for the gradient of x, takes XLA there as long as convolving a few 8x8 pictures.
+    For such shapes (a few 8x8 images, wide layers), XLA's CPU backend spends as long on transposing
+    the kernel for the gradient of x as on the convolution itself.
     """
     if platform() != "cpu" or kernel.size < 4 * x.size or max(strides) > 1:
         return jax.lax.conv_general_dilated(x, kernel, strides, padding, **kind)
@@ -87,40 +88,44 @@ def convolution(
     x = jnp.pad(x, ((0, 0), *padding, (0, 0)))
     h, w = x.shape[1] - rows + 1, x.shape[2] - columns + 1
     taps = [x[:, i : i + h, j : j + w] for i in range(rows) for j in range(columns)]
-    return tensordot(jnp.concatenate(taps, axis=3), kernel.reshape(-1, d))  # [B, H, W, I J C]
+    patches = jnp.concatenate(taps, axis=3)  # [B, H, W, I J C]
+    return tensordot(patches, kernel.reshape(-1, d))  # [B, H, W, D]
 
 
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
-    """nn.Conv(D, (4, 4), strides=2, padding=1); where that is slow, a dense one of 2x2 patches.
+    """Compute nn.Conv(D, (4, 4), strides=2, padding=1), except on TPUs as a 2x2 convolution.
 
-    Padded, each 4x4 window is 2x2 whole patches of 2x2 pixels: the same products, whose gradients
-    are dense convolutions too.
+    Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. With these
+    patches as channels, the same products form a convolution without stride, and so do its
+    gradients, which is faster on CPUs and GPUs.
     """
-    if platform() == "tpu":
+    if platform() == "tpu":  # The direct form.
         return add_broadcast(_convolve(x, kernel, (2, 2), ((1, 1), (1, 1))), bias)
     c, d = kernel.shape[2:]
     x = space_to_depth(jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0))), 2)  # [B, H/2+1, W/2+1, 4 C]
+    # [4, 4, C, D] -> [2, 2, 4 C, D], ordered as the channels of space_to_depth
     patches = kernel.reshape(2, 2, 2, 2, c, d).transpose(0, 2, 1, 3, 4, 5).reshape(2, 2, 4 * c, d)
-    return add_broadcast(_convolve(x, patches, (1, 1), "VALID"), bias)
+    return add_broadcast(_convolve(x, patches, (1, 1), "VALID"), bias)  # [B, H/2, W/2, D]
 
 
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:
-    """torch's ConvTranspose2d(kernel 4, stride 2, padding 1); where that is slow, four of 2x2.
+    """Compute torch's ConvTranspose2d(kernel 4, stride 2, padding 1), except on TPUs as four 2x2s.
 
-    Each of the four phases (i, j) of the output pixels sees windows of 2x2 pixels, through every
-    other tap. Exact, and dense forwards and backwards. The padding is apart from the convolutions,
-    whose gradients XLA's CPU backend computes 20 times slower otherwise.
+    Output pixels with row parity i and column parity j depend on 2x2 input pixels through every
+    other tap of the kernel: one convolution without stride or dilation for each (i, j). The result
+    is the same, and the gradients have this form too. Padding is a separate operation, because
+    XLA's CPU backend computes the gradients of padded convolutions 20 times slower.
     """
-    if platform() == "tpu":  # Whose compiler skips the zeros between dilated pixels.
+    if platform() == "tpu":  # The direct form: a TPU's compiler skips zeros between dilated pixels.
         return add_broadcast(_convolve(x, kernel[::-1, ::-1], (1, 1), ((2, 2),) * 2, (2, 2)), bias)
     b, h, w, _ = x.shape
-    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))
+    x = jnp.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)))  # [B, H+2, W+2, C]
 
-    def phase(i, j):
+    def phase(i, j):  # [B, H, W, D]
         windows, taps = x[:, i : i + h + 1, j : j + w + 1], kernel[3 - i :: -2, 3 - j :: -2]
         return _convolve(windows, taps, (1, 1), "VALID")
 
@@ -129,34 +134,33 @@ def conv_transpose_4x4(
 
 
 def platform() -> str:
-    """That of the devices of the mesh in use, or else of the default one: "cpu", "gpu", "tpu"."""
+    """Return "cpu", "gpu" or "tpu": the platform of the current mesh or of the default device."""
     mesh = jax.sharding.get_abstract_mesh()
     device = None if mesh.empty else mesh.abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def average_pool_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B H/2 W/2 C"]:
-    """Means of 2x2 pixels."""
     b, h, w, c = x.shape
     return x.reshape(b, h // 2, 2, w // 2, 2, c).mean(axis=(2, 4))
 
 
 def repeat_2x2(x: Float[Array, "B H W C"]) -> Float[Array, "B 2*H 2*W C"]:
-    """Each pixel four times: upsampling by the nearest."""
+    """Upsample by 2 with nearest-neighbour interpolation."""
     b, h, w, c = x.shape
     x = jnp.broadcast_to(x[:, :, None, :, None], (b, h, 2, w, 2, c))
     return x.reshape(b, 2 * h, 2 * w, c)
 
 
 def space_to_depth(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
-    """Patches of patch x patch pixels become channels, ordered (row, column, channel)."""
+    """Move each patch x patch block of pixels into channels, ordered (row, column, channel)."""
     b, h, w, c = x.shape
     x = x.reshape(b, h // patch, patch, w // patch, patch, c)
     return x.transpose(0, 1, 3, 2, 4, 5).reshape(b, h // patch, w // patch, patch**2 * c)
 
 
 def depth_to_space(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ _ _"]:
-    """The inverse of `space_to_depth`."""
+    """Invert `space_to_depth`."""
     b, h, w, c = x.shape
     x = x.reshape(b, h, w, patch, patch, c // patch**2).transpose(0, 1, 3, 2, 4, 5)
     return x.reshape(b, h * patch, w * patch, c // patch**2)
@@ -164,7 +168,7 @@ def depth_to_space(x: Float[Array, "B H W C"], patch: int) -> Float[Array, "B _ 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
 def _normalize(x: Array, factor: Array, offset: Array, groups: int, eps: float, silu: bool):
-    """x [B, *S, C], normalised in groups, * factor + offset [B, C], then SiLU where `silu`."""
+    """Normalise x [B, *S, C] in groups, apply factor and offset [B, C], then SiLU if `silu`."""
     return _normalize_forward(x, factor, offset, groups, eps, silu)[0]
 
 
@@ -175,9 +179,9 @@ def _normalize_forward(x, factor, offset, groups, eps, silu):
     return out.astype(x.dtype), (x, factor, offset, statistics)
 
 
-def _normalize_backward(groups, _, silu, kept, cotangent):
-    # The barrier keeps the compiler from storing what the forward pass computed of the same x.
-    x, factor, offset, statistics = jax.lax.optimization_barrier(kept)
+def _normalize_backward(groups, _, silu, residuals, cotangent):
+    # The barrier keeps the compiler from reusing, and hence storing, the forward pass's values.
+    x, factor, offset, statistics = jax.lax.optimization_barrier(residuals)
     normal, gradient = _normalized(x, statistics), cotangent.astype(jnp.float32)
     row, axes = lambda value: _like(value, x), tuple(range(1, x.ndim - 1))
     if silu:
@@ -195,16 +199,17 @@ _normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
-    """A point amid each group's values, their mean about it, and 1 / deviation: all [B, C].
+    """Return, per group, an origin, the mean relative to it, and 1 / sqrt(var + eps), each [B, C].
 
-    One pass over x gives both moments. E[x^2] - E[x]^2 cancels where the mean is large, so they are
-    taken about the mean of the first pixel; the result does not depend on it.
+    Both moments come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the mean
+    is large, so x is first shifted by an origin, the mean of the group's first pixel; the result
+    does not depend on the choice of the origin.
     """
     first, axes = (slice(None), *[0] * (x.ndim - 2)), tuple(range(1, x.ndim - 1))
     origin = _group_mean(x[first].astype(jnp.float32), groups)
-    about = x.astype(jnp.float32) - _like(origin, x)
-    mean = _group_mean(about.mean(axes), groups)
-    variance = jnp.maximum(_group_mean((about**2).mean(axes), groups) - mean**2, 0)
+    shifted = x.astype(jnp.float32) - _like(origin, x)
+    mean = _group_mean(shifted.mean(axes), groups)
+    variance = jnp.maximum(_group_mean((shifted**2).mean(axes), groups) - mean**2, 0)
     return origin, mean, jax.lax.rsqrt(variance + eps)
 
 
@@ -214,12 +219,12 @@ def _normalized(x: Float[Array, "B *S C"], statistics: tuple[Array, Array, Array
 
 
 def _like(row: Float[Array, "B C"], x: Float[Array, "B *S C"]) -> Float[Array, "B ... C"]:
-    """One value a channel, to be broadcast over the pixels of x."""
+    """Reshape to [B, 1, ..., 1, C], which broadcasts over the spatial axes of x."""
     return jnp.expand_dims(row, tuple(range(1, x.ndim - 1)))
 
 
 def _group_mean(x: Float[Array, "B C"], groups: int) -> Float[Array, "B C"]:
-    """Each channel's value replaced by the mean of its group."""
+    """Replace the value of each channel by the mean of its group."""
     b, c = x.shape
     means = x.reshape(b, groups, c // groups).mean(-1, keepdims=True)
     return jnp.broadcast_to(means, (b, groups, c // groups)).reshape(b, c)
