@@ -1,6 +1,7 @@
 """Attention blocks of Imagen's UNets: pixels attend to pixels, to text, or to both.
 
-NHWC; B batch, H W pixels, C channels, L text tokens, D their width, N heads, K their width.
+Images are NHWC. Shapes: B batch, H W pixels, C channels, L text tokens of width D, N heads, K head
+dim.
 """
 
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ from diffusion_jax.nn.layers import FromHeads, GroupNorm, ToHeads, dense
 
 
 class SelfAttention(nn.Module):
-    """Pixels attend to pixels."""
+    """Attention from pixels to pixels."""
 
     head_dim: int
     implementation: str = "auto"
@@ -25,16 +26,16 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
-        """Ignores the text, which the other kinds take in its place."""
+        """Return x plus attention's output; the text is ignored."""
         del context, text_mask
-        tokens = _tokens(x)
-        q, k, v = _heads(self, GroupNorm(name="norm")(tokens), 3, x, "qkv")  # 3 of [B, HW, N, K]
+        tokens = _tokens(x)  # [B, HW, C]
+        q, k, v = _heads(self, GroupNorm(name="norm")(tokens), 3, x, "qkv")  # [B, HW, N, K] each
         out = attend(q, k, v, implementation=self.implementation)  # [B, HW, N, K]
         return x + _out(self, out, x)
 
 
 class CrossAttention(nn.Module):
-    """Pixels attend to text tokens."""
+    """Attention from pixels to text tokens."""
 
     head_dim: int
     implementation: str = "auto"
@@ -42,15 +43,16 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """A text without tokens adds nothing but the bias of the output."""
+        """Return x plus attention's output; an empty text adds only the output layer's bias."""
         (q,) = _heads(self, GroupNorm(name="norm")(_tokens(x)), 1, x, "q")  # [B, HW, N, K]
-        k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")  # [B, L, N, K]
+        # [B, L, N, K] each
+        k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")
         out = attend(q, k, v, text_mask, implementation=self.implementation)  # [B, HW, N, K]
         return x + _out(self, out, x)
 
 
 class FusedAttention(nn.Module):
-    """Pixels attend to pixels and text tokens in one softmax."""
+    """Attention from pixels to pixels and text tokens in one softmax."""
 
     head_dim: int
     implementation: str = "auto"
@@ -58,10 +60,11 @@ class FusedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """The pixels are keys through a norm of their own, "norm_self"."""
-        tokens = _tokens(x)
+        """Return x plus attention's output; queries and pixel keys have separate norms."""
+        tokens = _tokens(x)  # [B, HW, C]
         (q,) = _heads(self, GroupNorm(name="norm")(tokens), 1, x, "q")  # [B, HW, N, K]
-        pixels = _heads(self, GroupNorm(name="norm_self")(tokens), 2, x, "kv_self")  # 2 of the same
+        # k and v: [B, HW, N, K] each from the pixels, [B, L, N, K] each from the text.
+        pixels = _heads(self, GroupNorm(name="norm_self")(tokens), 2, x, "kv_self")
         text = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv_context")
         pairs = zip(pixels, text, strict=True)
         k, v = (jnp.concatenate(pair, axis=1) for pair in pairs)  # [B, HW + L, N, K]
@@ -70,7 +73,7 @@ class FusedAttention(nn.Module):
 
 
 class StackedAttention(nn.Module):
-    """Self-attention, cross-attention and a gated feed-forward layer: a transformer block."""
+    """Transformer block: self-attention, cross-attention and a gated feed-forward layer."""
 
     head_dim: int
     implementation: str = "auto"
@@ -78,16 +81,16 @@ class StackedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Each of the three adds to its input, and the whole to x."""
+        """Return x plus the block's output; inside, each of the three layers has a residual."""
         c = x.shape[-1]
-        kind = (self.head_dim, self.implementation, self.dtype)
+        fields = (self.head_dim, self.implementation, self.dtype)
         h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)  # [B, H, W, C]
-        h = SelfAttention(*kind, name="self")(h)
-        h = CrossAttention(*kind, name="cross")(h, context, text_mask)
+        h = SelfAttention(*fields, name="self")(h)
+        h = CrossAttention(*fields, name="cross")(h, context, text_mask)
         gated = dense(GroupNorm(name="ff_norm")(h), 8 * c, "ff_in", dtype=self.dtype)
-        value, gate = jnp.split(gated, 2, axis=-1)  # Each [B, H, W, 4 C]
+        value, gate = jnp.split(gated, 2, axis=-1)  # [B, H, W, 4 C] each
         gate = nn.gelu(gate, approximate=False)
-        h = h + dense(value * gate, c, "ff_out", dtype=self.dtype)
+        h = h + dense(value * gate, c, "ff_out", dtype=self.dtype)  # [B, H, W, C]
         return x + dense(h, c, "out", zero=True, dtype=self.dtype)
 
 
@@ -100,7 +103,7 @@ BLOCKS = {
 
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
-    """ValueError for fields of which no attention can be made."""
+    """Raise ValueError for fields from which attention cannot be built."""
     named.one_of("unet.attention", kind, BLOCKS)
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
@@ -113,7 +116,7 @@ def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: 
 
 
 def check_heads(widths: Iterable[int], head_dim: int) -> None:
-    """ValueError unless heads of `head_dim` fill each of the widths that have attention."""
+    """Raise ValueError unless `head_dim` divides all widths, those of the levels with attention."""
     for width in widths:
         if head_dim < 1 or width % head_dim:
             raise ValueError(
@@ -123,18 +126,18 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
 
 
 def _tokens(x: Array) -> Array:
-    """[B, H, W, C] -> [B, HW, C], before a norm: so a TPU's compiler copies less than after it."""
+    """Reshape to [B, HW, C], before the norm: the TPU compiler then copies less than after it."""
     return x.reshape(len(x), -1, x.shape[-1])
 
 
 def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
-    """`parts` arrays [B, tokens, N, K] of [B, tokens, D], as many heads as fill the width of x."""
+    """Map [B, T, D] to `parts` arrays [B, T, N, K], with N * K the width of x."""
     num_heads = x.shape[-1] // block.head_dim
     layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)
     return layer(normed)
 
 
 def _out(block: Any, out: Array, x: Array) -> Array:
-    """[B, HW, N, K] -> [B, H, W, C], starting at zero."""
+    """Map attention's output [B, HW, N, K] to [B, H, W, C] by a layer initialised to zero."""
     layer = FromHeads(x.shape[-1], zero=True, dtype=block.dtype, name="out")
     return layer(out).reshape(x.shape)

@@ -1,6 +1,6 @@
-"""Conditioning of NeMo's UNets: the time, the text, how noisy the low-res image is.
+"""Conditioning of NeMo's UNets on the time, the text, and the low-res image with its noise level.
 
-B batch, L text tokens, D their width, E = 4 unet.embed_dim time embedding.
+Shapes: B batch, L text tokens of width D, E = 4 unet.embed_dim time embedding.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,20 @@ POOLING = ("attention", "mean")
 
 @runtime_checkable
 class Pictured(Protocol):
-    """The fields of a UNet that say which pictures it takes."""
+    """Fields of a UNet that describe its image inputs."""
 
     image_size: int
     noise_aug: bool
 
     @property
     def low_res(self) -> bool:
-        """Whether it sees a low-res image."""
+        """Whether the UNet has a low-res image as input."""
         ...
 
 
 @runtime_checkable
 class Conditioned(Pictured, Protocol):
-    """Also those that say how NeMo's are conditioned."""
+    """Fields of a UNet that is conditioned as NeMo's UNets are."""
 
     embed_dim: int
     text_pooling: str
@@ -55,28 +55,28 @@ def condition(
     low_res_time: Float[Array, "B"] | None,
     cond_dim: int,
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
-    """The embedding that residual blocks see, the context of attention, and its mask.
+    """Return the embedding for residual blocks, the context for attention, and its mask.
 
-    T is L, or one more with a null token. The parameters are those of `unet`, from whose
-    `__call__` this is called.
+    T is L, or L + 1 with a null token. Call this from within the `__call__` of `unet`, which then
+    owns the parameters.
     """
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
     emb = embed("time_embed")(time)  # [B, E]
     if unet.noise_aug:
-        emb += embed("low_res_time_embed")(given(low_res_time, "low_res_time", "noise_aug"))
+        emb += embed("low_res_time_embed")(required(low_res_time, "low_res_time", "noise_aug"))
     text = text.astype(unet.dtype)
     context = dense(text, cond_dim, "text_to_cond", dtype=unet.dtype)  # [B, L, cond_dim]
     if unet.text_pooling == "attention":
         pooled = AttentionPool(cond_dim, unet.dtype, name="text_pool")(text)  # [B, cond_dim]
     else:
-        pooled = context.mean(axis=1)
-    emb += TextEmbed(4 * unet.embed_dim, unet.dtype, name="text_embed")(pooled)
+        pooled = context.mean(axis=1)  # [B, cond_dim]
+    emb += TextEmbed(4 * unet.embed_dim, unet.dtype, name="text_embed")(pooled)  # [B, E]
     if unet.null_token:
         token = unet.param("null_token", nn.initializers.normal(1.0), (1, 1, cond_dim))
         token = jnp.broadcast_to(token.astype(unet.dtype), (len(context), 1, cond_dim))
         context = jnp.concatenate([context, token], axis=1)  # [B, L + 1, cond_dim]
-        text_mask = jnp.pad(text_mask, ((0, 0), (0, 1)), constant_values=True)
-    if counts_keys(unet.attention_impl):  # The order of tokens changes nothing else.
+        text_mask = jnp.pad(text_mask, ((0, 0), (0, 1)), constant_values=True)  # [B, L + 1]
+    if counts_keys(unet.attention_impl):  # Attention does not depend on the order of tokens.
         context, text_mask = valid_first(context, text_mask)
     return emb, context, text_mask
 
@@ -84,20 +84,20 @@ def condition(
 def with_low_res(
     x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
 ) -> Float[Array, "B H W 6"]:
-    """The low-res image, enlarged to the size of x, as further channels."""
-    low_res = given(low_res, "low_res", "low_res").astype(x.dtype)
+    """Append the low-res image, enlarged to the size of x, to the channels of x."""
+    low_res = required(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
-def given(value: Array | None, name: str, field: str) -> Array:
-    """The value of an argument that a field asks for; ValueError if it is not given."""
+def required(value: Array | None, name: str, field: str) -> Array:
+    """Return the argument's value, or raise ValueError if it is None although `field` needs it."""
     if value is None:
         raise ValueError(f"a UNet with {field}=True must be given {name}")
     return value
 
 
 def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
-    """Zeros in the shapes that `unet` takes, for one image and one token."""
+    """Return inputs of zeros for `unet`: a batch of one image and one text token."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
         "x": image,
@@ -113,17 +113,18 @@ def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
 
 
 def check_conditioning(unet: Conditioned) -> None:
-    """ValueError for fields that do not go together."""
+    """Raise ValueError for inconsistent fields."""
     named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
-            f"unet.learned_time_dim {unet.learned_time_dim} must be even, or 0 for none"
+            f"unet.learned_time_dim is {unet.learned_time_dim}: it must be even, or 0 for fixed "
+            "sinusoids"
         )
     check_low_res(unet)
 
 
 def check_low_res(unet: Pictured) -> None:
-    """ValueError for noise on an image that there is not."""
+    """Raise ValueError if the UNet expects noise on a low-res image that it does not have."""
     if unet.noise_aug and not unet.low_res:
         raise ValueError(
             "unet.noise_aug needs unet.low_res=True: there is no image to add noise to"
@@ -131,7 +132,7 @@ def check_low_res(unet: Pictured) -> None:
 
 
 class TimeEmbed(nn.Module):
-    """Sinusoids of the time, fixed or learned, through two layers to 4 * width."""
+    """Embedding of the time: fixed or learned sinusoids, then two dense layers of 4 * width."""
 
     width: int
     learned_dim: int = 0
@@ -139,23 +140,24 @@ class TimeEmbed(nn.Module):
 
     @nn.compact
     def __call__(self, time: Float[Array, "B"]):
-        """Returns [B, 4 * width]."""
+        """Return [B, 4 * width]."""
         time = time.astype(jnp.float32)
         if self.learned_dim:
             shape = (self.learned_dim // 2,)
             frequencies = self.param("frequencies", nn.initializers.normal(1.0), shape)
             angles = 2 * jnp.pi * time[:, None] * frequencies  # [B, learned_dim / 2]
+            # [B, learned_dim + 1]
             h = jnp.concatenate([time[:, None], jnp.sin(angles), jnp.cos(angles)], axis=1)
         else:
-            h = ops.sinusoid(time, self.width)
-        h = nn.silu(dense(h, 4 * self.width, "dense1", dtype=self.dtype))
+            h = ops.sinusoid(time, self.width)  # [B, width]
+        h = nn.silu(dense(h, 4 * self.width, "dense1", dtype=self.dtype))  # [B, 4 width]
         return dense(h, 4 * self.width, "dense2", dtype=self.dtype)
 
 
 class AttentionPool(nn.Module):
-    """One vector for a text: a weighted mean over its tokens.
+    """Pooling of a text to one vector: a weighted mean over its tokens.
 
-    The weights' softmax runs over all positions, padding included, as NeMo's does, so results
+    The softmax of the weights runs over all positions including padding, as in NeMo, so results
     depend on the padded length.
     """
 
@@ -164,22 +166,22 @@ class AttentionPool(nn.Module):
 
     @nn.compact
     def __call__(self, text: Float[Array, "B L D"]):
-        """Returns [B, width]."""
-        scores = dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)
-        weights = jax.nn.softmax(scores, axis=1)  # [B, L, 1], float32
+        """Return [B, width]."""
+        scores = dense(text, 1, "score", dtype=self.dtype).astype(jnp.float32)  # [B, L, 1]
+        weights = jax.nn.softmax(scores, axis=1)  # [B, L, 1]
         pooled = layer_norm((weights * text).sum(1), dtype=self.dtype)  # [B, D]
         return dense(pooled, self.width, "out", dtype=self.dtype)
 
 
 class TextEmbed(nn.Module):
-    """The pooled text on its way to the time embedding that it is added to."""
+    """Layers between the pooled text and the time embedding, to which their output is added."""
 
     width: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, pooled: Float[Array, "B D"]):
-        """Returns [B, width]."""
-        h = layer_norm(pooled, dtype=self.dtype)
+        """Return [B, width]."""
+        h = layer_norm(pooled, dtype=self.dtype)  # [B, D]
         h = nn.silu(dense(h, self.width, "dense1", dtype=self.dtype))
         return dense(h, self.width, "dense2", dtype=self.dtype)

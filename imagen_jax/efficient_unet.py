@@ -1,9 +1,11 @@
-"""The UNet of Imagen's super-resolution models: most blocks, and all attention, at low resolutions.
+"""Efficient UNet of Imagen's super-resolution models (Saharia et al. 2022, appendix B.1).
 
-Each level halves the resolution before its residual blocks and doubles it after them (Saharia et
-al. 2022, appendix B.1). It follows NVIDIA NeMo's EfficientUNetModel number for number. NHWC; B
-batch, H W pixels (h w at a level), C its channels, E time embedding, L text tokens and D their
-width, T the tokens that are attended to.
+Most residual blocks, and all attention, are at low resolutions: a level halves the resolution
+before its residual blocks and doubles it after them. It computes the same numbers as NVIDIA NeMo's
+EfficientUNetModel.
+
+Images are NHWC. Shapes: B batch, H W pixels, h w pixels at a level, C channels of a level, E time
+embedding, L text tokens of width D, T context tokens.
 """
 
 import functools
@@ -23,38 +25,38 @@ from imagen_jax.layers import ConvTranspose, HalvingConv, ResBlock, check_width
 
 
 class EfficientUNet(nn.Module):
-    """F(x, time | text, low-res image); the fields are the `unet` group of a config.
+    """Network F(x, time | text, low-res image); its fields are the `unet` group of a config.
 
-    The attention's context is as wide as the text. The deepest level keeps its resolution.
+    The attention's context is as wide as the text. The deepest level does not halve the resolution.
     """
 
     image_size: Count
     embed_dim: Count = 128
     channel_mult: Counts = (1, 2, 4, 8, 8)
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
-    """One number a level; level 0 works at half of the full resolution."""
+    """Number of residual blocks of each level; level 0 has half of the full resolution."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
-    """The levels whose blocks are followed by attention, both on the way down and up."""
+    """Levels whose residual blocks are followed by attention, both on the way down and up."""
     attention: str = "fused"
     head_dim: Count = 64
     num_heads: Amount = 0
-    """0: as many as `head_dim` makes; otherwise their number, and `head_dim` says nothing."""
+    """Number of attention heads, which overrides `head_dim`; 0 for heads of `head_dim`."""
     text_pooling: str = "attention"
     learned_time_dim: Amount = 0
-    """0: fixed sinusoids; otherwise the (even) number of learned ones."""
+    """Even number of learned sinusoids that embed the time; 0 for fixed sinusoids."""
     null_token: bool = False
-    """Adds one learned token to every text."""
+    """Whether to add one learned token to every text."""
     init_kernel: Count = 3
     scale_shift: bool = True
     scale_skips: bool = True
-    """The shortcuts of residual blocks are scaled by 1 / sqrt(2)."""
+    """Whether to scale the shortcuts of residual blocks by 1 / sqrt(2)."""
     noise_aug: bool = False
-    """The low-res image is noisy, and a second time says how much."""
+    """Whether the low-res image is noisy; a second time input gives its noise level."""
     remat: bool = False
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, what the gradient does not compute again: see layers.KEEPS."""
+    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
     attention_impl: str = "auto"
-    """See attention.attend."""
+    """Implementation of attention, see attention.attend."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
@@ -69,7 +71,7 @@ class EfficientUNet(nn.Module):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """`time` is the preconditioner's c_noise. Nothing here depends on `train`."""
+        """Return F in float32. `time` is the preconditioner's c_noise; `train` has no effect."""
         del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
@@ -88,33 +90,33 @@ class EfficientUNet(nn.Module):
                 h = res(width, name=f"{name}_{level}_{i}_res")(h, emb)
             if level in self.attention_levels:
                 h = self._attention(width, f"{name}_{level}_attn")(h, context, text_mask)
-            return h
+            return h  # [B, h, w, width]
 
         x = with_low_res(x.astype(self.dtype), low_res)  # [B, H, W, 6]
         widths = [self.embed_dim * m for m in self.channel_mult]
         deepest = len(widths) - 1
         h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
-        skips = []  # [B, h, w, C], one a level
+        skips = []  # Each [B, h, w, C], one per level.
         for level, width in enumerate(widths):
             if level < deepest:
                 h = HalvingConv(self.dtype, name=f"down_{level}_resample")(h)  # [B, h/2, w/2, C]
             h = blocks(h, level, width, "down")  # [B, h, w, width]
             skips.append(h)
 
-        # A level's blocks leave the width of the level above; skips are added, not concatenated.
+        # The blocks of a level output the width of the level above, so skips can be added.
         h = blocks(skips.pop(), deepest, widths[max(deepest - 1, 0)], "up")
         for level in reversed(range(deepest)):
-            h = blocks(h + skips.pop(), level, widths[max(level - 1, 0)], "up")
+            h = blocks(h + skips.pop(), level, widths[max(level - 1, 0)], "up")  # [B, h, w, C]
             h = ConvTranspose(self.dtype, name=f"up_{level}_resample")(h)  # [B, 2h, 2w, C]
         return dense(h, 3, "out_conv", dtype=self.dtype).astype(jnp.float32)  # [B, H, W, 3]
 
     @property
     def low_res(self) -> bool:
-        """Always: this network is for super-resolution alone."""
+        """True: this network is only for super-resolution."""
         return True
 
     def check(self, text_width: int) -> None:
-        """`check`, for settings, which do not import this file."""
+        """Raise ValueError for inconsistent fields; see `check`."""
         check(self, text_width)
 
     def _attention(self, width, name):
@@ -124,13 +126,13 @@ class EfficientUNet(nn.Module):
 
 
 def attention_widths(unet: EfficientUNet) -> list[int]:
-    """The widths at which there is attention; on the way up a level has that of the one above."""
+    """Return the widths with attention; on the way up, a level has the width of the one above."""
     widths = [unet.embed_dim * m for m in unet.channel_mult]
-    return [widths[at] for level in unet.attention_levels for at in (level, max(level - 1, 0))]
+    return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
 
 
 def check(unet: EfficientUNet, text_width: int) -> None:
-    """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
+    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling."""
     check_layers(unet)
     check_text_width(unet, text_width)
     unit = 2 ** (len(unet.channel_mult) - 1)
@@ -142,7 +144,7 @@ def check(unet: EfficientUNet, text_width: int) -> None:
 
 
 def check_layers(unet: EfficientUNet) -> None:
-    """ValueError for fields of which no layers can be made."""
+    """Raise ValueError for fields from which the layers cannot be built."""
     check_conditioning(unet)
     levels = len(unet.channel_mult)
     if len(unet.num_res_blocks) != levels or min(unet.num_res_blocks, default=0) < 1:
@@ -171,11 +173,11 @@ def check_layers(unet: EfficientUNet) -> None:
 
 
 def check_text_width(unet: EfficientUNet, text_width: int) -> None:
-    """ValueError unless attention can take a text of this width."""
+    """Raise ValueError unless the attention accepts text of this width."""
     if unet.attention != "self" and unet.attention_levels and (text_width < 1 or text_width % 32):
         raise ValueError(
-            f"the text is {text_width} wide, and an EfficientUNet with {unet.attention} attention "
-            "normalises it in 32 groups: take a multiple of 32, or attention='self'"
+            f"the text width is {text_width}, but an EfficientUNet with {unet.attention} attention "
+            "normalises it in 32 groups: choose a multiple of 32, or attention='self'"
         )
 
 
@@ -184,5 +186,5 @@ def _check_num_heads(widths: Sequence[int], num_heads: int) -> None:
         if num_heads < 0 or width % num_heads:
             raise ValueError(
                 f"unet.num_heads {num_heads} does not divide the width {width} of a level with "
-                "attention: choose a number that does, or 0 and a head_dim"
+                "attention: choose one that does, or set it to 0 and set unet.head_dim"
             )

@@ -1,6 +1,6 @@
-"""Layers that Imagen's UNets share: the residual block, convolutions that change the resolution.
+"""Layers shared by Imagen's UNets: the residual block and the resampling convolutions.
 
-NHWC; B batch, H W pixels, C channels, E time embedding.
+Images are NHWC. Shapes: B batch, H W pixels, C channels, E time embedding.
 """
 
 from typing import Any
@@ -17,14 +17,16 @@ from diffusion_jax.nn.layers import GroupNorm, conv, dense, uniform
 
 
 class ResBlock(nn.Module):
-    """norm -> SiLU -> conv, twice; the embedding scales and shifts the second norm."""
+    """Residual block: norm -> SiLU -> conv, twice, with the embedding added at the second norm."""
 
     width: int
     resample: str = ""
-    """"up" and "down" change the resolution by 2 between the first SiLU and convolution."""
+    """"up" or "down" to double or halve the resolution between the first SiLU and convolution."""
     scale_shift: bool = True
+    """Whether the embedding scales and shifts the second norm's output instead of being added to
+    its input."""
     always_project: bool = False
-    """The shortcut is a 1x1 convolution even where the width stays."""
+    """Whether the shortcut is a 1x1 convolution even if the width does not change."""
     skip_scale: float = 1.0
     dropout: float = 0.0
     train: bool = False
@@ -32,35 +34,35 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
-        """Returns [B, H, W, width]."""
+        """Return [B, H, W, width], or half or twice this H and W if the block resamples."""
         h = GroupNorm(silu=True, name="norm1")(x)  # [B, H, W, C]
         if self.resample == "down":
             h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
-        if self.resample == "up":
+        if self.resample == "up":  # [B, 2H, 2W, C]
             h, x = (ConvTranspose(self.dtype, name=f"up_{n}")(y) for n, y in (("h", h), ("x", x)))
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         if self.scale_shift:
-            emb = dense(nn.silu(emb), 2 * self.width, "emb", dtype=self.dtype)
+            emb = dense(nn.silu(emb), 2 * self.width, "emb", dtype=self.dtype)  # [B, 2 width]
             scale, shift = jnp.split(emb.astype(jnp.float32), 2, axis=-1)  # [B, width] each
             h = GroupNorm(silu=True, name="norm2")(h, scale, shift)
         else:
-            emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)
+            emb = dense(nn.silu(emb), self.width, "emb", dtype=self.dtype)  # [B, width]
             h = GroupNorm(silu=True, name="norm2")(ops.add_broadcast(h, emb[:, None, None]))
         h = nn.Dropout(self.dropout, deterministic=not self.train)(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if self.always_project or x.shape[-1] != self.width:
-            x = dense(x, self.width, "skip", dtype=self.dtype)
+            x = dense(x, self.width, "skip", dtype=self.dtype)  # [B, H, W, width]
         return self.skip_scale * x + h
 
 
 class HalvingConv(nn.Module):
-    """Learned downsampling by 2, the width kept, by ops.conv_4x4_halving."""
+    """4x4 convolution with stride 2 that keeps the width."""
 
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Returns [B, H / 2, W / 2, C]."""
+        """Return [B, H/2, W/2, C]."""
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
@@ -68,13 +70,13 @@ class HalvingConv(nn.Module):
 
 
 class ConvTranspose(nn.Module):
-    """Learned upsampling by 2, the width kept, by ops.conv_transpose_4x4."""
+    """Transposed 4x4 convolution with stride 2 that keeps the width."""
 
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Returns [B, 2 H, 2 W, C]."""
+        """Return [B, 2 H, 2 W, C]."""
         c = x.shape[-1]
         kernel = self.param("kernel", uniform(16 * c), (4, 4, c, c))
         bias = self.param("bias", uniform(16 * c), (c,))
@@ -84,9 +86,9 @@ class ConvTranspose(nn.Module):
 def bicubic_upsample(
     x: Float[Array, "B _ _ C"], height: int, width: int
 ) -> Float[Array, "B H W C"]:
-    """torch's bicubic interpolate: a = -0.75, half-pixel centres, borders repeated.
+    """Enlarge images like torch's bicubic interpolate: a = -0.75, half-pixel centres, edge padding.
 
-    Without antialiasing, so for enlarging only. jax.image.resize has another kernel (a = -0.5).
+    It does not antialias, so it is not for reducing images. jax.image.resize uses a = -0.5.
     """
     if x.shape[1:3] == (height, width):
         return x
@@ -98,7 +100,10 @@ def bicubic_upsample(
 
 
 def check_resolutions(unet: Any) -> None:
-    """ValueError unless its levels halve the image evenly and reach its attention's resolutions."""
+    """Raise ValueError unless the levels halve the image evenly and have all attention resolutions.
+
+    `unet` is a UNet or MagnitudeUNet.
+    """
     levels = len(unet.channel_mult)
     unit = unet.patch * 2 ** (levels - 1)
     if unet.image_size % unit:
@@ -106,17 +111,17 @@ def check_resolutions(unet: Any) -> None:
             f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
             f"{levels - 1} halvings: take a multiple of {unit}, or fewer levels"
         )
-    reached = [unet.image_size // unet.patch >> level for level in range(levels)]
+    resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
-        if resolution not in reached:
+        if resolution not in resolutions:
             raise ValueError(
                 f"unet.attention_resolutions holds {resolution}, which a UNet of image_size "
-                f"{unet.image_size} and {levels} levels never reaches: choose from {reached}"
+                f"{unet.image_size} and {levels} levels never reaches: choose from {resolutions}"
             )
 
 
 def check_width(name: str, width: int) -> None:
-    """ValueError unless group normalisation divides `width`."""
+    """Raise ValueError unless `width` is a multiple of group norm's 32 groups."""
     if width < 32 or width % 32:
         raise ValueError(
             f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
@@ -135,7 +140,7 @@ def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
-    """Keys' cubic kernel (1981) at distances from 0 to 2."""
+    """Evaluate Keys' cubic kernel (1981) at distances from 0 to 2."""
     near = (a + 2) * d**3 - (a + 3) * d**2 + 1
     far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
     return np.where(d <= 1, near, far)

@@ -1,12 +1,12 @@
-"""A UNet that keeps magnitudes: EDM2's, config G (Karras et al. 2024, arXiv 2312.02696), with text.
+"""Magnitude-preserving UNet of EDM2, config G (Karras et al. 2024, arXiv 2312.02696), with text.
 
-No group norm, no biases: weights of unit length, sums and activations that are scaled, and pixel
-norm on the way down hold every activation near magnitude 1 (see nn.magnitude). Where the paper
-has a class, a text is pooled, and its attention may see the text beside the pixels. It belongs with
-precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
+It has neither group norm nor biases. Weights of unit length, scaled sums and activations, and pixel
+norm on the way down keep every activation near magnitude 1 (see nn.magnitude). The pooled text
+replaces the paper's class label, and attention may also see the text tokens. Train it with precond
+"edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
 
-NHWC; B batch, H W pixels (h w at a level: patches, halved once a level), C its channels, E
-embedding, L text tokens and D their width, K the width of the context, N heads.
+Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level),
+C channels of a level, E embedding, L text tokens of width D, N heads, K head dim.
 """
 
 import functools
@@ -24,37 +24,38 @@ from diffusion_jax.nn.attention import attend, counts_keys, valid_first
 from diffusion_jax.nn.layers import KEEPS, with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
 from imagen_jax.attention import check_attention, check_heads
-from imagen_jax.conditioning import check_low_res, given, with_low_res
+from imagen_jax.conditioning import check_low_res, required, with_low_res
 from imagen_jax.layers import check_resolutions
 
 ATTENTION = ("fused", "cross", "self")
-_BRANCH = 0.3  # The share of a residual or attention branch in the sum with its input.
-_LARGEST = 256  # Activations are clipped there.
+_BRANCH = 0.3  # Weight of a residual or attention branch in the sum with its input.
+_CLIP = 256  # Activations are clipped to this magnitude.
 
 
 class MagnitudeUNet(nn.Module):
-    """F(x, time | text[, low-res image]); the fields are the `unet` group of a config."""
+    """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
 
     image_size: Count
     patch: Count = 1
-    """Pixels are gathered into patches of this side first, so that resolutions count patches."""
+    """Side of the patches that pixels are gathered into first; resolutions then count patches."""
     embed_dim: Count = 192
     channel_mult: Counts = (1, 2, 3, 4)
     num_res_blocks: Count = 3
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
     attention: Annotated[str, ATTENTION] = "fused"
-    """Whether pixels attend to pixels and text, to text, or to pixels as in the paper."""
+    """Whether pixels attend to pixels and text ("fused"), to text ("cross"), or to pixels ("self",
+    as in the paper)."""
     head_dim: Count = 64
     cond_dim: Count = 512
     dropout: Decay = 0.0
     low_res: bool = False
     noise_aug: bool = False
-    """The low-res image is noisy, and a second time says how much."""
+    """Whether the low-res image is noisy; a second time input gives its noise level."""
     remat: bool = False
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, what the gradient does not compute again: see layers.KEEPS."""
+    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
     attention_impl: str = "auto"
-    """See attention.attend."""
+    """Implementation of attention, see attention.attend."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
@@ -69,7 +70,11 @@ class MagnitudeUNet(nn.Module):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """`time` is the preconditioner's c_noise; dropout needs train and an rng "dropout"."""
+        """Return F in float32.
+
+        `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
+        """
+        # [B, E], [B, L, cond_dim] (None without text attention), [B, L]
         emb, context, text_mask = self._conditions(time, text, text_mask, low_res_time)
         widths = [self.embed_dim * m for m in self.channel_mult]
         deepest = len(widths) - 1
@@ -81,7 +86,7 @@ class MagnitudeUNet(nn.Module):
             implementation=self.attention_impl,
             dtype=self.dtype,
         )
-        run = lambda made, h: made(h, emb, context, text_mask)
+        run = lambda block, h: block(h, emb, context, text_mask)
 
         def blocks(level, decoder):
             kind = self.attention if self._resolution(level) in self.attention_resolutions else ""
@@ -91,9 +96,9 @@ class MagnitudeUNet(nn.Module):
         if self.low_res:
             x = with_low_res(x, low_res)  # [B, H, W, 6]
         x = ops.space_to_depth(x, self.patch)  # [B, h, w, 3 or 6 patch^2]
-        x = _with_one(x)  # In place of biases, a channel of ones.
+        x = _with_one(x)  # [B, h, w, channels + 1]: a channel of ones replaces the biases.
         h = MPConv(widths[0], 3, self.dtype, name="init_conv")(x)  # [B, h, w, C]
-        skips = [h]  # Of every level, as many as the way up takes off again.
+        skips = [h]  # Each [B, h, w, C]; the way up pops them in reverse order.
         for level in range(len(widths)):
             if level > 0:
                 halve = block(h.shape[-1], resample="down", name=f"down_{level}_resample")
@@ -104,7 +109,7 @@ class MagnitudeUNet(nn.Module):
                 skips.append(h)
 
         middle = functools.partial(block, widths[deepest], decoder=True)
-        h = run(middle(attention=self.attention, name="mid_0"), h)
+        h = run(middle(attention=self.attention, name="mid_0"), h)  # [B, h, w, C], deepest level
         h = run(middle(name="mid_1"), h)
 
         for level in reversed(range(len(widths))):
@@ -118,37 +123,37 @@ class MagnitudeUNet(nn.Module):
                 h = run(blocks(level, True)(name=f"up_{level}_{i}"), h)  # [B, h, w, C]
 
         gain = self.param("out_gain", nn.initializers.zeros, ())
-        h = MPConv(3 * self.patch**2, 3, self.dtype, name="out_conv")(h, gain)
+        h = MPConv(3 * self.patch**2, 3, self.dtype, name="out_conv")(h, gain)  # [.., 3 patch^2]
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _conditions(self, time, text, text_mask, low_res_time):
-        """The embedding [B, E], the context [B, L, K] of attention, and its mask [B, L].
+        """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
 
-        Tokens get a one beside their numbers, so that a text that was dropped, all zeros, is a
-        learned vector of magnitude 1 too.
+        A one is appended to each token, so that a dropped text, which is all zeros, also becomes a
+        learned vector of magnitude 1.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)
         embed = lambda t, name: linear(name)(mp_fourier(t, widths[0]))  # [B, E], float32
         tokens = normalize(_with_one(normalize(text.astype(jnp.float32))))  # [B, L, D + 1]
         pooled = normalize((tokens * text_mask[:, :, None]).sum(1))  # [B, D + 1]
-        emb = embed(time, "time_embed")
+        emb = embed(time, "time_embed")  # [B, E]
         if self.noise_aug:
-            low_res_time = given(low_res_time, "low_res_time", "noise_aug")
+            low_res_time = required(low_res_time, "low_res_time", "noise_aug")
             emb = mp_sum(emb, embed(low_res_time, "low_res_time_embed"), 0.5)
         emb = mp_silu(mp_sum(emb, linear("text_embed")(pooled), 0.5))
         if self.attention == "self":
             return emb, None, text_mask
-        if counts_keys(self.attention_impl):  # The order of tokens changes nothing else.
+        if counts_keys(self.attention_impl):  # Attention does not depend on the order of tokens.
             tokens, text_mask = valid_first(tokens, text_mask)
         to_context = MPConv(self.cond_dim, dtype=self.dtype, name="text_to_cond")
-        return emb, to_context(tokens), text_mask
+        return emb, to_context(tokens), text_mask  # [B, E], [B, L, cond_dim], [B, L]
 
     def _resolution(self, level: int) -> int:
         return self.image_size // self.patch >> level
 
     def check(self, text_width: int = 0) -> None:
-        """ValueError for fields that do not go together; texts of every width do."""
+        """Raise ValueError for inconsistent fields. Every text width is accepted."""
         del text_width
         check_attention(self.attention, self.attention_impl, self.dtype, self.head_dim)
         check_low_res(self)
@@ -159,19 +164,19 @@ class MagnitudeUNet(nn.Module):
             for level, width in enumerate(widths)
             if self._resolution(level) in self.attention_resolutions
         ]
-        check_heads({*attending, widths[-1]}, self.head_dim)  # The middle always attends.
+        check_heads({*attending, widths[-1]}, self.head_dim)  # The middle always has attention.
 
 
 class Block(nn.Module):
-    """A residual block, then attention where it has any (figure 21)."""
+    """Residual block followed by optional attention (figure 21)."""
 
     width: int
     decoder: bool = False
-    """On the way up; on the way down pixel norm comes first."""
+    """Whether the block is on the way up; blocks on the way down start with pixel norm."""
     resample: str = ""
-    """"up" and "down" change the resolution by 2 first."""
+    """"up" or "down" to first double or halve the resolution."""
     attention: str = ""
-    """In ATTENTION; "" for none."""
+    """Kind of attention, in ATTENTION; "" for none."""
     head_dim: int = 64
     dropout: float = 0.0
     train: bool = False
@@ -180,14 +185,14 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Returns [B, H, W, width]; the context may be None where nothing attends to it."""
+        """Return [B, H, W, width]. `context` may be None if the block does not attend to it."""
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
         if self.resample == "up":
             x = ops.repeat_2x2(x)  # [B, 2H, 2W, C]
         skip = lambda x: x if x.shape[-1] == self.width else self._layer("skip")(x)
         if not self.decoder:
-            x = normalize(skip(x))  # [B, H, W, width]
+            x = normalize(skip(x))  # [B, H, W, width], so the second `skip` below is the identity.
 
         h = self._layer("conv1", 3)(mp_silu(x))  # [B, H, W, width]
         gain = self.param("emb_gain", nn.initializers.zeros, ())
@@ -199,27 +204,30 @@ class Block(nn.Module):
 
         if self.attention:
             x = mp_sum(x, self._attended(x, context, text_mask), _BRANCH)
-        return jnp.clip(x, -_LARGEST, _LARGEST)
+        return jnp.clip(x, -_CLIP, _CLIP)
 
     def _attended(self, x, context, text_mask):
-        """[B, H, W, C] -> [B, H, W, C]: keys are the pixels, the text's tokens, or both."""
+        """Return attention's output [B, H, W, C] for x [B, H, W, C].
+
+        The keys are the pixels, the text tokens, or both.
+        """
         pixels = x.reshape(len(x), -1, self.width)  # [B, HW, C]
         if self.attention == "cross":
-            (q,), keys = self._heads(pixels, 1, "q"), []
+            (q,), keys = self._heads(pixels, 1, "q"), []  # [B, HW, N, K]
         else:
             q, *keys = self._heads(pixels, 3, "qkv")  # [B, HW, N, K] each
         if self.attention == "self":
             return self._out(attend(q, *keys, implementation=self.implementation), x)
         text = self._heads(context, 2, "kv_context")  # [B, L, N, K] each
-        if keys:
+        if keys:  # [B, HW + L, N, K] each
             text = [jnp.concatenate(pair, axis=1) for pair in zip(keys, text, strict=True)]
         return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
 
     def _heads(self, tokens, parts, name):
-        """`parts` arrays [B, T, N, K] of [B, T, C], each vector of a head of magnitude 1."""
-        heads = self._layer(name, width=parts * self.width)(tokens)
+        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K] of head vectors with magnitude 1."""
+        heads = self._layer(name, width=parts * self.width)(tokens)  # [B, T, parts C]
         shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)
-        heads = normalize(heads.reshape(shape))
+        heads = normalize(heads.reshape(shape))  # [B, T, parts, N, K]
         return [heads[:, :, i] for i in range(parts)]
 
     def _out(self, heads, x):

@@ -1,9 +1,11 @@
-"""The UNet of Imagen's base models and of the 400M super-resolution model.
+"""UNet of Imagen's base models and of the 400M super-resolution model.
 
-Wide residual blocks with attention to pixels and text at chosen resolutions; time and pooled text
-shift and scale every block. It follows NVIDIA NeMo's UNetModel number for number. NHWC; B batch,
-H W pixels (h w at a level: patches, halved once a level), C its channels, E time embedding, L text
-tokens and D their width, T the tokens that are attended to and K their width.
+It has wide residual blocks, and attention to pixels and text at chosen resolutions. The time and
+the pooled text scale and shift the norms of every residual block. It computes the same numbers as
+NVIDIA NeMo's UNetModel.
+
+Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level),
+C channels of a level, E time embedding, L text tokens of width D, T context tokens of width K.
 """
 
 import functools
@@ -24,12 +26,12 @@ from imagen_jax.layers import ConvTranspose, ResBlock, check_resolutions, check_
 
 
 class UNet(nn.Module):
-    """F(x, time | text[, low-res image]); the fields are the `unet` group of a config."""
+    """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
 
     image_size: Count
     patch: Count = 1
-    """Pixels are gathered into patches of this side first (Hoogeboom et al. 2023), so that
-    resolutions count patches; 1 for NeMo's models."""
+    """Side of the patches that pixels are gathered into first (Hoogeboom et al. 2023); resolutions
+    then count patches. NeMo's models have 1."""
     embed_dim: Count = 256
     channel_mult: Counts = (1, 2, 3, 4)
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
@@ -39,23 +41,24 @@ class UNet(nn.Module):
     cond_dim: Count = 512
     text_pooling: str = "attention"
     learned_time_dim: Amount = 0
-    """0: fixed sinusoids; otherwise the (even) number of learned ones."""
+    """Even number of learned sinusoids that embed the time; 0 for fixed sinusoids."""
     null_token: bool = False
-    """Adds one learned token to every text."""
+    """Whether to add one learned token to every text."""
     init_kernel: Count = 3
     scale_shift: bool = True
     resblock_updown: bool = False
     conv_resample: bool = True
-    """False: average pooling on the way down. The way up always has a convolution."""
+    """Whether to downsample by convolution instead of average pooling. Upsampling always uses a
+    convolution."""
     dropout: Decay = 0.0
     low_res: bool = False
     noise_aug: bool = False
-    """The low-res image is noisy, and a second time says how much."""
+    """Whether the low-res image is noisy; a second time input gives its noise level."""
     remat: bool = False
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, what the gradient does not compute again: see layers.KEEPS."""
+    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
     attention_impl: str = "auto"
-    """See attention.attend."""
+    """Implementation of attention, see attention.attend."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
@@ -70,7 +73,10 @@ class UNet(nn.Module):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """`time` is the preconditioner's c_noise; dropout needs train and an rng "dropout"."""
+        """Return F in float32.
+
+        `time` is the preconditioner's c_noise. Dropout needs train=True and an rng "dropout".
+        """
         emb, context, text_mask = condition(
             self, time, text, text_mask, low_res_time, self.cond_dim
         )  # [B, E], [B, T, K], [B, T]
@@ -87,7 +93,7 @@ class UNet(nn.Module):
         widths = [self.embed_dim * m for m in self.channel_mult]
         blocks = blocks_per_level(self.num_res_blocks, len(widths))
         h = conv(x, widths[0], "init_conv", kernel=self.init_kernel, dtype=self.dtype)
-        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
+        skips = [h]  # Each [B, h, w, C]; the way up pops them in reverse order.
         for level, width in enumerate(widths):
             for i in range(blocks[level]):
                 h = block(h, level, width, f"down_{level}_{i}")  # [B, h, w, C]
@@ -107,13 +113,13 @@ class UNet(nn.Module):
             if level > 0:
                 h = self._upsample(h, emb, res, f"up_{level}_resample")  # [B, 2h, 2w, C]
 
-        h = GroupNorm(silu=True, name="out_norm")(h)
+        h = GroupNorm(silu=True, name="out_norm")(h)  # [B, H/patch, W/patch, C]
         channels = 3 * self.patch**2
         h = conv(h, channels, "out_conv", kernel=self.init_kernel, zero=True, dtype=self.dtype)
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """The residual block and the attention of every level, each but for its width and name."""
+        """Return the residual block and the attention block, which lack only width and name."""
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
@@ -143,23 +149,23 @@ class UNet(nn.Module):
 
 
 def attends(unet: UNet, level: int) -> bool:
-    """Whether the blocks of a level (0 is the full resolution) have attention."""
+    """Return whether the blocks of a level have attention; level 0 is the full resolution."""
     patches = unet.image_size // unet.patch
     return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
 def check(unet: UNet) -> None:
-    """ValueError for fields that do not go together: cheap, so call it before anything compiles.
+    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling.
 
-    Stricter than `check_layers`: an attention resolution that no level has, which NeMo ignores
-    without a word, is surely a mistake in a config.
+    Unlike `check_layers`, it also rejects attention resolutions that no level has. NeMo ignores
+    these silently, but in a config they are a mistake.
     """
     check_layers(unet)
     check_resolutions(unet)
 
 
 def check_layers(unet: UNet) -> None:
-    """ValueError for fields of which no layers can be made."""
+    """Raise ValueError for fields from which the layers cannot be built."""
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
     levels = len(unet.channel_mult)
@@ -167,7 +173,7 @@ def check_layers(unet: UNet) -> None:
     if len(blocks) != levels:
         raise ValueError(
             f"unet.num_res_blocks {blocks} has {len(blocks)} entries and unet.channel_mult "
-            f"{tuple(unet.channel_mult)} has {levels}: give one a level, or a single number"
+            f"{tuple(unet.channel_mult)} has {levels}: give one per level, or a single number"
         )
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     for mult, width in zip(unet.channel_mult, widths, strict=True):
@@ -175,6 +181,6 @@ def check_layers(unet: UNet) -> None:
     if unet.attention != "self":
         check_width("cond_dim", unet.cond_dim)
     attending = [width for level, width in enumerate(widths) if attends(unet, level)]
-    check_heads({*attending, widths[-1]}, unet.head_dim)  # The middle always attends.
+    check_heads({*attending, widths[-1]}, unet.head_dim)  # The middle always has attention.
     if unet.init_kernel % 2 == 0:
         raise ValueError(f"unet.init_kernel {unet.init_kernel} must be odd")

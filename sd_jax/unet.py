@@ -1,8 +1,10 @@
-"""The UNet of Stable Diffusion 1.x, 2.x and MLPerf: residual blocks and transformers over latents.
+"""UNet of Stable Diffusion 1.x, 2.x and MLPerf: residual blocks and transformers over latents.
 
-It follows LDM's openaimodel (Rombach et al. 2022) number for number. NHWC; B batch, H W latents
-(h w at a level), C channels, E = 4 width time embedding, L text tokens and D their width, T tokens
-that attend, N heads and K their width.
+It computes the same numbers as LDM's openaimodel (Rombach et al. 2022).
+
+Arrays are NHWC. Shapes: B batch, H W height and width of the latents, h w those at a level, C
+channels of a level, E = 4 width time embedding, L text tokens of width D, T query tokens, N heads,
+K head dim.
 """
 
 import functools
@@ -31,7 +33,7 @@ from diffusion_jax.nn.layers import (
 
 
 class UNet(nn.Module):
-    """F(x, time | text); the fields are the `unet` group of a config, by default 2.0's."""
+    """Network F(x, time | text); its fields are the `unet` group of a config (defaults: 2.0's)."""
 
     width: Count = 320
     channel_mult: Counts = (1, 2, 4, 4)
@@ -40,21 +42,23 @@ class UNet(nn.Module):
     """Levels with transformers; level 0 is the full resolution."""
     transformer_depth: Count = 1
     num_heads: Amount = 0
-    """Heads of each transformer, whatever its width (8 in 1.x); 0: as many as head_dim gives."""
+    """Number of heads of each transformer (8 in 1.x); 0 for its width / head_dim."""
     head_dim: Count = 64
-    """Not used where num_heads is given."""
+    """Width of a head; not used if num_heads is set."""
     linear_projections: bool = True
-    """How files hold what leads in and out of a transformer: as linear layers (2.x), or as 1x1
-    convolutions (1.x). The numbers are the same."""
+    """Whether checkpoint files store the first and last layer of a transformer as linear layers
+    (2.x) instead of 1x1 convolutions (1.x). The numbers are the same."""
     norm_groups: Count = 32
-    """Groups of the norms in residual blocks and the output: MLPerf's 16; transformers have 32."""
+    """Groups of the norms in residual blocks and before the output (16 in MLPerf). Norms of
+    transformers always have 32."""
     in_channels: Count = 4
     out_channels: Count = 4
     remat: bool = False
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, what the gradient does not compute again: see layers.KEEPS."""
+    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
     attention_impl: str = "auto"
-    """See attention.attend. Heads wider than 128, 1.x's deepest, take "xla" for "cudnn"."""
+    """Implementation of attention, see attention.attend. Heads wider than 128 (the deepest of 1.x)
+    use "xla" instead of "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
@@ -64,15 +68,17 @@ class UNet(nn.Module):
         time: Float[Array, "B"],
         text: Float[Array, "B L D"],
     ) -> Float[Array, "B H W {self.out_channels}"]:
-        """`time` is 0 to 999, also between whole numbers; every token of `text` is attended to.
+        """Return F in float32.
 
-        ValueError unless height and width can be halved once for each level but the last.
+        `time` is a timestep from 0 to 999, possibly fractional. Attention sees every text token.
+
+        Raises ValueError unless height and width can be halved at every level but the last.
         """
         self._check_size(x.shape[1], x.shape[2])
         emb = ops.sinusoid(time, self.width).astype(self.dtype)  # [B, width]
-        emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)
+        emb = dense(emb, 4 * self.width, "time_dense1", dtype=self.dtype)  # [B, E]
         emb = dense(nn.silu(emb), 4 * self.width, "time_dense2", dtype=self.dtype)
-        emb = nn.silu(emb)  # [B, E]: once for all blocks, each of which starts with it in LDM.
+        emb = nn.silu(emb)  # LDM applies this SiLU in every residual block; here once for all.
         text = text.astype(self.dtype)
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps), self.norm_groups, dtype=self.dtype
@@ -89,7 +95,7 @@ class UNet(nn.Module):
         widths = [self.width * m for m in self.channel_mult]
         blocks = blocks_per_level(self.num_res_blocks, len(widths))
         h = conv(x.astype(self.dtype), self.width, "init_conv", kernel=3, dtype=self.dtype)
-        skips = [h]  # [B, h, w, C] of every level, as many as the way up takes off again.
+        skips = [h]  # Each [B, h, w, C]; the way up pops them in reverse order.
         for level, width in enumerate(widths):
             for i in range(blocks[level]):
                 h = res(width, name=f"down_{level}_{i}_res")(h, emb)  # [B, h, w, C]
@@ -117,7 +123,7 @@ class UNet(nn.Module):
 
         h = GroupNorm(self.norm_groups, silu=True, name="out_norm")(h)
         h = conv(h, self.out_channels, "out_conv", kernel=3, zero=True, dtype=self.dtype)
-        return h.astype(jnp.float32)
+        return h.astype(jnp.float32)  # [B, H, W, out_channels]
 
     def _check_size(self, height, width):
         unit = 2 ** (len(self.channel_mult) - 1)
@@ -129,7 +135,7 @@ class UNet(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """norm -> SiLU -> conv, twice; the time is added before the second norm."""
+    """Residual block: norm -> SiLU -> conv, twice; the time is added before the second norm."""
 
     norm_groups: int
     width: int
@@ -137,20 +143,20 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"], emb: Float[Array, "B E"]):
-        """Returns [B, H, W, width]; `emb` has been through SiLU."""
+        """Return [B, H, W, width]. SiLU must already be applied to `emb`."""
         h = GroupNorm(self.norm_groups, silu=True, name="norm1")(x)
         h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         emb = dense(emb, self.width, "emb", dtype=self.dtype)
-        h = ops.add_broadcast(h, emb[:, None, None])  # + [B, 1, 1, width]
+        h = ops.add_broadcast(h, emb[:, None, None])  # [B, H, W, width]
         h = GroupNorm(self.norm_groups, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, zero=True, dtype=self.dtype)
         if x.shape[-1] != self.width:
-            x = dense(x, self.width, "skip", dtype=self.dtype)
+            x = dense(x, self.width, "skip", dtype=self.dtype)  # [B, H, W, width]
         return x + h
 
 
 class Transformer(nn.Module):
-    """Pixels attend to pixels, then to text, then pass a gated layer: `depth` times."""
+    """Transformer over pixels: self-attention, attention to text, gated layer, `depth` times."""
 
     depth: int
     num_heads: int
@@ -160,7 +166,7 @@ class Transformer(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], text: Float[Array, "B L D"]):
-        """Each part adds to its input, and the whole to x."""
+        """Return x plus the transformer's output; inside, each layer has a residual."""
         c = x.shape[-1]
         heads = self.num_heads or c // self.head_dim
         attend = functools.partial(Attention, heads, self.implementation, self.dtype)
@@ -168,18 +174,19 @@ class Transformer(nn.Module):
         h = dense(GroupNorm(eps=1e-6, name="norm")(h), c, "in", dtype=self.dtype)
         for i in range(self.depth):
             normed = layer_norm(h, f"self_norm_{i}", dtype=self.dtype)
-            h = h + attend(name=f"self_{i}")(normed, normed)
+            h = h + attend(name=f"self_{i}")(normed, normed)  # [B, HW, C]
             normed = layer_norm(h, f"cross_norm_{i}", dtype=self.dtype)
-            h = h + attend(name=f"cross_{i}")(normed, text)
+            h = h + attend(name=f"cross_{i}")(normed, text)  # [B, HW, C]
             normed = layer_norm(h, f"ff_norm_{i}", dtype=self.dtype)
-            value, gate = jnp.split(dense(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype), 2, -1)
-            gate = nn.gelu(gate, approximate=False)  # [B, HW, 4 C]
-            h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)
-        return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)
+            gated = dense(normed, 8 * c, f"ff_in_{i}", dtype=self.dtype)  # [B, HW, 8 C]
+            value, gate = jnp.split(gated, 2, -1)  # [B, HW, 4 C] each
+            gate = nn.gelu(gate, approximate=False)
+            h = h + dense(value * gate, c, f"ff_out_{i}", dtype=self.dtype)  # [B, HW, C]
+        return x + dense(h.reshape(x.shape), c, "out", zero=True, dtype=self.dtype)  # [B, H, W, C]
 
 
 class Attention(nn.Module):
-    """Every pixel attends to every token, without a mask."""
+    """Attention from every token of x to every token of `tokens`, without a mask."""
 
     num_heads: int
     implementation: str = "auto"
@@ -187,36 +194,37 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T C"], tokens: Float[Array, "B L D"]):
-        """Returns [B, T, C]; only the output has a bias."""
+        """Return [B, T, C]. Only the output layer has a bias."""
         c = x.shape[-1]
         head_dim = c // self.num_heads
         layer = functools.partial(ToHeads, 1, self.num_heads, head_dim, False, self.dtype)
         (q,), (k,), (v,) = (
             layer(name=name)(y) for y, name in ((x, "q"), (tokens, "k"), (tokens, "v"))
-        )  # [B, T, N, K], [B, L, N, K] twice
-        wide = self.implementation == "cudnn" and head_dim > 128  # So wide are only few tokens.
-        out = attend(q, k, v, implementation="xla" if wide else self.implementation)
+        )  # [B, T, N, K], [B, L, N, K], [B, L, N, K]
+        # cuDNN has no heads this wide. They occur only at low resolutions, with few tokens.
+        too_wide = self.implementation == "cudnn" and head_dim > 128
+        out = attend(q, k, v, implementation="xla" if too_wide else self.implementation)
         return FromHeads(c, dtype=self.dtype, name="out")(out)  # [B, T, C]
 
 
 def transformer_widths(unet: UNet) -> set[int]:
-    """The widths that have attention; the middle always has."""
+    """Return the widths of all transformers, including the one in the middle."""
     return {unet.width * unet.channel_mult[level] for level in (*unet.attention_levels, -1)}
 
 
 def check(unet: UNet) -> None:
-    """ValueError for fields that do not go together: cheap, so call it before anything compiles."""
+    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling."""
     levels = len(unet.channel_mult)
     blocks = blocks_per_level(unet.num_res_blocks, levels)
     if len(blocks) != levels:
         raise ValueError(
             f"unet.num_res_blocks {blocks} and unet.channel_mult "
-            f"{tuple(unet.channel_mult)} differ in length: give one a level, or a single number"
+            f"{tuple(unet.channel_mult)} differ in length: give one per level, or a single number"
         )
     for level in unet.attention_levels:
         if not 0 <= level < levels:
             raise ValueError(
-                f"unet.attention_levels holds {level}, and unet.channel_mult gives the levels 0 "
+                f"unet.attention_levels holds {level}, but unet.channel_mult has the levels 0 "
                 f"to {levels - 1}: choose from these"
             )
     for mult in (1, *unet.channel_mult):
@@ -242,8 +250,8 @@ def check(unet: UNet) -> None:
 def _check_heads(unet: UNet, width: int) -> None:
     if width % 32:
         raise ValueError(
-            f"a transformer is {width} wide: its normalisation has 32 groups, so take multiples "
-            "of 32"
+            f"the width of a transformer is {width}: its normalisation has 32 groups, so take a "
+            "multiple of 32"
         )
     field = "num_heads" if unet.num_heads else "head_dim"
     value = getattr(unet, field)

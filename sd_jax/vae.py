@@ -1,7 +1,9 @@
-"""The autoencoder of Stable Diffusion (KL-f8): images to latents an eighth as large, and back.
+"""Autoencoder of Stable Diffusion (KL-f8): maps images to latents of 1/8 the size, and back.
 
-It follows LDM's AutoencoderKL (Rombach et al. 2022) number for number. Images are in [-1, 1], NHWC;
-B batch, H W pixels (h w at a level, latents at last), C channels, Z channels of the latents.
+It computes the same numbers as LDM's AutoencoderKL (Rombach et al. 2022).
+
+Images are NHWC in [-1, 1]. Shapes: B batch, H W height and width of the images, h w those at a
+level (at the deepest level those of the latents), C channels of a level, Z channels of the latents.
 """
 
 import functools
@@ -21,27 +23,27 @@ from diffusion_jax.nn.attention import attend
 from diffusion_jax.nn.layers import GroupNorm, conv, dense
 
 SCALE = 0.18215
-"""One over the deviation of latents: what a UNet sees is SCALE times a sample."""
+"""1 / standard deviation of the latents: the UNet's input is SCALE times a sample."""
 Moments = Float[Array, "B h w _"]
-"""2 Z channels."""
+"""Z channels of means, then Z channels of log variances."""
 Latents = Float[Array, "B h w Z"]
 
 
 class VAE(nn.Module):
-    """Encoder and decoder; the fields are the `vae` group of a config."""
+    """Encoder and decoder; its fields are the `vae` group of a config."""
 
     width: Count = 128
     channel_mult: Counts = (1, 2, 4, 4)
     num_res_blocks: Count = 2
-    """On the way down; the way up has one more a level."""
+    """Residual blocks per level of the encoder; the decoder has one more per level."""
     latent_channels: Count = 4
     image_channels: Count = 3
     query_chunk: Count = 4096
-    """Queries that attend at a time; memory grows with this times the number of pixels / 64."""
+    """Number of attention queries per pass; memory grows with query_chunk * H * W / 64."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     def setup(self) -> None:
-        """The two halves: params["encoder"] and params["decoder"]."""
+        """Define the two halves, with parameters params["encoder"] and params["decoder"]."""
         shape = (self.width, self.channel_mult, self.num_res_blocks)
         self.encoder = Encoder(*shape, self.latent_channels, self.query_chunk, self.dtype)
         self.decoder = Decoder(*shape, self.image_channels, self.query_chunk, self.dtype)
@@ -49,30 +51,30 @@ class VAE(nn.Module):
     def __call__(
         self, images: Float[Array, "B H W _"], eps: Latents
     ) -> tuple[Float[Array, "B H W _"], Moments]:
-        """The reconstruction through a sample of the posterior, and the moments."""
+        """Return the decoded sample of the posterior, and the posterior's moments."""
         moments = self.encode(images)
         return self.decode(sample(moments, eps)), moments
 
     def encode(self, images: Float[Array, "B H W _"]) -> Moments:
-        """Means, then log variances, on the channel axis; ValueError for sizes that do not halve.
+        """Return the moments of the posterior; see `sample` and `mean_and_std`.
 
-        `moments` for moments to store, `sample` and `latents` for what these mean.
+        Raises ValueError unless height and width can be halved at every level but the last.
         """
         unit = factor(self)
         if images.shape[1] % unit or images.shape[2] % unit:
             raise ValueError(
-                f"images of {images.shape[1]} x {images.shape[2]} pixels have no latents: take "
+                f"images of {images.shape[1]} x {images.shape[2]} pixels cannot be encoded: take "
                 f"multiples of {unit}"
             )
         return self.encoder(images)
 
     def decode(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Images, about in [-1, 1], of latents that are not scaled."""
+        """Return images, roughly in [-1, 1], for latents without SCALE."""
         return self.decoder(z)
 
 
 class Encoder(nn.Module):
-    """The VAE's encoder: images to the moments of their posterior, an eighth as large."""
+    """Encoder of the VAE: maps images to the moments of their posterior."""
 
     width: int
     channel_mult: Sequence[int]
@@ -83,7 +85,7 @@ class Encoder(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W _"]) -> Moments:
-        """Pads below and to the right where it halves, unlike the UNet."""
+        """Return the moments [B, h, w, 2 Z]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = images.astype(self.dtype)  # [B, H, W, 3]
         h = conv(h, self.width, "init_conv", kernel=3, dtype=self.dtype)  # [B, H, W, width]
@@ -91,18 +93,18 @@ class Encoder(nn.Module):
             width = self.width * mult
             for i in range(self.num_res_blocks):
                 h = res(width, name=f"down_{level}_{i}_res")(h)  # [B, h, w, C]
-            if level < len(self.channel_mult) - 1:
-                name, pad = f"down_{level}_resample", (0, 1)  # [B, h/2, w/2, C]
+            if level < len(self.channel_mult) - 1:  # [B, h/2, w/2, C]
+                name, pad = f"down_{level}_resample", (0, 1)  # Pads only below and to the right.
                 h = conv(h, width, name, kernel=3, stride=2, padding=pad, dtype=self.dtype)
         h = _middle(h, self.query_chunk, self.dtype)  # [B, h, w, C]
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
-        moments = 2 * self.latent_channels  # [B, h, w, 2 Z]
-        h = conv(h, moments, "out_conv", kernel=3, dtype=self.dtype)
-        return dense(h, moments, "quant", dtype=self.dtype).astype(jnp.float32)
+        channels = 2 * self.latent_channels
+        h = conv(h, channels, "out_conv", kernel=3, dtype=self.dtype)  # [B, h, w, 2 Z]
+        return dense(h, channels, "quant", dtype=self.dtype).astype(jnp.float32)
 
 
 class Decoder(nn.Module):
-    """The VAE's decoder: latents to images."""
+    """Decoder of the VAE: maps latents to images."""
 
     width: int
     channel_mult: Sequence[int]
@@ -113,12 +115,12 @@ class Decoder(nn.Module):
 
     @nn.compact
     def __call__(self, z: Latents) -> Float[Array, "B H W _"]:
-        """Returns images that are not clipped."""
+        """Return images, which are not clipped to [-1, 1]."""
         res = functools.partial(ResBlock, dtype=self.dtype)
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]
-        h = conv(h, width, "init_conv", kernel=3, dtype=self.dtype)
-        h = _middle(h, self.query_chunk, self.dtype)  # [B, h, w, C]
+        h = conv(h, width, "init_conv", kernel=3, dtype=self.dtype)  # [B, h, w, C]
+        h = _middle(h, self.query_chunk, self.dtype)
         for level, mult in reversed(list(enumerate(self.channel_mult))):
             width = self.width * mult
             for i in range(self.num_res_blocks + 1):
@@ -132,86 +134,89 @@ class Decoder(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """norm -> SiLU -> conv, twice."""
+    """Residual block: norm -> SiLU -> conv, twice."""
 
     width: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W _"]):
-        """Returns [B, H, W, width]."""
-        h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)
-        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)
+        """Return [B, H, W, width]."""
+        h = GroupNorm(eps=1e-6, silu=True, name="norm1")(x)  # [B, H, W, C]
+        h = conv(h, self.width, "conv1", kernel=3, dtype=self.dtype)  # [B, H, W, width]
         h = GroupNorm(eps=1e-6, silu=True, name="norm2")(h)
         h = conv(h, self.width, "conv2", kernel=3, dtype=self.dtype)
         if x.shape[-1] != self.width:
-            x = dense(x, self.width, "skip", dtype=self.dtype)
+            x = dense(x, self.width, "skip", dtype=self.dtype)  # [B, H, W, width]
         return x + h
 
 
 class Attention(nn.Module):
-    """Pixels attend to pixels with one head, `query_chunk` at a time: exact, in less memory."""
+    """Self-attention of pixels with one head; computes `query_chunk` queries at a time."""
 
     query_chunk: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"]):
-        """Returns x + the attention's output, [B, H, W, C]."""
+        """Return x + the attention's output, [B, H, W, C]."""
         b, c = x.shape[0], x.shape[-1]
         normed = GroupNorm(eps=1e-6, name="norm")(x).reshape(b, -1, c)  # [B, HW, C]
-        # [B, HW, 1, C] each: one head.
+        # [B, HW, 1, C] each, with one head
         q, k, v = (dense(normed, c, name, dtype=self.dtype)[:, :, None] for name in "qkv")
         tokens = q.shape[1]
-        rows = lambda some: attend(some, k, v, implementation="xla")
+        attend_rows = lambda rows: attend(rows, k, v, implementation="xla")
         if tokens <= self.query_chunk:
-            out = rows(q)
-        else:  # The rows of one softmax do not see each other: rows(q), some rows at a time.
+            out = attend_rows(q)  # [B, HW, 1, C]
+        else:  # The same rows in chunks: each query has its own softmax.
             chunks = -(-tokens // self.query_chunk)
             q = jnp.pad(q, ((0, 0), (0, chunks * self.query_chunk - tokens), (0, 0), (0, 0)))
-            q = q.reshape(b, chunks, self.query_chunk, 1, c).swapaxes(
-                0, 1
-            )  # [chunks, B, rows, ...]
-            out = jax.lax.map(rows, q).swapaxes(0, 1).reshape(b, -1, c)[:, :tokens]
+            q = q.reshape(b, chunks, self.query_chunk, 1, c)
+            q = q.swapaxes(0, 1)  # [chunks, B, query_chunk, 1, C]
+            out = jax.lax.map(attend_rows, q).swapaxes(0, 1)  # [B, chunks, query_chunk, 1, C]
+            out = out.reshape(b, -1, c)[:, :tokens]  # [B, HW, C]
         return x + dense(out.reshape(x.shape), c, "out", dtype=self.dtype)
 
 
 def factor(vae: VAE) -> int:
-    """Pixels on a side of a latent: 8 with four levels."""
+    """Return the side of a latent in pixels: 8 for four levels."""
     return 2 ** (len(vae.channel_mult) - 1)
 
 
 def mean_and_std(moments: Moments) -> tuple[Latents, Latents]:
-    """Mean and deviation of the posterior; log variances beyond -30 and 20 count as these."""
+    """Return mean and standard deviation of the posterior; log variances clip to [-30, 20]."""
     mean, log_variance = jnp.split(moments, 2, axis=-1)
     return mean, jnp.exp(jnp.clip(log_variance, -30, 20) / 2)
 
 
 def sample(moments: Moments, eps: Latents) -> Latents:
-    """A draw from the posterior, not scaled; `eps` is standard normal."""
+    """Return mean + std * eps, a posterior sample without SCALE if `eps` is standard normal."""
     mean, std = mean_and_std(moments)
     return mean + std * eps
 
 
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
-    """decode(z), in the memory of about `at_once` images a device: the same numbers.
+    """Compute decode(z) in slices of about `at_once` images per device, to save memory.
 
-    With VAE.query_chunk, it is how large images are decoded: no tiles, hence no seams. Rows of z
-    that follow each other are taken to lie on one device, as in a batch over a mesh.
+    Together with VAE.query_chunk this decodes large images without tiles, hence without seams.
+    Consecutive rows of z are assumed to be on the same device, as in a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
-    own = len(z) // devices
-    slices = next(n for n in range(-(-own // at_once), own + 1) if own % n == 0)
+    per_device = len(z) // devices
+    fewest = -(-per_device // at_once)
+    slices = next(n for n in range(fewest, per_device + 1) if per_device % n == 0)
     if slices == 1:
         return decode(z)
+    # [slices, devices, B / slices / devices, h, w, Z]
     parts = z.reshape(devices, slices, -1, *z.shape[1:]).swapaxes(0, 1)
     images = jax.lax.map(lambda part: decode(part.reshape(-1, *z.shape[1:])), parts)
+    # [slices, B / slices, H, W, C] -> [devices, slices, B / slices / devices, H, W, C]
     images = images.reshape(slices, devices, -1, *images.shape[2:]).swapaxes(0, 1)
-    return images.reshape(len(z), *images.shape[3:])
+    return images.reshape(len(z), *images.shape[3:])  # [B, H, W, C]
 
 
 def check(vae: VAE) -> None:
-    """ValueError for fields of which no layers can be made."""
+    """Raise ValueError for fields from which the layers cannot be built."""
     for mult in (1, *vae.channel_mult):
         if vae.width * mult < 32 or vae.width * mult % 32:
             raise ValueError(

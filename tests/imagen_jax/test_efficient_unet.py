@@ -126,7 +126,7 @@ def test_fields_that_do_not_go_together_say_why(changes, message):
 
 
 def test_attention_to_text_needs_one_that_32_groups_divide():
-    with pytest.raises(ValueError, match="the text is 40 wide, and an EfficientUNet with fused"):
+    with pytest.raises(ValueError, match="the text width is 40, but an EfficientUNet with fused"):
         check(EfficientUNet(**SMALL), 40)
     check(EfficientUNet(**SMALL, attention="self"), 40)
     check(EfficientUNet(**SMALL | dict(attention_levels=())), 40)

@@ -330,7 +330,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
             dict(image_size=8, channel_mult=(3, 4), attention_resolutions=(8,), head_dim=64),
             "unet.head_dim 64 does not divide the width 96",
         ),
-        (dict(learned_time_dim=5), "unet.learned_time_dim 5 must be even, or 0 for none"),
+        (dict(learned_time_dim=5), "unet.learned_time_dim is 5: it must be even, or 0 for fix"),
         (dict(init_kernel=4), "unet.init_kernel 4 must be odd"),
         (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
         (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
