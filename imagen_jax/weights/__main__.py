@@ -1,15 +1,16 @@
-"""Imagen weights between NeMo and this project.
+"""Convert Imagen weights between NeMo's format and workdirs.
 
     python -m imagen_jax.weights convert --from=FILE --config=configs/base64_500m.py --to=WORKDIR
 
-makes a workdir of a NeMo checkpoint (.ckpt, .nemo, .safetensors or .npz), which sample, evaluate
-and train take like one of their own. FILE is opened without torch, and nothing in it is run.
+converts a NeMo checkpoint (.ckpt, .nemo, .safetensors or .npz) to a workdir that sample, evaluate
+and train accept. FILE is read without torch, and no code in it is executed.
 
     python -m imagen_jax.weights export --from=WORKDIR --to=FILE
 
-writes a run's weights under NeMo's names as .safetensors or .npz; --ema=raw takes the weights
-themselves in place of their average, --ema=0.9999 one of several, --checkpoint=N a step. What a
-run of LoRA learned is merged into what it adapts, which may lie elsewhere now: --unet_weights=PATH.
+writes the weights of a workdir under NeMo's names as .safetensors or .npz. --ema=raw exports the
+raw weights instead of their average, --ema=0.9999 the average with this decay, and --checkpoint=N
+the weights of step N. The LoRA factors of a LoRA run are merged into its base weights; if these
+have moved, give their new place with --unet_weights=PATH.
 """
 
 import sys
@@ -25,15 +26,19 @@ _USAGE = """usage: python -m imagen_jax.weights convert --from=FILE --config=CON
            [--unet_weights=PATH]"""
 
 _CONFIG = cli.define_config()
-_FROM = flags.DEFINE_string("from", None, "What is read: a checkpoint of NeMo's, or a workdir.")
-_TO = flags.DEFINE_string("to", None, "What is written: a workdir, or a file.")
-_EMA = flags.DEFINE_string("ema", "ema", 'A decay such as 0.9999, "ema" for the largest, or "raw".')
-_BASE = flags.DEFINE_string("unet_weights", None, "Of a run of LoRA, where its base lies now.")
-_STEP = flags.DEFINE_integer("checkpoint", None, "A step that was saved; default: the last.")
+_FROM = flags.DEFINE_string("from", None, "Input: a NeMo checkpoint, or a workdir.")
+_TO = flags.DEFINE_string("to", None, "Output: a workdir, or a file.")
+_EMA = flags.DEFINE_string(
+    "ema", "ema", 'EMA decay such as 0.9999, "ema" for the largest, or "raw" for the raw weights.'
+)
+_BASE = flags.DEFINE_string(
+    "unet_weights", None, "New place of a LoRA run's base weights, if they have moved."
+)
+_STEP = flags.DEFINE_integer("checkpoint", None, "Saved step to export; default: the last.")
 
 
 def main(argv: list[str]) -> None:
-    """Runs one of the two commands."""
+    """Run the command in `argv`: convert or export."""
     cli.start(alone=True)
     source, target = _FROM.value, _TO.value
     match argv[1:]:

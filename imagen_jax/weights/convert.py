@@ -1,4 +1,4 @@
-"""NeMo's checkpoints as workdirs, and workdirs' weights as NeMo's: both whole or not at all."""
+"""Conversion of NeMo checkpoints to workdirs and back; both write all of it or nothing."""
 
 import os
 from collections.abc import Mapping
@@ -22,30 +22,31 @@ from imagen_jax.settings import Settings, read_settings
 from imagen_jax.weights import initial, nemo
 
 FORMATS = (".safetensors", ".npz")
-_UNFINISHED = "unfinished"  # A file that is there until all has been written and compared.
+_UNFINISHED = "unfinished"  # This file exists until everything is written and verified.
 
 
 def to_workdir(
     source: str | os.PathLike[str], config: ConfigDict, workdir: str | os.PathLike[str]
 ) -> None:
-    """A NeMo checkpoint as a workdir at step 0: to draw from, to score, to train on from.
+    """Convert a NeMo checkpoint to a workdir at step 0, to sample, evaluate or train from.
 
-    `source` is a .ckpt, .nemo, .safetensors or .npz file. Where NAME-EMA.ckpt lies beside
-    NAME.ckpt, as NeMo leaves them, its weights are the averaged ones; otherwise the averages start
-    at the weights. What was written is read again, compared to the last bit, and computed
-    with once. ValueError if file and config do not fit, or the workdir is not empty.
+    `source` is a .ckpt, .nemo, .safetensors or .npz file. If NeMo's NAME-EMA.ckpt exists next to
+    NAME.ckpt, the averages are read from it; otherwise they are copies of the weights. The written
+    checkpoint is verified by `check_written`.
+
+    Raises ValueError if file and config do not match, or if the workdir already has checkpoints.
     """
     source, workdir = files.path(source), files.path(workdir)
     s = read_settings(config.to_dict())
-    # A kill may come between the weights and the comparison: the same command does both again.
+    # If a conversion was killed before it was verified, the same command starts it again.
     folder, unfinished = workdir / runs.CHECKPOINTS, workdir / _UNFINISHED
-    there = restore.steps(folder)
-    if there and not (unfinished.exists() and there == [0]):
+    steps = restore.steps(folder)
+    if steps and not (unfinished.exists() and steps == [0]):
         raise ValueError(f"{workdir} holds checkpoints already: name a new folder")
     if s.lora.rank:
         raise ValueError(
-            f"lora.rank is {s.lora.rank}, and whole weights are converted: leave it at 0 here, and "
-            "train the factors in another workdir with unet.weights"
+            f"lora.rank is {s.lora.rank}, but only full weights can be converted: set it to 0, and "
+            "train LoRA factors in another workdir with unet.weights"
         )
     read = lambda path: objective.make(s.diffusion).with_learned(
         initial.read_nemo(path, s.unet, s.text.width)
@@ -58,7 +59,7 @@ def to_workdir(
         state = init_state(params, tx, o.ema_decays, o.ema_widths)
         averaged = source.with_name(f"{source.stem}-EMA{source.suffix}")
         if averaged.is_file():
-            logging.info("the averages are those of %s", averaged)
+            logging.info("averages are read from %s", averaged)
             average = read(averaged)
             state = state._replace(ema={name: average for name in state.ema})
         weights = {"raw": params, **dict.fromkeys(state.ema, average)}
@@ -76,13 +77,13 @@ def to_workdir(
 def check_written(
     workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]
 ) -> None:
-    """ValueError unless a workdir holds these weights, by the names of averages, to the last bit.
+    """Raise ValueError unless a workdir holds exactly these weights, keyed by name of the average.
 
-    The network must compute the same from what is read as from them, and finite numbers.
+    The network must also compute the same, finite outputs from the weights that are read back.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
-    learning = objective.make(s.diffusion).with_learned
-    abstract = jax.eval_shape(learning, nemo.abstract_params(s.unet, s.text.width))
+    with_learned = objective.make(s.diffusion).with_learned
+    abstract = jax.eval_shape(with_learned, nemo.abstract_params(s.unet, s.text.width))
     unet = s.unet.clone(dtype=jnp.float32, attention_impl="xla", remat=False)
     inputs = example_inputs(unet, s.text.width)
     keys = iter(jax.random.split(jax.random.key(0), len(inputs)))
@@ -94,17 +95,17 @@ def check_written(
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         compute = jax.jit(lambda params: unet.apply(params, **inputs))
         for name, expected in weights.items():
-            read = restore.load_params(folder, abstract, name)
-            same = jax.tree.map(lambda a, b: _bits(a) == _bits(b), expected, read)
+            restored = restore.load_params(folder, abstract, name)
+            same = jax.tree.map(lambda a, b: _bits(a) == _bits(b), expected, restored)
             if not all(jax.tree.leaves(same)):
                 raise ValueError(f"{workdir} does not hold the weights {name!r} that were read")
-            one, other = compute(expected), compute(read)
-            if _bits(one) != _bits(other) or not jnp.isfinite(one).all():
+            output, restored_output = compute(expected), compute(restored)
+            if _bits(output) != _bits(restored_output) or not jnp.isfinite(output).all():
                 raise ValueError(f"{workdir}: the weights {name!r} do not compute finite numbers")
     count = sum(leaf.size for leaf in jax.tree.leaves(abstract))
     logging.info(
-        "%s: %s parameters (%s) written and read again, the same to the last bit and in a forward "
-        "pass", workdir, f"{count:,}", ", ".join(weights),
+        "%s: wrote %s parameters (%s) and verified them bit by bit and in a forward pass",
+        workdir, f"{count:,}", ", ".join(weights),
     )  # fmt: skip
 
 
@@ -115,17 +116,18 @@ def from_workdir(
     step: int | None = None,
     base: str | None = None,
 ) -> None:
-    """The weights of a run as a NeMo state dict, in a .safetensors or .npz file.
+    """Write the weights of a workdir as a NeMo state dict to a .safetensors or .npz file.
 
-    Of a run of LoRA these are the adapted weights, which lie in `base` if not where its config
-    says, with what it learned merged into them. `ema` and `step` as for restore.load_params.
-    ValueError or FileNotFoundError if there are no such weights, or NeMo has no such network.
+    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
+    default, from the path in its config. `ema` and `step` are those of restore.load_params.
+
+    Raises ValueError or FileNotFoundError if the weights do not exist or NeMo has no such network.
     """
     path = files.path(path)
     if path.suffix not in FORMATS:
         raise ValueError(f"cannot write {path}: its name must end in {' or '.join(FORMATS)}")
     s = initial.settings_of(workdir)
-    unet = nemo.known(s.unet)
+    unet = nemo.require_nemo(s.unet)
     if getattr(s.unet, "patch", 1) != 1:
         raise ValueError(f"unet.patch is {s.unet.patch}: NeMo's networks have no patches")
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -135,26 +137,29 @@ def from_workdir(
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
-    """ValueError where NeMo's config asks for another model in ways that no weight shows."""
-    theirs = nemo.unet_from_config(config)
+    """Raise ValueError if NeMo's config differs from the settings in ways that weights do not show.
+
+    These are the number of heads, the scaling of shortcuts, and the preconditioner.
+    """
+    nemo_unet = nemo.unet_from_config(config)
     pairs = [
-        (f"unet.{name}", getattr(theirs, name, None), getattr(s.unet, name, None))
+        (f"unet.{name}", getattr(nemo_unet, name, None), getattr(s.unet, name, None))
         for name in ("head_dim", "num_heads", "scale_skips")
     ]
     kinds = {"EDM": True, "DDPM": False}
-    their_kind = config.get("preconditioning_type", "EDM")
-    if their_kind in kinds and kinds[their_kind] != (s.diffusion.precond == "edm"):
-        pairs.append(("diffusion.precond", their_kind.lower(), s.diffusion.precond))
-    differing = [f"{name}: {b!r} here, {a!r} there" for name, a, b in pairs if a != b]
-    if differing:
+    nemo_kind = config.get("preconditioning_type", "EDM")
+    if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.precond == "edm"):
+        pairs.append(("diffusion.precond", nemo_kind.lower(), s.diffusion.precond))
+    differences = [f"{name}: {b!r} here, {a!r} there" for name, a, b in pairs if a != b]
+    if differences:
         raise ValueError(
-            f"the model was trained with another config ({'; '.join(differing)}): choose the "
+            f"the model was trained with another config ({'; '.join(differences)}): choose the "
             "config that it was trained with, or change these fields"
         )
 
 
 class _Start:
-    """The position at the start of any data."""
+    """Loader state at the start of the data."""
 
     def get_state(self) -> bytes:
         return b'{"samples": 0}'

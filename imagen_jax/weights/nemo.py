@@ -1,6 +1,6 @@
-"""Imagen's weights and configs under NeMo's names: a table of names for each network.
+"""Conversion of weights and configs to and from NeMo's, with a table of names for each network.
 
-NeMo's `unet_type` is "base" or "sr-unet" for UNet, "sr" for EfficientUNet.
+NeMo's `unet_type` is "base" or "sr-unet" for UNet and "sr" for EfficientUNet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,21 +29,21 @@ from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.unet import UNet, attends
 
 PREFIX = "model.model.unet."
-"""The prefix of the UNet's arrays in a checkpoint of NeMo's model."""
+"""Prefix of the UNet's arrays in a NeMo checkpoint."""
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
-    """NeMo's name of every parameter; `params` may be abstract."""
+    """Return NeMo's name of every parameter; `params` may be abstract."""
     return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
-    """A NeMo state dict as params of `unet`; `text_width` is that of the text embeddings.
+    """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    Takes names with NeMo's prefixes or without. ValueError that lists the keys that do not fit.
+    Names may have NeMo's prefixes or not. Raises ValueError that lists the keys that do not fit.
     """
-    state = _bare(state)
-    for part in ("weight", "bias"):  # NeMo registers this one layer twice.
+    state = _without_prefixes(state)
+    for part in ("weight", "bias"):  # NeMo registers this layer under two names.
         alias = state.pop(f"input_blocks.0.0.{part}", None)
         if alias is not None and not np.array_equal(alias, state.get(f"init_conv.0.{part}", alias)):
             raise ValueError(
@@ -57,7 +57,7 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
-    """Params as a NeMo state dict, without prefixes, the first layer of a UNet twice."""
+    """Convert params to a NeMo state dict without prefixes; a UNet's first layer has two names."""
     state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
         for part in ("weight", "bias"):
@@ -65,15 +65,15 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
     return state
 
 
-def known(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
-    """The network, if it is one of NeMo's; ValueError otherwise."""
+def require_nemo(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
+    """Return `unet`, or raise ValueError if NeMo has no such network."""
     if isinstance(unet, MagnitudeUNet):
         raise ValueError(f"NeMo has no {type(unet).__name__}: take another unet.kind")
     return unet
 
 
 def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int) -> Any:
-    """Shapes of a UNet's parameters, without making them; ValueError if its fields do not fit."""
+    """Return the shapes of a UNet's parameters. Raises ValueError if its fields do not fit."""
     if isinstance(unet, UNet):
         unet_module.check_layers(unet)
     elif isinstance(unet, EfficientUNet):
@@ -84,9 +84,10 @@ def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int)
 
 
 def unet_from_config(config: Any) -> UNet | EfficientUNet:
-    """The network of a NeMo model config (`unet_type`, `unet`, `noise_cond_aug`), NeMo's defaults.
+    """Build the network of a NeMo model config, with NeMo's defaults.
 
-    ValueError if it asks for what is not here, or for what NeMo could not build either.
+    It reads the fields `unet_type`, `unet` and `noise_cond_aug`. Raises ValueError for networks
+    that this project does not implement or that NeMo could not build either.
     """
     if not isinstance(config, Mapping):
         raise ValueError(
@@ -94,15 +95,15 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
         )
     fields, kind = config.get("unet"), config.get("unet_type", "base")
     if not isinstance(fields, Mapping):
-        there = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(f"the config lacks `unet`, the network's fields: it holds {there}")
+        keys = ", ".join(map(str, config)) or "nothing"
+        raise ValueError(f"the config lacks `unet`, the network's fields: it holds {keys}")
     if kind not in ("base", "sr-unet", "sr"):
         raise ValueError(f"unet_type {kind!r} is not known: it must be 'base', 'sr-unet' or 'sr'")
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
         raise ValueError(f"the config's unet lacks {' and '.join(missing)}, which have no default")
     if fields.get("channels", 3) != 3:
-        raise ValueError(f"unet.channels is {fields['channels']}: images here have 3")
+        raise ValueError(f"unet.channels is {fields['channels']}: it must be 3")
     noise_aug = bool(config.get("noise_cond_aug") or fields.get("noise_cond_aug", False))
     try:
         if kind == "sr":
@@ -112,7 +113,7 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
             unet = _unet(fields, fields.get("low_res_cond", kind == "sr-unet"), noise_aug)
             unet_module.check_layers(unet)
     except TypeError as error:
-        raise ValueError(f"a value in the config's unet is of another type: {error}") from error
+        raise ValueError(f"a value in the config's unet has the wrong type: {error}") from error
     return unet
 
 
@@ -137,20 +138,20 @@ def _unet(fields: Mapping[str, Any], low_res: bool, noise_aug: bool) -> UNet:
 def _efficient_unet(fields: Mapping[str, Any], noise_aug: bool) -> EfficientUNet:
     get = lambda name, default: fields.get(name, default)
     if get("stride", 2) != 2:
-        raise ValueError(f"unet.stride is {fields['stride']}: a level can only halve, by 2")
+        raise ValueError(f"unet.stride is {fields['stride']}: it must be 2")
     mult = _ints(get("channel_mult", (1, 1, 2, 4, 8)))
     blocks = _ints(get("num_resblocks", (1, 2, 4, 8, 8)))
     attention = get("atnn_enabled_at", (0, 0, 0, 0, 1))
     if min(len(blocks), len(attention)) < len(mult):
         raise ValueError(
             f"unet.channel_mult has {len(mult)} levels, num_resblocks {len(blocks)} and "
-            f"atnn_enabled_at {len(attention)}: each needs one entry a level"
+            f"atnn_enabled_at {len(attention)}: each needs one entry per level"
         )
     by_width = get("per_head_channels", 64) != -1
     return EfficientUNet(
         **_common_fields(fields),
         channel_mult=mult,
-        # NeMo makes the first block of a level whatever their number, and looks at no more levels.
+        # NeMo always builds the first block of a level, and ignores entries beyond the levels.
         num_res_blocks=tuple(max(count, 1) for count in blocks[: len(mult)]),
         attention_levels=tuple(level for level in range(len(mult)) if attention[level]),
         head_dim=get("per_head_channels", 64) if by_width else 0,
@@ -176,7 +177,7 @@ def _common_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
-    """NeMo's name of a layer by its path in params."""
+    """Return the function from a layer's path in params to NeMo's name."""
     if isinstance(unet, EfficientUNet):
         rules = (*_EFFICIENT_ENDS, *_CONDITIONING)
         return lambda path: _efficient_name(path, (*_EFFICIENT_INSIDE, *_INSIDE), rules)
@@ -221,7 +222,7 @@ _EFFICIENT_PLACES = (
     (r"up_(\d+)_attn", r"UBlocks.\1.attention_layer"),
     (r"up_(\d+)_resample", r"UBlocks.\1.conv"),
 )
-# Residual blocks, which also resample (up_h, up_x), and attention of all kinds.
+# Names inside residual blocks (with resampling: up_h, up_x) and inside all kinds of attention.
 _UNET_INSIDE = (("conv2", "out_layers.3"), ("skip", "skip_connection"))
 _EFFICIENT_INSIDE = (("conv2", "out_layers.2"), ("skip", "shortcut"))
 _INSIDE = (
@@ -242,7 +243,7 @@ _INSIDE = (
 
 
 def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
-    """The kernels that NeMo holds as convolutions of size 1, and those that double the sides."""
+    """Return the layouts of kernels that NeMo stores as 1x1 or transposed convolutions."""
     stacked = [(".*_attn/(in|out)", CONV2D_1), (r".*_attn/ff_\w+", LINEAR)]
     return [
         *(stacked if unet.attention == "stacked" else []),
@@ -253,25 +254,23 @@ def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
     ]
 
 
-def _bare(state: StateDict) -> dict[str, np.ndarray]:
-    """The arrays under their names without what NeMo's wrappers and torch.compile put in."""
-    bare = {
+def _without_prefixes(state: StateDict) -> dict[str, np.ndarray]:
+    """Remove the prefixes that NeMo's wrappers and torch.compile add to names."""
+    arrays = {
         name.replace("_orig_mod.", "").rpartition("unet.")[2]: np.asarray(array)
         for name, array in state.items()
     }
-    if len(bare) < len(state):
+    if len(arrays) < len(state):
         raise ValueError(
-            f"the state dict holds {len(state)} keys of only {len(bare)} names once prefixes such "
-            "as 'model.model.unet.' are taken off: are these two models in one?"
+            f"the state dict has {len(state)} keys, but only {len(arrays)} different names without "
+            "prefixes such as 'model.model.unet.': it may hold two models"
         )
-    return bare
+    return arrays
 
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:
-    """ValueError for fractions; 2.0 and "2", as YAML and JSON may have it, are 2."""
+    """Convert to integers, also 2.0 and "2" from YAML and JSON. Raises ValueError for fractions."""
     ints = tuple(int(value) for value in values)
-    if any(float(value) != whole for value, whole in zip(values, ints, strict=True)):
-        raise ValueError(
-            f"the config's unet holds {list(values)}, where whole numbers are expected"
-        )
+    if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
+        raise ValueError(f"the config's unet has {list(values)} where integers are expected")
     return ints

@@ -230,7 +230,7 @@ def test_a_checkpoint_of_nemos_is_proved_prompted_and_trained_on(root):
         "imagen_jax.weights", "convert", f"--from={root / 'nemo.npz'}", *BASE,
         f"--config.data.path={root / 'merged'}", f"--to={workdir}",
     )  # fmt: skip
-    assert re.search(r"parameters \(raw, 0\.1\) written and read again, the same to the", err)
+    assert re.search(r"parameters \(raw, 0\.1\) and verified them bit by bit", err)
     out = f"--out={root / 'none'}"
     for name, more in (("sample", [f"--prompt={PROMPT}", out]), ("evaluate", [])):
         assert "--text_weights=FOLDER" in refused(name, f"--workdir={workdir}", *more)

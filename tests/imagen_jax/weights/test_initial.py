@@ -151,7 +151,7 @@ def test_training_begins_where_the_config_says(base):
 
 
 def test_whole_weights_are_not_converted_to_factors(tmp_path):
-    with pytest.raises(ValueError, match=r"lora.rank is 2, and whole weights are converted"):
+    with pytest.raises(ValueError, match=r"lora.rank is 2, but only full weights can be converted"):
         convert.to_workdir("a.npz", config(lora__rank=2), tmp_path / "new")
 
 

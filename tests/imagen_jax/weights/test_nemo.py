@@ -149,7 +149,9 @@ def test_the_first_layer_may_have_either_of_its_names_or_both_but_one_value(tiny
 
 def test_two_models_in_one_state_dict_are_an_error(tiny):
     unet, state, _ = tiny
-    with pytest.raises(ValueError, match=f"holds {len(state) + 1} keys of only {len(state)} names"):
+    with pytest.raises(
+        ValueError, match=f"has {len(state) + 1} keys, but only {len(state)} different"
+    ):
         nemo.from_nemo(state | {"ema.unet.out.2.bias": state["out.2.bias"]}, unet, 40)
 
 
@@ -206,12 +208,12 @@ def efficient(**changes):
     ("change", "message"),
     [
         ({"unet_type": "ddim"}, "unet_type 'ddim' is not known: it must be 'base', 'sr-unet' or"),
-        (efficient(stride=4), "unet.stride is 4: a level can only halve, by 2"),
+        (efficient(stride=4), "unet.stride is 4: it must be 2"),
         (efficient(channel_mult=[1, 2, 4]), "channel_mult has 3 levels, num_resblocks 2 and"),
-        (efficient(channel_mult=[1, 1.5]), "holds [1, 1.5], where whole numbers are expected"),
+        (efficient(channel_mult=[1, 1.5]), "has [1, 1.5] where integers are expected"),
         (efficient(per_head_channels=-1, num_attn_heads=5), "unet.num_heads 5 does not divide"),
-        (efficient(embed_dim="wide"), "a value in the config's unet is of another type: "),
-        (efficient(channels=1), "unet.channels is 1: images here have 3"),
+        (efficient(embed_dim="wide"), "a value in the config's unet has the wrong type: "),
+        (efficient(channels=1), "unet.channels is 1: it must be 3"),
         ({"unet": {"cond_dim": 64}}, "lacks image_size and embed_dim, which have no default"),
         ({"unet": SMALL | {"per_head_channels": -1}}, "unet.head_dim -1 does not divide"),
         ({"unet": SMALL | {"attention_type": "flash"}}, "unet.attention is 'flash'"),
