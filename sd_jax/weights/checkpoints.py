@@ -1,7 +1,7 @@
-"""Whole Stable Diffusion checkpoints of every origin, opened as UNet, VAE and text, and written.
+"""Reading and writing of whole Stable Diffusion checkpoints: UNet, VAE and text encoder.
 
-CompVis', Stability's and MLPerf's files (.ckpt, .safetensors), NeMo's (.ckpt, .nemo), and
-directories of diffusers. Nothing that lies in a file is ever run.
+It reads files of CompVis, Stability and MLPerf (.ckpt, .safetensors) and of NeMo (.ckpt, .nemo),
+and diffusers directories. Code inside a file is never executed.
 """
 
 import json
@@ -30,7 +30,7 @@ _PIPELINE = ("scheduler", "tokenizer", "unet", "vae", "text_encoder", "safety_ch
 
 
 class UNetPart(NamedTuple):
-    """A UNet, the width of the text that it attends to, and its params, float32 on the host."""
+    """UNet, the width of the text that it attends to, and its float32 params on the host."""
 
     network: UNet
     text_width: int
@@ -38,28 +38,28 @@ class UNetPart(NamedTuple):
 
 
 class VAEPart(NamedTuple):
-    """A VAE and its params, float32 on the host."""
+    """VAE and its float32 params on the host."""
 
     network: VAE
     params: Any
 
 
 class Checkpoint(NamedTuple):
-    """The parts of a checkpoint, None where it lacks them."""
+    """Parts of a checkpoint, which are None if it lacks them."""
 
     unet: UNetPart | None
     vae: VAEPart | None
     report: list[str]
-    """A line for each part: where it was found, and what it is."""
+    """One line per part, for the user: its names and its size."""
     text: TextPart | None = None
     predicts: str | None = None
-    """The kind of the UNet's output, "eps" or "v", where the checkpoint says it."""
+    """The UNet's prediction, "eps" or "v"; None if the checkpoint does not say."""
     latent_size: int = 64
-    """The side of the latents that it was made for, where the checkpoint says it."""
+    """Side of the latents that the model was trained on."""
     scale: float = SCALE
-    """The factor from a sample of the VAE's posterior to the latents that the UNet sees."""
+    """Factor from a sample of the VAE's posterior to the UNet's input."""
     scheduler: Mapping[str, Any] | None = None
-    """A diffusers directory's scheduler_config.json."""
+    """Content of a diffusers directory's scheduler_config.json."""
 
 
 def load(
@@ -71,24 +71,28 @@ def load(
     heads: tuple[int, int] | None = None,
     parts: Collection[str] = PARTS,
 ) -> Checkpoint:
-    """Opens a file or a diffusers directory; of `parts` alone what they name is read.
+    """Read the given parts of a file or a diffusers directory.
 
-    `ema`: "ema" takes averaged weights where the file has them beside the raw ones, "raw" never.
-    The others are for files alone, and say what their arrays do not show: `norm_groups` is 16 of
-    MLPerf's and 32 of all others; `config` is LDM's yaml; `heads`, (num_heads, head_dim), counts
-    where neither that nor the file says it. FileNotFoundError, or ValueError that lists the keys
-    that do not fit.
+    Args:
+        path: A file, or a diffusers directory.
+        ema: "ema" for averaged weights if the file has them in addition to the raw ones, or "raw".
+        norm_groups: For files, groups of the norms in residual blocks; 16 for MLPerf's, else 32.
+        config: For files, LDM's yaml of the model.
+        heads: For files, (num_heads, head_dim), used if neither `config` nor the file has them.
+        parts: The parts to read, of PARTS.
+
+    Raises FileNotFoundError, or ValueError that lists the keys that do not fit.
     """
     path = files.local(path)
     if ema not in ("ema", "raw"):
         raise ValueError(f"ema is {ema!r}: choose 'ema' or 'raw'")
     if path.is_dir() and config is not None:
-        raise ValueError(f"{path} has configs of its own: --config is for single files")
+        raise ValueError(f"{path} is a directory with its own configs: --config is for files")
     try:
         if path.is_dir():
             return _from_folder(path, parts)
-        state, found = torch_files.read_state_dict(path), ldm_config.find(path, config)
-        facts = ldm_config.read(found, norm_groups)
+        state, model_config = torch_files.read_state_dict(path), ldm_config.find(path, config)
+        facts = ldm_config.read(model_config, norm_groups)
         return _from_file(state, facts, ema, norm_groups, heads, parts)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -101,16 +105,22 @@ def save_diffusers(
     tokenizer: str | os.PathLike[str] | None = None,
     scheduler: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Writes a directory for StableDiffusionPipeline.from_pretrained, whole or not at all.
+    """Write a directory for StableDiffusionPipeline.from_pretrained, completely or not at all.
 
-    `tokenizer` and `scheduler`: diffusers directories that these are copied from, if they have
-    them. Otherwise the scheduler is DDIM's for a UNet that `predicts` "eps" or "v" (by default what
-    the checkpoint says, or eps), and the tokenizer is for from_pretrained's caller to give.
-    ValueError for networks that diffusers does not have.
+    Args:
+        checkpoint: The parts to write.
+        folder: The directory, which must be empty or not exist.
+        predicts: The UNet's prediction, "eps" or "v"; by default the checkpoint's, else "eps".
+        tokenizer: Diffusers directory whose tokenizer to copy, if it has one. Without a tokenizer,
+            the caller of from_pretrained has to pass one.
+        scheduler: Diffusers directory whose scheduler to copy, if it has one; by default the
+            scheduler is DDIM.
+
+    Raises ValueError for networks that diffusers does not have.
     """
     folder = files.path(folder)
     if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty: name a new folder")
+        raise ValueError(f"{folder} is not empty: choose a new folder")
     index: dict[str, Any] = {"_class_name": "StableDiffusionPipeline"}
     index |= {"safety_checker": [None, None], "feature_extractor": [None, None]}
     index |= {"requires_safety_checker": False, "scheduler": ["diffusers", "DDIMScheduler"]}
@@ -124,21 +134,21 @@ def save_diffusers(
         _write_json(temporary / "scheduler" / "scheduler_config.json", ddim)
         for part, source in (("tokenizer", tokenizer), ("scheduler", scheduler)):
             if source is not None and (files.path(source) / part).is_dir():
-                there, local = temporary / part, files.local(source)
-                shutil.copytree(local / part, there, dirs_exist_ok=True)
-                theirs = pretrained.read_json(local / "model_index.json")
-                index[part] = theirs.get(part, index[part])
+                local = files.local(source)
+                shutil.copytree(local / part, temporary / part, dirs_exist_ok=True)
+                source_index = pretrained.read_json(local / "model_index.json")
+                index[part] = source_index.get(part, index[part])
         _write_json(temporary / "model_index.json", index)
 
 
 def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str = "ldm") -> None:
-    """Writes all parts into one .safetensors or .npz file under LDM's or NeMo's names.
+    """Write all parts to one .safetensors or .npz file with LDM's or NeMo's names.
 
-    What the arrays do not show stands in the file's metadata (see ldm_config).
+    The file's metadata describes what the arrays do not show; see ldm_config.
     """
     if dialect not in ("ldm", "nemo"):
-        raise ValueError(f"a file has the names 'ldm' or 'nemo', not {dialect!r}")
-    parts, which = {}, 1 if dialect == "ldm" else 0
+        raise ValueError(f"names is {dialect!r}: a file of weights has the names 'ldm' or 'nemo'")
+    parts, prefix_index = {}, 1 if dialect == "ldm" else 0
     if checkpoint.unet:
         unet, _, params = checkpoint.unet
         parts["unet"] = names.unet_to_torch(params, unet, dialect)
@@ -148,7 +158,7 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
     if checkpoint.text:
         parts["text"] = text.to_ldm(checkpoint.text)
     state = {
-        file_parts.PREFIXES[part][which] + name: array
+        file_parts.PREFIXES[part][prefix_index] + name: array
         for part, arrays in parts.items()
         for name, array in arrays.items()
     }
@@ -156,11 +166,11 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
 
 
 def equal(a: Checkpoint, b: Checkpoint) -> bool:
-    """Whether two hold the same parts, the same to the last bit."""
+    """Return whether two checkpoints have the same parts, equal to the last bit."""
     pairs = ((a.unet, b.unet), (a.vae, b.vae), (a.text, b.text))
     return all(
         (x is None) == (y is None)
-        # The network comes first; what follows is the same where it is.
+        # The first field of a part is its network, which determines the fields besides params.
         and (x is None or y is None or x[0] == y[0])
         and (x is None or y is None or jax.tree.all(jax.tree.map(_same, x.params, y.params)))
         for x, y in pairs
@@ -168,7 +178,7 @@ def equal(a: Checkpoint, b: Checkpoint) -> bool:
 
 
 def _from_folder(folder: pathlib.Path, wanted: Collection[str]) -> Checkpoint:
-    """A pipeline's folder, or that of one network."""
+    """Read the wanted parts of a pipeline's directory, or of a single network's directory."""
     _check_pipeline(folder / "model_index.json")
     places = {part: folder / part for part in ("unet", "vae") if (folder / part).is_dir()}
     if not places:
@@ -224,8 +234,9 @@ def _from_file(
             report.append(_text_line(parts["text"], text_part))
         except LookupError as error:
             report.append(f"text: {len(parts['text'])} arrays {error}, left out")
-    said = facts.predicts, facts.latent_size, facts.scale
-    return Checkpoint(unet_part, vae_part, report, text_part, *said)
+    return Checkpoint(
+        unet_part, vae_part, report, text_part, facts.predicts, facts.latent_size, facts.scale
+    )
 
 
 def _unet(network: UNet, state: StateDict) -> UNetPart:
@@ -238,65 +249,64 @@ def _vae(network: VAE, state: StateDict) -> VAEPart:
 
 
 def _guessed(arrays: StateDict, norm_groups: int | None, heads: tuple[int, int] | None) -> UNet:
-    """The UNet of arrays that no config describes; ValueError where its heads cannot be known."""
+    """Guess the UNet from its arrays. Raises ValueError if its number of heads is unknown."""
     if names.unet_dialect(arrays) == "diffusers":
-        raise ValueError("a UNet under diffusers' names is read from its folder, where its "
-                         "config.json lies")  # fmt: skip
+        raise ValueError("a UNet with diffusers' names must be read from its directory, which has "
+                         "its config.json")  # fmt: skip
     unet = formats.unet_from_weights(arrays, norm_groups or 32, heads)
     if heads is None and not formats.is_published(unet):
         raise ValueError(
-            f"its UNet is {unet.width} wide in {len(unet.channel_mult)} levels, and arrays do not "
-            "show how many heads attend there, which is known of the sizes of 1.x and 2.x alone: "
-            "give LDM's yaml of the model, --config=v1-inference.yaml"
+            f"its UNet has width {unet.width} and {len(unet.channel_mult)} levels, and the number "
+            "of attention heads is known only for the sizes of 1.x and 2.x: give LDM's yaml of the "
+            "model, --config=v1-inference.yaml"
         )
     return unet
 
 
 def _check_pipeline(index: pathlib.Path) -> None:
-    """ValueError for a folder of another pipeline, which has parts that Stable Diffusion lacks."""
+    """Raise ValueError for another pipeline, with parts that Stable Diffusion does not have."""
     parts = pretrained.read_json(index) if index.is_file() else {}
-    there = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
-    if strange := [name for name in there if name not in _PIPELINE]:
+    part_names = [name for name, value in parts.items() if isinstance(value, list) and value[0]]
+    if unknown := [name for name in part_names if name not in _PIPELINE]:
         raise ValueError(
-            f"it is a {parts.get('_class_name')} with {strange[0]}: only Stable Diffusion 1.x and "
-            "2.x are built here, whose parts are unet, vae and text_encoder"
+            f"it is a {parts.get('_class_name')} with {unknown[0]}: only Stable Diffusion 1.x and "
+            "2.x are supported, whose parts are unet, vae and text_encoder"
         )
 
 
 def _for_diffusers(
     checkpoint: Checkpoint,
 ) -> dict[str, tuple[str, str, dict[str, Any], dict[str, np.ndarray]]]:
-    """The library, file name, config and arrays of each part."""
-    written = {}
+    """Return the library, file name, config and arrays of each part."""
+    parts = {}
     if checkpoint.unet:
         unet, text_width, params = checkpoint.unet
         config = formats.unet_to_diffusers(unet, text_width)
         config |= {"sample_size": checkpoint.latent_size}
         state = names.unet_to_torch(params, unet, "diffusers")
-        written["unet"] = "diffusers", WEIGHTS, config, state
+        parts["unet"] = "diffusers", WEIGHTS, config, state
     if checkpoint.vae:
         vae, params = checkpoint.vae
         config = formats.vae_to_diffusers(vae) | {"scaling_factor": checkpoint.scale}
         state = names.vae_to_torch(params, vae, "diffusers")
-        written["vae"] = "diffusers", WEIGHTS, config, state
+        parts["vae"] = "diffusers", WEIGHTS, config, state
     if checkpoint.text:
         model = text.to_transformers(checkpoint.text)
-        written["text_encoder"] = "transformers", "model.safetensors", *model
-    return written
+        parts["text_encoder"] = "transformers", "model.safetensors", *model
+    return parts
 
 
 def _config(checkpoint: Checkpoint) -> str:
     unet, c = checkpoint.unet, checkpoint
-    of_text = text.to_transformers(c.text)[0] if c.text else {}
+    text_config = text.to_transformers(c.text)[0] if c.text else {}
     network = unet.network if unet else None
-    facts = Facts(network, c.predicts, c.latent_size, c.scale, of_text)
+    facts = Facts(network, c.predicts, c.latent_size, c.scale, text_config)
     return ldm_config.write(facts, unet.text_width if unet else 0)
 
 
 def _scheduler(predicts: str) -> dict[str, Any]:
     if predicts not in schedulers.PREDICTS:
-        known = ", ".join(schedulers.PREDICTS)
-        raise ValueError(f"predicts is {predicts!r}: choose from {known}")
+        raise ValueError(f"predicts is {predicts!r}: choose from {', '.join(schedulers.PREDICTS)}")
     return {
         "_class_name": "DDIMScheduler",
         "beta_end": 0.012,
@@ -311,7 +321,7 @@ def _scheduler(predicts: str) -> dict[str, Any]:
 
 
 def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
-    """A scheduler's config, None without a file; ValueError if its noise is not built here."""
+    """Read a scheduler's config, None without a file. Raises ValueError for unsupported noise."""
     config = pretrained.read_json(path) if path.is_file() else None
     try:
         schedulers.read_diffusion(config or {})
@@ -322,7 +332,7 @@ def _read_scheduler(path: pathlib.Path) -> dict[str, Any] | None:
 
 def _text_line(arrays: StateDict, part: TextPart) -> str:
     count = sum(leaf.size for leaf in jax.tree.leaves(part.params))
-    last = ", the last layer of OpenCLIP's left out" if part.pads_with_0 else ""
+    last = ", without OpenCLIP's last layer" if part.pads_with_0 else ""
     return f"text: {len(arrays)} arrays{last}, {count:,} parameters"
 
 

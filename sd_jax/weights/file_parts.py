@@ -1,4 +1,4 @@
-"""A single file's arrays by what they are of: UNet, VAE, text encoder, averages, buffers."""
+"""Splitting the arrays of a single file into UNet, VAE, text encoder, averages and buffers."""
 
 import re
 
@@ -12,9 +12,9 @@ PREFIXES = {
     "vae": ("model.first_stage_model.", "first_stage_model."),
     "text": ("model.cond_stage_model.", "cond_stage_model."),
 }
-"""How the names of each part begin: NeMo's, LDM's, and a bare UNet's."""
+"""Prefixes of the names of each part: NeMo's, LDM's, and those of a file with only a UNet."""
 _EMA = "model_ema."
-# What the schedule, the loss and the averages' counters leave beside the weights.
+# Arrays of the noise schedule, the loss and the averages' counters.
 _NO_WEIGHTS = re.compile(
     r"(model\.)?(betas|\w*alphas_cumprod(_prev)?|posterior_\w+|lvlb_weights|logvar|scale_factor)"
     r"|model_ema\.(decay|num_updates)|loss\..*"
@@ -22,21 +22,22 @@ _NO_WEIGHTS = re.compile(
 
 
 def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]]:
-    """The "unet", "vae" and "text" of a file's arrays, without prefixes; buffers left out.
+    """Split a file's arrays into "unet", "vae" and "text", without prefixes and without buffers.
 
-    Arrays without any prefix are one network's. ValueError that lists strays.
+    If no name has a prefix, all arrays belong to one network. With ema="ema", the UNet's averages
+    replace its raw weights if the file has both. Raises ValueError that lists unknown names.
     """
     parts: dict[str, dict[str, np.ndarray]] = {}
     averages, strays = {}, {}
     for name, array in state.items():
-        name = name.replace("_orig_mod.", "")  # torch.compile's.
-        part, rest = _part(name)
-        if _NO_WEIGHTS.fullmatch(name) or rest.startswith("loss."):
+        name = name.replace("_orig_mod.", "")  # Added by torch.compile.
+        part, bare_name = _part(name)
+        if _NO_WEIGHTS.fullmatch(name) or bare_name.startswith("loss."):
             continue
         if name.startswith(_EMA):
             averages[name.removeprefix(_EMA)] = array
         elif part:
-            parts.setdefault(part, {})[rest] = array
+            parts.setdefault(part, {})[bare_name] = array
         else:
             strays[name] = array
     if not parts and strays:
@@ -50,7 +51,7 @@ def split(state: StateDict, ema: str = "ema") -> dict[str, dict[str, np.ndarray]
 
 
 def has_averages(state: StateDict) -> bool:
-    """Whether the UNet lies there averaged, beside itself."""
+    """Return whether a file also holds averages of the UNet."""
     return any(name.startswith(f"{_EMA}diffusion_model") for name in state)
 
 
@@ -63,13 +64,13 @@ def _part(name: str) -> tuple[str, str]:
 
 
 def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
-    """The averages under the raw weights' names, of which CompVis takes out the dots."""
+    """Return the averages under the raw weights' names; CompVis stores them without dots."""
     names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
     if names_of.keys() != averages.keys():
         missing = [name for flat, name in names_of.items() if flat not in averages]
         stray = averages.keys() - names_of.keys()
         raise ValueError(
-            f"the averages do not fit the weights: missing {torch_weights.some(missing)}; left "
-            f"over {torch_weights.some(stray)}. Take the weights themselves with --ema=raw"
+            f"the averages do not match the weights: missing {torch_weights.some(missing)}; "
+            f"unknown {torch_weights.some(stray)}. Read the raw weights with --ema=raw"
         )
     return {name: averages[flat] for flat, name in names_of.items()}

@@ -1,7 +1,7 @@
-"""Model configs of LDM, NeMo and diffusers, read and written; and what weights alone tell.
+"""Conversion of model configs of LDM, NeMo and diffusers, and networks inferred from weights.
 
-LDM's fields are those of openaimodel.UNetModel; NeMo's are the same with a few more. Each family
-has a table of its names for our fields, and of the options that it has for other models.
+LDM's fields are those of openaimodel.UNetModel, and NeMo's are the same with a few more. Each
+family has a table that maps our fields to its names, and lists its options for other models.
 """
 
 import itertools
@@ -20,15 +20,16 @@ Config = Mapping[str, Any]
 
 
 class _Family(NamedTuple):
-    """How a family's configs describe a network."""
+    """Config format of a family of models for one kind of network."""
 
     what: str
+    """Name for messages, such as "LDM UNet"."""
     needed: Sequence[str]
     """Fields without a default."""
     fields: Mapping[str, tuple[str, Any]]
-    """Ours: theirs of the same value, and its default there."""
+    """Our field to the family's name for it and its default."""
     only: Config
-    """Options of other models of the family, with the one value that Stable Diffusion has."""
+    """Further options, each with the only value that is supported: Stable Diffusion's."""
 
 
 _LDM_UNET = _Family(
@@ -117,9 +118,9 @@ _DIFFUSERS_VAE = _Family(
 
 
 def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
-    """The UNet of an LDM or NeMo config; ValueError if it asks for what is not here.
+    """Build the UNet of an LDM or NeMo config. Raises ValueError for unsupported options.
 
-    `norm_groups` where the config does not say (NeMo's does, as resblock_gn_groups).
+    `norm_groups` overrides the config's (NeMo's resblock_gn_groups); the default is 32.
     """
     fields = _read(config, _LDM_UNET)
     factors = _ints(config["attention_resolutions"])
@@ -139,7 +140,7 @@ def unet_from_ldm(config: Config, norm_groups: int | None = None) -> UNet:
 
 
 def unet_to_ldm(unet: UNet, text_width: int) -> dict[str, Any]:
-    """The fields of LDM's openaimodel.UNetModel, of which `unet_from_ldm` gives the same UNet."""
+    """Return the fields of LDM's openaimodel.UNetModel, the inverse of `unet_from_ldm`."""
     return _written(unet, _LDM_UNET) | {
         "attention_resolutions": [2**level for level in unet.attention_levels],
         "num_heads": unet.num_heads or -1,
@@ -150,18 +151,21 @@ def unet_to_ldm(unet: UNet, text_width: int) -> dict[str, Any]:
 
 
 def unet_from_diffusers(config: Config) -> UNet:
-    """The UNet of a diffusers UNet2DConditionModel's config; ValueError as for LDM's."""
+    """Build the UNet of a diffusers UNet2DConditionModel config.
+
+    Raises ValueError for unsupported options.
+    """
     fields = _read(config, _DIFFUSERS_UNET)
     widths, kinds = _ints(config["block_out_channels"]), list(config["down_block_types"])
-    known = ("CrossAttnDownBlock2D", "DownBlock2D")
-    if any(kind not in known for kind in kinds):
-        raise ValueError(f"down_block_types holds {kinds}: known are {', '.join(known)}")
+    valid_kinds = ("CrossAttnDownBlock2D", "DownBlock2D")
+    if any(kind not in valid_kinds for kind in kinds):
+        raise ValueError(f"down_block_types holds {kinds}: choose from {', '.join(valid_kinds)}")
     mirrored = [kind.replace("Down", "Up") for kind in kinds[::-1]]
     check_only(config, {"up_block_types": mirrored})
-    # diffusers calls the number of heads their width, one number or one a level.
+    # diffusers' attention_head_dim is the number of heads: one for all levels, or one per level.
     heads = config.get("num_attention_heads") or config.get("attention_head_dim", 8)
     num_heads, head_dim = _heads(widths, heads)
-    levels = tuple(level for level, kind in enumerate(kinds) if kind == known[0])
+    levels = tuple(level for level, kind in enumerate(kinds) if kind == valid_kinds[0])
     unet = UNet(
         **fields, **_widths(widths), attention_levels=levels, num_heads=num_heads, head_dim=head_dim
     )
@@ -170,16 +174,16 @@ def unet_from_diffusers(config: Config) -> UNet:
 
 
 def latent_size(config: Config) -> int:
-    """The side of the latents that a diffusers UNet's config states, 64 if it states none."""
+    """Return the side of the latents in a diffusers UNet's config, by default 64."""
     size = config.get("sample_size") or 64
     sides = {size} if isinstance(size, int) else set(size)
     if len(sides) > 1:
-        raise ValueError(f"sample_size is {size}: models here are of square images")
+        raise ValueError(f"sample_size is {size}: only square images are supported")
     return sides.pop()
 
 
 def vae_from_diffusers(config: Config) -> VAE:
-    """The VAE of a diffusers AutoencoderKL's config; ValueError as for the UNet."""
+    """Build the VAE of a diffusers AutoencoderKL config. Raises ValueError as for the UNet."""
     fields = _read(config, _DIFFUSERS_VAE)
     vae = VAE(**fields, **_widths(_ints(config["block_out_channels"])))
     vae_module.check(vae)
@@ -187,7 +191,7 @@ def vae_from_diffusers(config: Config) -> VAE:
 
 
 def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
-    """config.json of a UNet2DConditionModel; ValueError for a UNet that diffusers does not have."""
+    """Return a UNet2DConditionModel's config.json. Raises ValueError if diffusers has none."""
     widths = _diffusers_widths(unet.width, unet.channel_mult, "unet")
     if unet.norm_groups != 32:
         raise ValueError(
@@ -208,7 +212,7 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
 
 
 def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
-    """config.json of an AutoencoderKL; ValueError for a VAE that diffusers does not have."""
+    """Return an AutoencoderKL's config.json. Raises ValueError if diffusers has none."""
     widths = _diffusers_widths(vae.width, vae.channel_mult, "vae")
     return _written(vae, _DIFFUSERS_VAE) | {
         "block_out_channels": widths,
@@ -222,24 +226,25 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
 def unet_from_weights(
     state: StateDict, norm_groups: int = 32, heads: tuple[int, int] | None = None
 ) -> UNet:
-    """The UNet of arrays under LDM's or NeMo's names, where no config says it.
+    """Infer the UNet from the shapes of arrays with LDM's or NeMo's names.
 
-    Arrays do not show groups and heads: they are as given. Without `heads`, (num_heads, head_dim),
-    linear projections mean heads 64 wide (2.x), 1x1 convolutions 8 heads (1.x).
+    Shapes do not show groups and heads, (num_heads, head_dim), so these are arguments. Without
+    `heads`, a model with linear projections (2.x) has heads of width 64, and one with 1x1
+    convolutions (1.x) has 8 heads.
     """
     first = state["input_blocks.0.0.weight"]
-    at = range(1, _count(r"input_blocks\.(\d+)\.", state))
-    outs = {i: state.get(f"input_blocks.{i}.0.emb_layers.1.bias", ()) for i in at}
-    # A level's residual blocks follow each other; convolutions that halve part the levels.
-    runs = itertools.groupby(at, lambda i: len(outs[i]) > 0)
-    levels = [list(run) for is_res, run in runs if is_res]
+    indices = range(1, _count(r"input_blocks\.(\d+)\.", state))
+    biases = {i: state.get(f"input_blocks.{i}.0.emb_layers.1.bias", ()) for i in indices}
+    # The residual blocks of a level are consecutive; downsampling convolutions separate the levels.
+    groups = itertools.groupby(indices, lambda i: len(biases[i]) > 0)
+    levels = [list(group) for is_res, group in groups if is_res]
     attends = lambda level: f"input_blocks.{level[0]}.1.norm.weight" in state
     blocks = [len(level) for level in levels]
     linear = state["middle_block.1.proj_in.weight"].ndim == 2
     num_heads, head_dim = heads or (0 if linear else 8, 64)
     return UNet(
         width=first.shape[0],
-        channel_mult=tuple(len(outs[level[0]]) // first.shape[0] for level in levels),
+        channel_mult=tuple(len(biases[level[0]]) // first.shape[0] for level in levels),
         num_res_blocks=blocks[0] if len(set(blocks)) == 1 else tuple(blocks),
         attention_levels=tuple(i for i, level in enumerate(levels) if attends(level)),
         transformer_depth=_count(r"middle_block\.1\.transformer_blocks\.(\d+)\.", state),
@@ -253,19 +258,19 @@ def unet_from_weights(
 
 
 def is_published(unet: UNet) -> bool:
-    """Whether a UNet has the size of Stable Diffusion 1.x and 2.x, whose heads are known."""
-    shown = ("width", "channel_mult", "num_res_blocks", "attention_levels", "transformer_depth")
-    return all(getattr(unet, field) == getattr(UNet, field) for field in shown)
+    """Return whether a UNet has the size of Stable Diffusion 1.x and 2.x, whose heads are known."""
+    sizes = ("width", "channel_mult", "num_res_blocks", "attention_levels", "transformer_depth")
+    return all(getattr(unet, field) == getattr(UNet, field) for field in sizes)
 
 
 def vae_from_weights(state: StateDict) -> VAE:
-    """The VAE of arrays under LDM's names, where no config says it."""
+    """Infer the VAE from the shapes of arrays with LDM's names."""
     width = state["encoder.conv_in.weight"].shape[0]
     levels = _count(r"encoder\.down\.(\d+)\.", state)
-    outs = [state[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
+    widths = [state[f"encoder.down.{i}.block.0.conv1.weight"].shape[0] for i in range(levels)]
     vae = VAE(
         width=width,
-        channel_mult=tuple(out // width for out in outs),
+        channel_mult=tuple(level_width // width for level_width in widths),
         num_res_blocks=_count(r"encoder\.down\.0\.block\.(\d+)\.", state),
         latent_channels=state["post_quant_conv.weight"].shape[0],
         image_channels=state["encoder.conv_in.weight"].shape[1],
@@ -275,44 +280,46 @@ def vae_from_weights(state: StateDict) -> VAE:
 
 
 def check_only(config: Config, options: Config) -> None:
-    """ValueError where a config has another value of an option than the one that is built here."""
-    for name, value in options.items():
-        there = config.get(name, value)
-        if (list(there) if isinstance(there, tuple) else there) != value:
-            raise ValueError(f"the config's {name} is {there!r}, and only {value!r} is built here")
+    """Raise ValueError if the config has an option with a value other than the one in `options`."""
+    for name, supported in options.items():
+        value = config.get(name, supported)
+        if (list(value) if isinstance(value, tuple) else value) != supported:
+            raise ValueError(
+                f"the config's {name} is {value!r}, but only {supported!r} is supported"
+            )
 
 
 def _read(config: Config, family: _Family) -> dict[str, Any]:
-    """The fields that a config states in a family's names; ValueError for another model's."""
+    """Return our fields, read from a family's config. Raises ValueError for other models."""
     missing = [name for name in family.needed if name not in config]
     if missing:
-        there = ", ".join(map(str, config)) or "nothing"
-        raise ValueError(f"the {family.what}'s config lacks {', '.join(missing)}: it holds {there}")
+        keys = ", ".join(map(str, config)) or "nothing"
+        raise ValueError(f"the {family.what}'s config lacks {', '.join(missing)}: it holds {keys}")
     check_only(config, family.only)
     values = {ours: config.get(*theirs) for ours, theirs in family.fields.items()}
     depth = values.get("transformer_depth", 1)
     if not isinstance(depth, int):
         if len(set(depth)) != 1:
             name, _ = family.fields["transformer_depth"]
-            raise ValueError(f"{name} is {depth}: all levels here have the same depth")
+            raise ValueError(f"{name} is {depth}: it must be the same for all levels")
         values["transformer_depth"] = depth[0]
     return {k: _ints(v) if isinstance(v, Sequence) else v for k, v in values.items()}
 
 
 def _written(network: UNet | VAE, family: _Family) -> dict[str, Any]:
-    """The fields of a network in a family's names, and its options for other models."""
+    """Return a family's config of a network: its fields, and the options that have one value."""
     fields = {theirs: getattr(network, ours) for ours, (theirs, _) in family.fields.items()}
     return {**family.only, **fields}
 
 
 def _count(pattern: str, state: StateDict) -> int:
-    """One more than the largest number that the names have in this place."""
+    """Return 1 + the largest number that `pattern` matches in the names."""
     matches = (re.match(pattern, name) for name in state)
     return 1 + max((int(match[1]) for match in matches if match), default=-1)
 
 
 def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]:
-    """(num_heads, head_dim); head_dim is used where num_heads is 0."""
+    """Convert numbers of heads to (num_heads, head_dim); head_dim counts only if num_heads is 0."""
     if isinstance(heads, int):
         return heads, 64
     dims = {width / n for width, n in zip(widths, heads, strict=True)}
@@ -321,13 +328,13 @@ def _heads(widths: Sequence[int], heads: int | Sequence[int]) -> tuple[int, int]
     if len(set(heads)) == 1:
         return heads[0], 64
     raise ValueError(
-        f"attention_head_dim is {list(heads)} where block_out_channels is {list(widths)}: heads "
-        "here are equal in number, or in width, in all levels"
+        f"attention_head_dim is {list(heads)} and block_out_channels is {list(widths)}: all levels "
+        "must have the same number of heads, or heads of the same width"
     )
 
 
 def _widths(widths: Sequence[int]) -> dict[str, Any]:
-    """diffusers' widths of the levels as the first one's and multiples of it."""
+    """Convert the widths of the levels to a first width and multiples of it."""
     if any(width % widths[0] for width in widths):
         raise ValueError(
             f"block_out_channels is {list(widths)}: they must be multiples of the first"
@@ -346,6 +353,6 @@ def _diffusers_widths(width: int, mult: Sequence[int], group: str) -> list[int]:
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:
     ints = tuple(int(value) for value in values)
-    if any(float(value) != whole for value, whole in zip(values, ints, strict=True)):
-        raise ValueError(f"the config holds {list(values)}, where whole numbers are expected")
+    if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
+        raise ValueError(f"the config has {list(values)} where integers are expected")
     return ints

@@ -1,4 +1,4 @@
-"""Weights that training starts from: those of the frozen VAE, and those of another UNet."""
+"""Reading the weights that training starts from: the frozen VAE's, and a UNet's."""
 
 import os
 from typing import Any
@@ -14,15 +14,16 @@ from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 
-_HOW = ("parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "query_chunk",
-        "linear_projections")  # fmt: skip
+# Fields that do not change what a network computes, or belong to Flax.
+_EXECUTION = ("parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "query_chunk",
+              "linear_projections")  # fmt: skip
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
-    """The params of a VAE, float32 on the host, from a file, a diffusers directory or a workdir.
+    """Return a VAE's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    A workdir is one of sd_jax.train_vae, whose average is taken. FileNotFoundError, or ValueError
-    if there is none in it, or one with other fields than `vae`.
+    Of a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError, or
+    ValueError if `path` holds no VAE or one with other fields than `vae`.
     """
     if _is_workdir(path):
         return _averaged(path, names.abstract_vae(vae))
@@ -30,9 +31,11 @@ def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
 
 
 def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
-    """The params of a UNet, as read_vae; ValueError also for another width of the text.
+    """Return a UNet's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    A workdir may be WORKDIR@STEP. Heads and groups that a file does not show are those of `unet`.
+    A workdir may be given as WORKDIR@STEP. Numbers of heads and groups that a file does not show
+    are taken from `unet`. Raises FileNotFoundError, or ValueError if `path` holds no UNet, or one
+    with other fields or another text width.
     """
     workdir, step = finetune.at_step(path)
     if _is_workdir(workdir):
@@ -42,7 +45,7 @@ def read_unet(path: str | os.PathLike[str], unet: UNet, text_width: int) -> Any:
     part = _checked(opened.unet, unet, path, "UNet")
     if part.text_width != text_width:
         raise ValueError(
-            f"the UNet in {path} attends to text {part.text_width} wide, and text.width is "
+            f"the UNet in {path} attends to text of width {part.text_width}, but text.width is "
             f"{text_width}: choose the text encoder that it was trained with"
         )
     return part.params
@@ -56,15 +59,15 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """The params of a run's UNet; `which` and `step` as for restore.load_params.
+    """Return the params of a workdir's UNet; `which` and `step` are those of restore.load_params.
 
-    `base` is where what a run of LoRA adapts lies now, if not where its config says.
+    `base` is the place of a LoRA run's base weights, by default the path in its config.
     """
-    there = read_settings(runs.load(workdir, "sd_jax"))
-    finetune.check_wanted(base, there.lora)
-    read = lambda: read_unet(base or there.unet_weights, unet, text_width)
+    run = read_settings(runs.load(workdir, "sd_jax"))
+    finetune.check_wanted(base, run.lora)
+    read = lambda: read_unet(base or run.unet_weights, unet, text_width)
     abstract = names.abstract_unet(unet, text_width)
-    return finetune.network(workdir, there, abstract, read, which, step)
+    return finetune.network(workdir, run, abstract, read, which, step)
 
 
 def _is_workdir(path: str | os.PathLike[str]) -> bool:
@@ -78,12 +81,12 @@ def _averaged(path: str | os.PathLike[str], abstract: Any) -> Any:
 def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: str) -> Any:
     if part is None:
         raise ValueError(f"{path} holds no {kind}")
-    fields = [field for field in network.__dataclass_fields__ if field not in _HOW]
-    differing = [
-        f"{field} {there!r} there, {here!r} in the config"
+    fields = [field for field in network.__dataclass_fields__ if field not in _EXECUTION]
+    differences = [
+        f"{field} {in_file!r} there, {in_config!r} in the config"
         for field in fields
-        if (there := getattr(part.network, field)) != (here := getattr(network, field))
+        if (in_file := getattr(part.network, field)) != (in_config := getattr(network, field))
     ]
-    if differing:
-        raise ValueError(f"the {kind} in {path} is another one: {'; '.join(differing)}")
+    if differences:
+        raise ValueError(f"the {kind} in {path} is another one: {'; '.join(differences)}")
     return part

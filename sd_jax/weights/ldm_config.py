@@ -1,8 +1,8 @@
-"""LDM's config of a whole model: what a single file's arrays do not show, said beside them.
+"""LDM's config of a whole model, which describes what the arrays of a single file do not show.
 
-Arrays show neither heads nor groups, nor what a UNet predicts. LDM has that in a yaml beside its
-checkpoints (v1-inference.yaml), NeMo inside of a .nemo, and the files written here in their
-metadata, in LDM's form.
+Arrays show neither the number of heads and groups nor the UNet's prediction. LDM stores these in a
+yaml next to its checkpoints (v1-inference.yaml), NeMo inside a .nemo file, and files written by
+this project in their metadata, in LDM's form.
 """
 
 import json
@@ -19,54 +19,55 @@ from sd_jax.weights import formats
 
 Config = Mapping[str, Any]
 METADATA = "ldm_config"
-"""The key of the config in a file's metadata."""
+"""Key of the config in a file's metadata."""
 _TEXT = ("num_attention_heads", "hidden_act", "layer_norm_eps")
 _ONLY = {"linear_start": 0.00085, "linear_end": 0.012, "timesteps": 1000, "beta_schedule": "linear"}
 _PREDICTS = ("eps", "v")
 
 
 class Facts(NamedTuple):
-    """What a config says of a model; None, or what most have, where it does not."""
+    """Facts that a config states about a model; otherwise None or the usual value."""
 
     unet: UNet | None
     predicts: str | None
     latent_size: int
     scale: float
     text: Config
-    """The text tower's heads, activation and eps, by transformers' names; written here alone."""
+    """The text tower's heads, activation and eps, by transformers' names. Only files written by
+    this project have them."""
 
 
 def find(path: pathlib.Path, config: str | os.PathLike[str] | None = None) -> Config:
-    """The config in a yaml or JSON file `config`, or else that in the weights' own file, or {}.
+    """Read the yaml or JSON file `config`, or else the config inside the weights' file, or {}.
 
-    FileNotFoundError or ValueError if a file is none of such a config.
+    Raises FileNotFoundError, or ValueError if a file is not such a config.
     """
     if config is None and path.suffix == ".nemo":
         return torch_files.read_nemo_config(path)
     if config is None:
-        said = torch_weights.read_metadata(path).get(METADATA)
-        return json.loads(said) if said else {}
-    import yaml  # Only where such a file is read.
+        text = torch_weights.read_metadata(path).get(METADATA)
+        return json.loads(text) if text else {}
+    import yaml  # Imported only if needed.
 
     config = files.local(config)
     if not config.is_file():
-        raise FileNotFoundError(f"no file {config}: --config is LDM's yaml of the model")
+        raise FileNotFoundError(f"there is no file {config}: --config is LDM's yaml of the model")
     try:
         content = yaml.safe_load(config.read_text())
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ValueError(f"{config} is no yaml: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{config} is not yaml: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict) or "unet_config" not in _fields(content.get("model", content)):
-        raise ValueError(f"{config} is no config of LDM's: it has no model.params.unet_config")
+        raise ValueError(f"{config} is not an LDM config: it has no model.params.unet_config")
     return content
 
 
 def read(config: Config, norm_groups: int | None = None) -> Facts:
-    """What a config of LDM's or NeMo's says; ValueError if it is of a model that is not here."""
+    """Read the facts in an LDM or NeMo config. Raises ValueError for unsupported models."""
     model = _fields(config.get("model", config))
     formats.check_only(model, _ONLY)
     predicts = model.get("parameterization")
     if predicts not in (None, *_PREDICTS):
-        raise ValueError(f"parameterization is {predicts!r}: known are {', '.join(_PREDICTS)}")
+        raise ValueError(f"parameterization is {predicts!r}: choose from {', '.join(_PREDICTS)}")
     unet = _fields(model.get("unet_config"))
     text = _fields(model.get("cond_stage_config"))
     return Facts(
@@ -79,7 +80,7 @@ def read(config: Config, norm_groups: int | None = None) -> Facts:
 
 
 def write(facts: Facts, text_width: int) -> str:
-    """The facts as a config in JSON, of which `read` gives the same again."""
+    """Return the facts as a JSON config, the inverse of `read`."""
     model = {"image_size": facts.latent_size, "scale_factor": facts.scale}
     model |= {"parameterization": facts.predicts} if facts.predicts else {}
     if facts.unet:
@@ -89,6 +90,6 @@ def write(facts: Facts, text_width: int) -> str:
 
 
 def _fields(group: Any) -> Config:
-    """The fields of a part, which LDM holds in its `params` and NeMo in the part itself."""
+    """Return the fields of a group; LDM has them in `params`, NeMo in the group itself."""
     group = group if isinstance(group, Mapping) else {}
     return group.get("params") or {name: v for name, v in group.items() if name != "params"}

@@ -1,8 +1,8 @@
-"""LoRA files of others, merged into a model's weights, and a run's factors as such a file.
+"""Merging LoRA files into a model's weights, and writing a run's factors as a LoRA file.
 
-Read are the names of diffusers, with peft and before it, and of kohya's scripts; written those of
-either. What a file holds of the text encoder is merged into that: runs here train the UNet alone.
-LoHa, LoKr and DoRA, which are no product of two factors, are refused.
+It reads and writes the names of diffusers (when reading, also those from before peft) and of
+kohya's scripts. A file may also change the text encoder, although runs here train only the UNet.
+LoHa, LoKr and DoRA, which are not products of two factors, are rejected.
 """
 
 import json
@@ -29,7 +29,7 @@ from sd_jax.weights.checkpoints import Checkpoint
 
 DIALECTS = ("diffusers", "kohya")
 FILE = "pytorch_lora_weights.safetensors"
-"""The file's name in a folder of diffusers."""
+"""Name of the file in a diffusers folder."""
 _METADATA = "lora_adapter_metadata"
 _PARTS = (
     (r"(?:base_model\.model\.)?unet\.|lora_unet_|base_model\.model\.(?!text)", "unet"),
@@ -44,65 +44,67 @@ _FACTORS = (
 
 
 class Layer(NamedTuple):
-    """What a file adds to a layer's weight [out, in, ...]: scale * up @ down, in torch's axes."""
+    """Change of a layer's weight [out, in, ...]: scale * up @ down, in torch's axes."""
 
     down: np.ndarray
     up: np.ndarray
     scale: float
     name: str
-    """As the file calls it."""
+    """The layer's name in the file."""
 
 
 def apply(files: Sequence[str], opened: Checkpoint) -> Checkpoint:
-    """The checkpoint with each of FILE, FILE:STRENGTH or a folder of diffusers' merged into it.
+    """Return the checkpoint with LoRA files merged into it.
 
-    ValueError for what is no LoRA, or another model's.
+    Each entry of `files` is FILE, FILE:STRENGTH, or a diffusers folder in place of FILE. Raises
+    ValueError if one is not a LoRA, or belongs to another model.
     """
     for text in files:
         path, strength = _parse(text)
         layers = read(path)
-        for part, changed in layers.items():
-            there = getattr(opened, part)
-            if there is None:
-                raise ValueError(f"{path} changes the {part} part, which the model lacks")
-            table = _tables(opened)[part]
-            params = _merged(there.params, table, changed, strength, path)
-            opened = opened._replace(**{part: there._replace(params=params)})
+        for part_name, changes in layers.items():
+            part = getattr(opened, part_name)
+            if part is None:
+                raise ValueError(f"{path} changes the {part_name} part, which the model lacks")
+            table = _tables(opened)[part_name]
+            params = _merged(part.params, table, changes, strength, path)
+            opened = opened._replace(**{part_name: part._replace(params=params)})
     return opened
 
 
 def read(path: pathlib.Path) -> dict[str, dict[str, Layer]]:
-    """The layers that a file changes by "unet" or "text" and their names, without dots."""
+    """Return a file's changes, keyed by part ("unet" or "text") and layer name without dots."""
     parts: dict[str, dict[str, dict[str, Any]]] = {}
     state, strays = torch_files.read_state_dict(path), []
     for name, array in state.items():
-        if (found := _place(name)) is None:
+        if (place := _place(name)) is None:
             strays.append(name)
             continue
-        part, layer, kind = found
-        of = parts.setdefault(part, {}).setdefault(layer.replace(".", "_"), {"name": layer})
-        of[kind] = np.asarray(array, np.float32)
-    said = _read_said(path)
-    all_layers = [of for some in parts.values() for of in some.values()]
-    halves = [of["name"] for of in all_layers if not {"down", "up"} <= of.keys()]
+        part, layer, kind = place
+        arrays = parts.setdefault(part, {}).setdefault(layer.replace(".", "_"), {"name": layer})
+        arrays[kind] = np.asarray(array, np.float32)
+    metadata = _read_metadata(path)
+    all_layers = [arrays for layers in parts.values() for arrays in layers.values()]
+    halves = [arrays["name"] for arrays in all_layers if not {"down", "up"} <= arrays.keys()]
     if strays or halves or not parts:
-        wrong = torch_weights.some(strays or halves)
+        examples = torch_weights.some(strays or halves)
         raise ValueError(
-            f"{path} is no LoRA of two factors a layer: {len(strays or halves)} of {len(state)} "
-            f"names are others, {wrong}. LoHa, LoKr and DoRA are not read: merge them elsewhere"
+            f"{path} is not a LoRA with two factors per layer: {len(strays or halves)} of "
+            f"{len(state)} names do not fit, {examples}. LoHa, LoKr and DoRA are not supported: "
+            "merge them with another program"
         )
     return {
-        part: {key: _layer(of, said.get(part, {})) for key, of in some.items()}
-        for part, some in parts.items()
+        part: {key: _layer(arrays, metadata.get(part, {})) for key, arrays in layers.items()}
+        for part, layers in parts.items()
     }
 
 
 def write(
     path: str | os.PathLike[str], params: Params, s: Lora, unet: UNet, dialect: str = "diffusers"
 ) -> None:
-    """Writes the factors of a run as a file that `dialect`'s programs read.
+    """Write the factors of a LoRA run with the names of `dialect`, one of DIALECTS.
 
-    diffusers' files have the scale in `up`, since some of its versions know no alpha.
+    For diffusers, `up` is multiplied by the scale, since some of its versions ignore alpha.
     """
     table = {
         e.path.removeprefix("params/").removesuffix("/kernel"): e
@@ -124,64 +126,65 @@ def write(
     torch_weights.write(path, {name: np.asarray(x, order="C") for name, x in state.items()})
 
 
-_TEXT_WIDTH = 8  # Names do not depend on it.
+_TEXT_WIDTH = 8  # Arbitrary: names do not depend on it.
 
 
 def _parse(text: str) -> tuple[pathlib.Path, float]:
-    """FILE and STRENGTH, 1 unless it is given."""
+    """Parse FILE or FILE:STRENGTH; the default strength is 1."""
     path, colon, strength = text.rpartition(":")
     try:
         path, strength = (path, float(strength)) if colon else (text, 1.0)
     except ValueError:
         path, strength = text, 1.0
     if not math.isfinite(strength):
-        raise ValueError(f"--lora={text}: the strength is a finite number")
-    found = files.local(path)
-    found = found / FILE if found.is_dir() else found
-    if not found.is_file():
-        raise FileNotFoundError(f"--lora={text}: there is no file {found}")
-    return found, strength
+        raise ValueError(f"--lora={text}: the strength must be a finite number")
+    file = files.local(path)
+    file = file / FILE if file.is_dir() else file
+    if not file.is_file():
+        raise FileNotFoundError(f"--lora={text}: there is no file {file}")
+    return file, strength
 
 
 def _place(name: str) -> tuple[str, str, str] | None:
-    """(part, layer, "down", "up" or "alpha") of an array's name; None for another kind's."""
-    # diffusers before peft had the factors in processors of attention.
+    """Parse an array's name to (part, layer, "down", "up" or "alpha"); None for other names."""
+    # Before peft, diffusers stored the factors in attention processors.
     name = re.sub(r"\.processor\.to_(\w)_lora\.", r".to_\1.lora.", name)
     name = re.sub(r"\.processor\.to_out_lora\.", ".to_out.0.lora.", name)
-    part = "unet"  # Of names without a prefix: a UNet's own.
-    for pattern, of in _PARTS:
-        if found := re.match(pattern, name):
-            part, name = of, name[found.end() :]
+    part = "unet"  # Names without a prefix belong to a UNet.
+    for pattern, matching_part in _PARTS:
+        if match := re.match(pattern, name):
+            part, name = matching_part, name[match.end() :]
             break
     for pattern, kinds in _FACTORS:
-        if found := re.fullmatch(pattern, name):
-            return part, found[1], kinds.get(found[2], found[2])
+        if match := re.fullmatch(pattern, name):
+            return part, match[1], kinds.get(match[2], match[2])
     return None
 
 
-def _read_said(path: pathlib.Path) -> dict[str, dict[str, Any]]:
-    """What diffusers writes of each part beside the arrays: lora_alpha, alpha_pattern ..."""
-    said: dict[str, dict[str, Any]] = {}
+def _read_metadata(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """Return diffusers' metadata of each part, such as lora_alpha and alpha_pattern."""
+    metadata: dict[str, dict[str, Any]] = {}
     text = torch_weights.read_metadata(path).get(_METADATA)
     for name, value in (json.loads(text) if text else {}).items():
         prefix, _, field = name.partition(".")
-        said.setdefault({"unet": "unet", "text_encoder": "text"}.get(prefix, ""), {})[field] = value
-    return said
+        part = {"unet": "unet", "text_encoder": "text"}.get(prefix, "")
+        metadata.setdefault(part, {})[field] = value
+    return metadata
 
 
-def _layer(of: Mapping[str, Any], said: Mapping[str, Any]) -> Layer:
-    """Its scale is alpha / rank, alpha being the layer's own, the metadata's, or the rank."""
-    name, rank = of["name"], len(of["down"])
-    patterns: Mapping[str, float] = said.get("alpha_pattern") or {}
-    own = [alpha for end, alpha in patterns.items() if f".{name}".endswith(f".{end}")]
-    alpha = (own or [said.get("lora_alpha", rank)])[0]
-    alpha = float(of["alpha"].ravel()[0]) if "alpha" in of else alpha
-    scale = alpha / (rank**0.5 if said.get("use_rslora") else rank)
-    return Layer(of["down"], of["up"], scale, name)
+def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
+    """Make a Layer with scale alpha / rank; alpha is the layer's, the metadata's, or the rank."""
+    name, rank = arrays["name"], len(arrays["down"])
+    patterns: Mapping[str, float] = metadata.get("alpha_pattern") or {}
+    matching = [alpha for end, alpha in patterns.items() if f".{name}".endswith(f".{end}")]
+    alpha = (matching or [metadata.get("lora_alpha", rank)])[0]
+    alpha = float(arrays["alpha"].ravel()[0]) if "alpha" in arrays else alpha
+    scale = alpha / (rank**0.5 if metadata.get("use_rslora") else rank)
+    return Layer(arrays["down"], arrays["up"], scale, name)
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
-    """Where the weights of each part lie, by torch's names without dots, in all dialects."""
+    """Return, per part, the entries of all weights by torch's names without dots, all dialects."""
     tables: dict[str, dict[str, Entry]] = {}
     if opened.unet:
         unet, _, params = opened.unet
@@ -189,14 +192,14 @@ def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
         tables["unet"] = _by_name(entries)
     if opened.text:
         tables["text"] = _by_name(clip_weights.table(opened.text.params, clip_weights.TEXT))
-        bare = f"{clip_weights.TEXT}_"  # Which newer versions of transformers leave out.
-        tables["text"] |= {k.removeprefix(bare): e for k, e in tables["text"].items()}
+        prefix = f"{clip_weights.TEXT}_"  # Newer versions of transformers omit it.
+        tables["text"] |= {k.removeprefix(prefix): e for k, e in tables["text"].items()}
     return tables
 
 
 def _by_name(entries: Sequence[Entry]) -> dict[str, Entry]:
-    of_weights = [e for e in entries if e.path.endswith("kernel")]
-    return {e.torch.removesuffix(".weight").replace(".", "_"): e for e in of_weights}
+    weights = [e for e in entries if e.path.endswith("kernel")]
+    return {e.torch.removesuffix(".weight").replace(".", "_"): e for e in weights}
 
 
 def _merged(
@@ -206,35 +209,36 @@ def _merged(
     strength: float,
     path: pathlib.Path,
 ) -> Params:
-    """The parameters with strength * scale * up @ down added to each layer."""
+    """Return the parameters with strength * scale * up @ down added to each layer."""
     unknown = [layer.name for key, layer in layers.items() if key not in table]
     if unknown:
         raise ValueError(
-            f"{path} is of another model: this one has none of {len(unknown)} of its "
+            f"{path} belongs to another model: this model lacks {len(unknown)} of its "
             f"{len(layers)} layers, {torch_weights.some(unknown)}"
         )
-    added = {table[key].path: (table[key], layer) for key, layer in layers.items()}
+    changes = {table[key].path: (table[key], layer) for key, layer in layers.items()}
 
     def merge(place: Any, weight: np.ndarray) -> np.ndarray:
         name = jax.tree_util.keystr(place, simple=True, separator="/")
-        if name not in added:
+        if name not in changes:
             return weight
-        entry, layer = added[name]
+        entry, layer = changes[name]
         return weight + strength * entry.layout.to_jax(_product(entry, layer, weight, path))
 
     return jax.tree.map_with_path(merge, params)
 
 
 def _product(entry: Entry, layer: Layer, weight: np.ndarray, path: pathlib.Path) -> np.ndarray:
-    """scale * up @ down in torch's axes; ValueError for factors of another shape."""
+    """Return scale * up @ down in torch's axes. Raises ValueError if the shapes do not fit."""
     shape = entry.layout.to_torch(np.broadcast_to(np.float32(0), weight.shape)).shape
     up, down = layer.up, layer.down
-    bare = lambda shape: shape[:2] if shape[2:] == (1, 1) else shape  # Of a 1x1 convolution.
-    changed = (up.shape[0], *down.shape[1:])
-    if up.size != up.shape[0] * len(down) or bare(changed) != bare(shape):
+    # A 1x1 convolution has the same shape as a linear layer.
+    squeezed = lambda shape: shape[:2] if shape[2:] == (1, 1) else shape
+    product_shape = (up.shape[0], *down.shape[1:])
+    if up.size != up.shape[0] * len(down) or squeezed(product_shape) != squeezed(shape):
         raise ValueError(
-            f"{path} is of another model: {layer.name} has factors {list(down.shape)} and "
-            f"{list(up.shape)}, and the weight there is {list(shape)}"
+            f"{path} belongs to another model: {layer.name} has factors {list(down.shape)} and "
+            f"{list(up.shape)}, but the model's weight is {list(shape)}"
         )
     product = up.reshape(len(up), -1) @ down.reshape(len(down), -1)
     return (np.float32(layer.scale) * product).reshape(shape)

@@ -1,7 +1,7 @@
-"""Stable Diffusion's parameters under the names of LDM, NeMo and diffusers: tables of them.
+"""Tables of the names that LDM, NeMo and diffusers have for Stable Diffusion's parameters.
 
-LDM's names are those of CompVis', Stability's and MLPerf's checkpoints, without the prefixes that
-whole checkpoints have (see checkpoints.py). NeMo's VAE has LDM's names.
+CompVis', Stability's and MLPerf's checkpoints have LDM's names, and so has NeMo's VAE. The prefixes
+of names in whole checkpoints are not part of these tables (see file_parts.py).
 """
 
 import functools
@@ -52,7 +52,7 @@ _LDM_INSIDE = (
 )
 _ENDS = {
     "ldm": _LDM_ENDS,
-    # Norm and SiLU are one module in NeMo, and norms belong to what follows them.
+    # In NeMo, norm and SiLU are one module, and a norm belongs to the layer after it.
     "nemo": (("out_conv", "out.1"), *_LDM_ENDS),
     "diffusers": (
         ("time_dense(1|2)", r"time_embedding.linear_\1"),
@@ -75,7 +75,7 @@ _INSIDE = {
     ),
     "diffusers": (("emb", "time_emb_proj"), ("skip", "conv_shortcut"), *_TRANSFORMER),
 }
-# diffusers counts its upward levels from the deepest; _turned turns ours round first.
+# diffusers counts the levels on the way up from the deepest one; `_reversed_up` converts to this.
 _DIFFUSERS_PLACES = (
     (r"(down|up)_(\d+)_(\d+)_res", r"\1_blocks.\2.resnets.\3"),
     (r"(down|up)_(\d+)_(\d+)_attn", r"\1_blocks.\2.attentions.\3"),
@@ -115,24 +115,24 @@ _VAE = {
 
 
 def unet_table(params: Any, unet: UNet, dialect: str) -> list[Entry]:
-    """The name of every parameter of a UNet in a dialect; `params` may be abstract."""
+    """Return the name of every UNet parameter in a dialect; `params` may be abstract."""
     projection = LINEAR if unet.linear_projections else CONV2D_1
     layouts = [(".*/skip", CONV2D_1), (".*_attn/(in|out)", projection)]
     names = {"places": _ldm_places(unet), "ends": _ENDS[dialect], "inside": _INSIDE[dialect]}
     if dialect == "diffusers":
-        turned = lambda block: _turned(block, unet.channel_mult)
-        places = {b: torch_weights.rename(turned(b), _DIFFUSERS_PLACES) for b in names["places"]}
+        converted = lambda block: _reversed_up(block, unet.channel_mult)
+        places = {b: torch_weights.rename(converted(b), _DIFFUSERS_PLACES) for b in names["places"]}
         names |= {"places": places, "halve": "conv"}
     name_of = functools.partial(guided_diffusion.layer_name, **names)
     return torch_weights.table(params, name_of, layouts)
 
 
 def vae_table(params: Any, vae: VAE, dialect: str) -> list[Entry]:
-    """The name of every parameter of a VAE in a dialect; `params` may be abstract."""
+    """Return the name of every VAE parameter in a dialect; `params` may be abstract."""
     layouts = [(".*/(skip|quant|post_quant)", CONV2D_1)]
     if dialect == "diffusers":
         levels = vae.channel_mult
-        name_of = lambda path: torch_weights.rename(_turned(path, levels), _VAE["diffusers"])
+        name_of = lambda path: torch_weights.rename(_reversed_up(path, levels), _VAE["diffusers"])
     else:  # NeMo's VAE has LDM's names.
         name_of = lambda path: torch_weights.rename(path, _VAE["ldm"])
         layouts.append((".*/mid_attn/.*", CONV2D_1))
@@ -145,62 +145,62 @@ def _ldm_places(unet: UNet) -> dict[str, str]:
     return guided_diffusion.places(blocks_per_level(unet.num_res_blocks, levels), attends)
 
 
-def _turned(path: str, levels: Sequence[int]) -> str:
-    """A path whose upward levels count from the deepest, as diffusers' do."""
+def _reversed_up(path: str, levels: Sequence[int]) -> str:
+    """Count the levels on the way up from the deepest one, as diffusers does."""
     return re.sub(r"\bup_(\d+)", lambda m: f"up_{len(levels) - 1 - int(m[1])}", path)
 
 
 def unet_dialect(state: StateDict) -> str:
-    """The dialect of a UNet's names; ValueError if it is none."""
+    """Return the dialect of a UNet's names. Raises ValueError for unknown names."""
     marks = {"diffusers": "conv_norm_out.weight", "nemo": "out.1.weight", "ldm": "out.2.weight"}
     return _dialect(state, marks, "Stable Diffusion UNet")
 
 
 def vae_dialect(state: StateDict) -> str:
-    """The dialect of a VAE's names; ValueError if it is none."""
+    """Return the dialect of a VAE's names. Raises ValueError for unknown names."""
     marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
     return _dialect(state, marks, "autoencoder")
 
 
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
-    """A state dict in any dialect as params; ValueError that lists the keys that do not fit."""
+    """Convert a state dict of any dialect to params. Raises ValueError with keys that differ."""
     dialect, abstract = unet_dialect(state), abstract_unet(unet, text_width)
     return torch_weights.to_params(state, unet_table(abstract, unet, dialect), abstract)
 
 
 def vae_from_torch(state: StateDict, vae: VAE) -> Any:
-    """A state dict in any dialect as params; ValueError that lists the keys that do not fit."""
+    """Convert a state dict of any dialect to params. Raises ValueError with keys that differ."""
     dialect = vae_dialect(state)
-    state = _today(state) if dialect == "diffusers" else state
+    state = _with_current_names(state) if dialect == "diffusers" else state
     abstract = abstract_vae(vae)
     return torch_weights.to_params(state, vae_table(abstract, vae, dialect), abstract)
 
 
 def unet_to_torch(params: Any, unet: UNet, dialect: str) -> dict[str, np.ndarray]:
-    """Params as a state dict in a dialect."""
+    """Convert UNet params to a state dict of a dialect."""
     return torch_weights.to_state_dict(params, unet_table(params, unet, dialect))
 
 
 def vae_to_torch(params: Any, vae: VAE, dialect: str) -> dict[str, np.ndarray]:
-    """Params as a state dict in a dialect."""
+    """Convert VAE params to a state dict of a dialect."""
     return torch_weights.to_state_dict(params, vae_table(params, vae, dialect))
 
 
 def activations(unet: UNet) -> dict[str, str]:
-    """LDM's names of its blocks, and ours of the layer whose output is theirs."""
+    """Map LDM's name of each block to our name of the layer that computes the block's output."""
     outputs = {"time_embed": "time_dense2", "input_blocks.0": "init_conv"}
     for path, torch in _ldm_places(unet).items():
-        outputs[torch.rpartition(".")[0]] = path  # The last one of a block stays.
+        outputs[torch.rpartition(".")[0]] = path  # The last layer of a block overwrites the others.
     return outputs
 
 
 def text_width(state: StateDict) -> int:
-    """The width of the text that a UNet's state dict attends to."""
+    """Return the width of the text that a UNet's state dict attends to."""
     return next(w.shape[1] for name, w in state.items() if name.endswith("attn2.to_k.weight"))
 
 
 def abstract_unet(unet: UNet, text_width: int) -> Any:
-    """Shapes of the parameters, without making them; ValueError for fields that do not fit."""
+    """Return the shapes of a UNet's parameters. Raises ValueError for inconsistent fields."""
     unet_module.check(unet)
     size = 2 ** (len(unet.channel_mult) - 1)
     x, time, text = (
@@ -211,7 +211,7 @@ def abstract_unet(unet: UNet, text_width: int) -> Any:
 
 
 def abstract_vae(vae: VAE) -> Any:
-    """Shapes of the parameters, without making them; ValueError for fields that do not fit."""
+    """Return the shapes of a VAE's parameters. Raises ValueError for inconsistent fields."""
     vae_module.check(vae)
     size = vae_module.factor(vae)
     images = jax.ShapeDtypeStruct((1, size, size, vae.image_channels), jnp.float32)
@@ -219,17 +219,17 @@ def abstract_vae(vae: VAE) -> Any:
     return jax.eval_shape(vae.init, jax.random.key(0), images, eps)
 
 
-_VAE_ATTENTION_ONCE = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
+_OLD_VAE_ATTENTION = {"query": "to_q", "key": "to_k", "value": "to_v", "proj_attn": "to_out.0"}
 
 
-def _today(state: StateDict) -> dict[str, np.ndarray]:
-    """diffusers' VAE with the names of its attention that it has had since version 0.14."""
+def _with_current_names(state: StateDict) -> dict[str, np.ndarray]:
+    """Rename the attention of a diffusers VAE from before version 0.14 to the current names."""
     renamed = {}
     for name, array in state.items():
-        head, _, rest = name.partition(".attentions.0.")
-        part, _, kind = rest.rpartition(".")
-        if part in _VAE_ATTENTION_ONCE:
-            name = f"{head}.attentions.0.{_VAE_ATTENTION_ONCE[part]}.{kind}"
+        block, _, suffix = name.partition(".attentions.0.")
+        part, _, kind = suffix.rpartition(".")
+        if part in _OLD_VAE_ATTENTION:
+            name = f"{block}.attentions.0.{_OLD_VAE_ATTENTION[part]}.{kind}"
             array = array.reshape(array.shape[:2]) if kind == "weight" else array
         renamed[name] = array
     return renamed

@@ -1,4 +1,4 @@
-"""Models trained elsewhere, ready to draw: diffusers directories and single files."""
+"""Loading published models to draw from: diffusers directories and single files."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -28,35 +28,35 @@ from sd_jax.weights.text import TextPart
 from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
-"""The sampler of NeMo, where no scheduler says another; height and width 0 stand for the size that
-the model was trained at."""
+"""NeMo's sampler, used for models without a scheduler. Height and width 0 mean the size that the
+model was trained on."""
 
 
 class File(NamedTuple):
-    """Facts of a model that its files may lack; None takes the files' own, or what most have."""
+    """Facts that a model's files may lack; None means the files' own value, or the usual one."""
 
     predicts: str | None = None
-    """"eps" or "v"; by default what the scheduler's config says, or eps for 1.x."""
+    """The UNet's prediction, "eps" or "v"; by default the scheduler's, or "eps" for 1.x."""
     tokenizer: str | None = None
-    """A folder with CLIP's tokenizer, which single files lack."""
+    """Folder with CLIP's tokenizer, which single files lack."""
     norm_groups: int | None = None
-    """16 for MLPerf's files."""
+    """Groups of the norms in residual blocks: 16 for MLPerf's files."""
     dtype: DTypeLike | None = None
-    """The networks' arithmetic; by default bfloat16, float32 on CPUs."""
+    """Type that the networks compute in; by default bfloat16, or float32 on CPUs."""
     config: str | None = None
-    """LDM's yaml of a single file, for what its arrays do not show (see ldm_config)."""
+    """LDM's yaml of a single file (see ldm_config)."""
     lora: Sequence[str] | None = None
-    """Files of LoRA that are merged into it, FILE or FILE:STRENGTH (see lora_files)."""
+    """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files)."""
 
 
 def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
-    """The model of a diffusers directory or a file; its settings are a Pipeline.
+    """Load a diffusers directory or a single file; the model's settings are a Pipeline.
 
-    ValueError or FileNotFoundError that says what is missing or wrong.
+    Raises ValueError or FileNotFoundError for missing or unsupported parts.
     """
     check(Sampler, choice.fields_of("sampler"), "sampler")  # Before reading.
     if choice.guide:
-        raise ValueError("--guide leads a run of training, --workdir, and no other model")
+        raise ValueError("--guide is for models of a workdir, --workdir, only")
     opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
     unet, vae, text = _whole(path, opened, choice, file)
     p = _pipeline(path, opened, file, unet.network, vae.network)
@@ -68,9 +68,9 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
     settings.check_pipeline(p)
     encoder = _encoder(path, text, choice, file, unet.text_width, p.unet.dtype)
     logging.info(
-        "%s: predicts %s, computes in %s, attention by %s; draws by %s%s",
+        "%s: predicts %s, computes in %s, attention %s, sampler %s%s",
         path, p.diffusion.predicts, jnp.dtype(p.unet.dtype).name, p.unet.attention_impl,
-        p.sampler.name, f" on {p.sampler.grid} levels" if p.sampler.grid else "",
+        p.sampler.name, f" on the grid {p.sampler.grid}" if p.sampler.grid else "",
     )  # fmt: skip
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
@@ -90,34 +90,32 @@ def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
 def _whole(
     path: pathlib.Path, opened: Checkpoint, choice: Choice, file: File
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """The parts, with those that were chosen in place of the checkpoint's own, LoRA merged."""
+    """Return all parts: the chosen ones or else the checkpoint's, with LoRA merged."""
     if choice.vae_weights:
-        network = opened.vae.network if opened.vae else VAE()  # That of all versions.
-        own = VAEPart(network, read_vae(choice.vae_weights, network))
-        opened = opened._replace(vae=own)
+        network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
+        vae = VAEPart(network, read_vae(choice.vae_weights, network))
+        opened = opened._replace(vae=vae)
     if choice.text_weights:
         folder = pretrained.locate(choice.text_weights)
         opened = opened._replace(text=text_module.from_folder(folder))
     opened = lora_files.apply(file.lora or (), opened)
     unet, vae, text = opened.unet, opened.vae, opened.text
     if unet is None:
-        raise ValueError(f"{path} holds no UNet: name a whole model")
+        raise ValueError(f"{path} holds no UNet: choose a complete model")
     if vae is None:
-        raise ValueError(f"{path} holds no VAE: say where one is with --vae_weights=PATH")
+        raise ValueError(f"{path} holds no VAE: give one with --vae_weights=PATH")
     if text is None:
-        raise ValueError(
-            f"{path} holds no text encoder: say where one is with --text_weights=FOLDER"
-        )
+        raise ValueError(f"{path} holds no text encoder: give one with --text_weights=FOLDER")
     return unet, vae, text
 
 
 def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, vae: VAE) -> Pipeline:
-    """Networks and constants of a checkpoint; ValueError if nothing says what its UNet predicts."""
+    """Return a checkpoint's settings. Raises ValueError if the UNet's prediction is unknown."""
     predicts = file.predicts or opened.predicts or ("" if unet.linear_projections else "eps")
     if not predicts:
         raise ValueError(
-            f"{path} does not say what its UNet predicts, and models like 2.x are of both kinds: "
-            "give --prediction=eps (512 pixels) or --prediction=v (768 pixels, MLPerf's)"
+            f"{path} does not say whether its UNet predicts eps or v: give --prediction=eps (2.x "
+            "with 512 pixels) or --prediction=v (2.x with 768 pixels, and MLPerf)"
         )
     backend = jax.default_backend()
     dtype = jnp.dtype(file.dtype or (jnp.float32 if backend == "cpu" else jnp.bfloat16))
@@ -134,26 +132,27 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
 
 
 def _sampler(path: pathlib.Path, scheduler: Mapping[str, Any] | None, choice: Choice) -> Sampler:
-    """A directory's own scheduler, unless another sampler is chosen or its is not built here."""
-    chosen = choice.fields_of("sampler")
-    sampler = DEFAULTS._replace(steps=chosen.get("steps", DEFAULTS.steps))
+    """Return the directory's sampler unless it is unsupported, with the chosen fields replaced."""
+    overrides = choice.fields_of("sampler")
+    sampler = DEFAULTS._replace(steps=overrides.get("steps", DEFAULTS.steps))
     if scheduler:
         try:
-            own = schedulers.read_sampler(scheduler, sampler)
-            sampler = own if chosen.get("name") in (None, own.name) else sampler
+            scheduled = schedulers.read_sampler(scheduler, sampler)
+            sampler = scheduled if overrides.get("name") in (None, scheduled.name) else sampler
         except ValueError as error:
-            logging.warning("%s: %s; it draws by %s", path, error, chosen.get("name", sampler.name))
-    return sampler._replace(**chosen)
+            name = overrides.get("name", sampler.name)
+            logging.warning("%s: %s; the sampler %s is used instead", path, error, name)
+    return sampler._replace(**overrides)
 
 
 def _encoder(
     path: pathlib.Path, text: TextPart, choice: Choice, file: File, width: int, dtype: DTypeLike
 ) -> TextEncoder:
-    """The text encoder, without its weights, and the tokenizer that lies nearest."""
+    """Return the text encoder without its weights; the tokenizer is the chosen or the model's."""
     if text.tower.width != width:
         raise ValueError(
-            f"the UNet in {path} attends to text {width} wide, and the text encoder is "
-            f"{text.tower.width} wide: they are of different models"
+            f"the UNet in {path} attends to text of width {width}, but the text encoder has width "
+            f"{text.tower.width}: they belong to different models"
         )
     folder = path / "tokenizer"
     if file.tokenizer:
@@ -162,17 +161,17 @@ def _encoder(
         folder = pretrained.locate(choice.text_weights)
     if not folder.is_dir():
         raise ValueError(
-            f"{path} holds no tokenizer, as single files never do: name a folder that has CLIP's "
-            "(vocab.json and merges.txt) with --tokenizer=FOLDER"
+            f"{path} has no tokenizer: give a folder with CLIP's (vocab.json and merges.txt) with "
+            "--tokenizer=FOLDER"
         )
     tokenizer = clip.open_tokenizer(folder, text.pads_with_0)
     return clip.of_tower(text.tower.clone(dtype=dtype), (), tokenizer, text.tower.max_tokens)
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:
-    """Kernels in the type that they are used in: the same numbers, from less memory."""
+    """Cast kernels to the type that they are used in, which saves memory and changes no result."""
 
-    def turned(path, leaf):
+    def cast(path, leaf):
         return leaf.astype(dtype) if path[-1].key == "kernel" else leaf
 
-    return jax.tree.map_with_path(turned, params)
+    return jax.tree.map_with_path(cast, params)

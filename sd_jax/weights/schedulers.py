@@ -1,7 +1,7 @@
-"""scheduler_config.json of diffusers directories: the sampler that stands for each scheduler.
+"""Conversion of diffusers' scheduler_config.json to settings of a sampler.
 
-A directory draws as its own pipeline does: with the solver that its scheduler names, on that
-scheduler's grid. Both are fields of settings.Sampler, which state them in cards and metadata.
+A model from a diffusers directory is drawn as by its own pipeline: with its scheduler's solver on
+its scheduler's grid. Both become fields of settings.Sampler, so cards and metadata state them.
 """
 
 from collections.abc import Mapping
@@ -19,16 +19,16 @@ _TABLE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_lin
 
 
 class Scheduler(NamedTuple):
-    """A scheduler of diffusers."""
+    """A diffusers scheduler class."""
 
     sampler: str
-    """The sampler of the same steps."""
+    """Our sampler that takes the same steps."""
     defaults: Config = MappingProxyType({})
-    """What its class takes for fields that a config omits, where that is not as of most."""
+    """Defaults of the class where they differ from those of most schedulers."""
     only: Config = MappingProxyType({})
-    """Options of its steps, with the values that are built here."""
+    """Options of the class, each with its supported values."""
     exploding: bool = False
-    """Whether latents start as sigma * eps on grids that reach the last time, not as N(0, 1)."""
+    """Whether latents start as sigma * eps instead of N(0, 1) on grids that reach the last time."""
 
 
 _LDM = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True}
@@ -67,35 +67,38 @@ _ONLY: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_diffusion(config: Config) -> tuple[str, str]:
-    """What the UNet predicts, and its noise; ValueError if these are not built here."""
-    for name, ours in _TABLE.items():
-        if config.get(name, ours) != ours:
+    """Return the UNet's prediction ("eps" or "v") and its noise schedule.
+
+    Raises ValueError for unsupported values.
+    """
+    for name, supported in _TABLE.items():
+        if config.get(name, supported) != supported:
             raise ValueError(
-                f"says {name} {config[name]!r}: only Stable Diffusion's own schedule is built "
-                "here, scaled_linear from 0.00085 to 0.012 in 1000 steps"
+                f"has {name} {config[name]!r}: only Stable Diffusion's own schedule is supported, "
+                "scaled_linear from 0.00085 to 0.012 in 1000 steps"
             )
     kind = config.get("prediction_type", "epsilon")
-    known = {theirs: predicts for predicts, theirs in PREDICTS.items()}
-    if kind not in known:
-        raise ValueError(f"says prediction_type {kind!r}: known are {', '.join(known)}")
+    predictions = {theirs: ours for ours, theirs in PREDICTS.items()}
+    if kind not in predictions:
+        raise ValueError(f"has prediction_type {kind!r}: choose from {', '.join(predictions)}")
     noise = "zero_terminal_snr" if config.get("rescale_betas_zero_snr") else "scaled_linear"
-    return known[kind], noise
+    return predictions[kind], noise
 
 
 def read_sampler(config: Config, sampler: Sampler) -> Sampler:
-    """`sampler` with the solver and the grid of a scheduler, at as many steps.
+    """Return `sampler` with a scheduler's solver and grid, and the same number of steps.
 
-    ValueError, one line, for a scheduler or an option that is not built here.
+    Raises ValueError, with a one-line message, for an unsupported scheduler or option.
     """
     name = config.get("_class_name", "")
     if name not in SCHEDULERS:
-        raise ValueError(f"the scheduler is {name}: known are {', '.join(SCHEDULERS)}")
+        raise ValueError(f"the scheduler {name} is not supported: {', '.join(SCHEDULERS)} are")
     scheduler = SCHEDULERS[name]
     config = {**scheduler.defaults, **config}
     for option, values in {**_ONLY, **scheduler.only}.items():
         if option in config and config[option] not in values:
             raise ValueError(
-                f"{name}'s {option} is {config[option]!r}, and {values[0]!r} is built here"
+                f"{name}'s {option} is {config[option]!r}, but only {values[0]!r} is supported"
             )
     predicts, noise = read_diffusion(config)
     spacing = config.get("timestep_spacing", "linspace")
@@ -107,24 +110,25 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
         end="zero" if at_zero else "sigma_min",
         offset=config.get("steps_offset", 0),
         unit_start=not scheduler.exploding or spacing == "leading",
-        # Where no signal is left diffusers takes 2^-24 for alpha bar, but for DDIM.
+        # At zero terminal SNR, diffusers uses alpha bar = 2^-24, except in DDIM.
         sigma_max=4096.0 if noise == "zero_terminal_snr" and not ldm else 0.0,
     )
-    named = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
-    if named and s.end != "zero":
+    grids = [grid for grid in ("karras", "exponential") if config.get(f"use_{grid}_sigmas")]
+    if grids and s.end != "zero":
         raise ValueError(
-            f"{name} has {named[0]} levels that end at sigma_min, which it meets twice"
+            f"{name} has a {grids[0]} grid that ends at sigma_min, which would occur twice"
         )
-    return _between(config, s, named[0], noise, scheduler.exploding) if named else s
+    return _with_sigma_grid(config, s, grids[0], noise, scheduler.exploding) if grids else s
 
 
-def _between(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
-    """On a grid by levels, whose ends are the config's, else the table's or those of the spacing.
+def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
+    """Return the sampler on a Karras or exponential grid.
 
-    k-diffusion's solvers take the ends of the levels that their spacing would have given.
+    The grid ends at the config's sigma_min and sigma_max. Without these, k-diffusion's solvers use
+    the ends of the grid that their timestep spacing gives, and others those of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:
-        own = samplers.sampling_grid(noises.make(Diffusion(noise=noise)), s).sigmas
-        low, high = low or float(own[-2]), high or float(own[0])
+        sigmas = samplers.sampling_grid(noises.make(Diffusion(noise=noise)), s).sigmas
+        low, high = low or float(sigmas[-2]), high or float(sigmas[0])
     return s._replace(grid=grid, sigma_min=low or 0.0, sigma_max=high or s.sigma_max)

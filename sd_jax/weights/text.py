@@ -1,7 +1,7 @@
-"""The text encoder of a Stable Diffusion checkpoint: CLIP's text tower, in every origin's names.
+"""Text encoder of a Stable Diffusion checkpoint: CLIP's text tower, with the names of each format.
 
-What is kept is what the UNet attends to: 1.x takes the last layer of OpenAI's CLIP, 2.x the last
-but one of OpenCLIP's, whose last layer is therefore left out, as in diffusers' directories.
+The UNet of 1.x attends to the output of the last layer of OpenAI's CLIP. That of 2.x attends to the
+second to last layer of OpenCLIP, so the last layer is dropped, as in diffusers' directories.
 """
 
 import os
@@ -21,43 +21,44 @@ _WIDTHS = (512, 640, 768, 1024, 1280)
 
 
 class TextPart(NamedTuple):
-    """A text tower whose last layer, normalised, conditions, and its params, float32."""
+    """Text tower, of which the UNet sees the normalised last layer, and its float32 params."""
 
     tower: TextTower
     params: Any
     pads_with_0: bool
-    """Whether texts are padded with 0, as by OpenCLIP, or with the end token."""
+    """Whether texts are padded with 0, as in OpenCLIP, instead of the end token."""
 
 
 def from_folder(folder: str | os.PathLike[str]) -> TextPart:
-    """The text encoder in a folder of transformers' or OpenCLIP's; errors as of `open_clip`."""
+    """Read the text encoder in a transformers or OpenCLIP folder; raises as `open_clip` does."""
     opened = clip_weights.open_clip(pathlib.Path(folder))
     return _part(opened, clip_weights.is_open_clip(opened.state))
 
 
 def from_ldm(state: StateDict, config: Mapping[str, Any]) -> TextPart:
-    """The encoder under LDM's "cond_stage_model."; LookupError if the arrays are no CLIP's.
+    """Convert the arrays under LDM's "cond_stage_model." to a text encoder.
 
-    Arrays do not show heads. Where `config` does not say them, those of the widths of OpenAI's and
-    OpenCLIP's models are 64 wide, and other widths are a LookupError too.
+    Without a number of heads in `config`, heads have width 64, as in OpenAI's and OpenCLIP's
+    models. Raises LookupError if the arrays are not CLIP's, or have a width that none of these
+    models has.
     """
     state = {re.sub(r"^transformer\.(?=text_model\.)", "", name): w for name, w in state.items()}
     of_open_clip = clip_weights.is_open_clip(state)
     embedding = next((w for n, w in state.items() if n.endswith("token_embedding.weight")), None)
     if embedding is None:
-        raise LookupError("of another kind than CLIP's")
+        raise LookupError("that are not CLIP's")
     width = embedding.shape[1]
     if "num_attention_heads" not in config and width not in _WIDTHS:
-        raise LookupError(f"of a CLIP {width} wide, of which nothing says how many heads it has")
-    usual = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
-    usual |= {"num_attention_heads": width // 64}
-    return _part(clip_weights.from_state(state, usual | dict(config)), of_open_clip)
+        raise LookupError(f"of a CLIP of width {width} with an unknown number of heads")
+    defaults = {"hidden_act": "gelu" if of_open_clip else "quick_gelu"}
+    defaults |= {"num_attention_heads": width // 64}
+    return _part(clip_weights.from_state(state, defaults | dict(config)), of_open_clip)
 
 
 def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
-    """Arrays under the names that follow LDM's "cond_stage_model.".
+    """Return the arrays under the names that follow LDM's "cond_stage_model.".
 
-    2.x's have the layer again that is left out here: zeros, which add nothing to the stream.
+    For 2.x, the dropped last layer is written as zeros, which add nothing to its input.
     """
     state = _state(part)
     if not part.pads_with_0:
@@ -72,7 +73,7 @@ def to_ldm(part: TextPart) -> dict[str, np.ndarray]:
 
 
 def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-    """config.json and arrays of a CLIPTextModel."""
+    """Return the config.json and the arrays of a CLIPTextModel."""
     tower = part.tower
     end = tower.vocab_size - 1
     config = {
@@ -96,7 +97,7 @@ def to_transformers(part: TextPart) -> tuple[dict[str, Any], dict[str, np.ndarra
 
 def _part(opened: clip_weights.Clip, skip_last: bool) -> TextPart:
     tower, _ = clip.text_tower(opened, skip=int(skip_last))
-    tower = tower.clone(projection=None, end_id=None)  # Neither is part of what conditions.
+    tower = tower.clone(projection=None, end_id=None)  # The UNet does not see the pooled text.
     abstract = clip.abstract_params(tower)
     table = clip_weights.table(abstract, clip_weights.TEXT)
     params = torch_weights.to_params(clip_weights.tower_state(opened, table), table, abstract)

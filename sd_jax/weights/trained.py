@@ -1,4 +1,4 @@
-"""Training runs, opened: as models that draw, or as checkpoints to be written in other formats."""
+"""Loading workdirs as models to draw from, or as checkpoints to write in other formats."""
 
 import dataclasses
 import os
@@ -27,7 +27,7 @@ from sd_jax.weights.text import from_folder
 @model.with_fields_of("sampler", Sampler)
 @dataclasses.dataclass(frozen=True)
 class Choice(model.Choice):
-    """Which weights draw, and how; None stands for what the run's config says."""
+    """Weights and options to draw with; None means the value in the workdir's config."""
 
     vae_weights: str | None = replaces(
         "vae.weights", "Another VAE: a file, a diffusers directory or a workdir.", loads=True
@@ -39,18 +39,18 @@ class Choice(model.Choice):
 
 
 def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) -> Model:
-    """The model of a training run; its settings are a Pipeline, it draws from sampling.prompts.
+    """Load the model of a workdir. Its settings are a Pipeline; it draws from sampling.prompts.
 
-    ValueError or FileNotFoundError if there is no such run or choice.
+    Raises ValueError or FileNotFoundError if the workdir or a choice does not exist.
     """
     choice = choice or Choice()
     s = read_run(workdir, choice)
     if not s.vae_weights:
         raise ValueError(
-            f"{workdir} was trained on moments without a VAE, which drawing needs: say where it "
-            "is, --vae_weights=PATH"
+            f"{workdir} was trained on moments without a VAE, but drawing needs one: give it with "
+            "--vae_weights=PATH"
         )
-    mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
+    mesh = sharding.make_mesh()  # All devices of this machine; training may have had others.
     encoder, text = model.open_encoder(s.text, mesh, task.RULES)
     vae_params = read_vae(s.vae_weights, s.vae)
     p = s.pipeline._replace(strength=choice.strength)
@@ -71,7 +71,7 @@ def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) ->
 
 
 def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
-    """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
+    """Return a workdir's settings with the chosen values; raises as `load_model` does."""
     s: Settings = model.read_run(workdir, choice, "sd_jax")
     check_pipeline(s.pipeline._replace(strength=choice.strength))
     return s
@@ -80,10 +80,10 @@ def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
 def to_checkpoint(
     workdir: str | os.PathLike[str], ema: str = "ema", base: str | None = None
 ) -> Checkpoint:
-    """The weights of a run with its VAE and its text encoder, where it has them, to be written.
+    """Return the UNet of a workdir with its VAE and text encoder, if it has them.
 
-    Of a run of LoRA these are the adapted weights, which lie in `base` if not where its config
-    says, with what it learned merged into them.
+    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
+    default, from the path in its config.
     """
     s = read_run(workdir, Choice())
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
@@ -104,10 +104,10 @@ def to_checkpoint(
 def write_lora(
     workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
 ) -> None:
-    """Writes the factors of a run of LoRA as a file that programs of `dialect` read."""
+    """Write the factors of a LoRA run to a file with the names of `dialect`."""
     s = read_run(workdir, Choice())
     if not s.lora.rank:
-        raise ValueError(f"{workdir} is no run of LoRA: it has no factors to write")
+        raise ValueError(f"{workdir} is not a LoRA run: it has no factors to write")
     shapes = names.abstract_unet(s.unet, s.text.width)
     params = finetune.factors(workdir, s, shapes, ema)
     lora_files.write(path, params, s.lora, s.unet, dialect)

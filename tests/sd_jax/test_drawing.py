@@ -111,11 +111,15 @@ def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
 @pytest.mark.parametrize(
     ("left_out", "file", "message"),
     [
-        ((), File(predicts="v"), "holds no tokenizer, as single files never do"),
-        (("model.diffusion_model", "model_ema"), File(), "a.npz holds no UNet: name a whole model"),
-        ("first_stage_model", File(), "a.npz holds no VAE: say where one is with --vae_weights"),
-        ("cond_stage_model", File(), "holds no text encoder: say where one is with --text_weigh"),
-        ((), File(), "does not say what its UNet predicts, and models"),
+        ((), File(predicts="v"), "has no tokenizer: give a folder"),
+        (
+            ("model.diffusion_model", "model_ema"),
+            File(),
+            "a.npz holds no UNet: choose a complete",
+        ),
+        ("first_stage_model", File(), "a.npz holds no VAE: give one with --vae_weights"),
+        ("cond_stage_model", File(), "holds no text encoder: give one with --text_weigh"),
+        ((), File(), "does not say whether its UNet predicts eps or v"),
     ],
 )
 def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):

@@ -148,7 +148,7 @@ def test_one_file_read_back_is_the_same_to_the_last_bit(folder, tmp_path, dialec
 def test_openclips_last_layer_is_left_out_and_comes_back_as_zeros(folder, tmp_path):
     read = load(folder / "b.npz")
     assert (read.text.tower.num_layers, read.text.pads_with_0) == (1, True)
-    assert read.report[2].startswith("text: 29 arrays, the last layer of OpenCLIP's left out, ")
+    assert read.report[2].startswith("text: 29 arrays, without OpenCLIP's last layer, ")
     checkpoints.save_file(read, tmp_path / "b.npz")
     written = np.load(tmp_path / "b.npz")
     for name, array in text_state("2.x").items():
@@ -176,7 +176,7 @@ def test_a_text_encoder_of_another_kind_is_left_out(tmp_path):
     (tmp_path / "ldm.yaml").write_text(YAML)
     read = load(tmp_path / "a.npz")
     assert read.text is None
-    assert read.report[2] == "text: 1 arrays of another kind than CLIP's, left out"
+    assert read.report[2] == "text: 1 arrays that are not CLIP's, left out"
 
 
 def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
@@ -198,9 +198,9 @@ def test_tokenizer_and_scheduler_are_copied(folder, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"beta_schedule": "linear"}, "says beta_schedule 'linear': only Stable Diffusion's own"),
-        ({"trained_betas": [0.1]}, r"says trained_betas \[0.1\]: only Stable"),
-        ({"prediction_type": "sample"}, "prediction_type 'sample': known are epsilon, v_predic"),
+        ({"beta_schedule": "linear"}, "has beta_schedule 'linear': only Stable Diffusion's own"),
+        ({"trained_betas": [0.1]}, r"has trained_betas \[0.1\]: only Stable"),
+        ({"prediction_type": "sample"}, "prediction_type 'sample': choose from epsilon, v_pre"),
     ],
 )
 def test_another_schedule_is_refused(folder, tmp_path, config, message):
@@ -257,7 +257,7 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
     ("change", "message"),
     [
         ({"cond_model.x": np.zeros(1)}, "1 keys belong to no part: cond_model.x"),
-        ({"model.diffusion_model.stray": np.zeros(1)}, "do not fit the weights: missing stray; "),
+        ({"model.diffusion_model.stray": np.zeros(1)}, "do not match the weights: missing stray; "),
         ({"first_stage_model.quant_conv.bias": None}, "1 keys are missing: quant_conv.bias"),
         (
             {"cond_stage_model.transformer.text_model.final_layer_norm.bias": None},
@@ -267,7 +267,7 @@ def test_names_without_prefixes_are_one_networks(folder, tmp_path):
             {"cond_stage_model.transformer.text_model.stray": np.zeros(1)},
             "1 keys are left over: text_model.stray",
         ),
-        ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; left over none. Take"),
+        ({"model_ema.diffusion_modelout2bias": None}, "missing out.2.bias; unknown none. Read"),
     ],
 )
 def test_strays_are_listed(tmp_path, change, message):
@@ -280,12 +280,12 @@ def test_strays_are_listed(tmp_path, change, message):
 
 def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):
     read = checkpoints.load(folder / "d")
-    with pytest.raises(ValueError, match="is not empty: name a new folder"):
+    with pytest.raises(ValueError, match="is not empty: choose a new folder"):
         checkpoints.save_diffusers(read, folder)
     with pytest.raises(ValueError, match="predicts is 'x0': choose from eps, v"):
         checkpoints.save_diffusers(read, tmp_path / "x", "x0")
     assert not list(tmp_path.iterdir())  # Whole or not at all.
-    with pytest.raises(ValueError, match="a file has the names 'ldm' or 'nemo', not 'diffusers'"):
+    with pytest.raises(ValueError, match="names is 'diffusers': a file of weights has the"):
         checkpoints.save_file(read, tmp_path / "a.npz", "diffusers")
     with pytest.raises(ValueError, match=r"must end in \.safetensors or \.npz"):
         checkpoints.save_file(read, tmp_path / "a.bin")

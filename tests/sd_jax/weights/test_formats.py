@@ -48,7 +48,7 @@ def test_the_size_of_latents_is_one_number():
     assert [formats.latent_size(c) for c in ({}, {"sample_size": 96}, {"sample_size": [8, 8]})] == [
         64, 96, 8,
     ]  # fmt: skip
-    with pytest.raises(ValueError, match=r"sample_size is \[64, 96\]: models here are of square"):
+    with pytest.raises(ValueError, match=r"sample_size is \[64, 96\]: only square im"):
         formats.latent_size({"sample_size": [64, 96]})
 
 
@@ -77,14 +77,14 @@ def test_weights_alone_tell_the_rest(change):
 @pytest.mark.parametrize(
     ("read", "config", "message"),
     [
-        (formats.unet_from_ldm, SD1 | {"num_classes": 10}, "num_classes is 10, and only None is"),
+        (formats.unet_from_ldm, SD1 | {"num_classes": 10}, "num_classes is 10, but only None is"),
         (formats.unet_from_ldm, SD1 | {"num_heads": 7}, "unet.num_heads 7 does not divide the"),
         (
             formats.unet_from_ldm,
             SD1 | {"model_channels": 40},
             "norm_groups 32 does not divide",
         ),
-        (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "holds [1, 2.5], where whole"),
+        (formats.unet_from_ldm, SD1 | {"channel_mult": [1, 2.5]}, "has [1, 2.5] where integers"),
         (formats.unet_from_ldm, {}, "config lacks model_channels, attention_resolutions: it holds"),
         (
             formats.unet_from_ldm,
@@ -94,28 +94,28 @@ def test_weights_alone_tell_the_rest(change):
         (
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"norm_num_groups": 16},
-            "norm_num_groups is 16, and only 32 is built here",
+            "norm_num_groups is 16, but only 32 is supported",
         ),
         (
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"attention_head_dim": [5, 7, 20, 20]},
-            "heads here are equal in number, or in width",
+            "same number of heads, or heads of the same width",
         ),
         (
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"up_block_types": ["UpBlock2D"] * 4},
             "the config's up_block_types is ['UpBlock2D', 'UpBlock2D', 'UpBlock2D', 'UpBlock2D'], "
-            "and only ['UpBlock2D', 'CrossAttnUpBlock2D'",
+            "but only ['UpBlock2D', 'CrossAttnUpBlock2D'",
         ),
         (
             formats.unet_from_diffusers,
             formats.unet_to_diffusers(V1, 768) | {"_class_name": "UNet3DConditionModel"},
-            "_class_name is 'UNet3DConditionModel', and only 'UNet2DConditionModel' is built here",
+            "_class_name is 'UNet3DConditionModel', but only 'UNet2DConditionModel' is supported",
         ),
         (
             formats.vae_from_diffusers,
             formats.vae_to_diffusers(VAE()) | {"shift_factor": 0.1},
-            "shift_factor is 0.1, and only None is built here",
+            "shift_factor is 0.1, but only None is supported",
         ),
         (
             formats.vae_from_diffusers,

@@ -49,7 +49,7 @@ def file(tmp_path):
 
 
 def test_heads_that_nothing_says_are_refused(file):
-    message = "its UNet is 32 wide in 2 levels, and arrays do not show how many heads attend there"
+    message = "its UNet has width 32 and 2 levels, and the number of attention heads is known only"
     with pytest.raises(ValueError, match=rf"a\.npz: {message}.*--config=v1-inference\.yaml"):
         checkpoints.load(file)
     linear = {n: w[..., 0, 0] if w.ndim == 4 and ".proj_" in n else w for n, w in state().items()}
@@ -58,7 +58,7 @@ def test_heads_that_nothing_says_are_refused(file):
         checkpoints.load(file.with_name("linear.npz"))
     read = checkpoints.load(file, heads=(4, 64), norm_groups=16)
     assert read.unet.network == FOUR and read.text is None
-    why = "a CLIP 24 wide, of which nothing says how many heads it has, left out"
+    why = "a CLIP of width 24 with an unknown number of heads, left out"
     assert read.report[1] == f"text: {len(text())} arrays of {why}"
 
 
@@ -136,13 +136,13 @@ def test_facts_go_out_and_back():
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("{", "v.yaml is no yaml: while parsing"),
-        ("- 1", "v.yaml is no config of LDM's: it has no model.params.unet_config"),
+        ("{", "v.yaml is not yaml: while parsing"),
+        ("- 1", "v.yaml is not an LDM config: it has no model.params.unet_config"),
         (of_model(first_stage_config={}), "it has no model.params.unet_config"),
-        (of_model(unet_config={"params": FIELDS}, linear_end=0.02), "linear_end is 0.02, and only"),
+        (of_model(unet_config={"params": FIELDS}, linear_end=0.02), "linear_end is 0.02, but only"),
         (
             of_model(unet_config={"params": FIELDS}, parameterization="x0"),
-            "is 'x0': known are eps,",
+            "is 'x0': choose from eps,",
         ),
         (of_model(unet_config={"params": {"a": 1}}), "lacks model_channels, attention_resolutions"),
     ],
@@ -155,7 +155,7 @@ def test_another_config_is_refused(file, tmp_path, content, message):
 
 
 def test_a_config_that_is_not_there_or_not_needed_is_said(file, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config is LDM's yaml"):
+    with pytest.raises(FileNotFoundError, match=r"no file nowhere\.yaml: --config is LDM"):
         checkpoints.load(file, config="nowhere.yaml")
-    with pytest.raises(ValueError, match="has configs of its own: --config is for single files"):
+    with pytest.raises(ValueError, match="is a directory with its own configs: --config"):
         checkpoints.load(tmp_path, config="v.yaml")

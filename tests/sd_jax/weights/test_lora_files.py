@@ -119,12 +119,12 @@ def test_alpha_stands_beside_the_arrays_or_is_the_rank(opened, tmp_path, alpha, 
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"a.hada_w1_a": (2, 2)}, "is no LoRA of two factors a layer: 1 of 1 names are others, a"),
-        ({f"{TO_Q}.lora_A.weight": (2, 64)}, "is no LoRA of two factors a layer: 1 of 1 names"),
+        ({"a.hada_w1_a": (2, 2)}, "is not a LoRA with two factors per layer: 1 of 1 names do not"),
+        ({f"{TO_Q}.lora_A.weight": (2, 64)}, "is not a LoRA with two factors per layer: 1 of 1"),
         ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not read: merge them elsewhere"),
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
-            "is of another model: this one has none of 1 of its 1 layers, mid_block",
+            "belongs to another model: this model lacks 1 of its 1 layers, mid_block",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},
@@ -147,5 +147,5 @@ def test_what_does_not_fit_is_one_line(opened, tmp_path, state, message):
 def test_a_file_that_is_not_there_and_a_strength_that_is_none():
     with pytest.raises(FileNotFoundError, match=r"--lora=nope:0\.5: there is no file nope"):
         lora_files.apply(["nope:0.5"], Checkpoint(None, None, []))
-    with pytest.raises(ValueError, match="the strength is a finite number"):
+    with pytest.raises(ValueError, match="the strength must be a finite number"):
         lora_files.apply(["nope:inf"], Checkpoint(None, None, []))

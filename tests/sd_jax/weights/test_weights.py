@@ -21,7 +21,7 @@ def test_convert_says_what_it_mapped_and_that_it_is_the_same(tmp_path):
     ended = run("convert", f"--from={tmp_path / 'mlperf.npz'}", f"--to={target}", *flags)
     assert ended.code == 0, ended.err
     assert (
-        ended.out.splitlines()[-1] == f"{target}: written and read again, the same to the last bit"
+        ended.out.splitlines()[-1] == f"{target}: written and read back, the same to the last bit"
     )
     assert ended.out.startswith("unet: 168 arrays (ldm), ")
     assert checkpoints.load(target).unet.network == WIDE.clone(norm_groups=16)
