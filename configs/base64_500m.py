@@ -17,9 +17,8 @@ def get_config() -> ConfigDict:
     c.steps = 1_250_000
     c.batch_size = 4096
 
-    # Fields that are missing here have the defaults of diffusion_jax/config/settings.py,
-    # imagen_jax/settings.py and imagen_jax/unet.py; the command line and configs that import this
-    # one can change each of them.
+    # Other fields have the defaults in diffusion_jax/config/settings.py, imagen_jax/settings.py and
+    # imagen_jax/unet.py. The command line and variants of this config may change them too.
     c.unet = dict(
         image_size=64,
         embed_dim=256,
