@@ -1,6 +1,6 @@
-"""Draws 32x32 pictures as base32_8m does, half as wide again: for one GPU and small pictures.
+"""Text-to-image model for 32x32 pictures: base32_8m at 1.5 times its width, for one GPU.
 
-18,700,813 parameters, 3.8 GFLOP of training an image; no GPU has trained it yet.
+18,700,813 parameters, 3.8 GFLOP per training image. It has not been trained yet.
 
 python -m imagen_jax.train --config=configs/base32_19m.py --workdir=runs/base32 \
     --config.data.path=PHOTOS --config.prompts="('a dog on a beach',)"

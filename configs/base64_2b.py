@@ -1,4 +1,4 @@
-"""Imagen's 64x64 base model at 2,171,162,116 parameters: base64_500m with twice the widths.
+"""Imagen's 64x64 base model with 2,171,162,116 parameters: base64_500m at twice its width.
 
 python -m imagen_jax.train --config=configs/base64_2b.py --workdir=runs/base64_2b
 

@@ -2,9 +2,9 @@
 
 python -m imagen_jax.train --config=configs/base64_500m.py --workdir=runs/base64_500m
 
-NeMo: global batch 4096, 1.25 million steps, 5.12 billion samples, 32 GPUs. The text is T5-11b's
-(1024 wide, 128 tokens), encoded before training and stored beside the images: see docs/data.md.
-Training opens no encoder; to sample and evaluate, say where it is with --text_weights=FOLDER.
+NeMo: global batch 4096, 1.25 million steps, 5.12 billion samples, 32 GPUs. T5-11b (width 1024, 128
+tokens) encodes the texts before training, and the embeddings are stored with the images: see
+docs/data.md. Training needs no encoder. To sample and evaluate, give it with --text_weights=FOLDER.
 """
 
 from ml_collections import ConfigDict
@@ -38,8 +38,8 @@ def get_config() -> ConfigDict:
 
     c.optimizer = dict(lr=1e-4, schedule="constant", warmup=10_000, weight_decay=0.01)
     c.mesh = dict(fsdp=-1)  # All devices.
-    c.data = dict(source="webdataset", path="data/laion64", text="npy")  # txt: captions.
+    c.data = dict(source="webdataset", path="data/laion64", text="npy")  # "txt" for captions.
     c.evaluation = dict(every=0)  # Images; 0 for never.
 
     c.sample_every, c.keep_every = 10_000, 100_000
-    return c  # No prompts, which the encoder would read: the texts of the first pictures are drawn.
+    return c  # Without prompts, which need the encoder, the texts of the first pictures are drawn.

@@ -2,8 +2,8 @@
 
 python -m imagen_jax.train --config=configs/base64_500m_ddpm.py --workdir=runs/base64_500m_ddpm
 
-NeMo's alternative to EDM, with its ancestral sampler of 250 steps. Thresholding is needed: without
-it the first step divides by an alpha of 4e-8.
+NeMo's alternative to EDM, with its ancestral sampler of 250 steps. It needs thresholding, because
+the first step divides by an alpha of 4e-8.
 """
 
 from ml_collections import ConfigDict

@@ -1,14 +1,15 @@
-"""base64_500m, 524,897,540 parameters, on captions: T5-11b's encoder, frozen, runs in training.
+"""base64_500m, 524,897,540 parameters, trained on captions that T5-11b encodes during training.
 
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
 text.weights is a folder with config.json, spiece.model and safetensors. Hugging Face has t5-11b as
-a pickle; convert it once, without torch, to 19.5 GB:
+a pickle. Convert it once to 19.5 GB of safetensors, without torch:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 
-The encoder has 4,864,791,552 weights: 9.7 GB in bf16, which are spread over mesh.fsdp and are in
-no checkpoint. NeMo gives online encoding as 3 to 4 times slower than precomputed embeddings.
+The frozen encoder has 4,864,791,552 weights, 9.7 GB in bf16. They are sharded over mesh.fsdp and
+not part of checkpoints. NeMo reports that online encoding is 3 to 4 times slower than precomputed
+embeddings.
 """
 
 from ml_collections import ConfigDict

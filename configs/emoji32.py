@@ -1,6 +1,6 @@
-"""Draws emoji, 32x32, in asked styles, skin tones and on asked backgrounds: an hour of two cores.
+"""Emoji at 32x32 in given styles, skin tones and background colours: an hour on two CPU cores.
 
-8,346,893 parameters. The pictures first (docs/data.md says whose they are):
+8,346,893 parameters. Prepare the pictures first (docs/data.md states their sources and licences):
 
 npm pack emoji-datasource-google
 python -m diffusion_jax.data.prepare emoji --style=noto:emoji-datasource-google-16.0.0.tgz \
@@ -17,8 +17,8 @@ def get_config() -> ConfigDict:
     c = with_emoji(base32_8m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # The quick start's weighting (docs/ablations.md) at twice its noise, as 32x32 hide twice as
-    # much of a picture as 16x16. It leaves little to learn below 0.3, where drawing ends.
+    # The quick start's weighting (docs/ablations.md) at twice its sigma, since 32x32 pictures need
+    # twice the noise of 16x16 ones. Little is learned below sigma 0.3, where sampling ends.
     c.diffusion.weight = "p2(k=0.25)"
     c.sampler.sigma_min = 0.3
     return c
@@ -34,7 +34,7 @@ def with_emoji(c: ConfigDict) -> ConfigDict:
         "a firefighter with dark skin, noto style, on a blue background",
         "a car, noto style, on a green background",
         "a penguin, noto style, on a yellow background",
-        # Never shown from here on.
+        # The prompts from here on are not in the training data.
         "a red apple, noto style, on a blue background",
         "a pizza, noto style, on a yellow background",
         "a rocket, noto style, on a purple background",

@@ -1,7 +1,7 @@
-"""Draws emoji, 64x64, as emoji32 does: some hours on one GPU.
+"""Emoji at 64x64, like emoji32, to train for a few hours on one GPU.
 
-47,125,005 parameters; no GPU has trained it yet. data/emoji is made as configs/emoji32.py says;
-give it more styles, a --style each, and they are asked for by their names.
+47,125,005 parameters. It has not been trained yet. Prepare data/emoji as in configs/emoji32.py; use
+several --style flags for more styles, which prompts select by name.
 
 python -m imagen_jax.train --config=configs/emoji64.py --workdir=runs/emoji64
 """

@@ -1,4 +1,4 @@
-"""Enlarges emoji from 32x32 to 64x64: the second stage after emoji32, an hour of two cores.
+"""Super-resolution of emoji from 32x32 to 64x64, the stage after emoji32: an hour on two CPU cores.
 
 3,286,321 parameters.
 
@@ -16,8 +16,8 @@ def get_config() -> ConfigDict:
     c = emoji32.with_emoji(sr64_3m.get_config())
     c.steps = 4_000
     c.optimizer.schedule = "cosine"
-    # Drawing ends at 2, where the small picture has told almost all: what noise is left below it a
-    # network of this size does not learn to remove in an hour. It trains around 1.
+    # Sampling ends at sigma 2, where the small picture determines almost everything. In an hour, a
+    # network of this size does not learn to remove less noise than that. It trains around sigma 1.
     c.diffusion.p_mean = 0.0
     c.sampler.sigma_min = 2.0
     return c

@@ -1,4 +1,4 @@
-"""Stable Diffusion 1.x from random numbers at 256x256: 859,520,964 parameters, predicts eps.
+"""Stable Diffusion 1.x, trained from scratch at 256x256: 859,520,964 parameters, predicts eps.
 
 python -m sd_jax.train --config=configs/sd1_256_pretrain.py --workdir=runs/sd1_256 \
     --config.vae.weights=weights/sd-v1-5 --config.text.weights=weights/clip-vit-large-patch14
@@ -17,10 +17,10 @@ def get_config() -> ConfigDict:
     c.steps = 82_500
     c.batch_size = 8192
 
-    # What is not here has the defaults of diffusion_jax/config/settings.py, sd_jax/settings.py,
-    # sd_jax/unet.py and sd_jax/vae.py; the command line and the files on top may change it too.
+    # Other fields have the defaults in diffusion_jax/config/settings.py, sd_jax/settings.py,
+    # sd_jax/unet.py and sd_jax/vae.py. The command line and variants may change them.
     c.unet = dict(
-        weights="",  # What training starts from: a workdir, a checkpoint; "" for random numbers.
+        weights="",  # Initial weights: a workdir or a checkpoint; "" for random ones.
         width=320,
         channel_mult=(1, 2, 4, 4),
         num_res_blocks=2,
@@ -29,7 +29,7 @@ def get_config() -> ConfigDict:
         linear_projections=False,
         dtype="bfloat16",
     )
-    c.vae = dict(weights="weights/sd-v1-5", dtype="bfloat16")  # A diffusers directory, a workdir...
+    c.vae = dict(weights="weights/sd-v1-5", dtype="bfloat16")  # Or a workdir, or a file.
     c.text = dict(
         encoder="clip",
         weights="weights/clip-vit-large-patch14",  # A folder or a Hugging Face name.
@@ -38,7 +38,7 @@ def get_config() -> ConfigDict:
         read_tokens=77,
         drop_prob=0.0,
     )
-    c.conditioning = dict(drop_to="empty")  # What dropped texts become; "zeros" as in NeMo.
+    c.conditioning = dict(drop_to="empty")  # Dropped texts are empty; NeMo's are "zeros".
 
     c.latents = dict(image_size=256, scale=0.18215)
     c.diffusion = dict(predicts="eps")

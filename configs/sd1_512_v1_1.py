@@ -3,8 +3,8 @@
 python -m sd_jax.train --config=configs/sd1_512_v1_1.py --workdir=runs/sd1_1 \
     --config.unet.weights=runs/sd1_256
 
-NeMo: global batch 8192, 50,000 steps, 409.6 million samples of images from 1024 pixels on, 256
-GPUs.
+NeMo: global batch 8192, 50,000 steps, 409.6 million samples of images with at least 1024 pixels per
+side, 256 GPUs.
 """
 
 from ml_collections import ConfigDict

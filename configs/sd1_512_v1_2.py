@@ -3,8 +3,8 @@
 python -m sd_jax.train --config=configs/sd1_512_v1_2.py --workdir=runs/sd1_2 \
     --config.unet.weights=runs/sd1_1
 
-NeMo: global batch 8192, 150,000 steps, 1.229 billion samples of images from 512 pixels on, a tenth
-of them without their text, 256 GPUs.
+NeMo: global batch 8192, 150,000 steps, 1.229 billion samples of images with at least 512 pixels per
+side, 10 % of them without text, 256 GPUs.
 """
 
 from ml_collections import ConfigDict

@@ -3,8 +3,8 @@
 python -m sd_jax.train --config=configs/sd2_512_base.py --workdir=runs/sd2_base \
     --config.unet.weights=runs/sd2_256
 
-NeMo: global batch 8192, 220,000 steps, 1.802 billion samples of images from 512 pixels on, a tenth
-of them without their text, 256 GPUs.
+NeMo: global batch 8192, 220,000 steps, 1.802 billion samples of images with at least 512 pixels per
+side, 10 % of them without text, 256 GPUs.
 """
 
 from ml_collections import ConfigDict

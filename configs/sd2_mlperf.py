@@ -2,9 +2,10 @@
 
 python -m sd_jax.mlperf --config=configs/sd2_mlperf.py:1024 --workdir=runs/mlperf/0
 
-The number is the global batch: 512 (the default), 1024 and 2048 are MLPerf's. On moments of images
-in 0 to 1, as published; every text is kept; no EMA, no clipping. It is done when FID is at most 90
-and the CLIP score at least 0.15: at batch 512 after 2.6 million images on average.
+The number is the global batch size; MLPerf's are 512 (the default), 1024 and 2048. As in MLPerf,
+training uses the published moments of images in [0, 1], drops no texts, and has neither EMA nor
+clipping. The run ends when the FID is at most 90 and the CLIP score at least 0.15. At batch size
+512, this takes 2.6 million images on average.
 """
 
 from ml_collections import ConfigDict
@@ -16,7 +17,7 @@ def get_config(batch: str = "512") -> ConfigDict:
     c = sd2_512_base.get_config()
     c.batch_size = int(batch)
     c.steps = 20 * 512_000 // c.batch_size
-    between = -(-512_000 // c.batch_size)  # Steps.
+    between = -(-512_000 // c.batch_size)  # Steps between checkpoints.
 
     c.unet.update(weights="", norm_groups=16)
     c.vae.weights = "weights/512-base-ema.ckpt"

@@ -1,6 +1,6 @@
-"""Draws 64x64 pictures from captions in latents of 16x16: some hours on two CPU cores.
+"""Text-to-image model for 64x64 pictures with latents of 16x16: a few hours on two CPU cores.
 
-11,160,200 parameters, 3.0 GFLOP of training an image, the VAE's part included.
+11,160,200 parameters, 3.0 GFLOP per training image including the VAE.
 
 python -m sd_jax.train_vae --config=configs/sd64_vae.py --workdir=runs/sd64_vae \
     --config.data.path=PHOTOS

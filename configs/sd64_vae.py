@@ -1,4 +1,4 @@
-"""The small autoencoder of sd64_11m: 64x64 pictures to latents of 16x16, on two CPU cores.
+"""Small autoencoder for sd64_11m, from 64x64 pictures to latents of 16x16, for two CPU cores.
 
 961,739 parameters.
 

@@ -1,6 +1,6 @@
-"""The tiny autoencoder of sd_quickstart: 16x16 digits to 4x4 latents, in minutes on a CPU.
+"""Tiny autoencoder for sd_quickstart, from 16x16 digits to 4x4 latents: minutes on a CPU.
 
-976,563 parameters; the mean absolute error of a pixel, from -1 to 1, becomes 0.06.
+976,563 parameters. The mean absolute error of pixels in [-1, 1] reaches 0.06.
 
 python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
 """
@@ -19,7 +19,7 @@ def get_config() -> ConfigDict:
     c.batch_size = 32
 
     c.vae = quickstart.vae
-    c.vae.weights = ""  # What training starts from; "" for random numbers.
+    c.vae.weights = ""  # Initial weights; "" for random ones.
     c.reconstruction = dict(image_size=16, distance="l1", kl=1e-2)
 
     c.optimizer = quickstart.optimizer

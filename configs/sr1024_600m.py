@@ -2,10 +2,10 @@
 
 python -m imagen_jax.train --config=configs/sr1024_600m.py --workdir=runs/sr1024_600m
 
-It learns from 256x256 crops of 1024x1024 images, and draws whole ones, since it attends to the text
-alone. NeMo (sr1024-600m): global batch 4096, 1.25 million steps, 5.12 billion samples, 64 GPUs; its
-documentation says 427 million parameters and 1.23 billion samples. Its launcher leaves the scaling
-of skips out: for such weights --config.unet.scale_skips=False.
+It trains on 256x256 crops of 1024x1024 images and draws whole images. This works because it attends
+only to the text. NeMo (sr1024-600m): global batch 4096, 1.25 million steps, 5.12 billion samples,
+64 GPUs; its documentation states 427 million parameters and 1.23 billion samples. NeMo's launcher
+does not scale skips: use --config.unet.scale_skips=False for its weights.
 """
 
 from ml_collections import ConfigDict
@@ -17,5 +17,5 @@ def get_config() -> ConfigDict:
     c = sr256_600m.get_config()
     c.unet.attention = "cross"
     c.sampler.guidance = 7.5
-    c.data.update(path="data/laion1024", resize=1024, min_size=1024)  # Crops at the centre.
+    c.data.update(path="data/laion1024", resize=1024, min_size=1024)  # Centre crops.
     return c

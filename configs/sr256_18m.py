@@ -1,6 +1,6 @@
-"""Enlarges pictures from 64x64 to 256x256: the second stage after base64_47m, for one GPU.
+"""Super-resolution from 64x64 to 256x256, the stage after base64_47m, for one GPU.
 
-17,747,313 parameters, 59 GFLOP of training an image; no GPU has trained it yet.
+17,747,313 parameters, 59 GFLOP per training image. It has not been trained yet.
 
 python -m imagen_jax.train --config=configs/sr256_18m.py --workdir=runs/sr256 \
     --config.data.path=PHOTOS

@@ -1,9 +1,9 @@
-"""Imagen's 64 -> 256 super-resolution model of one UNet, 408,350,468 parameters, as NeMo trains it.
+"""Imagen's 64 -> 256 super-resolution model with a UNet, 408,350,468 parameters, as in NeMo.
 
 python -m imagen_jax.train --config=configs/sr256_400m.py --workdir=runs/sr256_400m
 
 NeMo (sr256-400m): global batch 2048, 1.25 million steps, 2.56 billion samples, 128 GPUs. Its
-documentation says 429 million parameters and 1.23 billion samples: see docs/models.md.
+documentation states 429 million parameters and 1.23 billion samples: see docs/models.md.
 """
 
 from ml_collections import ConfigDict
@@ -22,7 +22,7 @@ def get_config() -> ConfigDict:
         low_res=True,
         noise_aug=True,
     )
-    with c.unet.ignore_type():  # One number for every level in the base model, a tuple here.
+    with c.unet.ignore_type():  # The base model has one number for all levels, this one a tuple.
         c.unet.num_res_blocks = (2, 2, 3, 4, 3)
     c.super_resolution.factor = 4
     c.sampler.update(steps=20, guidance=8.0)

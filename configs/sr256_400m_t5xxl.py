@@ -1,9 +1,9 @@
-"""sr256_400m for text embeddings 4096 wide, those of T5 v1.1-XXL: 429,350,660 parameters.
+"""sr256_400m for T5 v1.1-XXL, with text embeddings of width 4096: 429,350,660 parameters.
 
 python -m imagen_jax.train --config=configs/sr256_400m_t5xxl.py --workdir=runs/sr256_400m_t5xxl
 
-Batch 2048, 1.25 million steps, 2.56 billion samples, as sr256_400m. NeMo ships no such file; its
-documentation's 429 million parameters are perhaps those of this one.
+Global batch 2048, 1.25 million steps, 2.56 billion samples, as in sr256_400m. NeMo has no such
+config, but the 429 million parameters in its documentation may refer to this model.
 """
 
 from ml_collections import ConfigDict

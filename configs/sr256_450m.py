@@ -2,8 +2,8 @@
 
 python -m imagen_jax.train --config=configs/sr256_450m.py --workdir=runs/sr256_450m
 
-NeMo (sr256-450m-edm) ships it for one device, with batch 16 and 2.5 million steps; batch 2048, 1.25
-million steps and 2.56 billion samples are those of sr256_400m. The 450 of its name is NeMo's.
+NeMo's config (sr256-450m-edm, hence the name) is for one device, with batch size 16 and 2.5 million
+steps. The global batch of 2048, 1.25 million steps and 2.56 billion samples are from sr256_400m.
 """
 
 from ml_collections import ConfigDict

@@ -3,7 +3,7 @@
 python -m imagen_jax.train --config=configs/sr256_600m.py --workdir=runs/sr256_600m
 
 NeMo (sr256-600m): global batch 4096, 1.25 million steps, 5.12 billion samples, 64 GPUs; its
-documentation says 1.23 billion samples (300,000 steps).
+documentation states 1.23 billion samples (300,000 steps).
 """
 
 from ml_collections import ConfigDict

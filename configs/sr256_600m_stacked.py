@@ -2,7 +2,7 @@
 
 python -m imagen_jax.train --config=configs/sr256_600m_stacked.py --workdir=runs/sr256_600m_stacked
 
-What NeMo's launcher trains as 600m_res_256, and NeMo ships as sr256-600m-edm-noise: global batch
+NeMo's launcher calls this model 600m_res_256, and NeMo itself sr256-600m-edm-noise: global batch
 4096, 1.25 million steps, 5.12 billion samples, 64 GPUs.
 """
 

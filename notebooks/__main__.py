@@ -1,7 +1,7 @@
-"""Makes each notebook of the text beside it: python -m notebooks
+"""Generate the notebooks from the .py files in this folder: python -m notebooks
 
-The repository that they clone, and that their badges open in Colab, is the one that pyproject.toml
-names ([project.urls], Repository): a fork changes it there, runs this, and commits what changes.
+The notebooks clone the repository in pyproject.toml ([project.urls], Repository), and their badges
+open it in Colab. A fork changes the repository there, runs this command, and commits the changes.
 """
 
 import pathlib
@@ -13,27 +13,27 @@ import jupytext
 HERE = pathlib.Path(__file__).parent
 COLAB = "https://colab.research.google.com/github"
 PAGES = (HERE.parent / "docs" / "launch.md",)
-"""Further files with badges."""
+"""Other files with badges."""
 
 
 def repository() -> str:
-    """Where the project is, such as https://github.com/OWNER/NAME."""
+    """Return the URL of the project, such as https://github.com/OWNER/NAME."""
     project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
     return project["urls"]["Repository"]
 
 
-def named(text: str) -> str:
-    """A text whose REPOSITORY and badges are of this repository."""
-    place = repository().removeprefix("https://github.com/")
+def with_repository(text: str) -> str:
+    """Return a text whose REPOSITORY and badges are those of this project."""
+    name = repository().removeprefix("https://github.com/")
     text = re.sub(r'(?m)^REPOSITORY = ".*"$', f'REPOSITORY = "{repository()}"', text)
-    return re.sub(rf"{COLAB}/[^/]+/[^/]+/", f"{COLAB}/{place}/", text)
+    return re.sub(rf"{COLAB}/[^/]+/[^/]+/", f"{COLAB}/{name}/", text)
 
 
 def main() -> None:
-    """Writes texts, pages and notebooks."""
+    """Update the .py files and the pages, and write the notebooks."""
     texts = [path for path in HERE.glob("*.py") if not path.name.startswith("_")]
     for path in (*texts, *PAGES):
-        path.write_text(named(path.read_text()))
+        path.write_text(with_repository(path.read_text()))
     for path in texts:
         book = jupytext.read(path)
         for number, cell in enumerate(book.cells):

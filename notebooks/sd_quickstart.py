@@ -10,11 +10,11 @@
 # # Stable Diffusion's quick start
 # [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](https://colab.research.google.com/github/YOUR-NAME/imagen-sd-jax/blob/main/notebooks/sd_quickstart.ipynb)
 #
-# Trains a small autoencoder on handwritten digits in named colours, then a latent diffusion model
-# on what it encodes, and draws from it. Some minutes on a GPU or on two CPU cores.
+# This notebook trains a small autoencoder on handwritten digits in named colours, then a diffusion
+# model on its latents, and draws with it. It takes some minutes on a GPU or on two CPU cores.
 #
-# The first cell installs one exact set of packages, from a copy of `REPOSITORY` (where the project
-# is installed already it does not), and draws with a trained model that comes with the project.
+# The first cell draws with a trained model that comes with the project. If the project is not
+# installed yet, the cell clones `REPOSITORY` and installs an exact set of packages.
 
 # %%
 import importlib.util
@@ -29,7 +29,7 @@ from IPython.display import Image, display
 
 REPOSITORY = "https://github.com/YOUR-NAME/imagen-sd-jax"
 
-if os.path.isdir("../imagen_jax"):  # Opened from the project's own folder.
+if os.path.isdir("../imagen_jax"):  # The notebook is open in a checkout of the project.
     os.chdir("..")
 if importlib.util.find_spec("imagen_jax") is None:
     if not os.path.isdir("imagen-sd-jax"):
@@ -39,7 +39,7 @@ if importlib.util.find_spec("imagen_jax") is None:
     packages += ["jax[cuda13]"] if shutil.which("nvidia-smi") else []
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *packages], check=True)
 
-# Any run, trained here or exported; in a process of its own, so that the device is free afterwards.
+# SHIPPED may be any workdir. The command runs in a process of its own, which frees the device.
 SHIPPED = os.environ.get("SHIPPED", "models/emoji32")
 if os.path.isdir(SHIPPED):
     with open(f"{SHIPPED}/config.json") as file:
@@ -52,7 +52,7 @@ if os.path.isdir(SHIPPED):
 
 # %% [markdown]
 # ## Train the autoencoder
-# Pictures of 16x16 become latents of 4x4, among which the diffusion model works.
+# It encodes 16x16 pictures as 4x4 latents, on which the diffusion model is trained.
 
 # %%
 WORKDIR = os.environ.get("WORKDIR", "runs/sd_quickstart")
@@ -63,8 +63,9 @@ VAE_CONFIG = os.environ.get("VAE_CONFIG", "--config=configs/sd_quickstart_vae.py
 
 # %% [markdown]
 # ## Train the diffusion model
-# The same command in a terminal does the same. Any value of `configs/sd_quickstart.py` can be
-# changed by a flag; killed at any moment, the command goes on where it was.
+# You can run the same command in a terminal. Flags can change any value of
+# `configs/sd_quickstart.py`. If the command is killed, run it again: it continues from its last
+# checkpoint.
 
 # %%
 CONFIG = os.environ.get("CONFIG", "--config=configs/sd_quickstart.py")
@@ -82,8 +83,7 @@ plt.ylabel("loss")
 plt.show()
 
 # %% [markdown]
-# TensorBoard shows all that was written: losses, also by noise level, pictures over time, the
-# config.
+# TensorBoard shows the losses, also by noise level, the pictures over time, and the config.
 
 # %%
 os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/tensorboard")
@@ -92,8 +92,8 @@ os.environ.setdefault("TENSORBOARD_BINARY", f"{os.path.dirname(sys.executable)}/
 
 # %% [markdown]
 # ## Draw
-# An image depends on its prompt and its seed alone. Change either and run the cell again. From here
-# on this notebook holds the device, so that commands as above would find no memory on a GPU.
+# An image depends only on its prompt and its seed. Change either and run the cell again. From here
+# on this notebook uses the device, so commands like those above would find no free memory on a GPU.
 
 # %%
 import sd_jax
@@ -103,8 +103,9 @@ prompts = ["a red seven on gray paper", "a white two on cyan paper", "a blue thr
 model.draw(prompts, seeds=[0, 1, 2])
 
 # %% [markdown]
-# Everything about the sampler can be chosen, without loading again; and `model.denoiser` is
-# D(x, sigma) of some prompts, for a sampler of your own. This one is Euler's method.
+# All options of the sampler can be changed without loading the model again. To write your own
+# sampler, use `model.denoiser`, which returns D(x, sigma) for given prompts. This one is Euler's
+# method.
 
 # %%
 import itertools
@@ -113,4 +114,4 @@ D = model.denoiser(prompts, guidance=3)
 x = D.start(seeds=[0, 1, 2])
 for sigma, lower in itertools.pairwise(D.sigmas):
     x = x + (lower - sigma) * (x - D(x, sigma)) / sigma
-own = D.pictures(x)
+pictures = D.pictures(x)

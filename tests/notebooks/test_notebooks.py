@@ -35,13 +35,13 @@ def test_notebooks_and_badges_are_of_the_repository_that_the_project_names():
     hint = "python -m notebooks"
     for path in (*(ROOT / "notebooks" / f"{name}.py" for name in NOTEBOOKS), *making.PAGES):
         text = path.read_text()
-        assert making.named(text) == text, hint
+        assert making.with_repository(text) == text, hint
         assert f"{making.COLAB}/" in text
 
 
 def test_a_forks_name_reaches_the_notebooks(monkeypatch):
     monkeypatch.setattr(making, "repository", lambda: "https://github.com/some/fork")
-    text = making.named((ROOT / "notebooks" / "sd_quickstart.py").read_text())
+    text = making.with_repository((ROOT / "notebooks" / "sd_quickstart.py").read_text())
     assert f"({making.COLAB}/some/fork/blob/main/notebooks/sd_quickstart.ipynb)" in text
     assert '\nREPOSITORY = "https://github.com/some/fork"\n' in text
 
