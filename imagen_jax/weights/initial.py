@@ -55,7 +55,8 @@ def settings_of(workdir: str | os.PathLike[str]) -> Settings:
 def read_nemo(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters in a .ckpt, .nemo, .safetensors or .npz file with NeMo's names."""
     try:
-        params = nemo.from_nemo(torch_files.read_state_dict(path), nemo.require_nemo(unet), text_width)
+        state = torch_files.read_state_dict(path)
+        params = nemo.from_nemo(state, nemo.require_nemo(unet), text_width)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     return jax.tree.map(jax.numpy.asarray, params)
