@@ -177,7 +177,7 @@ def _common_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
-    """Return the function from a layer's path in params to NeMo's name."""
+    """Return a function that maps a layer's path in params to NeMo's name."""
     if isinstance(unet, EfficientUNet):
         rules = (*_EFFICIENT_ENDS, *_CONDITIONING)
         return lambda path: _efficient_name(path, (*_EFFICIENT_INSIDE, *_INSIDE), rules)
