@@ -1,7 +1,7 @@
-"""Runs that start from given weights: whole, or frozen beside factors of low rank (see lora).
+"""Runs that start from given weights: they train all of them, or a LoRA beside them (see lora).
 
-A run of factors holds neither the weights that it adapts nor more of them than their path, in its
-config, and their fingerprint, in base.json: who draws with it reads them again, and none others.
+A LoRA run does not store the weights that it adapts. Its config holds their path and base.json
+their fingerprint, so that drawing with the run reads the same weights again.
 """
 
 import json
@@ -25,19 +25,25 @@ Read = Callable[[], Params]
 
 
 class Start(NamedTuple):
-    """What a run trains, and from which weights."""
+    """What a run trains, and from which parameters."""
 
     task: Task
     read: Read | None = None
-    """Reads the parameters to start from, host arrays; None: the task's own initial ones."""
+    """Reads the initial parameters as host arrays; None: task.init makes them."""
     base: str = ""
-    """The fingerprint of the frozen weights, if there are such."""
+    """The fingerprint of the weights that a LoRA adapts; "": it is no LoRA run."""
 
 
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
-    """The task of a config, of factors where `s` asks for them; `read` reads `weights`, if any.
+    """Build the task of a config; with s.rank > 0, only the LoRA factors are trained.
 
-    ValueError or FileNotFoundError if there is nothing to adapt, or s does not fit it.
+    Args:
+      task: the task that trains all parameters.
+      s: the config's `lora` group.
+      weights: the config's `unet.weights`; "": none.
+      read: reads `weights` as host arrays.
+
+    Raises ValueError or FileNotFoundError if there are no weights to adapt or `s` does not fit.
     """
     if weights and not any(files.path(p).exists() for p in (weights, at_step(weights)[0])):
         raise FileNotFoundError(
@@ -47,7 +53,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
         return Start(task, read if weights else None)
     if not weights:
         raise ValueError(
-            f"lora.rank is {s.rank} and unet.weights is empty: say which model is adapted, such as "
+            f"lora.rank is {s.rank} and unet.weights is empty: say which model to adapt, such as "
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = read()
@@ -55,39 +61,39 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
 
 def check_base(workdir: Path, base: str) -> None:
-    """ValueError if the run in `workdir` adapts other weights than those of this fingerprint."""
+    """Raise ValueError if the run in `workdir` adapts weights of another fingerprint than `base`."""
     path = files.path(workdir) / BASE
     if not path.is_file():
         return
-    kept: Mapping[str, Any] = untrusted.parse_json(path.read_text())
-    if kept.get("fingerprint") != base:
+    saved: Mapping[str, Any] = untrusted.parse_json(path.read_text())
+    if saved.get("fingerprint") != base:
         raise ValueError(
-            f"{workdir} adapts other weights than those that lie in unet.weights now: name the "
-            "checkpoint that it was trained on, as --unet_weights=WORKDIR@STEP or PATH (in "
-            "training --config.unet.weights)"
+            f"{workdir} adapts other weights than those in unet.weights: name the checkpoint that "
+            "it was trained on, as --unet_weights=WORKDIR@STEP or PATH (--config.unet.weights in "
+            "training)"
         )
 
 
 def check_wanted(base: str | None, s: Lora) -> None:
-    """ValueError where a place of adapted weights is given for a run that adapts none."""
+    """Raise ValueError if `base`, a path of adapted weights, is given for a run without LoRA."""
     if base and not s.rank:
         raise ValueError(
-            f"--unet_weights={base} says where the weights lie that a run of LoRA adapts, and this "
-            "run is none: leave it out"
+            f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
+            "all weights: leave it out"
         )
 
 
 def keep_base(workdir: Path, base: str) -> None:
-    """Writes the fingerprint of the weights that a run adapts, if it does."""
+    """Write the fingerprint of the weights that a LoRA run adapts; "" writes nothing."""
     if base and jax.process_index() == 0:
         path = files.path(workdir) / BASE
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
 def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
-    """What the pictures of a run of factors depend on besides, for cards; {} of other runs.
+    """Return a LoRA run's scale and base fingerprint, for cards; {} for other runs.
 
-    `scale` stands in place of its config's, unless None.
+    `scale` overrides that of the run's config, unless it is None.
     """
     path = files.path(workdir) / BASE
     if not path.is_file():
@@ -97,10 +103,10 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
-    """The task that a run draws with: itself, or of factors, `read` giving what they adapt.
+    """Return the task that a run draws with, which for a LoRA run adds the factors to the base.
 
-    task.frozen lies on the devices already, and what it returns does too. ValueError if the weights
-    are not those that the run was trained on.
+    `read` reads the base. The arrays of `task.frozen` are on the devices already, and so are those
+    of the result. Raises ValueError if the base is not the one that the run was trained on.
     """
     if not s.rank:
         return task
@@ -112,10 +118,17 @@ def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
 def network(
     workdir: Path, s: Any, abstract: Params, read: Read, which: str = "ema", step: int | None = None
 ) -> Params:
-    """The network of a run of the settings `s`, host arrays: factors merged, all else left out.
+    """Return a run's network as host arrays, with LoRA factors merged into it.
 
-    `abstract` holds its shapes, `read` reads what the factors adapt; `which` and `step` as for
-    restore.load_params, and so the errors.
+    Args:
+      workdir: the folder of the run.
+      s: its settings.
+      abstract: the shapes of the network's parameters.
+      read: reads the weights that a LoRA run adapts.
+      which: "raw" or an average, as in restore.load_params.
+      step: the step of the checkpoint; None: the newest.
+
+    Raises the errors of restore.load_params.
     """
     params = factors(workdir, s, abstract, which, step)
     if s.lora.rank:
@@ -128,7 +141,7 @@ def network(
 def factors(
     workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
 ) -> Params:
-    """What a run trained, as it is saved: of a LoRA the factors; arguments as of `network`."""
+    """Return the parameters that a run saved, LoRA factors unmerged; arguments as in `network`."""
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))
@@ -136,6 +149,6 @@ def factors(
 
 
 def at_step(path: Path) -> tuple[str, int | None]:
-    """(workdir, step) of WORKDIR or WORKDIR@STEP."""
+    """Split WORKDIR or WORKDIR@STEP into (workdir, step)."""
     workdir, at, step = str(path).rpartition("@")
     return (workdir, int(step)) if at and step.isdigit() else (str(path), None)

@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021): a Task whose parameters are factors of low rank beside frozen weights.
+"""LoRA (Hu et al. 2021): a Task that trains low-rank factors beside frozen weights.
 
 A kernel W [..., in, out] becomes W + scale * alpha / rank * down @ up, with down [..., in, rank]
-and up [rank, out]: of a convolution, one that has `rank` channels before a 1x1 convolution. `up`
-starts at 0, so that step 0 is the model that is adapted. Only down, up and what a weighting learns
-(see objective.LEARNED) are trained, averaged and saved.
+and up [rank, out]. For a convolution this is a convolution to `rank` channels followed by a 1x1
+convolution. `up` starts at 0, so that step 0 is the adapted model. Only the factors and the learned
+loss weighting (see objective.LEARNED) are trained, averaged and saved.
 """
 
 import difflib
@@ -27,12 +27,12 @@ Shape = tuple[int, ...]
 
 
 def adapt(task: Task, base: Params, s: Lora) -> Task:
-    """The same system whose parameters are the factors of s.targets; `base` is frozen beside.
+    """Return a task whose parameters are factors for s.targets; `base` becomes frozen.
 
-    `base` is what `task.init` makes, without what a weighting learns; shapes do where nothing is
-    computed. s.scale counts in sampling alone. ValueError as of `layers`.
+    `base` is the network's part of `task.init`; shapes suffice if nothing is computed. s.scale acts
+    in sampling only. Raises ValueError if s.targets or s.rank does not fit: see `layers`.
     """
-    layers(base, s)  # Before anything is compiled.
+    layers(base, s)  # Raises before anything compiles.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
 
     def loss(params, frozen, batch, key):
@@ -55,7 +55,7 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
 
 
 def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
-    """A Task's `sample` or `begin`, of factors beside the frozen weights that they adapt."""
+    """Wrap a Task's `sample` or `begin` to take factors, with the adapted weights in `frozen`."""
     whole = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
 
     def adapted(params, frozen, *arguments):
@@ -65,26 +65,27 @@ def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
 
 
 def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
-    """Factors for the layers of a model's parameters, and what its weighting learns as it is.
+    """Return initial factors for a model's layers, with its learned loss weighting unchanged.
 
-    down as torch starts a linear layer, and so peft, U(-1, 1) / sqrt(fan_in); up at 0.
+    `down` is U(-1, 1) / sqrt(fan_in), torch's and peft's initialisation of a linear layer; `up` is
+    0.
     """
     factors = {}
     for number, (path, shape) in enumerate(layers(params, s).items()):
-        limit, own = math.prod(shape[:-1]) ** -0.5, jax.random.fold_in(key, number)
-        down = jax.random.uniform(own, (*shape[:-1], s.rank), minval=-limit, maxval=limit)
+        limit, key_down = math.prod(shape[:-1]) ** -0.5, jax.random.fold_in(key, number)
+        down = jax.random.uniform(key_down, (*shape[:-1], s.rank), minval=-limit, maxval=limit)
         factors[path] = {"down": down, "up": jnp.zeros((s.rank, shape[-1]))}
     learned = {name: tree for name, tree in params.items() if name != _NETWORK}
     return {FACTORS: unflatten_dict(factors, sep="/"), **learned}
 
 
 def merge(base: Params, params: Params, s: Lora) -> Params:
-    """The ordinary parameters: the weights in `base`, with the factors in `params` added."""
+    """Return ordinary parameters: the weights in `base` plus the factors in `params`."""
     return _merged(base, params, s.scale * s.alpha_by_rank)
 
 
 def flat(params: Params) -> dict[str, dict[str, Any]]:
-    """The factors down and up by the path of their layer."""
+    """Return {"down": ..., "up": ...} for each layer, keyed by its path."""
     pairs: dict[str, dict[str, Any]] = {}
     for path, array in flatten_dict(params[FACTORS], sep="/").items():
         layer, _, name = path.rpartition("/")
@@ -93,9 +94,9 @@ def flat(params: Params) -> dict[str, dict[str, Any]]:
 
 
 def layers(params: Params, s: Lora) -> dict[str, Shape]:
-    """The shapes of the kernels in which s.targets is found, by the paths of their layers.
+    """Return the kernel shapes of all layers whose path matches s.targets, keyed by path.
 
-    ValueError if it is found in none, or a kernel has no room for the rank.
+    Raises ValueError if no path matches, or a kernel's rank is below s.rank.
     """
     leaves: dict[str, Any] = flatten_dict(params[_NETWORK], sep="/")
     kernels = {
@@ -104,21 +105,23 @@ def layers(params: Params, s: Lora) -> dict[str, Shape]:
         if path.endswith(f"/{_KERNEL}")
     }
     if not kernels:
-        raise ValueError("this network has no layers that LoRA adapts: take lora.rank=0")
+        raise ValueError("this network has no layers that LoRA can adapt: set lora.rank=0")
     try:
         chosen = {path: shape for path, shape in kernels.items() if re.search(s.targets, path)}
     except re.error as error:
-        raise ValueError(f"lora.targets is {s.targets!r}, no regular expression: {error}") from None
+        raise ValueError(
+            f"lora.targets is {s.targets!r}, which is not a regular expression: {error}"
+        ) from None
     if not chosen:
         near = difflib.get_close_matches(s.targets, kernels, n=3, cutoff=0) or list(kernels)[:3]
         raise ValueError(
-            f"lora.targets is {s.targets!r}, which is found in none of {len(kernels)} layers: "
-            f"their paths are such as {', '.join(near)}"
+            f"lora.targets is {s.targets!r}, which matches none of the {len(kernels)} layers: "
+            f"choose from paths such as {', '.join(near)}"
         )
     for path, shape in chosen.items():
         if s.rank > min(math.prod(shape[:-1]), shape[-1]):
             raise ValueError(
-                f"lora.rank is {s.rank}, and the kernel of {path}, {shape}, is of rank "
+                f"lora.rank is {s.rank}, but the kernel of {path}, {shape}, has rank "
                 f"{min(math.prod(shape[:-1]), shape[-1])} at most: lower it, or narrow lora.targets"
             )
     return chosen
@@ -128,7 +131,7 @@ def _merged(base: Params, params: Params, scale: float) -> Params:
     kernels: dict[str, Any] = flatten_dict(base[_NETWORK], sep="/")
     for path, pair in flat(params).items():
         name = f"{path}/{_KERNEL}"
-        # Exact also where a matmul's default is bfloat16: what it costs is next to nothing.
+        # In float32 even where matmuls default to bfloat16; the cost is negligible.
         product = jnp.matmul(pair["down"], pair["up"], precision=jax.lax.Precision.HIGHEST)
         kernels[name] = kernels[name] + scale * product
     learned = {name: tree for name, tree in params.items() if name != FACTORS}

@@ -29,7 +29,6 @@ from diffusion_jax.train.command import command
 from imagen_jax import super_resolution
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.task import make_task
-from imagen_jax.unet import UNet
 
 _SHOWN = 8  # Pictures whose texts are drawn where the prompts cannot be.
 
@@ -55,7 +54,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
         examples = _first_pictures(batches.pictures, encoder, factor, guidance)
 
     # The model, from random numbers or from given weights, all of which or a LoRA of it is trained.
-    read = functools.partial(_read_weights, s.unet_weights, s.unet, s.text.width)
+    read = lambda: _read_weights(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
     return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
@@ -73,7 +72,7 @@ def _first_pictures(
     return loop.Examples(batch, tuple(captions), guidance)
 
 
-def _read_weights(path: str, unet: UNet, text_width: int) -> Any:
+def _read_weights(path: str, unet: Any, text_width: int) -> Any:
     # Loads the readers of NeMo's checkpoints, which runs from random numbers do without.
     from imagen_jax.weights.initial import read_unet
 

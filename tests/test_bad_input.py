@@ -130,7 +130,7 @@ sample --prompt=a --image=D/images/0.png --strength=2 | strength 2.0 is no share
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora are for --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
-train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: say which model is adapted
+train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: say which model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
 train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13

@@ -28,10 +28,10 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
         return precomputed.encoder(text.width, text.max_tokens, text.encoder)
     if not text.store:
         return registry.make_encoder(text)
-    opened = store.Store(files.local(text.store))
-    store.check_identity(text.store, opened.identity, rule(text))
+    opened, wanted = store.Store(files.local(text.store)), rule(text)
     if text.weights and files.path(text.weights).is_dir():
-        open_online(text)
+        wanted = identity(text, registry.make_encoder(text))
+    store.check_identity(text.store, opened.identity, wanted)
     return store.encoder(opened)
 
 

@@ -240,7 +240,10 @@ def _is_due(step: int, every: int, steps: int) -> bool:
 def make_step(
     task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
 ):
-    """The jitted (state, frozen, batch, key) -> (state, metrics); the state is donated."""
+    """Return the jitted (state, frozen, batch, key) -> (state, metrics), which donates the state.
+
+    `layout` holds the sharding of each leaf of the state.
+    """
     step = make_train_step(
         task.loss,
         tx,
@@ -251,7 +254,7 @@ def make_step(
         clip=settings.clip,
         decay_at=warmup_decay if settings.ema_warmup else constant_decay,
     )
-    # Metrics are whole everywhere, as the step is, so that each process can read them.
+    # Metrics are replicated like state.step, so that each process can read them.
     step = ambient(layout.step.mesh, step)
     return jax.jit(step, donate_argnums=0, out_shardings=(layout, layout.step))
 
@@ -259,7 +262,10 @@ def make_step(
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
 ) -> Program:
-    """The step, compiled, and made once on made-up rows of this process: its state is dropped."""
+    """Compile the step and run it once on a made-up batch; the state that it returns is dropped.
+
+    `batch` holds this process's rows.
+    """
     tx, key, create, layout = _plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen, rows = place_all(task.frozen, mesh, task.rules), to_global(batch, batch_sharding(mesh))
@@ -270,7 +276,7 @@ def warm_up(
 
 
 def _plan(task, run, settings, mesh):
-    """The optimizer, the run's key, key -> the first state, and where a state's parts live."""
+    """Return the optimizer, the run's key, key -> initial state, and the state's shardings."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
@@ -291,13 +297,16 @@ def _compile(step, arguments) -> Program:
         jax.default_backend(),
         *np.diff(times),
     )
-    if jax.process_count() > 1:  # No step is to take the time that another process compiles.
+    if jax.process_count() > 1:  # Otherwise the first step would wait for the slowest compiler.
         multihost_utils.sync_global_devices("compiled")
     return Program(compiled, float(flops.count(traced.jaxpr.jaxpr)))
 
 
 def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:
-    """The last checkpoint's state, or step 0's, whose averages are also what `start` reads."""
+    """Return the newest checkpoint's state, or a new one.
+
+    `start` reads the parameters of a new state; its averages start from them too.
+    """
     step = checkpoints.latest_step()
     if step is None:
         state = jax.jit(create, out_shardings=layout)(key)
@@ -306,7 +315,7 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
         state = checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
     if start is None or step:
         return state
-    # What a weighting learns is in no file: it starts as it is.
+    # `start` reads the network alone. What a weighting learns keeps its initial values.
     params = {**state.params, **start()}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})
@@ -327,7 +336,10 @@ def _write_sheet(folder, step, sheet):
 
 
 class _Progress:
-    """Metrics since the last report, and the time that training, not drawing or saving, took."""
+    """The metrics since the last report, and the time spent on training since then.
+
+    Time spent on drawing, scoring and saving does not count.
+    """
 
     def __init__(
         self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
@@ -338,13 +350,13 @@ class _Progress:
         self._since, self._waited = time.time(), 0.0
 
     def add(self, metrics: Metrics) -> None:
-        """Takes a step's metrics without waiting for them, but for those of two steps before."""
+        """Add a step's metrics. Waits only for those of _IN_FLIGHT steps before."""
         self._metrics.append(metrics)
         if len(self._metrics) > _IN_FLIGHT:
             jax.block_until_ready(self._metrics[-1 - _IN_FLIGHT])
 
     def report(self, step: int) -> None:
-        """Writes the means since the last report, and prints the progress line."""
+        """Write the mean metrics since the last report, and log the progress line."""
         metrics = jax.device_get(self._metrics)
         seconds = (time.time() - self._since) / len(metrics)
         total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
@@ -371,7 +383,7 @@ class _Progress:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside, which is for data, counts as waiting: a share of all, in the metrics."""
+        """Count the time inside as waiting for data, whose share is a metric."""
         start = time.time()
         with jax.profiler.TraceAnnotation("data"):
             yield
@@ -379,7 +391,7 @@ class _Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time inside does not count."""
+        """Wait for the steps so far, then stop the clock for the time inside."""
         jax.block_until_ready(self._metrics)
         start = time.time()
         yield

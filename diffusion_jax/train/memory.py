@@ -1,4 +1,4 @@
-"""The memory of a training step on a device, and a run's disk, from shapes: nothing is compiled."""
+"""Estimates of a training step's memory and of a run's disk space, without compiling anything."""
 
 import math
 from collections.abc import Sequence
@@ -16,14 +16,15 @@ from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState
 
 USABLE = 0.9
-"""The share of a device's memory that arrays may fill: the runtime and gaps take the rest."""
+"""The share of a device's memory for arrays; the runtime and fragmentation take the rest."""
 SAMPLES = 1009
-"""Those of a traced step: a prime, so that a size which it divides is one of the batch."""
-_COPIES = 1.18  # Of temporaries: layouts, reversed kernels, gaps. Fitted to XLA's CPU compiler.
+"""Batch size of the traced step. It is a prime, so that dimensions divisible by it are batch
+dimensions."""
+_COPIES = 1.18  # Factor for layout copies, reversed kernels and gaps, fitted to XLA's CPU compiler.
 
 
 class Bytes(NamedTuple):
-    """The memory that a device needs, by what it holds."""
+    """Bytes needed on one device, by kind."""
 
     parameters: int
     optimizer: int
@@ -34,25 +35,24 @@ class Bytes(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The bytes of all kinds together."""
         return sum(self)
 
 
 class Traced(NamedTuple):
-    """A task and the program of its loss and gradient; no number of it depends on a batch."""
+    """A task and the traced program of its loss and gradient, valid for any batch size."""
 
     task: Task
     state: TrainState
-    """Shapes."""
+    """Its leaves are shapes."""
     example: Any
-    """Arrays of a batch, or their shapes, with any number of rows."""
+    """The arrays of a batch, or their shapes, with any number of rows."""
     program: Program
     flops: float
-    """A training sample's, forward and backward."""
+    """Floating-point operations per training sample, forward and backward."""
 
 
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
-    """Traces loss and gradient once, for all batches and meshes: seconds, and no compiling."""
+    """Trace loss and gradient once, for all batch sizes and meshes; this takes seconds."""
     gradient = jax.value_and_grad(task.loss, has_aux=True)
     arguments = (state.params, shapes(task.frozen), batch_of(example, SAMPLES), abstract_key())
     closed = jax.make_jaxpr(gradient)(*arguments)
@@ -61,7 +61,7 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
 
 
 def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, passes: int) -> Bytes:
-    """Where the memory goes of a step of so many passes with `samples` of a device in each."""
+    """Estimate the memory of a step of `passes` micro batches, of `samples` per device each."""
     held = lambda tree: bytes_on_device(traced.task, tree, mesh)
     parameters = held(traced.state.params)
     temporary = peak(lifetimes(traced, mesh), samples)
@@ -72,27 +72,26 @@ def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, pa
         ema=held(traced.state.ema),
         frozen=held(shapes(traced.task.frozen)),
         batch=row * samples * passes,
-        temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients so far.
+        temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients.
     )
 
 
 class Disk(NamedTuple):
-    """Bytes of what a run keeps, and how many of each."""
+    """Bytes per checkpoint and per snapshot, and how many of each a run keeps."""
 
     checkpoint: int
     checkpoints: int
     snapshot: int
-    """Of the averages by power functions."""
+    """Bytes of one snapshot of the power-function averages."""
     snapshots: int
 
     @property
     def total(self) -> int:
-        """The bytes of all."""
         return self.checkpoint * self.checkpoints + self.snapshot * self.snapshots
 
 
 def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
-    """What the run keeps at its end, of a state of these shapes."""
+    """Return what the run keeps at its end; `state` may hold shapes."""
     leaves = jax.tree.leaves(state)
     kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
@@ -102,12 +101,12 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """The most bytes of temporaries at once, for so many samples of a device in a pass."""
+    """Return the largest number of temporary bytes at once, for a device's `samples` in a pass."""
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
 def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
-    """When each array of the step lives, on a device of this mesh."""
+    """Return when each array of the step is live, on a device of this mesh."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
     leaves, places = (
@@ -124,31 +123,30 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 
 
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
-    """The inputs that this axis of the mesh splits, of weights in these places."""
+    """Return the inputs that this mesh axis splits, given the shardings of the weights."""
     over = lambda names: axis in ((names,) if isinstance(names, str) else names or ())
     pairs = zip(program.inputs, places, strict=False)
     return {v for v, place in pairs if any(map(over, place.spec))}
 
 
 def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Bytes of these arrays on a device, where the task's rules place them."""
+    """Return a tree's bytes on one device, sharded by the task's rules."""
     layout = sharding.shardings(tree, mesh, task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, tree, layout)))
 
 
 def shapes(tree: Any) -> Any:
-    """The shapes of arrays, also of those that were not read yet."""
+    """Return the shapes of arrays, which need not have been read yet."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 
 def batch_of(example: Any, size: int) -> Any:
-    """The shapes of a batch with this number of rows."""
+    """Return the shapes of a batch with `size` rows."""
     rows = lambda x: jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype)
     return jax.tree.map(rows, dict(example))
 
 
 def abstract_key() -> jax.ShapeDtypeStruct:
-    """The shape of a random key."""
     return jax.eval_shape(lambda: jax.random.key(0))
 
 

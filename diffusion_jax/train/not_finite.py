@@ -1,8 +1,8 @@
-"""Where a loss or gradient that is not finite came from: its batch again, each module watched.
+"""Find where a loss or gradient that is not finite came from, by running its batch again.
 
-The loss and its gradient are a list of operations (a jaxpr), each of which knows the module that it
-stands in. They run again inside one jit, with a look at the last output of each stretch of
-operations of one module: so forwards and backwards, and whatever the network is.
+The loss and its gradient are a list of operations (a jaxpr), each labelled with its module. They
+run again inside one jit, which checks the last outputs of each run of operations in one module,
+forwards and backwards. This works for any network.
 """
 
 import json
@@ -26,23 +26,24 @@ from diffusion_jax.task import LABELS, Batch, Frozen, LossFn, Metrics, Params
 from diffusion_jax.train.state import split
 
 REPORT = "not_finite.json"
-# Operations that only call a program. Of the others that hold one (scan, cond) the whole is one.
+# Operations that only call a jaxpr. Others that hold a jaxpr (scan, cond) count as one operation.
 _REMAT = ("checkpoint", "remat2")
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", *_REMAT)
 _OUTSIDE = "the loss, outside of its modules"
-_AT_START = 10  # Steps that may be skipped in a row before any was finite.
-_LISTED = 16  # Samples and modules that a report lists, at most.
+_AT_START = 10  # Steps in a row that may be skipped before the first finite one.
+_LISTED = 16  # The largest number of samples and modules in a report.
 Names = Callable[[Sequence[int]], list[str]]
-"""The names of the pictures in some rows of the batch."""
+"""Returns the names of the pictures in some rows of the batch."""
 
 
 class Lookout:
-    """Waits for the first step whose loss or gradient is not finite, and for a run of only such."""
+    """A watch for skipped steps, those whose loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
-        """`skipped` of `step` steps were such before; one is looked at `lag` steps later.
+        """Start after `step` steps, `skipped` of which were skipped.
 
-        `most` in a row end the run, or at most 10 where no step before them was finite.
+        A step is looked at `lag` steps later, so that the host does not wait for it. `most` skipped
+        steps in a row end the run, or 10 if that is fewer and no step before them was finite.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -53,9 +54,10 @@ class Lookout:
     def failed(
         self, step: int, batch: Batch, metrics: Metrics, last: bool
     ) -> tuple[int, Batch] | None:
-        """(step, batch) of the first such step, once; `last` says that no step follows this one.
+        """Add a step; return (step, batch) of the first skipped step, once, and None otherwise.
 
-        NothingLearned after the last of too many in a row.
+        With `last`, all pending steps are looked at, since no step follows. Raises NothingLearned
+        after too many skipped steps in a row.
         """
         first = None
         self._under_way.append((step, {} if self._over else batch, metrics))
@@ -74,33 +76,33 @@ class Lookout:
 
 
 class NothingLearned(RuntimeError):
-    """Every one of the last steps was skipped."""
+    """Too many steps in a row were skipped."""
 
     def __init__(self, step: int, steps: int) -> None:
-        """`steps` in a row, of which `step` is the last."""
+        """Write the message about `steps` steps in a row, the last of them `step`."""
         super().__init__(
-            f"the last {steps} steps, to step {step}, were skipped: their loss or gradient was not "
-            f"finite ({REPORT} in the workdir says where the first came from). Nothing is saved; "
-            "mend the cause, such as a learning rate too high or broken data, and start again from "
-            "the last checkpoint, or raise optimizer.max_skipped"
+            f"the last {steps} steps, to step {step}, were skipped because their loss or gradient "
+            f"was not finite ({REPORT} in the workdir says where the first came from). Nothing is "
+            "saved. Fix the cause, such as a high learning rate or broken data, and start again "
+            "from the last checkpoint, or raise optimizer.max_skipped"
         )
 
 
 class Seen(NamedTuple):
-    """What a micro batch of B samples gave when it ran again, on the host."""
+    """Observations of one micro batch of B samples that ran again, as host arrays."""
 
     part: int
-    """Which micro batch it is: the first with anything that is not finite or the last."""
+    """Index of the micro batch: the first one with a value that is not finite, or the last."""
     modules: Sequence[str]
-    """In the order in which they ended, each as often as it was entered."""
+    """Module names in the order in which they finished, one entry per call."""
     bad: np.ndarray
-    """[modules]: whether what came out was not finite somewhere."""
+    """[modules]: whether the module's output is not finite somewhere."""
     rows: np.ndarray
-    """[modules, B]: for which samples, where the output has a row a sample."""
+    """[modules, B]: the samples for which it is not finite, if the output has a row per sample."""
     inputs: Mapping[str, np.ndarray]
-    """By the path of a parameter: whether it is not finite; of a batch's array: which rows, [B]."""
+    """Whether each parameter is not finite, [], or in which rows a batch's array is not, [B]."""
     labels: Mapping[str, np.ndarray]
-    """[B]: each sample's "sigma" and "loss", where the task's loss names them."""
+    """Each sample's "sigma" and "loss", [B], if the task's loss labels them."""
 
 
 def investigate(
@@ -160,10 +162,11 @@ def watch(
     loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
     keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
 ) -> Seen:  # fmt: skip
-    """Runs a step's loss and gradient micro batch by micro batch; every process must call it alike.
+    """Run a step's loss and gradient again, micro batch by micro batch, and observe each module.
 
-    `keys` are those of the micro batches. It takes about the memory of a step, and the time that
-    this takes to compile.
+    It stops at the first micro batch with a value that is not finite. `keys` holds the key of each
+    micro batch. It needs about as much memory and compile time as a step. Every process must call
+    it with the same arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
@@ -196,7 +199,7 @@ def watch(
 
 
 class _Walk:
-    """Runs a jaxpr operation by operation, and looks at what comes out of each module."""
+    """Runs a jaxpr operation by operation, and observes the output of each module."""
 
     def __init__(self, batch_size: int) -> None:
         self.modules: list[str] = []
@@ -207,7 +210,7 @@ class _Walk:
         self._last: tuple[str, Sequence[Any]] | None = None
 
     def run(self, program: Any, consts: Sequence[Any], inputs: Sequence[Any], outer: str) -> list:
-        """The outputs of a jaxpr that stands in the scope `outer`."""
+        """Return the outputs of a jaxpr inside the scope `outer`."""
         values = dict(zip((*program.constvars, *program.invars), (*consts, *inputs), strict=True))
         read = lambda v: v.val if isinstance(v, core.Literal) else values[v]
         for equation in program.eqns:
@@ -217,7 +220,7 @@ class _Walk:
         return list(map(read, program.outvars))
 
     def look(self) -> None:
-        """Notes whether the last outputs are finite."""
+        """Record whether the last outputs are finite."""
         if self._last is not None:
             scope, outputs = self._last
             self.modules.append(module_of(scope))
@@ -225,7 +228,7 @@ class _Walk:
             self.rows.append(jnp.stack([self.rows_of(x) for x in outputs]).any(0))
 
     def rows_of(self, x: Any) -> Any:
-        """[B]: in which rows x is not finite; none where its first axis is not the batch's."""
+        """Return the rows in which x is not finite, bool [B]; none if its first axis is not B."""
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
             return jnp.zeros(self._batch_size, bool)
         return ~jnp.isfinite(x).reshape(self._batch_size, -1).all(1)
@@ -233,7 +236,7 @@ class _Walk:
     def _apply(self, equation: core.JaxprEqn, inputs: list[Any], scope: str) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
         if name in _CALLS:
-            if name in _REMAT:  # What it computes again must not be kept in its place.
+            if name in _REMAT:  # Keep XLA from storing what is meant to be recomputed.
                 inputs = jax.lax.optimization_barrier(inputs)
             inner = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
             program = getattr(inner, "jaxpr", inner)
@@ -249,16 +252,16 @@ class _Walk:
 
 
 def module_of(scope: str) -> str:
-    """An operation's scope in words: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
-    own = scope.rpartition("/jvp(")  # A program that is computed again stands in its own scope.
-    plain = re.sub(r"\w+\(|\)", "", "".join(own[1:]))
+    """Describe an operation's scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
+    inner = scope.rpartition("/jvp(")  # Rematerialised operations repeat the scope.
+    plain = re.sub(r"\w+\(|\)", "", "".join(inner[1:]))
     parts = [p for p in plain.split("/") if p not in ("", "checkpoint", "rematted_computation")]
     name = "/".join(parts)
     return (f"gradient of {name}" if "transpose(" in scope else name) if name else _OUTSIDE
 
 
 def _bad_rows(seen: Seen) -> np.ndarray:
-    """The samples to blame: whose loss is not finite, else whose inputs, else whose outputs."""
+    """Return the samples whose loss is not finite, else whose inputs, else whose outputs."""
     losses = ~np.isfinite(seen.labels.get("loss", np.zeros(seen.rows.shape[1])))
     inputs = [bad for bad in seen.inputs.values() if bad.ndim]
     rows = [losses, np.any(inputs, axis=0), *seen.rows]

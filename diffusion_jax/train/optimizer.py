@@ -1,4 +1,4 @@
-"""The optimizer of a config: AdamW as NeMo runs it, and its schedules as functions of the step."""
+"""The optimizer of a config: AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -19,14 +19,14 @@ T = TypeVar("T")
 
 
 class ScheduleState(NamedTuple):
-    """The schedule's place: the number of updates made, and the learning rate of the last one."""
+    """The number of updates so far, and the learning rate of the last one."""
 
     updates: Int[Array, ""]
     learning_rate: Float[Array, ""]
 
 
 def warmup_constant(lr: float, warmup: int) -> Schedule:
-    """lr (step + 1) / (warmup + 1) while step < warmup, then lr (NeMo's WarmupPolicy)."""
+    """Return step -> lr (step + 1) / (warmup + 1) until `warmup`, then lr (NeMo's WarmupPolicy)."""
 
     def schedule(step):
         return lr * jnp.minimum((jnp.asarray(step, jnp.float32) + 1) / (warmup + 1), 1.0)
@@ -35,7 +35,7 @@ def warmup_constant(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_ldm(lr: float, warmup: int) -> Schedule:
-    """lr (1e-6 + (1 - 1e-6) step / warmup) while step < warmup, then lr (LDM, and so MLPerf's)."""
+    """Return step -> lr (1e-6 + (1 - 1e-6) step / warmup) until `warmup`, then lr (LDM, MLPerf)."""
 
     def schedule(step):
         share = jnp.asarray(step, jnp.float32) / max(1, warmup)
@@ -45,7 +45,7 @@ def warmup_ldm(lr: float, warmup: int) -> Schedule:
 
 
 def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
-    """The same warm-up, then half a cosine from lr at step `warmup` to 0 at step `steps`."""
+    """Return NeMo's warm-up, then half a cosine from lr at step `warmup` to 0 at step `steps`."""
     if steps <= warmup:
         raise ValueError(
             f"a cosine schedule of {steps} steps has no room after {warmup} steps of warm-up: "
@@ -61,7 +61,7 @@ def warmup_cosine(lr: float, warmup: int, steps: int) -> Schedule:
 
 
 def inverse_sqrt(lr: float, warmup: int, decay_from: int) -> Schedule:
-    """The same warm-up, and lr / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
+    """Return NeMo's warm-up times 1 / sqrt(max(step / decay_from, 1)) (Karras et al. 2024)."""
     warm = warmup_constant(lr, warmup)
 
     def schedule(step):
@@ -79,7 +79,7 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 
 
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
-    """The optimizer that a config describes; `settings.schedule` is a name in SCHEDULES."""
+    """Return the optimizer of a config; `settings.schedule` is a name in SCHEDULES."""
     return adamw(
         SCHEDULES[settings.schedule](settings, steps),
         b1=settings.b1,
@@ -91,18 +91,21 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 
 def check(settings: Optimizer, steps: int) -> None:
-    """ValueError for values that do not go together, or a schedule that does not fit the steps."""
+    """Raise ValueError for conflicting values, or a schedule that does not fit `steps`."""
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     if settings.micro_batch and settings.accumulate > 1:
         raise ValueError(
             f"optimizer.micro_batch is {settings.micro_batch} and optimizer.accumulate "
-            f"{settings.accumulate}: set one of them, since micro_batch says how many passes"
+            f"{settings.accumulate}: set only one, because micro_batch determines accumulate"
         )
     make_optimizer(settings, steps)
 
 
 def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
-    """The settings with the passes of a step in `accumulate`; ValueError if they do not divide."""
+    """Return the settings with `accumulate` derived from `micro_batch`, if that is set.
+
+    Raises ValueError if the batch does not divide into micro batches over the mesh's devices.
+    """
     if not settings.micro_batch:
         sharding.check_batch(batch_size, settings.accumulate, mesh)
         return settings
@@ -112,12 +115,12 @@ def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) ->
 
 
 def snapshot_every(settings: Optimizer, steps: int) -> int:
-    """Steps from one snapshot of the averages by power functions to the next; 0 for never."""
+    """Return the number of steps between snapshots of the power-function averages; 0: never."""
     return (settings.snapshot_every or -(-steps // 32)) if settings.ema_widths else 0
 
 
 def check_decays(ema_decays: Sequence[float]) -> None:
-    """ValueError unless every decay of an average of the parameters is in [0, 1)."""
+    """Raise ValueError unless every EMA decay is in [0, 1)."""
     for decay in ema_decays:
         if not 0 <= decay < 1:
             raise ValueError(f"EMA decay {decay} is not in [0, 1): write 0.9999, not 9999")
@@ -132,12 +135,11 @@ def adamw(
     weight_decay: float = 0.01,
     moment_dtype: str = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    """Adam with decoupled decay (Loshchilov & Hutter 2019) on every parameter, biases included.
+    """Return Adam with decoupled weight decay (Loshchilov & Hutter 2019) on every parameter.
 
-    One group with decay on all is what NeMo's Imagen trains with. The first moment is kept in
-    `moment_dtype`. The learning rate of the last update stands in the optimizer state (see
-    `learning_rate`), so that it can be reported. `update` takes `finite`, a bool: where it is False
-    the new state is the old one, and the updates are none to apply.
+    Biases decay too, as in NeMo's Imagen. The first moment is kept in `moment_dtype`. The state
+    holds the learning rate of the last update, for reports: see `learning_rate`. `update` takes a
+    bool `finite`; if it is False, the state does not change and the updates must not be applied.
     """
     return optax.chain(
         _scale_by_adam(b1, b2, eps, moment_dtype),
@@ -147,16 +149,15 @@ def adamw(
 
 
 def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
-    """The learning rate of the update that made `opt_state`, a state of `adamw`."""
+    """Return the learning rate of the last update, from a state of `adamw`."""
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 
 def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
-    """The new tree where `finite`, else the old one.
+    """Return the new tree if `finite`, else the old one.
 
-    A select for each leaf is part of the loop that computes the leaf; a lax.cond would not be. What
-    is computed of the new tree should be computed of this one: a loop that reads the old array of
-    another loop, which overwrites it, has XLA's CPU backend copy the array first.
+    XLA fuses a select per leaf into the loop that computes the leaf, but not a lax.cond. Derive
+    further trees, such as the EMA, from the returned tree; otherwise XLA's CPU backend adds a copy.
     """
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
@@ -164,7 +165,7 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
 def _scale_by_adam(
     b1: float, b2: float, eps: float, moment_dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """optax.scale_by_adam, whose state is the old one where the step is not `finite`."""
+    """Return optax.scale_by_adam, except that its state is unchanged unless `finite`."""
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
 
     def update(updates, state, params=None, *, finite=True, **_):
@@ -183,7 +184,7 @@ def _scale_by_adam(
 
 
 def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-    """update -> -lr * update, keeping lr."""
+    """Return the transformation update -> -lr * update, whose state keeps lr."""
 
     def init(params):
         del params

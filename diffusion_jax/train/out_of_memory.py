@@ -1,4 +1,4 @@
-"""What a device held when its memory was full, and what to change."""
+"""An error message for a device whose memory is full: what fills it, and what to change."""
 
 import contextlib
 import math
@@ -11,15 +11,15 @@ import jax
 from diffusion_jax.machine import files, hardware
 
 PROFILE = "memory.prof"
-_MANY = 3  # Of the largest, so many are named.
+_MANY = 3  # The number of largest parts that the message names.
 
 
 class OutOfMemory(RuntimeError):
-    """A device's memory does not hold a step: one line, with the way out."""
+    """A step does not fit in a device's memory."""
 
 
 def on_a_device(tree: Any) -> int:
-    """Bytes of a tree of jax.Arrays on one device."""
+    """Return the bytes of a tree of jax.Arrays on one device."""
     own = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return sum(own(leaf) for leaf in jax.tree.leaves(tree))
 
@@ -28,10 +28,14 @@ def on_a_device(tree: Any) -> int:
 def explained(
     workdir: pathlib.Path, held: Mapping[str, Any], samples: int
 ) -> Iterator[dict[str, int]]:
-    """OutOfMemory in place of XLA's RESOURCE_EXHAUSTED, and `memory.prof` for pprof.
+    """Turn XLA's RESOURCE_EXHAUSTED into OutOfMemory, and write `memory.prof` for pprof.
 
-    `held` are trees of jax.Arrays by name, `samples` those of a device in one pass. Yields the
-    bytes on a device by name, to which more may be added.
+    Args:
+      workdir: the folder for `memory.prof`.
+      held: trees of jax.Arrays, by the names that the message gives them.
+      samples: the number of samples per device in one pass.
+
+    Yields the bytes of each tree on one device, to which the caller may add entries.
     """
     sizes = {name: on_a_device(tree) for name, tree in held.items()}
     del held  # Nothing here keeps the first batch on the devices.
@@ -46,15 +50,15 @@ def explained(
         raise OutOfMemory(_message(sizes, samples, str(error))) from error
 
 
-def _message(sizes: Mapping[str, int], samples: int, said: str) -> str:
+def _message(sizes: Mapping[str, int], samples: int, reason: str) -> str:
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:_MANY]
     named = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in largest)
     memory = hardware.memory(jax.local_devices()[0])
     of = f" of {memory.limit / 2**30:.1f} GiB" if memory else ""
     fewer = f"--config.optimizer.micro_batch={samples // 2}" if samples > 1 else "a smaller model"
     return (
-        f"out of memory on a device{of}, whose largest parts are: {named}. It works on {samples} "
-        f"samples at a time: take {fewer}, or shard with --config.mesh.fsdp=-1, or recompute with "
-        f"--config.unet.remat; `python -m launch.plan` says what fits. {PROFILE} in the workdir "
-        f"holds what was there; XLA said: {said.splitlines()[0][:200]}"
+        f"out of memory on a device{of}; the largest parts are: {named}. Each pass processes "
+        f"{samples} samples per device: take {fewer}, or shard with --config.mesh.fsdp=-1, or "
+        f"recompute with --config.unet.remat; `python -m launch.plan` says what fits. {PROFILE} in "
+        f"the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
     )

@@ -1,8 +1,8 @@
-"""Keys of micro batches that draw what the whole batch would: each micro batch its own rows.
+"""Random keys with which a micro batch draws its rows of the whole batch's noise.
 
-A loss draws its noise in arrays [B, ...], a row a sample. With `key_of` it draws the same numbers
-for a sample whether its batch comes in one piece or in several, so that neither the memory of a
-device nor the mesh changes what is learned.
+A loss draws noise in arrays [B, ...], one row per sample. With `key_of`, a sample gets the same
+noise whether its batch is processed at once or in micro batches. So neither a device's memory nor
+the mesh changes what a run learns.
 """
 
 import functools
@@ -16,10 +16,10 @@ from jaxtyping import Array, ArrayLike, Int, Key, PRNGKeyArray
 
 
 def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyArray:
-    """The key of micro batch `part` of `parts`, which holds rows part, part + parts, ...
+    """Return the key of micro batch `part` of `parts`, which holds rows part, part + parts, ...
 
-    What jax.random draws from it in shape [b, ...] are these rows of what it draws from `key` in
-    shape [parts * b, ...]; keys that are split off it do the same. Scalars are those of `key`.
+    An array [b, ...] drawn from it equals these rows of the array [parts * b, ...] drawn from
+    `key`. The same holds for keys that are split from it. Scalars equal those drawn from `key`.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(part, jnp.uint32))
     return jax.random.wrap_key_data(data, impl=_implementation(parts, jax.random.key_impl(key)))
@@ -27,7 +27,7 @@ def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyAr
 
 @functools.cache
 def _implementation(parts: int, whole: Hashable) -> Any:
-    """The generator `whole`, whose keys also hold the number of a part."""
+    """Return a variant of the generator `whole` whose keys also hold the number of a part."""
     size = jax.random.key_data(jax.random.key(0, impl=whole)).size
 
     def key(data: Array) -> PRNGKeyArray:
@@ -43,8 +43,8 @@ def _implementation(parts: int, whole: Hashable) -> Any:
             return jax.random.bits(key(data), shape, dtype)
         rows, *rest = shape
         drawn = jax.random.bits(key(data), (rows * parts, *rest), dtype)
-        # Row i * parts + part of the whole; the compiler draws no others, as these are functions
-        # of their place alone.
+        # Rows i * parts + part of the whole. The compiler draws no others, because each number
+        # depends on its position alone.
         drawn = drawn.reshape(rows, parts, *rest)
         return jax.lax.dynamic_index_in_dim(drawn, data[size], axis=1, keepdims=False)
 

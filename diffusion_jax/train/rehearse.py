@@ -1,8 +1,8 @@
-"""The whole life of a run in the abstract, before its first step: seconds, nothing compiled.
+"""Rehearse a run before its first step: trace everything that it will do, compile nothing.
 
-Loss, step, sampler and evaluation are traced with real texts and a real record of each source;
-the checkpoints that are there are compared with what the run would write. What cannot be is an
-error; what is told of the rest is a block of lines.
+Loss, step, sampler and evaluation are traced with real texts and a real record of each source, and
+the shapes in existing checkpoints are compared with the run's. This takes seconds. Errors surface
+here; otherwise the result is a report in lines.
 """
 
 import contextlib
@@ -44,10 +44,18 @@ def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None,
 ) -> str:  # fmt: skip
-    """What the run is, in lines; ValueError, or a note on where, for what it would fail at.
+    """Trace the whole run and return a report on it, in lines.
 
-    `alone`: no training follows, which would look for damage in the checkpoints itself.
-    `device_memory`: bytes of a device that is booked, in place of those that are here.
+    Args:
+      inputs: the opened run.
+      run: its steps, batch size and intervals.
+      settings: the optimizer, whose `accumulate` is the number of passes per step.
+      mesh: the devices of the run.
+      workdir: compared with the run, but not written to.
+      alone: no training follows; so look for damaged checkpoints here.
+      device_memory: bytes of a device of the run; None: those of this machine.
+
+    Raises ValueError for a run that would fail. Other errors get a note on what was rehearsed.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
@@ -83,42 +91,40 @@ def rehearse(
 
 
 def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
-    """Draws the examples with and without guidance and scores a batch, all of it in zeros."""
-    examples, evaluation, said = inputs.examples, inputs.evaluation, "nothing on the way"
+    """Trace the drawing of the examples, with and without guidance, and of a scored batch."""
+    examples, evaluation, line = inputs.examples, inputs.evaluation, "nothing during training"
     with programs.rehearsal():
         draw = make_draw(inputs.task.sample, memory.shapes(inputs.task.frozen), mesh)
         if examples.captions:
             with _named("drawing"):
                 size = _draw(draw, params, examples)
-            said = f"{len(examples.captions)} examples of {size[1]}x{size[0]}"
+            line = f"{len(examples.captions)} examples of {size[1]}x{size[0]}"
         if evaluation:
             with _named("the evaluation"):
                 evaluation.rehearse(draw, params)
-            said += f", scores after each {evaluation.every:,} images"
-    return said
+            line += f", scores after each {evaluation.every:,} images"
+    return line
 
 
 def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...]:
     seeds, texts = list(range(len(examples.captions))), examples.batch
     images = draw(params, texts, seeds, np.full(len(seeds), examples.guidance, np.float32))
     if draw(params, texts, seeds, None).shape != images.shape or images.shape[3] != 3:
-        raise ValueError(f"the sampler draws {images.shape[1:]} in place of pictures")
+        raise ValueError(f"the sampler returns arrays of shape {images.shape[1:]}, not pictures")
     sheets.contact_sheet(sheets.to_uint8(images), examples.captions)
     return images.shape[1:3]
 
 
 class _named:
-    """A context that says at an error, of whatever kind, what was rehearsed."""
+    """A context that adds a note "while rehearsing WHAT" to any error raised inside."""
 
     def __init__(self, what: str) -> None:
-        """`what` goes on "while rehearsing ..."."""
         self._what = what
 
     def __enter__(self) -> None:
-        """Nothing yet."""
+        pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Adds the note."""
         if error is not None:
             error.add_note(f"(while rehearsing {self._what}, before anything was compiled)")
 
@@ -134,7 +140,7 @@ def _count(tree: Any) -> int:
 
 
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
-    """The arrays of a row, and how many tokens of it a text fills."""
+    """Describe the arrays of a row, and how many tokens the texts fill."""
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
@@ -145,35 +151,37 @@ def _shapes_of(example: dict[str, np.ndarray]) -> str:
 def _memory(need: memory.Bytes, booked: float | None) -> str:
     limit = booked or hardware.limit(jax.local_devices()[0])
     parts = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in need._asdict().items() if size)
-    said = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
+    line = f"{need.total / 1e9:.2f} GB of {limit / 1e9:.1f} a device, estimated: {parts}"
     if need.total > memory.USABLE * limit:
         logging.warning(
-            "the step may not fit: %s. Lower optimizer.micro_batch, or set unet.remat=True", said
+            "the step may not fit: %s. Lower optimizer.micro_batch, or set unet.remat=True", line
         )
-    return said
+    return line
 
 
 def _workdir(
-    workdir: pathlib.Path, run: Run, kept: memory.Disk, state: TrainState, alone: bool
+    workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
 ) -> Rows:
-    """What the workdir holds and what would be written there; ValueError if that cannot be."""
+    """Report what the workdir holds and what the run will write; ValueError if it cannot."""
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
-    disk = f"{kept.checkpoints} checkpoints of {kept.checkpoint / 1e9:.2f} GB at most"
-    if kept.snapshots:
-        disk += f", {kept.snapshots} snapshots of {kept.snapshot / 1e9:.3f} GB"
+    disk = f"{usage.checkpoints} checkpoints of {usage.checkpoint / 1e9:.2f} GB at most"
+    if usage.snapshots:
+        disk += f", {usage.snapshots} snapshots of {usage.snapshot / 1e9:.3f} GB"
     disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
-    there = len(restore.steps(workdir / restore.SNAPSHOTS)) * kept.snapshot
-    if kept.total + (1 - len(steps)) * kept.checkpoint - there > free:
+    written = len(steps) * usage.checkpoint
+    written += len(restore.steps(workdir / restore.SNAPSHOTS)) * usage.snapshot
+    # While a checkpoint is written, the one that it replaces is still on the disk.
+    if usage.total + usage.checkpoint - written > free:
         logging.warning("the disk may fill up: %s", disk)
-    step, begin = 0, "starts anew"
+    step, begin = 0, "a new run"
     if steps:
         folder = workdir / runs.CHECKPOINTS
         step = restore.newest_sound(folder) if alone else steps[-1]
         with contextlib.suppress(*() if alone else (restore.Damaged,)):
             checkpoint.check(folder, step, state)
-        begin = f"goes on from step {step:,}" + (", whose checkpoint is sound" if alone else "")
+        begin = f"continues from step {step:,}" + (", whose checkpoint is sound" if alone else "")
     rows = [("workdir", f"{workdir}: {begin}"), ("disk", disk)]
     if held := writer.refusal(workdir):
         rows.append(("in use", held))
@@ -181,11 +189,11 @@ def _workdir(
 
 
 def _free(workdir: pathlib.Path) -> int | float:
-    """The bytes free where a workdir is or will be; a bucket takes any number."""
+    """Return the free bytes of a workdir's disk; inf for a bucket."""
     if files.remote(workdir):
         return math.inf
-    there = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
-    return shutil.disk_usage(there).free
+    existing = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
 
 
 def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
@@ -193,6 +201,6 @@ def _time_left(workdir: pathlib.Path, run: Run, step: int) -> str:
     lines = log.read_metrics(path) if path.exists() else []
     speeds = [line["images_per_second"] for line in lines if line.get("images_per_second")]
     if not speeds:
-        return f"{run.steps:,} steps; how long they take is measured as they run"
+        return f"{run.steps:,} steps; their speed is measured during training"
     left = datetime.timedelta(seconds=round((run.steps - step) * run.batch_size / speeds[-1]))
     return f"{run.steps - step:,} steps at {speeds[-1]:.3g} images/s, as last time: {left}"

@@ -1,4 +1,4 @@
-"""The state of a run and one optimisation step on it."""
+"""The state of a training run, and one optimisation step."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -19,36 +19,36 @@ DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes: what a checkpoint holds, and nothing else."""
+    """Everything that a step changes, which is also what a checkpoint holds."""
 
-    step: Int[Array, ""]  # Steps done, the skipped ones included.
+    step: Int[Array, ""]  # Steps done, including skipped ones.
     params: Params
-    ema: dict[str, Params]  # Averages of params, by `ema_name` of their decay, or `power_name`.
+    ema: dict[str, Params]  # Averages of params, keyed by ema_name(decay) or power_name(width).
     opt_state: optax.OptState
     skipped: Int[Array, ""]  # Steps whose loss or gradient was not finite.
 
 
 def ema_name(decay: float) -> str:
-    """The key of an average in TrainState.ema: 0.9999 -> "0.9999"."""
+    """Return the key of an average in TrainState.ema: 0.9999 -> "0.9999"."""
     return str(float(decay))
 
 
 def averaged(state: TrainState) -> Params:
-    """The average of the largest decay, as load_params takes by default, or the raw parameters."""
+    """Return the average with the largest decay, the default of load_params; else the params."""
     return state.ema[max(state.ema, key=order)] if state.ema else state.params
 
 
 def constant_decay(decay: float, step: Int[Array, ""]) -> float:
-    """The same decay at every step, as NeMo does."""
+    """Return the same decay at every step, as NeMo does."""
     del step
     return decay
 
 
 def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
-    """min(decay, (1 + step) / (10 + step)): short runs forget their initial weights.
+    """Return min(decay, (1 + step) / (10 + step)), so that short runs forget their initial weights.
 
-    With a constant decay d the initial weights keep a share d^n after n steps, 74 % of the
-    average after 3,000 steps at 0.9999; here the average always spans about a tenth of the run.
+    With a constant decay d the initial weights make up d^n of the average after n steps, or 74 %
+    after 3,000 steps at 0.9999. Here the average always spans about a tenth of the run.
     """
     return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
@@ -59,9 +59,12 @@ def init_state(
     ema_decays: Sequence[float],
     ema_widths: Sequence[float] = (),
 ) -> TrainState:
-    """Step 0: every average starts at the initial weights. ValueError as `check_decays`."""
+    """Return the state at step 0, in which every average equals `params`.
+
+    Raises ValueError for decays outside [0, 1).
+    """
     check_decays(ema_decays)
-    # Copies and two zeros: train_step donates its input, and no two fields may share a buffer.
+    # The averages are copies: the step donates its input, and no two leaves may share a buffer.
     names = [*map(ema_name, ema_decays), *map(power_name, ema_widths)]
     ema = {name: jax.tree.map(jnp.copy, params) for name in names}
     step, skipped = jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32)
@@ -79,16 +82,26 @@ def make_train_step(
     clip: float = 1.0,
     decay_at: DecayAt = constant_decay,
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
-    """Returns train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
+    """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
-    `tx` is an `optimizer.adamw`. `accumulate` must divide the batch; the gradient is the mean
-    over the micro batches, clipped to the global norm `clip` (inf: never). `key` is the key of
-    the run: the step and the micro batch are folded in here, so that a resumed run draws the same
-    noise. With `one_noise` a row's noise is that of a batch in one piece, however many there are.
-    `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm and what loss_fn
-    returns, as means over the micro batches. A loss or gradient norm that is not finite changes
-    only `step`, `skipped` and the averages of `ema_widths`, for which it is a step that left the
-    parameters as they were. Donate `state`; never `frozen`.
+    `key` is the run's key. The step folds in the step and the micro batch, so that a resumed run
+    draws the same noise. `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm
+    and the metrics of `loss_fn`, as means over the micro batches.
+
+    If the loss or the gradient norm is not finite, the step is skipped: only `step`, `skipped` and
+    the averages of `ema_widths` change, which average the unchanged parameters once more.
+
+    Donate `state` to the compiled step, but never `frozen`.
+
+    Args:
+      loss_fn: (params, frozen, batch, key) -> (loss, metrics).
+      tx: an `optimizer.adamw`.
+      ema_decays: the decays of the exponential averages.
+      ema_widths: the relative widths of the averages by power functions.
+      accumulate: the number of micro batches, which must divide the batch.
+      one_noise: draw for each row the noise that it would get in an undivided batch.
+      clip: the global norm to which the mean gradient is clipped; inf: never.
+      decay_at: (decay, step) -> the decay at this step.
     """
 
     gradient = _mean_gradient(loss_fn, accumulate, one_noise)
@@ -129,11 +142,11 @@ def make_train_step(
 
 
 def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
-    """value_and_grad of the mean loss over micro batches, each with its own key."""
+    """Return value_and_grad of the mean loss over micro batches, each with a key of its own."""
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def mean_gradient(params, frozen, batch, key):
-        if accumulate == 1:  # A scan over one is a loop too, which matters: see below.
+        if accumulate == 1:  # A scan over one element would be a loop too: see below.
             return gradient(params, frozen, batch, micro_key(key, 0, 1, one_noise))
 
         def add(total, inputs):
@@ -157,7 +170,10 @@ def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
 def micro_key(
     key: PRNGKeyArray, index: ArrayLike, accumulate: int, one_noise: bool
 ) -> PRNGKeyArray:
-    """The key of a step's micro batch; with `one_noise` one that draws rows of the whole's."""
+    """Return the key of a micro batch, given the key of its step.
+
+    With `one_noise` it draws the rows of the noise that the step's key draws for a whole batch.
+    """
     if one_noise and accumulate > 1:
         return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
     return jax.random.fold_in(key, index)
@@ -166,7 +182,7 @@ def micro_key(
 def micro_keys(
     key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
 ) -> list[PRNGKeyArray]:
-    """Return the keys of all micro batches of the step that follows `step` others."""
+    """Return the keys of all micro batches of the step that starts from state.step == `step`."""
     key = jax.random.fold_in(key, step)
     return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
 
@@ -174,7 +190,7 @@ def micro_keys(
 def split(batch: Batch, accumulate: int) -> Batch:
     """[B, ...] -> [accumulate, B / accumulate, ...], where micro batch i holds rows i, i + a, ...
 
-    Taking every a-th row gives each device a part of every micro batch without moving a row.
+    Because a micro batch takes every a-th row, each device holds a part of it already.
     """
 
     def rows(x):
@@ -187,15 +203,15 @@ def split(batch: Batch, accumulate: int) -> Batch:
 
 
 def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
-    """Scaled by min(1, clip / (norm + 1e-6)), the coefficient of Megatron and NeMo."""
+    """Scale by min(1, clip / (norm + 1e-6)), the coefficient of Megatron and NeMo."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
 
 
 def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
-    """beta ema + (1 - beta) params with beta = (1 - 1 / t)^(gamma + 1), of step t = step + 1.
+    """Return beta ema + (1 - beta) params, beta = (1 - 1 / t)^(gamma + 1), t = step + 1.
 
-    1 - beta is small and taken by itself: of a beta in float32 it would keep few digits.
+    1 - beta is small. It is computed directly, since 1 - float32(beta) would keep few digits.
     """
     share = -jnp.expm1((gamma + 1) * jnp.log1p(-1.0 / (step + 1)))
     return jax.tree.map(lambda e, p: e + share * (p - e), ema, params)

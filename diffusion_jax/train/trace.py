@@ -1,10 +1,10 @@
-"""A trace of some steps for xprof: where the time of devices and host goes, block by block.
+"""A trace of some training steps for xprof: where the time of devices and host goes.
 
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile
 
-Operations carry the names of the network's modules, of the loss and of the update; the host's rows
-show each step and each wait for data.
+Operations are labelled with the network's modules, the loss and the update. The host's rows show
+each step and each wait for data.
 """
 
 import contextlib
@@ -22,7 +22,10 @@ FOLDER = "profile"
 
 
 def parse(text: str) -> range:
-    """The steps of "100:105", 100 to 104, or of "100"; none of "". ValueError for anything else."""
+    """Return the steps of "100:105" (100 to 104), of "100", or of "" (none).
+
+    Raises ValueError for any other text.
+    """
     if not text:
         return range(0)
     match = re.fullmatch(r"([1-9]\d*)(?::(\d+))?", text)
@@ -33,15 +36,17 @@ def parse(text: str) -> range:
 
 
 class Trace:
-    """Writes the trace of these steps; close it when done, also in their midst."""
+    """A trace of some steps, written to a folder; close it even if training ends among them."""
 
     def __init__(self, folder: pathlib.Path, steps: range) -> None:
-        """Nothing is written before the first of them."""
         self._folder, self._steps, self._running = folder, steps, False
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """A step, which appends its results; the trace ends once those of its last are there."""
+        """Enclose one step, which appends its results to the list that this yields.
+
+        After the last traced step the trace ends as soon as these results are computed.
+        """
         results: list[Any] = []
         if self._steps and number == self._steps.start:
             self._mirror = remote.Mirror(self._folder)
@@ -54,7 +59,7 @@ class Trace:
             self.close()
 
     def close(self) -> None:
-        """Ends a trace that still runs."""
+        """End the trace if it is still running."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Watchdog: ends a process whose step hangs, with the stacks of all threads, to see where."""
+"""A watchdog, which ends a process whose step hangs and prints the stacks of all threads."""
 
 import contextlib
 import faulthandler
@@ -11,36 +11,36 @@ _STDERR = 2
 
 
 class Watchdog:
-    """Ends this process with code 1 once `seconds` pass without a `beat`; close it when done.
+    """End this process with code 1 once `seconds` pass without a `beat`; close it when done.
 
-    The clock is not Python's, so that it also runs while a call into a library holds everything.
-    Shortly before, where Python still runs, it prints a line. A process has one watchdog.
+    The timer runs outside of Python, so it also fires while a call into a library holds the
+    interpreter. Shortly before, if Python still runs, a line is printed. Use one per process.
     """
 
     def __init__(
         self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
     ) -> None:
-        """The clock starts with the first beat. `advice` is what the line says to do."""
+        """Create it; the first beat starts the clock. The printed line ends with `advice`."""
         self._seconds, self._advice = seconds, advice
-        self._before = min(2, 0.1 * seconds)  # Seconds for the line, which no longer helps after.
+        self._before = min(2, 0.1 * seconds)  # The line is printed this long before the end.
         self._due: float | None = None
         self._closed = threading.Event()
         threading.Thread(target=self._speak, name="watchdog", daemon=True).start()
 
     def beat(self) -> None:
-        """Restarts the clock: the training is alive."""
-        # The descriptor, since notebooks and tests replace sys.stderr by what is no file.
+        """Restart the clock."""
+        # A descriptor, because notebooks and tests replace sys.stderr by an object without one.
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
         self._due = time.monotonic() + self._seconds - self._before
 
     def close(self) -> None:
-        """Stops the clock, for good."""
+        """Stop the clock for good."""
         self._closed.set()
         self._stop()
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """The time inside does not count; the clock starts again after it."""
+        """Stop the clock for the time inside, and restart it afterwards."""
         self._stop()
         yield
         self.beat()

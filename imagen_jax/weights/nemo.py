@@ -73,13 +73,7 @@ def require_nemo(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | Efficient
 
 
 def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int) -> Any:
-    """Return the shapes of a UNet's parameters. Raises ValueError if its fields do not fit."""
-    if isinstance(unet, UNet):
-        unet_module.check_layers(unet)
-    elif isinstance(unet, EfficientUNet):
-        efficient_unet.check_layers(unet)
-    else:
-        unet.check()
+    """Return the shapes of a UNet's parameters, without computing them."""
     return jax.eval_shape(lambda: unet.init(jax.random.key(0), **example_inputs(unet, text_width)))
 
 

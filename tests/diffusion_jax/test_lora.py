@@ -151,15 +151,15 @@ def test_the_state_of_a_run_holds_factors_alone_and_has_its_places():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"targets": "attm"}, "lora.targets is 'attm', which is found in none of 3 layers: their"),
-        ({"targets": "("}, r"lora.targets is '\(', no regular expression: missing \)"),
-        ({"rank": 5}, r"lora.rank is 5, and the kernel of mid_attn/q, \(6, 4\), is of rank 4 at"),
+        ({"targets": "attm"}, "lora.targets is 'attm', which matches none of the 3 layers: choose"),
+        ({"targets": "("}, r"lora.targets is '\(', which is not a regular expression: missing \)"),
+        ({"rank": 5}, r"lora.rank is 5, but the kernel of mid_attn/q, \(6, 4\), has rank 4 at"),
     ],
 )
 def test_what_cannot_be_adapted_is_said(change, message):
     with pytest.raises(ValueError, match=message):
         lora.adapt(TASK, weights(), S._replace(**change))
-    with pytest.raises(ValueError, match="this network has no layers that LoRA adapts"):
+    with pytest.raises(ValueError, match="this network has no layers that LoRA can adapt"):
         lora.layers({"params": {"a": {"unit_kernel": np.zeros((2, 2))}}}, S)
 
 

@@ -295,7 +295,7 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
     for step, name in zip((20, 30), names, strict=True):
         passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: other bytes"
         assert sum(line.startswith(passing) for line in said) == 1
-        assert f"it lies in {tmp_path}/damaged/{step} now; going on from step 10" in said
+        assert f"moved it to {tmp_path}/damaged/{step}; continuing from step 10" in said
     assert checkpointer.latest_step() == 10
     restored = checkpointer.restore(abstract(random_state()), position)
     jax.tree.map(np.testing.assert_array_equal, restored, random_state(10))

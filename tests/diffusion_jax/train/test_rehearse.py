@@ -56,7 +56,7 @@ def test_it_tells_what_the_run_is_and_compiles_nothing(tmp_path, compiled):
     assert lines["data"].startswith("34,221 pictures; image 8x8x3, text_ids 6, text_mask 6;")
     assert lines["batch"] == "8: 1 x 4 a device and step"
     assert lines["drawing"] == "3 examples of 8x8"
-    assert lines["workdir"] == f"{tmp_path / 'new'}: starts anew"
+    assert lines["workdir"] == f"{tmp_path / 'new'}: a new run"
     assert lines["rehearsed"].endswith("nothing was compiled")
     assert not (tmp_path / "new").exists()
 
@@ -104,7 +104,7 @@ def test_the_held_out_loss_is_rehearsed_too(tmp_path, compiled):
 def test_a_run_that_goes_on_says_from_where_and_how_long_it_takes(tmp_path):
     train(tmp_path, steps=2, log_every=1)
     lines = told(tmp_path)
-    assert lines["workdir"] == f"{tmp_path}: goes on from step 2, whose checkpoint is sound"
+    assert lines["workdir"] == f"{tmp_path}: continues from step 2, whose checkpoint is sound"
     assert lines["time"].startswith("5 steps at ") and "images/s, as last time: " in lines["time"]
 
 
@@ -115,7 +115,7 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_writer_at_work_is_named(tmp_p
     process = hold(tmp_path)
     lines = told(tmp_path)
     end(process)
-    assert lines["workdir"] == f"{tmp_path}: goes on from step 1, whose checkpoint is sound"
+    assert lines["workdir"] == f"{tmp_path}: continues from step 1, whose checkpoint is sound"
     assert "skipping the damaged checkpoint" in caplog.text
     assert lines["in use"].startswith(f"{tmp_path} is being written by process {process.pid} on ")
     assert sorted(restore.steps(tmp_path / "checkpoints")) == [1, 2]  # Nothing is moved yet.
