@@ -1,15 +1,17 @@
-"""The averages of a run by power functions: which are stored, and one of any width as weights.
+"""List a run's power-function averages, or write the average of any width as a new run.
 
     python -m diffusion_jax.averages --workdir=runs/quickstart
     python -m diffusion_jax.averages --workdir=runs/quickstart --width=0.07 --out=runs/width_0.07
 
 A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relative widths and
-writes snapshots of them. Any other width is made of these afterwards: `--ema=0.05,0.07,0.15` of
-evaluate, sample and diffusion_jax.heldout does it on the way. This command lists the snapshots and
-how close a width can be come to at a step, and writes one as the parameters of a folder that these
-commands take as a --workdir. The error is that of the average's profile over the steps, relative to
-the length of the profile; that of the weights is about a hundredth of it. What snapshots were
-rounded to counts by the factor beside it: widths well below those that are stored multiply it.
+writes snapshots of them. Averages of other widths are combined from the snapshots after training:
+evaluate, sample and diffusion_jax.heldout do this for --ema=0.05,0.07,0.15. This command lists the
+snapshots and the accuracy that each width reaches at a step. With --width and --out, it writes one
+average as the parameters of a folder that those commands take as their --workdir.
+
+"error" is the error of the average's profile over the steps, relative to the norm of the profile.
+The error of the weights is about a hundredth of it. "rounding" is the factor by which the rounding
+errors of the snapshots grow. It is large for widths far below the stored ones.
 """
 
 import contextlib
@@ -27,19 +29,20 @@ from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.weights import averages, restore
 
 _TABLE = (0.02, 0.03, 0.05, 0.07, 0.1, 0.12, 0.15, 0.2, 0.25)
-flags.disclaim_key_flags()  # They are defined below, where this is run as a command.
+flags.disclaim_key_flags()  # The flags are defined below, if this module runs as a command.
 
 
 def describe(workdir: str, step: int | None = None) -> str:
-    """The stored averages of a run, and the error of each width of a table, in lines.
+    """Return lines with the stored averages of a run and the error of each width of a table.
 
-    `step` None is the last checkpoint's or snapshot's. ValueError if there are none.
+    `step` is that of a checkpoint or snapshot; None: the newest. Raises ValueError if the run
+    stores no averages.
     """
     root, sources = _sources(workdir, step)
     at = sources[-1][0]
-    kept = restore.steps(root.parent / restore.SNAPSHOTS)
+    snapshots = restore.steps(root.parent / restore.SNAPSHOTS)
     rows = [
-        ("snapshots", f"{len(kept)} in {root.parent / restore.SNAPSHOTS}{_span(kept)}"),
+        ("snapshots", f"{len(snapshots)} in {root.parent / restore.SNAPSHOTS}{_span(snapshots)}"),
         ("stored", ", ".join(dict.fromkeys(name for *_, name in sources))),
         ("at step", f"{at:,}, of {len(sources)} averages up to there:"),
     ]
@@ -52,9 +55,9 @@ def describe(workdir: str, step: int | None = None) -> str:
 
 
 def write(workdir: str, which: str, step: int | None, out: str) -> int:
-    """Makes `out` a run whose only weights are an average; returns the step that it is of.
+    """Create a run at `out` whose only weights are the average `which`; return its step.
 
-    ValueError if there is no such average, or `out` holds checkpoints.
+    Raises ValueError if there is no such average, or `out` holds checkpoints.
     """
     runs.load(workdir)
     root, sources = _sources(workdir, step)
@@ -71,9 +74,9 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 @contextlib.contextmanager
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
-    """Makes `out` a run like another one, and gives the folder for the weights that it is to hold.
+    """Create a run at `out` with the config of `workdir`; yield the folder for its checkpoints.
 
-    ValueError if `out` holds checkpoints.
+    Raises ValueError if `out` holds checkpoints.
     """
     config, folder = runs.load(workdir), files.path(out) / runs.CHECKPOINTS
     if restore.steps(folder):
@@ -82,22 +85,22 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
     base = files.path(workdir) / finetune.BASE
     with runs.writing(out):
         runs.claim(out, config)
-        if base.is_file() and jax.process_index() == 0:  # Of factors: what they adapt.
+        if base.is_file() and jax.process_index() == 0:  # The fingerprint of what a LoRA adapts.
             files.write_whole(files.path(out) / finetune.BASE, base.read_text())
         yield folder
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
-    """The folder of a run's checkpoints, and what is stored up to a step."""
+    """Return the folder of a run's checkpoints, and the averages stored up to a step."""
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS
-    there = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
-    if step not in (None, *there):
-        raise ValueError(f"--checkpoint={step}: {workdir} holds the steps {sorted(there)}")
-    at = max(there, default=0) if step is None else step
+    steps = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}
+    if step not in (None, *steps):
+        raise ValueError(f"--checkpoint={step}: {workdir} holds the steps {sorted(steps)}")
+    at = max(steps, default=0) if step is None else step
     if not (sources := restore.traces(root, at)):
         raise ValueError(
-            f"{workdir} holds no averages by power functions: train with "
+            f"{workdir} holds no power-function averages: train with "
             "--config.optimizer.ema_widths=(0.05,0.1), which writes snapshots of them"
         )
     return root, sources
@@ -110,26 +113,25 @@ def _span(steps: list[int]) -> str:
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
     _WIDTH = flags.DEFINE_string("width", None, "The width to write, such as 0.07.")
-    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
-    _OUT = flags.DEFINE_string("out", None, "The folder that gets it, as a run of its own.")
+    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
+    _OUT = flags.DEFINE_string("out", None, "The folder to write, which becomes a run.")
 
     def main(argv: list[str]) -> None:
-        """Lists, or writes."""
         if len(argv) > 1:
             raise flags.Error(f"unknown arguments {argv[1:]}")
         cli.start()
         with cli.bad_input():
             width, out = _WIDTH.value, _OUT.value
             if (width is None) != (out is None):
-                raise ValueError("--width says which average, and --out where it goes: give both")
+                raise ValueError("--width names an average and --out its folder: give both")
             if width is None or out is None:
-                told = describe(_WORKDIR.value, _CHECKPOINT.value)
+                text = describe(_WORKDIR.value, _CHECKPOINT.value)
             else:
                 if averages.width_of(width) is None:
                     raise ValueError(f"--width={width}: it must be above 0 and below 0.28")
                 step = write(_WORKDIR.value, width, _CHECKPOINT.value, out)
-                told = f"wrote the average of width {width} at step {step:,} to {out}"
+                text = f"wrote the average of width {width} at step {step:,} to {out}"
         if jax.process_index() == 0:
-            print(told)
+            print(text)
 
     cli.run(main)

@@ -1,8 +1,8 @@
-"""What is computed wrongly or slowly on a device: each operation of the models beside a reference.
+"""Checks of a device: does it compute each operation of the models correctly and fast?
 
-The reference is the CPU's float32, from the same bfloat16 numbers. An operation is wrong where a
-value or a gradient is further off than bfloat16 explains, and slow below a share of the maker's
-figure, or of what the plain implementation takes.
+The reference is float32 on the CPU, computed from the same bfloat16 inputs. An operation is "wrong"
+if a value or gradient differs by more than bfloat16 rounding explains. It is "slow" if it takes
+longer than the plain implementation, or reaches only a small share of the manufacturer's figure.
 """
 
 import functools
@@ -21,27 +21,28 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 
 ALLOWED = 0.03
-"""Largest error of a value or a gradient, of the largest there: eight roundings of bfloat16."""
-_SHARE = 0.4  # Of the maker's arithmetic below which a large product or convolution is slow.
-_UPLOAD = 2e9  # Bytes/s below which copies to the device are slow.
+"""Largest error relative to the array's largest value: eight bfloat16 roundings."""
+_SHARE = 0.4  # Large products and convolutions below this share of the peak FLOP/s are slow.
+_UPLOAD = 2e9  # Copies to the device below this many bytes/s are slow.
 
 Run = Callable[..., jax.Array]
 
 
 class Check(NamedTuple):
-    """An operation, the shapes of its arguments, and what it is held against for its time."""
+    """An operation and the shapes of its arguments."""
 
     name: str
     run: Run
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
-    """The check whose time it should not exceed."""
+    """The name of the check whose time it should not exceed; "": none."""
 
 
 def on(device: Any) -> list[dict[str, Any]]:
-    """A row for each check on this device: check, error, ms, and "right", "wrong" or "slow".
+    """Run all checks on a device; return a row for each: check, error, ms and verdict.
 
-    What does not run at all says so as its verdict; the other checks go on.
+    The verdict is "right", "wrong", "slow: ..." or, for an operation that fails, "does not run:
+    ...".
     """
     rows = []
     for check in checks(device.platform):
@@ -50,7 +51,7 @@ def on(device: Any) -> list[dict[str, Any]]:
 
 
 def checks(platform: str) -> list[Check]:
-    """The operations that differ from one device to the next, forwards and backwards."""
+    """Return the operations that backends implement differently."""
     attention, sizes = [], [(256, 333, 64), (1024, 1152, 64), (512, 589, 128)]
     for queries, keys, width in sizes[: 1 if platform == "cpu" else None]:
         shapes = [(2, queries, 4, width), (2, keys, 4, width), (2, keys, 4, width)]
@@ -72,13 +73,13 @@ def checks(platform: str) -> list[Check]:
 
 
 def _implementations(platform: str) -> list[str]:
-    """Attention's, but for kernels of other devices, and the one that only chooses."""
+    """Return the attention implementations that can run on a platform, without "auto"."""
     others = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
     return [name for name in IMPLEMENTATIONS if name not in ("auto", *others.get(platform, ()))]
 
 
 def _attend(q, k, v, implementation):
-    """The last 77 keys are text, of which the second row has 20."""
+    # The last 77 keys are text tokens; the second row has 20 of them.
     mask = jnp.arange(77) < jnp.array([77, 20])[:, None]
     return attend(q, k, v, mask, implementation=implementation)
 
@@ -102,14 +103,14 @@ def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str,
     arrays = [rng.normal(size=shape).astype(jnp.bfloat16) for shape in check.shapes]
     row: dict[str, Any] = {"check": check.name}
     try:
-        there = [jax.device_put(a, device) for a in arrays]
+        inputs = [jax.device_put(a, device) for a in arrays]
         step = jax.jit(_with_gradients(check.run))
-        found = jax.device_get(step(*there))
-        row["ms"] = float(f"{1e3 * seconds(lambda: step(*there), 0.1):.3g}")
-    except Exception as error:  # Whatever a backend raises is the finding.
+        results = jax.device_get(step(*inputs))
+        row["ms"] = float(f"{1e3 * seconds(lambda: step(*inputs), 0.1):.3g}")
+    except Exception as error:  # Any error of a backend is a result of the check.
         reason = str(error).splitlines()[0][:200]
         return row | {"verdict": f"does not run: {type(error).__name__}: {reason}"}
-    row["error"] = float(f"{_error(found, _reference(check, arrays)):.2g}")
+    row["error"] = float(f"{_error(results, _reference(check, arrays)):.2g}")
     row["verdict"] = "right" if row["error"] <= ALLOWED else "wrong"
     plain = times.get(check.plain)
     if row["verdict"] == "right" and plain and row["ms"] > 1.5 * plain:
@@ -118,7 +119,7 @@ def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str,
 
 
 def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
-    """The same in float32 on the CPU, through xla's attention."""
+    """Compute the check in float32 on the CPU, with the attention of "xla"."""
     run = check.run
     if isinstance(run, functools.partial):
         run = functools.partial(run.func, implementation="xla")
@@ -128,7 +129,7 @@ def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
 
 
 def _with_gradients(run: Run) -> Callable[..., Any]:
-    """The result, and the gradients of its product with a pattern whose sum is not small."""
+    """Return a function that computes `run` and the gradients of its product with a pattern."""
 
     def both(*arrays):
         out, backward = jax.vjp(run, *arrays)
@@ -138,15 +139,15 @@ def _with_gradients(run: Run) -> Callable[..., Any]:
     return both
 
 
-def _error(found: Any, wanted: Any) -> float:
-    """The largest difference of each array by its largest number, the largest of those; or NaN."""
-    pairs = zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True)
+def _error(actual: Any, expected: Any) -> float:
+    """Return the largest of max|a - e| / max|e| over all arrays; NaN if a value is NaN."""
+    pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in wide]))
 
 
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
-    """Bytes/s from the host's memory to a device."""
+    """Measure the bytes/s from the host's memory to a device."""
     array = np.zeros(size, np.uint8)
     took = seconds(lambda: jax.device_put(array, device), 0.3)
     rate = size / took
@@ -156,31 +157,31 @@ def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
 
 
 def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
-    """A sum over all local devices, its value and its rate; nothing where there is one device."""
+    """Check the value and the rate of a sum over all devices; return no row for one device."""
     if len(devices) < 2:
         return []
     mesh = Mesh(np.array(devices), ("all",))
-    own = np.arange(1, len(devices) + 1, dtype=np.float32)
+    values = np.arange(1, len(devices) + 1, dtype=np.float32)
     rows = jax.device_put(
-        np.broadcast_to(own[:, None], (len(own), size)), NamedSharding(mesh, P("all"))
+        np.broadcast_to(values[:, None], (len(values), size)), NamedSharding(mesh, P("all"))
     )
     add = jax.jit(
         jax.shard_map(lambda x: jax.lax.psum(x, "all"), mesh=mesh, in_specs=P("all"), out_specs=P())
     )
     row: dict[str, Any] = {"check": f"sum over {len(devices)} devices"}
     try:
-        found = np.asarray(add(rows))
+        total = np.asarray(add(rows))
         took = seconds(lambda: add(rows), 0.3)
-    except Exception as error:  # Whatever a backend raises is the finding.
+    except Exception as error:  # Any error of a backend is a result of the check.
         return [row | {"verdict": f"does not run: {type(error).__name__}: {str(error)[:200]}"}]
-    right = bool((found == own.sum()).all())
-    moved = 2 * (len(devices) - 1) / len(devices) * 4 * size  # Of a ring, by each device.
+    right = bool((total == values.sum()).all())
+    moved = 2 * (len(devices) - 1) / len(devices) * 4 * size  # Bytes per device, in a ring.
     row |= {"gb_per_s": float(f"{moved / took / 1e9:.3g}")}
     return [row | {"verdict": "right" if right else "wrong"}]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """TFLOP/s of one device: measured, and the maker's figure (None if unknown)."""
+    """Measure the TFLOP/s of a device; "peak" is the manufacturer's figure, None if unknown."""
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32
     with jax.default_device(device):
@@ -188,21 +189,21 @@ def rates(device: Any) -> dict[str, Any]:
             "matmul": rate(*matmul(8192 if large else 1024, dtype)) / 1e12,
             "conv": rate(*conv(64 if large else 1, 256 if large else 64, dtype)) / 1e12,
         }
-    said = {name: float(f"{value:.4g}") for name, value in measured.items()}
+    rounded = {name: float(f"{value:.4g}") for name, value in measured.items()}
     slow = [name for name, value in measured.items() if peak and value * 1e12 < _SHARE * peak]
     verdict = {"verdict": f"slow: {', '.join(slow)}" if slow else "right"} if peak else {}
-    return {"dtype": jnp.dtype(dtype).name, **said, "peak": peak and peak / 1e12, **verdict}
+    return {"dtype": jnp.dtype(dtype).name, **rounded, "peak": peak and peak / 1e12, **verdict}
 
 
 def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """A product of two matrices of this size, and its floating-point operations."""
+    """Return a product of two square matrices, and its number of floating-point operations."""
     a = jnp.ones((size, size), dtype)
     multiply = jax.jit(jnp.matmul)
     return lambda: multiply(a, a), 2.0 * size**3
 
 
 def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """A 3x3 convolution without padding, 66x66 to 64x64 pixels, and its operations."""
+    """Return a 3x3 convolution of 66x66 to 64x64 pixels, and its floating-point operations."""
     x = jnp.ones((batch, 66, 66, channels), dtype)
     kernel = jnp.ones((3, 3, channels, channels), dtype)
     convolve = jax.jit(_conv(1, 0))
@@ -210,16 +211,15 @@ def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array]
 
 
 def rate(run: Callable[[], jax.Array], flops: float) -> float:
-    """FLOP/s of `run`."""
     return flops / seconds(run, 0.5)
 
 
 def seconds(run: Callable[[], Any], long: float) -> float:
-    """Seconds of a call, over calls for about so `long` after a first one."""
+    """Return the mean seconds of a call, after a first one, over about `long` seconds of calls."""
     jax.block_until_ready(run())
     start, calls, result = time.perf_counter(), 0, None
     while time.perf_counter() - start < long:
-        for _ in range(4):  # So that the device has work while the host asks for more.
+        for _ in range(4):  # Keep the device busy while the host queues more work.
             result = run()
         jax.block_until_ready(result)
         calls += 4

@@ -1,4 +1,4 @@
-"""The start of every command: flags, configs, errors at the edge, processes, kept programs."""
+"""The start of every command: flags, configs, error messages, processes, compilation cache."""
 
 import contextlib
 import difflib
@@ -18,7 +18,7 @@ from ml_collections import ConfigDict, config_flags
 from diffusion_jax import systems
 from diffusion_jax.machine import distributed, exits, files, tuning, untrusted, xla_flags
 
-flags.disclaim_key_flags()  # --config belongs to the command that defines it: --help shows it.
+flags.disclaim_key_flags()  # --help shows --config with the command that defines it.
 
 
 def define_config(
@@ -26,9 +26,9 @@ def define_config(
     flag_values: flags.FlagValues = flags.FLAGS,
     argv: list[str] | None = None,
 ) -> flags.FlagHolder[ConfigDict]:
-    """Defines --config=FILE[:ARGUMENT], which --config.X=Y changes; of sys.argv, or of `argv`.
+    """Define --config=FILE[:ARGUMENT] and the overrides --config.X=Y, from `argv` or sys.argv.
 
-    What the file omits has its system's defaults by then, so that the command line can change all.
+    Fields that the file omits get their system's defaults, so that overrides can set every field.
     """
     holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
@@ -37,20 +37,20 @@ def define_config(
 
 
 class _CompleteConfig(flags.ArgumentParser):
-    """Reads a file as `files` does, and completes the config."""
+    """Reads a config file with the parser `files`, and completes the config with defaults."""
 
     def __init__(self, files: flags.ArgumentParser) -> None:
         self._files = files
 
     def parse(self, argument: str) -> Any:
         config = _read(self._files, argument)
-        if isinstance(config, ConfigDict):  # Otherwise ml_collections' promise of an error.
+        if isinstance(config, ConfigDict):  # Otherwise ml_collections reports an error later.
             config = ConfigDict(systems.complete(config.to_dict())).lock()
         return config
 
 
 def _read(files: flags.ArgumentParser, argument: str) -> Any:
-    """What a config file gives; ValueError with the file and the line for whatever it raises."""
+    """Run a config file. Any error in it becomes a ValueError with the file and the line."""
     path = pathlib.Path(argument.partition(":")[0])
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
@@ -58,14 +58,15 @@ def _read(files: flags.ArgumentParser, argument: str) -> Any:
         raise ValueError(f"--config: No such file or directory: {str(path)!r}{hint}")
     try:
         config = files.parse(argument)
-    except Exception as error:  # The file is a program, of which anything may go wrong.
-        own = [f.lineno for f in traceback.extract_tb(error.__traceback__) if _same(f, path)]
-        line = getattr(error, "lineno", None) or (own or [None])[-1]
+    except Exception as error:  # The file is a program and may raise anything.
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if _same(frame, path)]
+        line = getattr(error, "lineno", None) or (lines or [None])[-1]
         where = f"{path}, line {line}" if line else f"{path}"
-        said = getattr(error, "msg", None) or error
-        raise ValueError(f"{where}: {type(error).__name__}: {said}") from error
+        reason = getattr(error, "msg", None) or error
+        raise ValueError(f"{where}: {type(error).__name__}: {reason}") from error
     if config is not None and not isinstance(config, ConfigDict) and not callable(config):
-        raise ValueError(f"{path}: get_config gives {config!r}: it must give a ConfigDict")
+        raise ValueError(f"{path}: get_config returns {config!r}: it must return a ConfigDict")
     return config
 
 
@@ -74,19 +75,19 @@ def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """absl's app.run; a flag or config value that cannot be is one message and exit code 2."""
+    """Run `main` as absl's app.run does, but turn a bad flag or config into one line and code 2."""
 
     def parse(argv):
         flags.FLAGS.set_gnu_getopt()  # Flags may follow the words of a command.
         with bad_input(TypeError, flags.Error):
             try:
                 return flags.FLAGS(argv)
-            except (AttributeError, KeyError) as error:  # What ml_collections raises.
+            except (AttributeError, KeyError) as error:  # From ml_collections: unknown fields.
                 raise ValueError(_unknown_field(argv, str(error))) from error
 
     def run_main(argv):
         try:
-            with bad_input(app.UsageError, usual=()):  # Absl's own would print all flags before it.
+            with bad_input(app.UsageError, usual=()):  # Absl would print all flags first.
                 return main(argv)
         except OSError as error:
             if not files.is_full(error):
@@ -97,10 +98,10 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start(*, alone: bool = False) -> None:
-    """Sets up the compilers, joins other processes, keeps compiled programs, quiets libraries.
+    """Set up compilers, logging and the compilation cache, and join other processes.
 
-    JAX_COMPILATION_CACHE_DIR says where programs are kept; by default the user's cache. Call it
-    first in main, `alone` in commands that are not for several processes.
+    Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by default in the user's cache. Call it
+    first in main, with `alone` in commands that always run in a single process.
     """
     with bad_input():
         xla_flags.check()
@@ -113,11 +114,11 @@ def start(*, alone: bool = False) -> None:
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(home) / "imagen-sd-jax"))
-    elif there := files.remote(os.environ["JAX_COMPILATION_CACHE_DIR"]):
+    elif bucket := files.remote(os.environ["JAX_COMPILATION_CACHE_DIR"]):
         from diffusion_jax.weights import buckets  # Imports Orbax.
 
         with bad_input():
-            buckets.absolute(str(there))  # Or JAX would look for the bucket through TensorFlow.
+            buckets.absolute(str(bucket))  # Otherwise JAX would open it through TensorFlow.
     if not alone:
         with bad_input():
             distributed.join()
@@ -125,12 +126,12 @@ def start(*, alone: bool = False) -> None:
 
 
 def _check_platform() -> None:
-    """ValueError unless there is a device of those that JAX_PLATFORMS names."""
+    """Raise ValueError if no device of the platforms in JAX_PLATFORMS exists."""
     try:
         jax.devices()
-    except (RuntimeError, AssertionError) as error:  # JAX's own for a backend without a plugin.
+    except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
         raise ValueError(
-            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, and JAX finds no such "
+            f"JAX_PLATFORMS is {os.environ.get('JAX_PLATFORMS', '')!r}, but JAX finds no such "
             "device: install its plugin (see README), or unset the variable"
         ) from error
 
@@ -141,9 +142,11 @@ def bad_input(
     usual: tuple[type[Exception], ...] = (ValueError, OSError),
     code: int = exits.REFUSED,
 ) -> Iterator[None]:
-    """Ends with one line and `code` at errors a user can mend: the usual ones around checks alone,
-    since in the work itself they would be bugs. What is Busy, and a full disk, which is caught in
-    all of a command, end with codes at which launchers start it again."""
+    """Turn errors that a user can fix into one line and exit code `code`.
+
+    Keep the `usual` types around checks of the input only, since elsewhere they indicate bugs. Busy
+    and a full disk exit with codes at which launchers start the command again.
+    """
     try:
         yield
     except (*usual, *more) as error:
@@ -151,16 +154,16 @@ def bad_input(
 
 
 def _end(error: Exception, code: int = 1) -> NoReturn:
-    """Says what went wrong, in one line, and ends."""
+    """Print a one-line error message and exit."""
     text = str(error)
     if files.is_full(error):
-        text, code = f"{text}: make room, and give the same command again", 1
+        text, code = f"{text}: make room, and run the same command again", 1
     print(f"error: {untrusted.printable(text)}", file=sys.stderr)
     sys.exit(exits.BUSY if isinstance(error, exits.Busy) else code)
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
-    """The message for --config.unet.embd_dim=3; ml_collections' own names the last part alone."""
+    """Return a message that names the whole field, where ml_collections names its last part."""
     matches = lambda pattern: filter(None, (re.match(pattern, arg) for arg in argv))
     files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers read jobs.
     for flag, path in (m.groups() for m in matches(r"--?(config|job)\.([\w.]+)")):
@@ -168,26 +171,26 @@ def _unknown_field(argv: list[str], text: str) -> str:
         group, dot = parser.parse(files[flag]) if flag in files else None, ""
         for name in path.split("."):
             if not isinstance(group, ConfigDict) or name not in group:
-                known = [*group.keys()] if isinstance(group, ConfigDict) else []
-                return _nearest(dot + name, name, known)
+                fields = [*group.keys()] if isinstance(group, ConfigDict) else []
+                return _nearest(dot + name, name, fields)
             group, dot = group[name], f"{dot}{name}."
     return text
 
 
-def _nearest(path: str, name: str, known: list[str]) -> str:
-    """The message on a field that there is not, with those that there are, the nearest first."""
-    nearest = sorted(known, key=lambda k: -difflib.SequenceMatcher(None, name, k).ratio())
+def _nearest(path: str, name: str, fields: list[str]) -> str:
+    """Return a message on an unknown field, which lists the valid fields, the nearest first."""
+    nearest = sorted(fields, key=lambda field: -difflib.SequenceMatcher(None, name, field).ratio())
     group = path.rpartition(".")[0]
-    close = difflib.get_close_matches(name, known, 1)
+    close = difflib.get_close_matches(name, fields, 1)
     meant = f"did you mean {f'{group}.' if group else ''}{close[0]}? " if close else ""
-    there = ", ".join(nearest) or "no fields"
-    return f"unknown config field {path}: {meant}{group or 'the config'} has {there}"
+    listed = ", ".join(nearest) or "no fields"
+    return f"unknown config field {path}: {meant}{group or 'the config'} has {listed}"
 
 
 class _Printable(logging.PythonFormatter):
-    """Lines as absl writes them; names and captions in them cannot rule the terminal.
+    """Formats lines as absl does, without control characters from file names and captions.
 
-    Without tracebacks: what a library logs, it also raises.
+    Tracebacks are left out, because libraries also raise the errors that they log.
     """
 
     def format(self, record: LogRecord) -> str:
@@ -195,16 +198,16 @@ class _Printable(logging.PythonFormatter):
         return untrusted.printable(super().format(record))
 
 
-def _unraisable(said: Any) -> None:
-    """Python's own, but for tasks of TensorStore that outlive a failed save, which is raised."""
-    if said.object is not None or str(said.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(said)
+def _unraisable(hook_args: Any) -> None:
+    # Tasks of TensorStore outlive a failed save, whose error is raised elsewhere.
+    if hook_args.object is not None or str(hook_args.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(hook_args)
 
 
 def _is_for_users(record: LogRecord) -> bool:
-    """Our own lines, and warnings of any library: Orbax alone says thirty more for each save."""
+    """Return whether to show a line: those of this project, and warnings of libraries."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
     if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):
-        return False  # A save that fails is also raised, and is a hundred lines here.
+        return False  # A hundred lines about a failed save, whose error is raised as well.
     return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

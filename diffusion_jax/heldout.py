@@ -1,18 +1,18 @@
-"""The held-out loss: of records that training never sees, with fixed noise at fixed noise levels.
+"""Measure the held-out loss: fixed noise, fixed noise levels, and records not used in training.
 
     python -m diffusion_jax.heldout --workdir=runs/quickstart
 
-Two runs, two averages or two commits compare by it to the last digit: the records are a share of
-the data (config.data.heldout), chosen by a hash of their keys (names of files, places in tars,
-numbers in tables), each meets the same levels with the same noise, and no text is dropped.
-Training writes it every config.heldout.every steps; this command takes it of any run and
-checkpoint.
+The loss compares two runs, two averages or two commits to the last digit. The records are a share
+of the data (config.data.heldout), chosen by a hash of their keys (file names, positions in tars,
+row numbers in tables). Each record meets the same noise levels with the same noise, and no text is
+dropped. Training writes the loss every config.heldout.every steps; this command measures any
+checkpoint of any run.
 
-Standard output holds a line of JSON for the parameters and each average: step, weights ("raw",
-"ema_0.999"), "loss" over all levels, before any weighting, and "loss/sigma_S" at each. "v_loss" is
-|D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts: runs of different objectives
-compare by it at equal levels, --levels=0.1,0.3,1,3,10. A run that held nothing out is measured on
---share=0.01 of the data that it has seen.
+Standard output holds a line of JSON for the parameters and for each average: step, weights ("raw",
+"ema_0.999"), "loss", the mean over all levels before any weighting, and "loss/sigma_S" at each
+level. "v_loss" is |D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts. It compares
+runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run that held nothing out
+can be measured on data that it has seen, with --share=0.01.
 """
 
 import functools
@@ -36,52 +36,51 @@ from diffusion_jax.machine import files, programs, sharding
 from diffusion_jax.task import Measure, Params, Task, Texts
 from diffusion_jax.weights import restore
 
-_SEED = 0  # Of the noise, whatever the run's.
-flags.disclaim_key_flags()  # They are defined below, where this is run as a command.
+_SEED = 0  # The seed of the noise, independent of the run's seed.
+flags.disclaim_key_flags()  # The flags are defined below, if this module runs as a command.
 
 
 class Records(NamedTuple):
-    """What the loss is taken of."""
+    """The records and noise levels of the held-out loss."""
 
     every: int
     """Steps from one measurement to the next."""
     batch: Texts
-    """Pictures, and what the encoder's tokenizer makes of their texts; a row a record."""
+    """The pictures and their tokenized texts, one row per record."""
     numbers: UInt32[np.ndarray, "R"]
-    """The low halves of the records' keys, which their noise is drawn from."""
+    """The low halves of the records' keys, which seed their noise."""
     sigmas: Float[np.ndarray, "L"]
-    """The noise levels, all of each record."""
+    """The noise levels; each record is measured at all of them."""
 
     def first(self) -> "Records":
-        """The first record alone."""
+        """Return the first record alone."""
         batch = {name: array[:1] for name, array in self.batch.items()}
         return self._replace(batch=batch, numbers=self.numbers[:1])
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
-    """The records that a config's `heldout` describes, read; None where it says never.
+    """Read the records that a config's `heldout` group asks for; None if it asks for none.
 
-    ValueError if there are none.
+    Raises ValueError if the data hold no records out.
     """
     if not s.every or measure is None:
         return None
-    apart = batches.apart
-    if apart is None:
+    if batches.apart is None:
         raise ValueError(
-            "heldout.every is set and nothing is held out: keep some records from training, such "
-            "as data.heldout=0.01"
+            f"heldout.every is {s.every}, but no records are held out: set the share to hold out, "
+            "such as data.heldout=0.01"
         )
-    keys, batch = apart.read(s.records)
+    keys, batch = batches.apart.read(s.records)
     return Records(s.every, batch, keys.astype(np.uint32), measure.levels(s.levels))
 
 
 def make_scorer(
     task: Task, frozen: Any, mesh: Mesh, records: Records, batch_size: int
 ) -> Callable[[Params], dict[str, float]]:
-    """score(params): the losses by their names, `batch_size` images at a time.
+    """Return score(params) -> losses by name, computed for `batch_size` rows at a time.
 
-    The losses of single images are float32; their means are taken in float64, in one order on any
-    number of devices.
+    The losses of single rows are float32. Their means are taken in float64, in an order that does
+    not depend on the number of devices.
     """
     where, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     assert task.measure is not None
@@ -102,13 +101,11 @@ def make_scorer(
             rows = np.arange(start, start + batch_size) % (count * len(sigmas))
             row, level = rows % count, rows // count
             inputs = {name: array[row] for name, array in records.batch.items()}
-            numbers, at = records.numbers[row], level.astype(np.uint32)
-            placed = jax.tree.map(
-                lambda x: sharding.place(x, where), (inputs, numbers, at, sigmas[level])
-            )
+            arrays = inputs, records.numbers[row], level.astype(np.uint32), sigmas[level]
+            placed = jax.tree.map(lambda x: sharding.place(x, where), arrays)
             parts.append(jax.device_get(errors_of(params, frozen, *placed)))
         both = np.concatenate(parts, axis=1)[:, : count * len(sigmas)].astype(np.float64)
-        return _named(both.reshape(2, len(sigmas), count).mean(2), sigmas)
+        return _named(both.reshape(2, len(sigmas), count).mean(2), sigmas)  # [loss / v_loss, L]
 
     return score
 
@@ -116,7 +113,7 @@ def make_scorer(
 def of_all(
     score: Callable[[Params], dict[str, float]], raw: Params, ema: Mapping[str, Params]
 ) -> dict[str, float]:
-    """The losses of parameters and averages by their names: "heldout/ema_0.999/loss"."""
+    """Return the losses of parameters and averages by name, such as "heldout/ema_0.999/loss"."""
     weights = {"raw": raw, **{restore.EMA + name: tree for name, tree in ema.items()}}
     return {f"heldout/{w}/{k}": v for w, p in weights.items() for k, v in score(p).items()}
 
@@ -139,10 +136,18 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """The losses of a run's parameters and averages, a line of the command's output each.
+    """Measure the held-out losses of a run, and return a line of output for each of its weights.
 
-    None and () stand for the last checkpoint, all weights and what the config says; `base` is where
-    what a run of LoRA adapts lies now. ValueError or FileNotFoundError if they are not there.
+    Args:
+      workdir: the folder of the run.
+      step: the step of the checkpoint; None: the newest.
+      weights: "raw" and names of averages; (): all that are saved.
+      share: the share of the data to measure on; None: config.data.heldout.
+      records: the largest number of records; None: config.heldout.records.
+      sigmas: the noise levels; (): those of config.heldout.
+      base: the new place of the weights that a LoRA run adapts; None: the one in its config.
+
+    Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """
     config = runs.load(workdir)
     if base is not None:
@@ -153,7 +158,7 @@ def measure_run(
         raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
     if not (share or s.data.heldout):
         raise ValueError(
-            f"{workdir} held nothing out: say what share of its data to measure on, such as "
+            f"{workdir} held no records out: give the share of its data to measure on, such as "
             "--share=0.01"
         )
     finetune.check_wanted(base, s.lora)
@@ -166,17 +171,17 @@ def measure_run(
     inputs = importlib.import_module(system.command).prepare(s, mesh)
     task = inputs.task
     with inputs.batches:
-        held = open_records(s.heldout, inputs.batches, task.measure)
-    assert held is not None
+        opened = open_records(s.heldout, inputs.batches, task.measure)
+    assert opened is not None
     finetune.check_base(workdir, inputs.base)
     if sigmas:
-        held = held._replace(sigmas=np.asarray(sigmas, np.float32))
+        opened = opened._replace(sigmas=np.asarray(sigmas, np.float32))
     frozen = sharding.place_all(task.frozen, mesh, task.rules)
     ways = sharding.batch_ways(mesh)
     rows = -(-s.run.batch_size // s.optimizer.accumulate // ways) * ways
     if s.optimizer.micro_batch:
         rows = s.optimizer.micro_batch * ways
-    score = make_scorer(task, frozen, mesh, held, rows)
+    score = make_scorer(task, frozen, mesh, opened, rows)
     folder = restore.absolute(workdir) / runs.CHECKPOINTS
     step = restore.newest_sound(folder) if step is None else step
     shapes = jax.eval_shape(task.init, jax.random.key(0))
@@ -184,8 +189,8 @@ def measure_run(
     lines = []
     for name in weights or ("raw", *restore.stored(folder / str(step))):
         params = restore.load_params(folder, placed, name, step)
-        whole = restore.name_of(folder / str(step), name)
-        label = name if name in ("raw", "ema") else restore.EMA + whole
+        full_name = restore.name_of(folder / str(step), name)
+        label = name if name in ("raw", "ema") else restore.EMA + full_name
         lines.append({"step": step, "weights": label, **score(params)})
         logging.info("%s: %s %.6g", workdir, label, lines[-1]["loss"])
     return lines
@@ -193,14 +198,22 @@ def measure_run(
 
 if __name__ == "__main__":
     _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-    _EMA = flags.DEFINE_list("ema", [], 'Decays, widths, "ema" or "raw"; default: all kept.')
-    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
-    _SHARE = flags.DEFINE_float(
-        "share", None, "Of the data, in place of config.data.heldout.", 1e-9, 1.0
+    _EMA = flags.DEFINE_list(
+        "ema", [], 'Decays or widths of averages, "ema" or "raw"; default: all that are saved.'
     )
-    _RECORDS = flags.DEFINE_integer("records", None, "How many at most.", lower_bound=1)
-    _BASE = flags.DEFINE_string("unet_weights", None, "Of a run of LoRA, where its base lies now.")
-    _LEVELS = flags.DEFINE_list("levels", [], "Noise levels; default: quantiles of training's.")
+    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
+    _SHARE = flags.DEFINE_float(
+        "share", None, "The share of the data; default: config.data.heldout.", 1e-9, 1.0
+    )
+    _RECORDS = flags.DEFINE_integer(
+        "records", None, "The largest number of records.", lower_bound=1
+    )
+    _BASE = flags.DEFINE_string(
+        "unet_weights", None, "The new place of the weights that a LoRA run adapts."
+    )
+    _LEVELS = flags.DEFINE_list(
+        "levels", [], "Noise levels; default: quantiles of the training distribution."
+    )
 
     def _level(text: str) -> float:
         try:
@@ -212,7 +225,6 @@ if __name__ == "__main__":
         return level
 
     def main(argv: list[str]) -> None:
-        """Prints the losses."""
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()

@@ -1,13 +1,14 @@
-"""From your own pictures to a config that trains on them here, in the time that there is.
+"""Write a config that trains on your own pictures, on this machine, in a given time.
 
     python -m imagen_jax.start --data=PHOTOS [--hours=2] [--out=configs/mine.py]
 
-PHOTOS is a folder of pictures with their captions beside them (.txt, .json) or in a table (.jsonl,
-.parquet), or without any; tars; a parquet file with pictures in it; a folder of Hugging Face's; or
-SOURCE:PATH::TEXT, as a config's data group has them. It looks at the set and at the machine, takes
-a few steps of the models that it chooses among, writes a short config (of a cascade one for each
-stage) and a sheet of what training will see, and says the commands that follow. Nothing that is
-there is written over.
+PHOTOS is a folder of pictures, with captions beside them (.txt, .json), in a table (.jsonl,
+.parquet), or without captions. It may also be a folder of tars, a parquet file that holds pictures,
+a Hugging Face data set on disk, or SOURCE:PATH::TEXT with the values of a config's data group.
+
+The command reads the pictures, measures a few training steps of suitable models on this machine,
+writes a short config (for a cascade, one per stage) and a sheet of the first training pictures, and
+prints the commands to run next. It overwrites no file.
 """
 
 from diffusion_jax.start.command import command
@@ -18,7 +19,7 @@ _TRAIN = "imagen_jax.train"
 
 
 def rungs() -> list[Rung]:
-    """A base model by itself or with one that enlarges, from the smallest on."""
+    """Return the models to choose from, smallest first: a base model alone or with an upsampler."""
     alone = lambda base: Stage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
         alone(base)._replace(share=0.75),

@@ -1,20 +1,20 @@
-"""Encodes the images of a data set once, for training that reads their moments.
+"""Encode the images of a data set once, so that training reads their moments.
 
     python -m sd_jax.precache --config=configs/sd1_512_v1_5.py --config.data.path=photos \\
         --config.vae.weights=weights/sd-v1-5 --out=moments
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
         --config.data.path=moments --workdir=runs/sd1
 
-The config and its changes are those of training. --out gets webdataset tars of KEY.npy, the means
-and log variances of an image, and KEY.txt, its caption; training draws latents from them afresh
-each time. The manifest beside them says which VAE made them of which pixels: training refuses those
-of another one. Captions are encoded by python -m diffusion_jax.precache.
+Use the same config and changes as for training. --out gets webdataset tars of KEY.npy, the means
+and log variances of an image's latents, and KEY.txt, its caption. Training draws new latents from
+them each time. A manifest records the VAE and the pixel range; training refuses moments of another
+VAE. Encode captions with python -m diffusion_jax.precache.
 
-Killed at any moment, the same command goes on. To share the work between machines or processes, run
-it in each with --workers=N and its own --worker=0 ... N-1, on a folder that all see; the work of
-one that dies is done by the rest. Each uses all its devices. --engine=beam has Apache Beam's
-workers do it (docs/data.md). --verify compares all that is there
-with the checksums that the finished work left, and encodes again what is damaged.
+After a kill, the same command continues. To share the work between machines or processes, run the
+command in each with --workers=N and a number of its own, --worker=0 ... N-1, on a shared folder. If
+one of them dies, the others do its work. Each uses all of its devices. --engine=beam runs the work
+on Apache Beam (docs/data.md). --verify compares all tars with the checksums of the finished work,
+and encodes damaged ones again.
 """
 
 import pathlib
@@ -39,20 +39,19 @@ from sd_jax.weights.initial import read_vae
 
 
 def define_flags() -> None:
-    """Defines the flags, of which other commands have some by the same names."""
+    """Define the flags of this command; some are shared with other commands."""
     cli.define_config()
-    flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True)
+    flags.DEFINE_string("out", None, "The folder to write to; created if needed.", required=True)
     flags.DEFINE_integer(
-        "shard_images", 1000, "Images of a tar, the unit that a kill may lose.", lower_bound=1
+        "shard_images", 1000, "Images per tar; a kill loses at most one tar.", lower_bound=1
     )
     flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
-    flags.DEFINE_bool("verify", False, "Read all tars, and encode again what is damaged.")
+    flags.DEFINE_bool("verify", False, "Check all tars, and encode damaged ones again.")
     engines.define_flags()
     flags.mark_flag_as_required("config")
 
 
 def main(argv: list[str]) -> None:
-    """Checks everything, then encodes."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
@@ -65,10 +64,10 @@ def main(argv: list[str]) -> None:
 
 
 def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
-    """Writes the moments of a config's images; returns how many tars are there.
+    """Write the moments of a config's images to `out`; return the number of tars there.
 
-    `work.batch` is that of a device. ValueError or OSError for data that cannot be encoded so, or
-    a folder of other moments.
+    `work.batch` is the number of images per device. Raises ValueError or OSError for data that have
+    no moments, or if `out` holds other moments.
     """
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
@@ -77,8 +76,8 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
         )
     if s.data.flip or s.data.crop != "center":
         raise ValueError(
-            "data.flip or data.crop is set, and moments are of whole images as they are: set "
-            "data.flip=False and data.crop=center"
+            f"data.flip is {s.data.flip} and data.crop is {s.data.crop!r}, but moments are encoded "
+            "once, from whole images: set data.flip=False and data.crop=center"
         )
     encoder = Encoder(s)
     pictures = sources.open_pictures(s.data, s.latents.image_size)
@@ -87,23 +86,22 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
 
 
 class Encoder(engines.Portable):
-    """`make_encode` on the devices of this process, with the weights of the config."""
+    """The VAE's encoder on the devices of this process, with the weights of the config."""
 
     def __init__(self, s: Settings):
-        """Reads the weights; `identity` is what moments depend on."""
+        """Read the weights; `identity` is what the moments depend on."""
         vae_params = read_vae(s.vae_weights, s.vae)
-        self.identity = made_by(s, vae_params)
+        self.identity = made_by(s.latents, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
         self._encode = make_encode(s, vae_params, mesh)
         engines.made_by(self, Encoder, s)
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B h w _"]:
-        """The moments of images."""
         return self._encode(images)
 
 
 def make_encode(s: Settings, vae_params: Any, mesh: sharding.Mesh) -> encode_moments.Encode:
-    """Returns encode(images, uint8 [B, H, W, 3]) -> moments, on all devices of `mesh`."""
+    """Return encode(images: uint8 [B, H, W, 3]) -> moments, on all devices of `mesh`."""
     where = sharding.batch_sharding(mesh)
     params = sharding.place_all(vae_params, mesh, task.RULES)
 

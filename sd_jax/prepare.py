@@ -1,12 +1,12 @@
-"""The data of the MLPerf benchmark: as published, or made from its sources (docs/mlperf.md).
+"""Fetch the data of the MLPerf benchmark, or make them from their sources (docs/mlperf.md).
 
     python -m sd_jax.prepare mlperf --out=mlperf
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
     python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
 
-Every command writes files whole and leaves alone those that are there: killed, it goes on where it
-was when it is started again. --dry_run says what would be done.
+Every command writes whole files and skips those that exist, so that after a kill the same command
+continues. --dry_run prints what a command would do.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from sd_jax.mlperf import coco, download, laion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; bad input is one message and exit code 2."""
+    """Run a command; bad input is a one-line message and exit code 2."""
     cli.start(alone=True)
     options = _parser().parse_args(arguments)
     with cli.bad_input():
@@ -40,7 +40,7 @@ def _mlperf(options: argparse.Namespace) -> None:
             continue
         how = {"threads": options.threads, "verify": options.verify}
         count = download.download(name, out, options.source, **how)
-        print(f"{out / name}: {count:,} files, every one with its hash")
+        print(f"{out / name}: {count:,} files, all with the right hash")
     if download.CLIP in options.sets and not options.dry_run:
         download.fetch_tokenizer(out)
     print(*download.config_flags(out), sep="\n")
@@ -50,7 +50,9 @@ def _laion(options: argparse.Namespace) -> None:
     source, out = files.path(options.metadata), _out(options, options.out)
     tables = sorted(source.glob("*.parquet"))
     if not tables:
-        raise FileNotFoundError(f"no .parquet in {source}: it is to hold LAION-400M's metadata")
+        raise FileNotFoundError(
+            f"{source} holds no .parquet files: name the folder of LAION-400M's metadata"
+        )
     engine, names = engines.of(options), tuple(table.name for table in tables)
     path = lambda number: out / names[number]
     if options.dry_run:
@@ -68,7 +70,7 @@ def _captions(options: argparse.Namespace) -> None:
     path, out = files.local(options.annotations), files.path(options.out)
     _out(options, out.parent)
     if not path.is_file():
-        raise FileNotFoundError(f"no file {path}")
+        raise FileNotFoundError(f"--annotations={path} does not exist")
     chosen = coco.choose(coco.read_annotations(path), options.num)
     if options.dry_run:
         print(f"would write {len(chosen):,} captions to {out}")
@@ -90,7 +92,7 @@ def _images(options: argparse.Namespace) -> None:
 
 
 def _out(options: argparse.Namespace, folder: files.Path) -> pathlib.Path:
-    """The folder to write into, which a dry run does not ask for."""
+    """Return the folder to write to; a dry run does not create or check it."""
     return files.path(folder) if options.dry_run else files.folder(folder, "--out")
 
 
@@ -108,30 +110,30 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--dry_run", action="store_true", help="say what would be done")
         return command.add_argument
 
-    arg = add("mlperf", _mlperf, "The files that MLCommons publishes, each with its hash.")
-    arg("--out", required=True, help="folder for a folder of each set")
+    arg = add("mlperf", _mlperf, "Fetch the files that MLCommons publishes, and check the hashes.")
+    arg("--out", required=True, help="folder that gets a folder for each set")
     arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
-        help=f"of {', '.join(download.SETS)}; default: all")  # fmt: skip
+        help=f"some of {', '.join(download.SETS)}; default: all")  # fmt: skip
     arg(
         "--source",
         default=download.SOURCE,
-        help="URL of the lists; a mirror's, also gs:// or s3://",
+        help="URL of the file lists, such as a mirror's; gs:// and s3:// work too",
     )
     arg("--threads", type=int, default=4, help="files fetched at once")
-    arg("--verify", action="store_true", help="hash every file that is there again")
+    arg("--verify", action="store_true", help="check the hashes of existing files again")
 
-    arg = add("laion", _laion, "Tables of LAION-400M to those rows that have a licence.")
+    arg = add("laion", _laion, "Keep the rows of LAION-400M's tables that have a licence.")
     arg("--metadata", required=True, help="folder of the parquet files")
-    arg("--out", required=True, help="folder for files of the same names")
+    arg("--out", required=True, help="folder that gets files of the same names")
     engines.add_arguments(arg)
 
-    arg = add("captions", _captions, "COCO's captions to MLPerf's table of 30,000.")
+    arg = add("captions", _captions, "Write MLPerf's table of 30,000 COCO captions.")
     arg("--annotations", required=True, help="captions_val2014.json")
-    arg("--out", required=True, help="the table, .tsv")
-    arg("--num", type=int, default=coco.NUMBER, help="of captions")
+    arg("--out", required=True, help="table to write, .tsv")
+    arg("--num", type=int, default=coco.NUMBER, help="number of captions")
 
-    arg = add("images", _images, "The captions' images, squashed to 512 by 512 pixels.")
-    arg("--captions", required=True, help="the table")
+    arg = add("images", _images, "Squash the images of the captions to 512 by 512 pixels.")
+    arg("--captions", required=True, help="the table of captions")
     arg("--images", required=True, help="val2014.zip, or the folder that it unpacks to")
     arg("--out", required=True, help="folder for the images")
     arg("--threads", type=int, default=8)
@@ -139,5 +141,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
+    flags.FLAGS.mark_as_parsed()  # Argparse reads the flags, but absl's log waits for absl's.
     main(sys.argv[1:])

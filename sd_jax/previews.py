@@ -1,4 +1,4 @@
-"""Sketches of latents while they are drawn, in the colours that the VAE would give them."""
+"""Previews of latents during sampling, in approximately the colours of the decoded picture."""
 
 from typing import Any
 
@@ -12,13 +12,16 @@ from sd_jax.settings import Pipeline
 
 
 def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) -> Denoiser:
-    """The same denoiser, which shows sketches of what it finds."""
+    """Wrap a denoiser so that it shows a preview of each denoised latent."""
     matrix, grey = colours(p, vae_params)
     return programs.watched(denoise, preview, lambda x0: x0 @ matrix + grey)
 
 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """RGB of each latent channel, by the VAE's first-order response to flat latents, and of 0."""
+    """Return the RGB value of a unit of each latent channel, and of a zero latent.
+
+    They are the VAE's first-order response to latents that are constant over the image.
+    """
     z = p.vae.latent_channels
     flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale
     latents = jnp.broadcast_to(flat[:, None, None], (len(flat), 4, 4, z))

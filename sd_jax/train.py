@@ -1,20 +1,20 @@
-"""Trains a Stable Diffusion model.
+"""Train a Stable Diffusion model.
 
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --workdir=runs/sd1 \\
         --config.unet.weights=runs/sd1_2 --config.vae.weights=weights/sd-v1-5 \\
         --config.text.weights=weights/clip-vit-large-patch14 --config.data.path=shards
 
-The VAE and the text encoder are frozen: they run in the step, spread over the mesh, and are in no
-checkpoint. Faster on --config.data.source=moments, made once by python -m sd_jax.precache, and with
---config.text.store, made by python -m diffusion_jax.precache.
+The VAE and the text encoder are frozen. They run inside the step, sharded over the mesh, and no
+checkpoint holds them. Training is faster with --config.data.source=moments, written once by
+python -m sd_jax.precache, and --config.text.store, written by python -m diffusion_jax.precache.
 
-Change any value of the config on the command line: --config.optimizer.lr=2e-4. A sharded run is
---config.mesh.fsdp=8 --config.mesh.replica=4.
+Any value of the config can be changed on the command line: --config.optimizer.lr=2e-4. A sharded
+run is --config.mesh.fsdp=8 --config.mesh.replica=4.
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
-config.prompts under samples/, checkpoints/, config.json and manifest.json; not_finite.json says
-where the first loss or gradient that is not finite came from. The same command again continues
-after the last checkpoint, exactly; SIGTERM saves and exits with 143.
+config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
+where the first loss or gradient that was not finite came from. The same command run again continues
+exactly where the last checkpoint ends. SIGTERM saves a checkpoint and exits with code 143.
 """
 
 from typing import Any
@@ -31,56 +31,59 @@ from diffusion_jax.text import TextEncoder
 from diffusion_jax.train import loop
 from diffusion_jax.train.command import command
 from diffusion_jax.weights import pretrained
-from sd_jax import sampling, task
+from sd_jax import sampling
 from sd_jax import vae as vae_module
-from sd_jax.settings import Settings, read_settings, uses_moments
+from sd_jax.settings import Latents, Settings, read_settings, uses_moments
+from sd_jax.task import make_task
 from sd_jax.weights.initial import read_unet, read_vae
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Opens encoder, VAE, data and evaluation; ValueError or OSError if they cannot be."""
+    """Open the text encoder, the VAE, the data and the model; ValueError or OSError on failure."""
+    # The text encoder, the VAE's weights, and the data: this process's rows of each batch.
     encoder = lookup.open_encoder(s.text)
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
-    tokenize = lambda texts: sampling.prompts(encoder, texts, s.sampler.negative_prompt)
-    # Also where nothing is drawn: a store of embeddings must hold what training needs.
-    examples = loop.Examples(tokenize(list(s.run.prompts)), s.run.prompts, s.sampler.guidance)
+
+    # What is drawn during training. The prompts are tokenized even if nothing is drawn, because a
+    # store of embeddings must hold the empty and the negative prompt, which training needs too.
+    prompts, negative_prompt = s.run.prompts, s.sampler.negative_prompt
+    tokenize = lambda texts: sampling.prompts(encoder, texts, negative_prompt)
+    examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
 
     def open_prompts(prompts):
-        lookup.open_prompts(s.text, encoder, False, prompts)  # They are in a store of embeddings.
+        lookup.open_prompts(s.text, encoder, False, prompts)  # Checks that a store holds them.
         return tokenize
 
+    # The model: from random numbers or from given weights; all of it is trained, or a LoRA.
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
-    sd = task.make_task(s, encoder, vae_params)
-    sd, start, base = finetune.begin(sd, s.lora, s.unet_weights, read)
-    return loop.Inputs(sd, batches, examples, start=start, base=base, open_prompts=open_prompts)
+    task = make_task(s, encoder, vae_params)
+    task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
+    return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
 def open_batches(
     s: Settings, encoder: TextEncoder, vae_params: Any, mesh: sharding.Mesh
 ) -> Batches:
-    """The training data of a config, this process's rows of it.
+    """Open the training data of a config: this process's rows of each batch.
 
-    ValueError for moments of another size, or, where they have a manifest, of another VAE.
+    Raises ValueError for moments of another size or, if they have a manifest, of another VAE.
     """
-    latent = uses_moments(s.data)
+    if not uses_moments(s.data):
+        pictures = sources.open_pictures(s.data, s.latents.image_size)
+        return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
+    for path in [part[2] for part in s.data.mixture] or [s.data.path]:
+        moments.check_manifest(path, made_by(s.latents, vae_params))
     side = s.latents.image_size // vae_module.factor(s.vae)
-    shape = (side, side, 2 * s.vae.latent_channels) if latent else None
-    if latent:
-        paths = [part[2] for part in s.data.mixture] or [s.data.path]
-        for path in paths:
-            moments.check_manifest(path, made_by(s, vae_params))
+    shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
-    if latent:
-        pictures.read(np.arange(1))  # Of another shape they are an error here, not after compiling.
-    name = "moments" if latent else "image"
-    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, name)
+    pictures.read(np.arange(1))  # Another shape is an error here, not after compiling.
+    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
 
 
-def made_by(s: Settings, vae_params: Any) -> dict[str, Any]:
-    """The settings and the digest of the VAE that moments depend on, for their manifest."""
-    identity = {"image_size": s.latents.image_size, "scale": s.latents.scale,
-                "pixels": s.latents.pixels}  # fmt: skip
+def made_by(latents: Latents, vae_params: Any) -> dict[str, Any]:
+    """Return what moments depend on, for their manifest: settings, and a digest of the VAE."""
+    identity = {"image_size": latents.image_size, "scale": latents.scale, "pixels": latents.pixels}
     return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})
 
 

@@ -1,11 +1,10 @@
-"""Trains the autoencoder of Stable Diffusion: reconstruction and KL, without an adversary.
+"""Train the autoencoder of Stable Diffusion on reconstruction and KL, without a discriminator.
 
     python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
 
-Its workdir is what --config.vae.weights of sd_jax.train takes. The metrics have `latent_std`: one
-over it is the --config.latents.scale with which a UNet sees latents of deviation 1. Reconstructions
-of the first pictures are under samples/. Config, data, checkpoints and SIGTERM are as in
-sd_jax.train.
+Give its workdir to sd_jax.train as --config.vae.weights. The metric `latent_std` is the standard
+deviation of the latents; --config.latents.scale should be its inverse. Reconstructions of the first
+pictures are under samples/. Config, data, checkpoints and SIGTERM work as in sd_jax.train.
 """
 
 from collections.abc import Mapping
@@ -29,16 +28,19 @@ from sd_jax.settings import AutoencoderSettings
 from sd_jax.vae import Moments
 from sd_jax.weights.initial import read_vae as read_vae_weights
 
-_SHOWN = 8
+_SHOWN = 8  # Pictures that are reconstructed during training.
 
 
 def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
-    """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
+    """Check a whole config, in milliseconds. Raises ValueError with what to change."""
     return systems.read(config, "sd_jax.vae")
 
 
 def make_task(s: AutoencoderSettings) -> Task:
-    """Init, loss, and reconstructions of batch["image"], float in [-1, 1], by the means."""
+    """Return the task: init, loss, and reconstructions of batch["image"], float in [-1, 1].
+
+    Reconstructions decode the mean of the posterior.
+    """
     size, channels = s.reconstruction.image_size, s.vae.image_channels
     distance = DISTANCES[s.reconstruction.distance]
 
@@ -67,19 +69,21 @@ def make_task(s: AutoencoderSettings) -> Task:
 
 
 def divergence(moments: Moments) -> Float[Array, "B"]:
-    """KL(posterior || N(0, 1)) of each image, in nats."""
+    """Return KL(posterior || N(0, 1)) of each image, in nats."""
     mean, std = vae_module.mean_and_std(moments)
     return (mean**2 + std**2 - 1 - 2 * jnp.log(std)).sum((1, 2, 3)) / 2
 
 
 def prepare(s: AutoencoderSettings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Opens the data; ValueError or OSError if they cannot be."""
+    """Open the data; ValueError or OSError if this fails."""
     pictures = sources.open_pictures(s.data, s.reconstruction.image_size)
+    batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
+
+    # The first pictures, which are reconstructed during training.
     images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
     captions = tuple(text if isinstance(text, str) else "" for text in texts)
-    shown = {"image": np.asarray(to_range(images))}
-    examples = loop.Examples(shown, captions, guidance=1.0)
-    batches = training_batches(pictures, lambda texts: {}, s.run, s.data, mesh)
+    examples = loop.Examples({"image": np.asarray(to_range(images))}, captions, guidance=1.0)
+
     start = (lambda: read_vae_weights(s.vae_weights, s.vae)) if s.vae_weights else None
     return loop.Inputs(make_task(s), batches, examples, start=start)
 

@@ -47,7 +47,7 @@ COMMANDS = {
 TABLE = """
 train --config=D/syntax.py | D/syntax.py, line 2: SyntaxError: invalid syntax
 train --config=D/raises.py | D/raises.py, line 2: ZeroDivisionError: division by zero
-train --config=D/seven.py | D/seven.py: get_config gives 7: it must give a ConfigDict
+train --config=D/seven.py | D/seven.py: get_config returns 7: it must return a ConfigDict
 train --config=configs/quikstart.py | 'configs/quikstart.py': did you mean configs/quickstart.py?
 train --config.text.path=x | unknown config field text.path: text has 
 train --config.unet.embd_dim=3 | unknown config field unet.embd_dim: did you mean unet.embed_dim?
@@ -83,7 +83,7 @@ train --config.optimizer.snapshot_dtype=int8 | optimizer.snapshot_dtype is 'int8
 sample --ema=0.07 --prompt=x | no average '0.07' in
 averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
 averages --width=0.07 | --width says which average, and --out where it goes
-averages | holds no averages by power functions: train with
+averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
 train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
 train --config.data.threads=-1 | data.threads is -1: it must be 0 or more
@@ -173,7 +173,7 @@ heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0
 heldout --levels=nan | --levels=nan: give noise levels above 0
 heldout --share=2 | share
-heldout | D/imagen held nothing out: say what share
+heldout | D/imagen held no records out: give the share
 heldout --share=0.01 --checkpoint=7 | no checkpoint of step 7
 report D/scored --out=D/none/page.html | D/none/page.html
 heldout word | unknown arguments ['word']
@@ -200,12 +200,12 @@ start --data=D/bare.tar | no captions in D/bare.tar, whose files have the suffix
 start --data=D/table.parquet | image columns: none: set data.text
 start --data=D/file | D/file is not a folder, .tar, .jsonl or .parquet
 start --data=D/images --text=json:caption | 1 of 1 images have no .json:caption
-start --data=D/images --text=npy | --text=npy: captions are read here, not embeddings
+start --data=D/images --text=npy | --text=npy names embeddings: name the field
 start --hours=0 | --hours=0: give a time above 0
 start --hours=-1 | --hours=-1: give a time above 0
 start --hours=nan | --hours=nan: give a time above 0
-start --out=D/raises.py | D/raises.py is there already: give another --out
-start --out=D/wide.py | D/wide.png is there already: give another --out
+start --out=D/raises.py | D/raises.py exists already: give another --out
+start --out=D/wide.py | D/wide.png exists already: give another --out
 start --out=D/new.txt | --out=D/new.txt: give the name of a Python file
 start --text_weights=D/none | D/none
 start D/images | write --data=D/images

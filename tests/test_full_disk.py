@@ -40,7 +40,7 @@ def ended(tmp_path):
 def test_of_the_metrics(ended):
     line = ended(64, *TRAIN, "--workdir=DISK/run", again=("--config.steps=2",))
     said = r"error: \[Errno 28\] No space left on device: '(DISK/run/metrics.jsonl|tensorboard)': "
-    assert re.fullmatch(said + "make room, and give the same command again", line), line
+    assert re.fullmatch(said + "make room, and run the same command again", line), line
 
 
 @pytest.mark.parametrize("size", [40, 400, 1500])

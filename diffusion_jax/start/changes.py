@@ -1,4 +1,4 @@
-"""What a set of pictures and this machine change of a config."""
+"""The changes that a data set and this machine make to a config."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
-    """Captions to draw on the way: some different ones of all over the set."""
+    """Return different captions from all over the data set, to draw during training."""
     rows = np.linspace(0, len(records) - 1, min(len(records), 8 * _PROMPTS)).astype(int).tolist()
     texts = {t for t in records.texts(rows) if not isinstance(t, Unusable)} - {""}
     spread = sorted(texts)[:: max(1, len(texts) // _PROMPTS)][:_PROMPTS]
@@ -31,7 +31,14 @@ def prompts(records: Records) -> tuple[str, ...]:
 def of_data(
     data: Data, report: Mapping[str, Any], prompts: tuple[str, ...], text_weights: str
 ) -> Callable[[Stage], Changes]:
-    """What the data and the device change of a stage's config, by their fields."""
+    """Return a function from a stage to its config's changes for this data set and device.
+
+    Args:
+      data: the opened data set.
+      report: the result of validate.validate on it.
+      prompts: captions to draw during training.
+      text_weights: a folder of T5 or CLIP; "": words are hashed.
+    """
     on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
     broken = 1 - report["usable"] / report["read"]
     fields: dict[str, tuple[Any, str]] = {"prompts": (prompts, "")}
@@ -39,10 +46,10 @@ def of_data(
         fields[f"data.{name}"] = (getattr(data, name), "")
     fields["data.threads"] = (1 if on_cpu else min(16, os.cpu_count() or 1), "")
     if broken > data.max_broken / 2:
-        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are.")
+        fields["data.max_broken"] = (min(1.0, round(2 * broken, 2)), f"{broken:.0%} are broken.")
     if not longest:
         texts = {"text.drop_prob": (0.0, ""), "text.max_tokens": (1, "")}
-        texts["sampler.guidance"] = (1.0, "There are no captions to be guided by.")
+        texts["sampler.guidance"] = (1.0, "Without captions there is no guidance.")
     elif text_weights:
         texts = _encoder(text_weights, longest)
     else:
@@ -50,23 +57,27 @@ def of_data(
         texts = {"text.max_tokens": (most, f"Words; captions have up to {longest}.")}
 
     def of_stage(stage: Stage) -> Changes:
-        base, own = written.config(stage.base, {}), dict(fields)
+        base, changes = written.config(stage.base, {}), dict(fields)
         for group in filter(base.get, ("unet", "vae")):
-            own[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")
+            changes[f"{group}.dtype"] = ("float32" if on_cpu else "bfloat16", "")
         if base["batch_size"] % jax.device_count():
-            own["batch_size"] = (base["batch_size"] * jax.device_count(), "A part a device.")
-        return {**own, **(texts if "text" in base else {})}
+            batch_size = base["batch_size"] * jax.device_count()
+            changes["batch_size"] = (batch_size, "The base's batch on each device.")
+        return {**changes, **(texts if "text" in base else {})}
 
     return of_stage
 
 
 def _encoder(weights: str, words: int) -> Changes:
-    """The text group for a folder of T5 or CLIP; ValueError for another."""
+    """Return the text group for a folder of T5 or CLIP; ValueError for another encoder."""
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")
     if not kind:
-        raise ValueError(f"--text_weights={weights} is of {config.get('model_type')}: T5 or CLIP")
+        raise ValueError(
+            f"--text_weights={weights} holds a {config.get('model_type')}: give a folder of T5 or "
+            "CLIP"
+        )
     encoder, width = _ENCODERS[kind]
     tokens = 77 if kind == "clip" else min(128, max(8, -(-words // 4) * 8))
     values = {"encoder": encoder, "weights": weights, "width": config[width],

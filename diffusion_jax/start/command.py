@@ -1,4 +1,4 @@
-"""The start command, whole, for every system: a set of pictures -> configs that train on it."""
+"""The start command of every system: from a set of pictures to configs that train on it."""
 
 import math
 import pathlib
@@ -21,23 +21,24 @@ from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
 from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
 
-flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
-_LOOKED = 2_000  # Records that are read, at most.
-_SHOWN = 32
-_JUDGED = 100  # Different captions from which on a judge can be trained.
+flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
+_LOOKED = 2_000  # The largest number of records to read.
+_SHOWN = 32  # Pictures on the sheet.
+_JUDGED = 100  # The smallest number of different captions that a judge can be trained on.
 
 
 def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
-    """Runs `python -m PACKAGE.start --data=PHOTOS`; the caller's is its --help.
+    """Run `python -m PACKAGE.start --data=PHOTOS`.
 
-    `rungs` are the models to choose among, from the smallest on.
+    The docstring of the calling module is the --help text. `rungs` returns the models to choose
+    from, from the smallest to the largest.
     """
     text = flags.DEFINE_string
     data = text("data", None, "Pictures: a path, or SOURCE:PATH::TEXT.", required=True)
-    where = text("text", "", "Where their captions are, data.text; by default what the files say.")
-    hours = flags.DEFINE_float("hours", 2.0, "How long all training may take.")
-    out = text("out", "configs/mine.py", "The config to write; those of other stages beside it.")
-    weights = text("text_weights", "", "A folder of T5 or CLIP, which then reads the captions.")
+    where = text("text", "", "Where the captions are (data.text); default: guessed from the files.")
+    hours = flags.DEFINE_float("hours", 2.0, "The time for all training.")
+    out = text("out", "configs/mine.py", "The config to write; other stages get files beside it.")
+    weights = text("text_weights", "", "A folder of T5 or CLIP to encode the captions with.")
 
     def main(argv: list[str]) -> None:
         if len(argv) > 1:
@@ -45,22 +46,29 @@ def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
         cli.start(alone=True)
         with cli.bad_input(OutOfMemory):
             path = pathlib.Path(out.value)
+            # Check the flags.
             if not 0 < hours.value < math.inf:
                 raise ValueError(f"--hours={hours.value:g}: give a time above 0")
             ladder = rungs()
             _check_out(path, {s.suffix for rung in ladder for s in rung.stages})
             if not data.value:
                 raise ValueError("--data is empty: name a folder of pictures, tars or a table")
-            chosen = guess.guess(data.value, where.value)
-            if chosen.embedded:
-                raise ValueError(f"--text={chosen.text}: captions are read here, not embeddings")
-            records = sources.open_records(chosen)
+
+            # Read the pictures and report on them.
+            opened = guess.guess(data.value, where.value)
+            if opened.embedded:
+                raise ValueError(
+                    f"--text={opened.text} names embeddings: name the field of the captions"
+                )
+            records = sources.open_records(opened)
             report = validate.validate(records, _LOOKED)
-            print(progress.block(_told(chosen, report)), flush=True)
+            print(progress.block(_describe(opened, report)), flush=True)
+
+            # Choose a model, measure it, and write its configs.
             prompts = changes.prompts(records)
-            of_stage = changes.of_data(chosen, report, prompts, weights.value)
-            measured = _measured(ladder, of_stage, report, hours.value, path.stem)
-            _write(package, path, chosen, report, measured, hours.value)
+            of_stage = changes.of_data(opened, report, prompts, weights.value)
+            measured = _measure(ladder, of_stage, report, hours.value, path.stem)
+            _write(package, path, opened, report, measured, hours.value)
 
     cli.run(main)
 
@@ -69,17 +77,17 @@ def _check_out(path: pathlib.Path, suffixes: set[str]) -> None:
     if path.suffix != ".py" or not path.stem.isidentifier():
         raise ValueError(f"--out={path}: give the name of a Python file, such as configs/mine.py")
     files.check_writable(path.parent, "--out")
-    written = [*(_beside(path, s) for s in suffixes), path.with_suffix(".png")]
-    if there := [p for p in written if p.exists()]:
-        raise ValueError(f"{there[0]} is there already: give another --out, or delete it")
+    paths = [*(_with_suffix(path, s) for s in suffixes), path.with_suffix(".png")]
+    if existing := [p for p in paths if p.exists()]:
+        raise ValueError(f"{existing[0]} exists already: give another --out, or delete it")
 
 
-def _beside(path: pathlib.Path, suffix: str) -> pathlib.Path:
+def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
     return path.with_stem(path.stem + suffix)
 
 
-def _told(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The set in lines; ValueError if no picture of it can be used."""
+def _describe(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return labelled lines about the data set; ValueError if none of its pictures is usable."""
     unusable = ", ".join(f"{n:,} {reason}" for reason, n in report["unusable"].items())
     first = "; ".join(report["unusable_first"][:1])
     if not report["usable"]:
@@ -87,7 +95,7 @@ def _told(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
             f"none of {report['read']:,} pictures of {data.path} can be used: {unusable} ({first})"
         )
     side, aspect, words = (report[name] for name in ("smaller_side", "aspect", "text_words"))
-    read = "" if report["read"] == report["records"] else f", {report['read']:,} of them looked at"
+    read = "" if report["read"] == report["records"] else f", {report['read']:,} of them read"
     kinds = ", ".join(f"{n:,} {kind}" for kind, n in report["formats"].items())
     frequent = ", ".join(f"{word} {n:,}" for word, n in list(report["words"].items())[:12])
     rows = [
@@ -96,36 +104,37 @@ def _told(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
          f"the longer side {aspect['median']:.2g} times it (up to {aspect['max']:.2g}); {kinds}"),
         ("unusable", f"{unusable} ({first})" if unusable else "none"),
         ("left out", ", ".join(f"{n:,} {why}" for why, n in report["left_out"].items()) or "none"),
-        ("duplicates", f"{report['duplicates']:,} files that are there twice"),
+        ("duplicates", f"{report['duplicates']:,} files that occur twice"),
         ("captions", f"{report['different_texts']:,} different ones of {words['min']:.0f} to "
          f"{words['max']:.0f} words; most frequent: {frequent}" if frequent else
-         "none: what is trained draws such pictures without being asked for one"),
+         "none: the model draws such pictures without a prompt"),
     ]  # fmt: skip
     return [(name, untrusted.printable(line)) for name, line in rows]
 
 
-def _measured(
+def _measure(
     rungs: Sequence[Rung], of_data: Callable[[Stage], Changes], report: Mapping[str, Any],
     hours: float, name: str,
 ) -> list[Measured]:  # fmt: skip
-    """The stages that were chosen, with their speed here."""
-    known: dict[str, Measured] = {}
-    traced: dict[str, Opened] = {}
+    """Choose a rung; return its stages with their speed on this machine."""
+    measured_stages: dict[str, Measured] = {}
+    opened_stages: dict[str, Opened] = {}
     with tempfile.TemporaryDirectory() as folder:
         trial = f"{folder}/{name}"
         of_stage = lambda stage: {**of_data(stage), **stage.changes(trial)}
 
         def measured(stage: Stage) -> Measured:
-            if stage.base not in known:
-                known[stage.base] = stages.measure(stage, of_stage(stage), trial + stage.suffix)
-                traced[stage.base] = known[stage.base].opened
-            one = known[stage.base]  # Of another rung it had another share of the time.
+            if stage.base not in measured_stages:
+                one = stages.measure(stage, of_stage(stage), trial + stage.suffix)
+                measured_stages[stage.base] = one
+                opened_stages[stage.base] = one.opened
+            one = measured_stages[stage.base]  # Another rung may give it another share of the time.
             return one._replace(opened=one.opened._replace(stage=stage))
 
         def opened(stage: Stage) -> Opened:
-            if stage.base not in traced:
-                traced[stage.base] = stages.open_stage(stage, of_stage(stage))
-            return traced[stage.base]
+            if stage.base not in opened_stages:
+                opened_stages[stage.base] = stages.open_stage(stage, of_stage(stage))
+            return opened_stages[stage.base]
 
         side = report["smaller_side"]["median"]
         rung = stages.choose(rungs, side, 3600 * hours, opened, measured)
@@ -136,13 +145,13 @@ def _write(
     package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
     measured: Sequence[Measured], hours: float,
 ) -> None:  # fmt: skip
-    """Writes the configs and the sheet, and says the commands that follow."""
+    """Write the configs and the sheet of pictures, and print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
     device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}"
     for one in measured:
         stage, s = one.opened.stage, one.opened.settings
         steps, seconds = stages.timed(one, 3600 * hours * stage.share)
-        config, workdir = _beside(path, stage.suffix), f"runs/{path.stem}{stage.suffix}"
+        config, workdir = _with_suffix(path, stage.suffix), f"runs/{path.stem}{stage.suffix}"
         train = f"python -m {stage.command} --config={shlex.quote(str(config))} --workdir={workdir}"
         parameters = sum(x.size for x in jax.tree.leaves(one.opened.traced.state.params))
         speed = (
@@ -167,7 +176,7 @@ def _write(
         ("device", f"{device}, {memory:.1f} GB each"),
         ("chosen", f"pictures of {size}x{size}; training takes about {total / 3600:.2g} hours"),
         *rows,
-        ("sheet", f"{sheet}: the first that training will see"),
+        ("sheet", f"{sheet}: the first pictures that training will see"),
     ]))  # fmt: skip
     print("\nnext:")
     for line in [*commands, *_after(package, path, data, report, measured, size)]:
@@ -175,12 +184,12 @@ def _write(
 
 
 def _size(settings: Any) -> int:
-    """Pixels of a side of what a stage learns to draw."""
+    """Return the side of the pictures that a stage learns to draw, in pixels."""
     return settings.output_size if hasattr(settings, "output_size") else settings.unet.image_size
 
 
 def _sheet(settings: Any, size: int) -> np.ndarray:
-    """The first pictures of training as its pipeline makes them, over their captions."""
+    """Return a sheet of the first training pictures, as the pipeline crops them."""
     pictures = sources.open_pictures(settings.data, size)
     count = min(_SHOWN, len(pictures))
     captions = lambda texts: {"captions": np.array(list(texts), dtype=object)}
@@ -196,7 +205,7 @@ def _after(
     package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
     measured: Sequence[Measured], size: int,
 ) -> list[str]:  # fmt: skip
-    """The commands that draw with what was trained and score it."""
+    """Return the commands that draw with the trained model and score it."""
     name, prompt = path.stem, measured[-1].opened.settings.run.prompts[0]
     drawn = [one.opened.stage for one in measured if one.opened.stage.command.endswith(".train")]
     workdirs = " ".join(f"--workdir=runs/{name}{stage.suffix}" for stage in drawn)

@@ -1,4 +1,4 @@
-"""The models that a start chooses among: their stages, measured here, and the steps for a time."""
+"""The stages of the models that a start chooses from, their speed here, and steps for a time."""
 
 import pathlib
 import time
@@ -17,39 +17,40 @@ from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
 
 SHEETS = 10
-"""Sheets of pictures that are drawn on the way."""
-_STEPS, _LEFT_OUT = 6, 2  # Steps that are measured, and the first of them, which are not counted.
-_LEAST = 20  # Steps that are a training.
+"""The number of sheets of pictures drawn during training."""
+_STEPS, _LEFT_OUT = 6, 2  # Steps of a measurement, and how many of the first do not count.
+_LEAST = 20  # The smallest number of steps worth training.
 
 
 class Stage(NamedTuple):
-    """A model that is trained: a config of configs/, and what is changed of it."""
+    """A model to train: a config of configs/ and changes to it."""
 
     base: str
     """The config's name, such as base32_8m."""
     suffix: str
-    """What ends the names of its config and workdir: "" for the stage that reads the prompts."""
+    """The suffix of its config and workdir; "" for the stage that reads the prompts."""
     command: str
     """The module that trains it."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
+    """Opens a run of its settings."""
     share: float = 1.0
-    """Of the time."""
+    """Its share of the training time."""
     changes: Callable[[str], Changes] = lambda workdir: {}
-    """Its own changes, for the workdir of the stage without a suffix."""
+    """Changes of this stage, given the workdir of the stage without a suffix."""
 
 
 class Rung(NamedTuple):
-    """Stages that give pictures of one size, and what makes them worth their time."""
+    """The stages of one model, and the conditions under which it is chosen."""
 
     size: int
-    """Pixels of a side; smaller pictures are not enlarged to it."""
+    """Side of its pictures in pixels; it is chosen only for data of at least this size."""
     images: int
-    """The least number that the first stage must see."""
+    """The smallest number of images that the first stage must see in its time."""
     stages: Sequence[Stage]
 
 
 class Opened(NamedTuple):
-    """A stage, read and traced; nothing is computed yet."""
+    """A stage that is opened and traced; nothing is computed yet."""
 
     stage: Stage
     changes: Changes
@@ -58,25 +59,25 @@ class Opened(NamedTuple):
     mesh: Mesh
     traced: memory.Traced
     fits: bool
-    """Whether one sample does in this device's memory, at the least."""
+    """Whether at least a micro batch of one sample fits in a device's memory."""
 
 
 class Measured(NamedTuple):
-    """A stage that has made some steps here."""
+    """A stage whose speed was measured on this machine."""
 
     opened: Opened
     images_per_second: float
     overhead: float
-    """Seconds that opening, compiling and saving took."""
+    """Seconds for opening, compiling and saving."""
 
     @property
     def seconds(self) -> float:
-        """Those of a step."""
+        """Return the seconds per step."""
         return self.opened.settings.run.batch_size / self.images_per_second
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
-    """Reads and traces it, with the largest micro batch that fits; ValueError or OSError."""
+    """Open and trace a stage, with the largest micro batch that fits; ValueError or OSError."""
     config = written.config(stage.base, changes)
     s = systems.read(config, config["system"])
     mesh = sharding.make_mesh(*s.mesh)
@@ -94,11 +95,12 @@ def open_stage(stage: Stage, changes: Changes) -> Opened:
     opened = Opened(stage, changes, config, s, mesh, traced, need(samples) <= limit)
     if samples == share or s.optimizer.micro_batch:
         return opened
-    return open_stage(stage, {**changes, "optimizer.micro_batch": (samples, "What fits.")})
+    micro_batch = {"optimizer.micro_batch": (samples, "The largest that fits.")}
+    return open_stage(stage, {**changes, **micro_batch})
 
 
 def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
-    """Trains it for some steps as its command does, on its own data, in a workdir to throw away."""
+    """Measure the speed of a stage by training it for some steps in a temporary workdir."""
     start, opened = time.time(), open_stage(stage, changes)
     s, mesh = opened.settings, opened.mesh
     runs.claim(workdir, opened.config)
@@ -120,9 +122,17 @@ def choose(
     rungs: Sequence[Rung], side: float, seconds: float,
     opened: Callable[[Stage], Opened], measured: Callable[[Stage], Measured],
 ) -> Rung:  # fmt: skip
-    """The last rung that the pictures' size, the memory and the time allow; the first is for all.
+    """Return the last rung that the size of the pictures, the memory and the time allow.
 
-    The first one's first stage is measured; others do as much arithmetic a second.
+    The first rung is always allowed. Only its first stage is measured; other stages are assumed to
+    reach the same FLOP/s.
+
+    Args:
+      rungs: from the smallest to the largest.
+      side: the pictures' side in pixels.
+      seconds: the training time.
+      opened: opens and traces a stage.
+      measured: measures a stage.
     """
     if len(rungs) == 1:
         return rungs[0]
@@ -134,40 +144,41 @@ def choose(
             return False
         base = rung.stages[0]
         sees = rate / opened(base).traced.flops * seconds * base.share
-        # Others are traced, which takes seconds, only where it decides.
+        # Tracing the other stages takes seconds, so it comes last.
         return sees >= rung.images and all(opened(stage).fits for stage in rung.stages)
 
     return [rungs[0], *filter(allowed, rungs[1:])][-1]
 
 
 def timed(measured: Measured, seconds: float) -> tuple[Changes, float]:
-    """Steps that fill so many seconds, with what depends on them, and the seconds that they take.
+    """Return changes for a training of so many seconds, and the seconds that it will take.
 
-    ValueError if those are no training.
+    The changes are the number of steps and the intervals that depend on it. Raises ValueError if
+    the time suffices for fewer than 20 steps.
     """
     s = measured.opened.settings
     drawing = 0.0
     if hasattr(s, "sampler"):  # An evaluation with guidance is two thirds of a training step.
         images = len(s.run.prompts) * s.sampler.steps * (1 + (s.sampler.guidance != 1))
         drawing = SHEETS * images / (3 * measured.images_per_second)
-    besides = 2 * measured.overhead + drawing  # What draws is compiled too.
-    steps = int((seconds - besides) / measured.seconds)
+    overhead = 2 * measured.overhead + drawing  # Twice, because the sampler is compiled too.
+    steps = int((seconds - overhead) / measured.seconds)
     if steps < _LEAST:
-        least = (besides + _LEAST * measured.seconds) / measured.opened.stage.share
-        hours = 1.1 * least / 3600  # Two digits of it are shown.
+        least = (overhead + _LEAST * measured.seconds) / measured.opened.stage.share
+        hours = 1.1 * least / 3600  # The message shows two digits.
         raise ValueError(
-            f"the time is enough for {max(0, steps)} steps of {measured.opened.stage.base} here: "
+            f"the time suffices for {max(0, steps)} steps of {measured.opened.stage.base} here: "
             f"give --hours={hours:.2g} or more"
         )
     every = lambda period: min(steps, max(1, round(period / measured.seconds)))
     speed = f"{measured.images_per_second:.3g} images/s, measured"
     changes = {
-        "steps": (steps, f"{(seconds - besides) / 3600:.2g} hours at {speed}."),
+        "steps": (steps, f"{(seconds - overhead) / 3600:.2g} hours at {speed}."),
         "log_every": (every(20), ""),
         "sample_every": (max(1, steps // SHEETS), ""),
         "save_every": (every(600), "Ten minutes."),
         "keep_every": (0, ""),
-        "optimizer.schedule": ("cosine", "To 0 at the last step: for longer, raise steps first."),
+        "optimizer.schedule": ("cosine", "To 0 at the last step; to train longer, raise steps."),
         "optimizer.warmup": (min(s.optimizer.warmup, steps // 10), ""),
     }
-    return changes, steps * measured.seconds + besides
+    return changes, steps * measured.seconds + overhead

@@ -1,4 +1,4 @@
-"""A config as a short file on top of one of configs/, a line and its reason for each change."""
+"""Write a config as a short file that changes one of configs/, with a reason for each change."""
 
 import json
 import textwrap
@@ -8,15 +8,15 @@ from typing import Any
 from diffusion_jax import systems
 
 Changes = Mapping[str, tuple[Any, str]]
-"""Values by their fields, such as unet.dtype, each with a comment or ""."""
+"""(value, comment) for each changed field, such as unet.dtype; the comment may be ""."""
 
 
 def source(base: str, changes: Changes, about: str) -> str:
-    """The text of a config file: its docstring, and what it changes of configs/BASE.py."""
+    """Return the text of a config file with the docstring `about` that changes configs/BASE.py."""
     lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
     notes = [f"  # {note}" if note else "" for _, note in changes.values()]
     body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))
-    # What is told of the data may hold whatever ends a docstring.
+    # `about` names the data, and a name may hold what ends a docstring.
     about = about.replace("\\", "/").replace('"""', "'''")
     return textwrap.dedent('''\
         """{about}
@@ -35,17 +35,20 @@ def source(base: str, changes: Changes, about: str) -> str:
 
 
 def config(base: str, changes: Changes) -> dict[str, Any]:
-    """What such a file says, with the defaults of what it omits; ValueError without configs/."""
+    """Return the config of such a file, with defaults for omitted fields.
+
+    Raises ValueError if configs/ cannot be imported.
+    """
     names: dict[str, Any] = {}
     try:
-        exec(source(base, changes, ""), names)  # As training reads it.
+        exec(source(base, changes, ""), names)  # The same text that training will read.
     except ModuleNotFoundError as error:
-        raise ValueError(f"{error}: start from the folder of a checkout, which has it") from error
+        raise ValueError(f"{error}: run this command in the folder of a checkout") from error
     return systems.complete(names["get_config"]().to_dict())
 
 
 def _literal(value: Any) -> str:
-    """As Python's formatters write it: double quotes, texts a line each."""
+    """Format a value as Python's formatters do: double quotes, one text per line."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, tuple) and value and isinstance(value[0], str):

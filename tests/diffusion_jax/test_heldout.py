@@ -94,7 +94,9 @@ def test_it_must_have_something_that_was_held_out():
     data = Data("digits", threads=0)
     pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh()
     with pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh) as batches:
-        with pytest.raises(ValueError, match=r"nothing is held out: .* such as data.heldout=0.01"):
+        with pytest.raises(
+            ValueError, match=r"no records are held out: .* such as data.heldout=0.01"
+        ):
             heldout.open_records(Heldout(every=1), batches, TASK.measure)
         assert heldout.open_records(Heldout(), batches, TASK.measure) is None
 

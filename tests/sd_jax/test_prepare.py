@@ -132,7 +132,7 @@ def test_bad_input_is_said(tmp_path, capsys):
         assert ended.value.code == 2
         return capsys.readouterr().err
 
-    assert "it is to hold LAION-400M's metadata" in error("laion", f"--metadata={tmp_path}")
+    assert "name the folder of LAION-400M's metadata" in error("laion", f"--metadata={tmp_path}")
     metadata(tmp_path / "in" / "a.parquet", 5, LICENSE=None)
     assert "a.parquet has no column LICENSE" in error("laion", f"--metadata={tmp_path}/in")
     (tmp_path / "in" / "a.parquet").write_bytes(b"PAR")

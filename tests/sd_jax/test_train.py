@@ -244,7 +244,7 @@ def test_another_network_in_the_files_is_named(vae):
     ("changes", "message"),
     [
         ({"data__source": "moments", "data__path": "x"}, "data.source is 'moments': name the sour"),
-        ({"data__flip": True}, "data.flip or data.crop is set, and moments are of whole images"),
+        ({"data__flip": True}, "data.flip is True and data.crop is .center., but moments"),
     ],
 )
 def test_what_cannot_be_encoded_is_refused(tmp_path, vae, changes, message):

@@ -90,7 +90,7 @@ def test_one_command_fetches_all_sets_and_names_the_flags(server, tmp_path, caps
             assert (tmp_path / name / path).read_bytes() == content
     assert len(asked(server)) == 4
     printed = capsys.readouterr().out.splitlines()
-    assert f"{tmp_path / MOMENTS}: 2 files, every one with its hash" in printed
+    assert f"{tmp_path / MOMENTS}: 2 files, all with the right hash" in printed
     assert printed[-4:] == [
         f"--config.data.path={tmp_path / MOMENTS / 'tars'}",
         f"--config.vae.weights={tmp_path / VAE / '512-base-ema.ckpt'}",
