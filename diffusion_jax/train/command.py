@@ -28,7 +28,7 @@ _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
 """Groups with fields that only some choices of a sampler, a source or an encoder read."""
 _PATHS = ("path", "weights", "store")
 """Fields that name files."""
-flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
 def command(
@@ -66,10 +66,8 @@ def command(
                 # Read the flags and the config.
                 if not workdir.value:
                     raise ValueError("--workdir is empty: name the folder of this run")
-                trace, values = (
-                    Trace(folder / FOLDER, parse(profiled.value)),
-                    config.value.to_dict(),
-                )
+                trace = Trace(folder / FOLDER, parse(profiled.value))
+                values = config.value.to_dict()
                 s, unread = watched(read(values), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
                 settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
@@ -82,7 +80,7 @@ def command(
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
                     inputs = inputs._replace(records=records)
 
-                # Check that the workdir fits the run, and rehearse the run in the abstract.
+                # Check that the workdir belongs to this run, and trace all that the run will do.
                 runs.claim(folder, values, write=False)
                 finetune.check_base(folder, inputs.base)
                 limit = device_memory.value
@@ -93,13 +91,13 @@ def command(
                 if alone.value:
                     return
 
-                # Claim the workdir: nobody else writes there until this process ends.
+                # Claim the workdir, so that no other run writes to it until this process ends.
                 stack.enter_context(runs.writing(folder))
                 runs.claim(folder, values)
                 finetune.keep_base(folder, inputs.base)
 
-            # Train. Each known failure is one line; those that a new start may survive exit with
-            # code 1, at which launchers start the command again.
+            # Train. Known failures become one-line messages. Code 1 is for those that may be over
+            # at the next start, which launchers then attempt.
             distributed.advise(lambda: how_to_go_on(folder))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
@@ -123,9 +121,9 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Print a rehearsal's report, and warn of each field that it did not read.
+    """Print a rehearsal's report, and warn of each field that nothing has read.
 
-    ValueError if an unread field is a path that the command line gave.
+    Raises ValueError if such a field is a path that the command line set.
     """
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +22,8 @@ from diffusion_jax import heldout, runs
 from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data.pipeline import Batches, to_global
 from diffusion_jax.draw.program import Draw, make_draw
-from diffusion_jax.machine import distributed, flops, hardware, sheets
-from diffusion_jax.machine.log import MetricWriter, noise_level_means, write_manifest
-from diffusion_jax.machine.progress import step_line
+from diffusion_jax.machine import distributed, flops, sheets
+from diffusion_jax.machine.log import MetricWriter, write_manifest
 from diffusion_jax.machine.sharding import (
     ambient,
     batch_sharding,
@@ -35,10 +34,11 @@ from diffusion_jax.machine.sharding import (
     replicated,
     shardings,
 )
-from diffusion_jax.task import Metrics, Params, Task, Texts
+from diffusion_jax.task import Params, Task, Texts
 from diffusion_jax.train import not_finite, out_of_memory
 from diffusion_jax.train.checkpoint import Checkpointer
 from diffusion_jax.train.optimizer import make_optimizer, snapshot_every
+from diffusion_jax.train.progress import IN_FLIGHT, Progress
 from diffusion_jax.train.state import (
     TrainState,
     averaged,
@@ -50,9 +50,6 @@ from diffusion_jax.train.state import (
 )
 from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
-
-_IN_FLIGHT = 2  # Steps that the host may be ahead of the devices.
-
 
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 """Takes all prompts of an evaluation, and returns the tokenizer for batches of them."""
@@ -135,7 +132,7 @@ def train(
     task, batches = inputs.task, inputs.batches
     evaluation, records = inputs.evaluation, inputs.records
     with contextlib.ExitStack() as stack:
-        # SIGTERM only sets a flag until the last save is complete. A step that hangs is ended.
+        # Until the last save is complete, SIGTERM only sets a flag. A hung step ends the process.
         stopping = stack.enter_context(distributed.sigterm())
         watchdog = Watchdog(run.step_timeout, distributed.hanging)
         stack.callback(watchdog.close)
@@ -157,25 +154,25 @@ def train(
         # Compile the step. From here on, OutOfMemory lists what fills the device.
         rows = run.batch_size // settings.accumulate
         batch = to_global(next(batches), batch_sharding(mesh))
-        full = out_of_memory.explained(
+        explained = out_of_memory.explained(
             workdir, {**state._asdict(), "frozen": frozen, "batch": batch}, rows // batch_ways(mesh)
         )
-        sizes = stack.enter_context(full)
+        sizes = stack.enter_context(explained)
         if program is None:
             program = _compile(make_step(task, settings, tx, layout), (state, frozen, batch, key))
         sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
 
         # Set up what happens between steps; its programs compile when they are first used.
         stack.callback(trace.close)
-        progress = _Progress(run, writer, program.flops, mesh.size, batches)
-        skips = not_finite.Lookout(first_step, int(state.skipped), _IN_FLIGHT, settings.max_skipped)
+        progress = Progress(run, writer, program.flops, mesh.size, batches)
+        skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
         draw = make_draw(task.sample, frozen, mesh)
         heldout_losses = heldout.make_scorer(task, frozen, mesh, records, rows) if records else None
         snapshot_steps = snapshot_every(settings, run.steps)
         snapshots = checkpoints.snapshots(settings) if snapshot_steps else None
 
         for step in range(first_step + 1, run.steps + 1):
-            # Take a step. The host runs up to _IN_FLIGHT steps ahead of the devices.
+            # Take a step. The host runs up to IN_FLIGHT steps ahead of the devices.
             watchdog.beat()
             with trace.step(step) as results:
                 state, metrics = program.step(state, frozen, batch, key)
@@ -184,11 +181,11 @@ def train(
             stopped = stopping(step)
             last = stopped or step == run.steps
 
-            # Look for steps that were skipped, _IN_FLIGHT steps later, and report the metrics.
+            # Report the metrics. Skipped steps are noticed IN_FLIGHT steps later, without waiting.
             skipped = skips.failed(step, batch, metrics, last)
             if step % run.log_every == 0 or last:
                 progress.report(step)
-            if skipped:  # The first of this process: its batch runs again, to say where it failed.
+            if skipped:  # Only the first one: run its batch again to find the module at fault.
                 skipped_step, skipped_batch = skipped
                 keys = micro_keys(
                     key, skipped_step - 1, settings.accumulate, settings.micro_batch > 0
@@ -233,7 +230,7 @@ def train(
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
-    """Whether something that happens every so many steps (0: never), and at the end, is due."""
+    """Return whether an event is due that occurs every so many steps (0: never) and at the end."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -333,66 +330,3 @@ def _write_sheet(folder, step, sheet):
     if jax.process_index() == 0:
         folder.mkdir(exist_ok=True)
         sheets.write_png(folder / f"step_{step:08}.png", sheet)
-
-
-class _Progress:
-    """The metrics since the last report, and the time spent on training since then.
-
-    Time spent on drawing, scoring and saving does not count.
-    """
-
-    def __init__(
-        self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
-    ) -> None:
-        self._run, self._writer, self._batches = run, writer, batches
-        self._flops, self._num_devices = flops, num_devices
-        self._metrics: list[Metrics] = []
-        self._since, self._waited = time.time(), 0.0
-
-    def add(self, metrics: Metrics) -> None:
-        """Add a step's metrics. Waits only for those of _IN_FLIGHT steps before."""
-        self._metrics.append(metrics)
-        if len(self._metrics) > _IN_FLIGHT:
-            jax.block_until_ready(self._metrics[-1 - _IN_FLIGHT])
-
-    def report(self, step: int) -> None:
-        """Write the mean metrics since the last report, and log the progress line."""
-        metrics = jax.device_get(self._metrics)
-        seconds = (time.time() - self._since) / len(metrics)
-        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
-        scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
-        scalars["skipped"] = metrics[-1]["skipped"]
-        device = jax.local_devices()[0]
-        line = {
-            "images_per_second": self._run.batch_size / seconds,
-            "loss": float(scalars["loss"]),
-            "seconds_left": (self._run.steps - step) * seconds,
-            "memory": hardware.memory(device),
-            "utilization": hardware.utilization(
-                self._flops, seconds, device.device_kind, self._num_devices
-            ),
-        }
-        logging.info("%s", step_line(step, self._run.steps, **line))
-        unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
-        speed = {
-            "images_per_second": line["images_per_second"],
-            "data/waiting": self._waited / (seconds * len(metrics)),
-        }
-        self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
-        self._metrics, self._since, self._waited = [], time.time(), 0.0
-
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for data, whose share is a metric."""
-        start = time.time()
-        with jax.profiler.TraceAnnotation("data"):
-            yield
-        self._waited += time.time() - start
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Wait for the steps so far, then stop the clock for the time inside."""
-        jax.block_until_ready(self._metrics)
-        start = time.time()
-        yield
-        self._since += time.time() - start

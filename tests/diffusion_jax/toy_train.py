@@ -12,7 +12,7 @@ from diffusion_jax.config.settings import Optimizer, Run
 from diffusion_jax.data import pipeline
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import distributed, exits, files, sharding
-from diffusion_jax.train import checkpoint, command, loop
+from diffusion_jax.train import checkpoint, command, loop, progress
 from tests.diffusion_jax import toy
 
 _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of this run.")
@@ -63,7 +63,7 @@ def _die(*_):
 
 
 def _at_step():
-    add, added = loop._Progress.add, []
+    add, added = progress.Progress.add, []
 
     def dying(self, metrics):
         add(self, metrics)
@@ -71,7 +71,7 @@ def _at_step():
         if len(added) == 2:
             _die()
 
-    loop._Progress.add = dying
+    progress.Progress.add = dying
 
 
 def _in_saving():

@@ -18,7 +18,7 @@ from diffusion_jax.data import pipeline
 from diffusion_jax.draw import program
 from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import checksums, log, sharding, sheets
-from diffusion_jax.train import checkpoint, loop, out_of_memory, trace
+from diffusion_jax.train import checkpoint, loop, out_of_memory, progress, trace
 from diffusion_jax.weights import restore
 from tests.diffusion_jax import toy
 
@@ -216,7 +216,7 @@ def test_metrics_are_means_since_the_last_line(tmp_path, one_device):
 
 def test_losses_by_noise_level_average_to_the_loss(tmp_path, monkeypatch):
     totals = []
-    monkeypatch.setattr(loop, "noise_level_means", lambda total: totals.append(total) or {})
+    monkeypatch.setattr(progress, "noise_level_means", lambda total: totals.append(total) or {})
     train(tmp_path, log_every=4)
     losses = [line["loss"] for line in read(tmp_path)]
     np.testing.assert_array_equal([t["level_count"].sum() for t in totals], [4 * 8, 3 * 8])
@@ -234,7 +234,7 @@ def test_the_speed_leaves_out_drawing_and_saving(tmp_path, monkeypatch):
 
         return call
 
-    monkeypatch.setattr(loop, "time", types.SimpleNamespace(time=lambda: now[0]))
+    monkeypatch.setattr(progress, "time", types.SimpleNamespace(time=lambda: now[0]))
     monkeypatch.setattr(loop, "to_global", slowly(1, pipeline.to_global))
     monkeypatch.setattr(sheets, "contact_sheet", slowly(100, sheets.contact_sheet))
     monkeypatch.setattr(checkpoint.Checkpointer, "save", slowly(1000, checkpoint.Checkpointer.save))

@@ -1,0 +1,82 @@
+"""The metrics and the speed of a training run, between reports."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from absl import logging
+
+from diffusion_jax.config.settings import Run
+from diffusion_jax.data.pipeline import Batches
+from diffusion_jax.machine import hardware
+from diffusion_jax.machine.log import MetricWriter, noise_level_means
+from diffusion_jax.machine.progress import step_line
+from diffusion_jax.task import Metrics
+
+IN_FLIGHT = 2
+"""Steps that the host may be ahead of the devices."""
+
+
+class Progress:
+    """The metrics since the last report, and the time spent on training since then.
+
+    Time spent on drawing, scoring and saving does not count.
+    """
+
+    def __init__(
+        self, run: Run, writer: MetricWriter, flops: float, num_devices: int, batches: Batches
+    ) -> None:
+        self._run, self._writer, self._batches = run, writer, batches
+        self._flops, self._num_devices = flops, num_devices
+        self._metrics: list[Metrics] = []
+        self._since, self._waited = time.time(), 0.0
+
+    def add(self, metrics: Metrics) -> None:
+        """Add a step's metrics. Waits only for those of IN_FLIGHT steps before."""
+        self._metrics.append(metrics)
+        if len(self._metrics) > IN_FLIGHT:
+            jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
+
+    def report(self, step: int) -> None:
+        """Write the mean metrics since the last report, and log the progress line."""
+        metrics = jax.device_get(self._metrics)
+        seconds = (time.time() - self._since) / len(metrics)
+        total = jax.tree.map(lambda *leaves: np.sum(leaves, axis=0), *metrics)
+        scalars = {k: v / len(metrics) for k, v in total.items() if np.ndim(v) == 0}
+        scalars["skipped"] = metrics[-1]["skipped"]
+        device = jax.local_devices()[0]
+        line = {
+            "images_per_second": self._run.batch_size / seconds,
+            "loss": float(scalars["loss"]),
+            "seconds_left": (self._run.steps - step) * seconds,
+            "memory": hardware.memory(device),
+            "utilization": hardware.utilization(
+                self._flops, seconds, device.device_kind, self._num_devices
+            ),
+        }
+        logging.info("%s", step_line(step, self._run.steps, **line))
+        unusable = {f"data/{name}": count for name, count in self._batches.skipped().items()}
+        speed = {
+            "images_per_second": line["images_per_second"],
+            "data/waiting": self._waited / (seconds * len(metrics)),
+        }
+        self._writer.write_scalars(step, scalars | noise_level_means(total) | speed | unusable)
+        self._metrics, self._since, self._waited = [], time.time(), 0.0
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time inside as waiting for data, whose share is a metric."""
+        start = time.time()
+        with jax.profiler.TraceAnnotation("data"):
+            yield
+        self._waited += time.time() - start
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Wait for the steps so far, then stop the clock for the time inside."""
+        jax.block_until_ready(self._metrics)
+        start = time.time()
+        yield
+        self._since += time.time() - start
