@@ -62,8 +62,8 @@ def _laion(options: argparse.Namespace) -> None:
     out.mkdir(parents=True, exist_ok=True)
     write = functools.partial(laion.filter_table, source, out, names)
     counts = engine.fill(range(len(names)), path, write, noun="tables")
-    kept, total = counts["kept"], counts["read"]
-    print(f"{kept:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
+    licensed, total = counts["kept"], counts["read"]
+    print(f"{licensed:,} of {total:,} rows have a licence; {len(tables)} tables are in {out}")
 
 
 def _captions(options: argparse.Namespace) -> None:

@@ -341,5 +341,5 @@ def _own_file(directory: epath.Path) -> epath.Path:
 def _items(state: TrainState) -> dict[str, Any]:
     """Return the trees of a checkpoint, keyed by item name."""
     averages = {restore.EMA + name: tree for name, tree in state.ema.items()}
-    rest = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
-    return {"params": state.params, **averages, "optimizer": rest}
+    optimizer = {"step": state.step, "opt_state": state.opt_state, "skipped": state.skipped}
+    return {"params": state.params, **averages, "optimizer": optimizer}

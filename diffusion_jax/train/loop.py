@@ -72,7 +72,7 @@ class Scoring(NamedTuple):
     """Draws and scores one batch, without computing anything if `draw` is a rehearsal's."""
 
     def is_due(self, step: int, batch_size: int) -> bool:
-        """Whether this step passed a multiple of `every` images."""
+        """Return whether this step passed a multiple of `every` images."""
         return step * batch_size // self.every > (step - 1) * batch_size // self.every
 
 

@@ -62,15 +62,15 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
 
 def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, passes: int) -> Bytes:
     """Estimate the memory of a step of `passes` micro batches, of `samples` per device each."""
-    held = lambda tree: bytes_on_device(traced.task, tree, mesh)
-    parameters = held(traced.state.params)
+    on_device = lambda tree: bytes_on_device(traced.task, tree, mesh)
+    parameters = on_device(traced.state.params)
     temporary = peak(lifetimes(traced, mesh), samples)
     row = sum(x.dtype.itemsize * math.prod(x.shape[1:]) for x in jax.tree.leaves(traced.example))
     return Bytes(
         parameters=parameters,
-        optimizer=held(traced.state.opt_state),
-        ema=held(traced.state.ema),
-        frozen=held(shapes(traced.task.frozen)),
+        optimizer=on_device(traced.state.opt_state),
+        ema=on_device(traced.state.ema),
+        frozen=on_device(shapes(traced.task.frozen)),
         batch=row * samples * passes,
         temporary=temporary + (parameters if passes > 1 else 0),  # The sum of the gradients.
     )
@@ -93,11 +93,11 @@ class Disk(NamedTuple):
 def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
     """Return what the run keeps at its end; `state` may hold shapes."""
     leaves = jax.tree.leaves(state)
-    kept = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
+    checkpoints = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
     snapshots = -(-run.steps // snapshot_every(settings, run.steps)) if numbers else 0
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    return Disk(each, kept, numbers * jnp.dtype(settings.snapshot_dtype).itemsize, snapshots)
+    return Disk(each, checkpoints, numbers * jnp.dtype(settings.snapshot_dtype).itemsize, snapshots)
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:

@@ -88,7 +88,7 @@ class NothingLearned(RuntimeError):
         )
 
 
-class Seen(NamedTuple):
+class Observed(NamedTuple):
     """Observations of one micro batch of B samples that ran again, as host arrays."""
 
     part: int
@@ -116,23 +116,23 @@ def investigate(
     """
     logging.warning("step %d is not finite: its batch runs again, to say where", step)
     try:
-        seen = watch(loss_fn, params, frozen, batch, keys, everywhere)
+        observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
     except jax.errors.JaxRuntimeError as error:  # Mostly out of memory: training continues.
         logging.warning("step %d is not finite, and could not run again: %s", step, error)
         return
-    explain(path, step, now, seen, len(keys), names)
+    explain(path, step, now, observed, len(keys), names)
 
 
 def explain(
-    path: pathlib.Path, step: int, now: int, seen: Seen, accumulate: int, names: Names
+    path: pathlib.Path, step: int, now: int, observed: Observed, accumulate: int, names: Names
 ) -> None:
     """Write the report on `step`, which ran again with the parameters of step `now`, and log it."""
-    modules = list(dict.fromkeys(np.array(seen.modules)[seen.bad].tolist()))
+    modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
-    rows = _bad_rows(seen)
-    some = (rows if rows.size else np.arange(seen.rows.shape[1]))[:_LISTED]
-    samples = [int(row) * accumulate + seen.part for row in some]
-    numbers = {k: [_finite(x) for x in v[some].tolist()] for k, v in seen.labels.items()}
+    rows = _bad_rows(observed)
+    some = (rows if rows.size else np.arange(observed.rows.shape[1]))[:_LISTED]
+    samples = [int(row) * accumulate + observed.part for row in some]
+    numbers = {k: [_finite(x) for x in v[some].tolist()] for k, v in observed.labels.items()}
     columns = {"row": samples, "name": names(samples), **numbers}
     report = {
         "step": step,
@@ -140,7 +140,7 @@ def explain(
         "again_not_finite": bool(modules),
         "module": inside[0] if inside else modules[0] if modules else None,
         "modules": modules[:_LISTED],
-        "inputs": [name for name, bad in seen.inputs.items() if bad.any()][:_LISTED],
+        "inputs": [name for name, bad in observed.inputs.items() if bad.any()][:_LISTED],
         "num_samples": len(rows),
         "samples": [
             dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
@@ -153,7 +153,7 @@ def explain(
     logging.warning(
         "step %d: %s; inputs not finite: %s; %d of %d samples, such as %s%s. See %s",
         step, f"first in {report['module']}" if modules else "finite when it ran again",
-        ", ".join(report["inputs"]) or "none", len(rows), seen.rows.shape[1], first["name"], at,
+        ", ".join(report["inputs"]) or "none", len(rows), observed.rows.shape[1], first["name"], at,
         path,
     )  # fmt: skip
 
@@ -161,7 +161,7 @@ def explain(
 def watch(
     loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
     keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
-) -> Seen:  # fmt: skip
+) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, micro batch by micro batch, and observe each module.
 
     It stops at the first micro batch with a value that is not finite. `keys` holds the key of each
@@ -188,14 +188,14 @@ def watch(
         bad, rows, inputs, labels = jax.device_get(out)
         leaves, _ = jax.tree.flatten_with_path(inputs)
         named = {jax.tree_util.keystr(path, simple=True, separator="/"): x for path, x in leaves}
-        return Seen(index, walk.modules, bad, rows, named, labels)
+        return Observed(index, walk.modules, bad, rows, named, labels)
 
-    seen = see(0)
+    observed = see(0)
     for index in range(1, len(keys)):
-        if seen.bad.any():
+        if observed.bad.any():
             break
-        seen = see(index)
-    return seen
+        observed = see(index)
+    return observed
 
 
 class _Walk:
@@ -260,11 +260,11 @@ def module_of(scope: str) -> str:
     return (f"gradient of {name}" if "transpose(" in scope else name) if name else _OUTSIDE
 
 
-def _bad_rows(seen: Seen) -> np.ndarray:
+def _bad_rows(observed: Observed) -> np.ndarray:
     """Return the samples whose loss is not finite, else whose inputs, else whose outputs."""
-    losses = ~np.isfinite(seen.labels.get("loss", np.zeros(seen.rows.shape[1])))
-    inputs = [bad for bad in seen.inputs.values() if bad.ndim]
-    rows = [losses, np.any(inputs, axis=0), *seen.rows]
+    losses = ~np.isfinite(observed.labels.get("loss", np.zeros(observed.rows.shape[1])))
+    inputs = [bad for bad in observed.inputs.values() if bad.ndim]
+    rows = [losses, np.any(inputs, axis=0), *observed.rows]
     return np.flatnonzero(next((bad for bad in rows if bad.any()), losses))
 
 

@@ -20,8 +20,8 @@ class OutOfMemory(RuntimeError):
 
 def on_a_device(tree: Any) -> int:
     """Return the bytes of a tree of jax.Arrays on one device."""
-    own = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-    return sum(own(leaf) for leaf in jax.tree.leaves(tree))
+    size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
 
 
 @contextlib.contextmanager

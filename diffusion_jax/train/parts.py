@@ -41,12 +41,12 @@ def _implementation(parts: int, whole: Hashable) -> Any:
         dtype = jnp.dtype(f"uint{bit_width}")
         if not shape:
             return jax.random.bits(key(data), shape, dtype)
-        rows, *rest = shape
-        drawn = jax.random.bits(key(data), (rows * parts, *rest), dtype)
+        rows, *row_shape = shape
+        numbers = jax.random.bits(key(data), (rows * parts, *row_shape), dtype)
         # Rows i * parts + part of the whole. The compiler draws no others, because each number
         # depends on its position alone.
-        drawn = drawn.reshape(rows, parts, *rest)
-        return jax.lax.dynamic_index_in_dim(drawn, data[size], axis=1, keepdims=False)
+        numbers = numbers.reshape(rows, parts, *row_shape)
+        return jax.lax.dynamic_index_in_dim(numbers, data[size], axis=1, keepdims=False)
 
     return extend.define_prng_impl(
         key_shape=(size + 1,),

@@ -188,7 +188,7 @@ def micro_keys(
 
 
 def split(batch: Batch, accumulate: int) -> Batch:
-    """[B, ...] -> [accumulate, B / accumulate, ...], where micro batch i holds rows i, i + a, ...
+    """Split [B, ...] into [accumulate, B / accumulate, ...]; micro batch i holds rows i, i + a, ...
 
     Because a micro batch takes every a-th row, each device holds a part of it already.
     """
@@ -218,5 +218,4 @@ def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, "
 
 
 def _average(ema: Params, params: Params, decay: Float[Array, ""] | float) -> Params:
-    """decay * ema + (1 - decay) * params."""
     return jax.tree.map(lambda e, p: decay * e + (1 - decay) * p, ema, params)
