@@ -197,6 +197,13 @@ def test_a_package_is_light_and_loads_runs_when_asked(package):
     assert callable(importlib.import_module(package).load)
 
 
+@pytest.mark.parametrize("file", ["imagen_jax/train.py", "sd_jax/train.py"])
+def test_training_loads_metrics_and_judges_only_for_an_evaluation(file):
+    loaded = reached(pathlib.Path(file))
+    assert pathlib.Path("diffusion_jax/train/loop.py") in loaded
+    assert not [path for path in loaded if {"evaluate", "examples", "judges", "metrics"} & {*path.parts}]
+
+
 def test_no_file_is_longer_than_400_lines():
     for file in FILES:
         assert len((ROOT / file).read_text().splitlines()) <= 400, f"{file} has two subjects?"
