@@ -24,7 +24,7 @@ RULES = [(r"kernel", P("fsdp", "tensor")), (r"", P())]
 
 
 class Position:
-    """A data iterator that is nothing but its position."""
+    """A data iterator that consists of its position alone."""
 
     def __init__(self, state=b""):
         self.state = state
@@ -37,7 +37,7 @@ class Position:
 
 
 def random_state(step=0, decays=(0.9, 0.9999)):
-    """Another random number in every leaf, the counts included."""
+    """A state with different random numbers in every leaf, including the counts."""
     params = {"params": {"a": {"kernel": jnp.ones((8, 16)), "bias": jnp.ones(16)}}}
     rng = np.random.default_rng(step)
     draw = lambda x: jnp.asarray(rng.normal(size=x.shape) * 1000, x.dtype)
@@ -66,7 +66,7 @@ def metadata(directory, step):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run with the checkpoints of steps 10 and 20, only to be read."""
+    """A run with checkpoints of steps 10 and 20; tests must not write to it."""
     directory = tmp_path_factory.mktemp("run")
     save(directory, 10, 20)
     return directory
@@ -132,7 +132,7 @@ def test_the_last_steps_and_every_so_many_are_kept(tmp_path):
 
 
 def test_an_old_step_is_renamed_before_it_is_deleted(tmp_path):
-    """Or a kill amid its deletion would leave a folder that looks whole."""
+    """Otherwise a kill during the deletion would leave a folder that looks whole."""
     checkpointer = checkpoint.Checkpointer(tmp_path, keep_last=1)
     checkpointer.save(1, random_state(1), Position())
     checkpointer.save(2, random_state(2), Position())
@@ -268,7 +268,7 @@ def largest(folder):
 
 
 def damaged_file(step_folder):
-    """The largest file of the optimizer's, with a bit flipped."""
+    """Flip a bit in the largest file of the optimizer."""
     path = largest(step_folder / "optimizer")
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
@@ -375,7 +375,7 @@ def save_until_killed(directory, started):
 
 
 def wait_for_unfinished(directory, step, process):
-    """Returns when the save of `step` or a later one is under way."""
+    """Wait until the save of `step` or of a later step has started."""
     deadline = time.monotonic() + 240
     while time.monotonic() < deadline and process.is_alive():
         names = [path.name for path in directory.glob("*tmp*")]

@@ -36,7 +36,7 @@ TASK = toy.task()
 
 
 def sometimes_nan(task):
-    """The loss is not finite at about every third step, as its key decides."""
+    """Make the loss NaN at about every third step, chosen by the step's key."""
 
     def loss(params, frozen, batch, key):
         value, metrics = task.loss(params, frozen, batch, key)
@@ -65,7 +65,7 @@ def train(
 
 @pytest.fixture
 def order(monkeypatch):
-    """The pictures of every batch that a step got, as they come."""
+    """Record a hash of the pictures of every batch, in order."""
     digests = []
 
     def record(batch, sharding):
@@ -125,7 +125,7 @@ def test_it_starts_from_given_parameters_once(tmp_path):
 
 
 def assert_differ(*trees):
-    """Or an average that is never updated would be equal too."""
+    """Otherwise an average that is never updated would pass the comparison too."""
     leaves = [np.concatenate([leaf.ravel() for leaf in jax.tree.leaves(tree)]) for tree in trees]
     assert len({leaf.tobytes() for leaf in leaves}) == len(trees)
 
@@ -165,14 +165,14 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    """Losses of each step, and the last state."""
+    """Return the loss of each step, and the last state."""
     workdir = tmp_path_factory.mktemp("run")
     state = train(workdir, log_every=1)
     return log.read_metrics(workdir / log.METRICS), state
 
 
 def assert_close(actual, expected):
-    """Sums over the batch in another order; Adam divides the gradient's rounding by its size."""
+    """Batch sums are in another order, and Adam divides the rounding by the gradient's size."""
     for tree, other in zip(
         (actual.params, actual.ema["0.5"]), (expected.params, expected.ema["0.5"]), strict=True
     ):

@@ -1,4 +1,4 @@
-"""Where a NaN came from: what a run says of the first step that was not finite."""
+"""The report on the first step that is not finite, and where its NaN came from."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ STEP, ROW = 3, 5  # Where the damaged picture is drawn.
 
 
 class Damaged(digits.Digits):
-    """Digits as numbers, one of which is infinite at a pixel."""
+    """Digits as floats, one of which has an infinite pixel."""
 
     damaged = -1
 
@@ -79,7 +79,7 @@ def train(
 def test_a_damaged_record_is_named_with_its_noise_level(
     tmp_path, pictures, sizes, micro_batch, caplog
 ):
-    """In two micro batches, each with noise of its own or its rows of the whole batch's."""
+    """Two micro batches, with noise of their own or with their rows of the whole batch's noise."""
     with caplog.at_level(logging.WARNING):
         state, report = train(tmp_path, pictures, sizes, 2, micro_batch, steps=STEP + 1)
     assert int(state.skipped) == 1
@@ -115,7 +115,7 @@ def test_an_infinite_parameter_is_named(tmp_path):
 
 
 class Net(nn.Module):
-    """Three layers, the second of which divides by its input's mean where `bad` says so."""
+    """Three layers; the second divides by its input's mean if `bad`."""
 
     bad: str
 
@@ -197,7 +197,7 @@ def test_a_run_ends_after_so_many_skipped_steps_in_a_row(first, most, skipped, e
 
 
 def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
-    """The loss is finite in three steps alone; two more steps than told are under way."""
+    """The loss is finite in three steps only; two more steps are already in flight."""
     task = toy.task()
 
     def loss(params, frozen, batch, key):
@@ -215,7 +215,7 @@ def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_the_training_command_names_the_file_of_a_damaged_text(tmp_path):
-    """Pictures with T5's output beside them, of which one holds an infinity, on two devices."""
+    """Pictures with stored T5 outputs, one of which holds an infinity, on two devices."""
     draw = np.random.default_rng(0)
     for i in range(24):
         image = Image.fromarray(draw.integers(0, 255, (16, 16, 3), np.uint8))

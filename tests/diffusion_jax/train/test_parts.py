@@ -9,7 +9,7 @@ from diffusion_jax.train import parts
 
 
 def draws(key, rows):
-    """What losses draw: normal, dropped texts, steps, of keys split and folded; and a scalar."""
+    """Draws as in losses: normal, Bernoulli, integers, from split and folded keys; and a scalar."""
     normal, drop, step, one = jax.random.split(key, 4)
     return (
         jax.random.bits(normal, (rows, 5)),

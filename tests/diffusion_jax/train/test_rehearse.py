@@ -1,4 +1,4 @@
-"""What a rehearsal tells of a run, and that it meets what the run would meet later."""
+"""The report of a rehearsal, and the errors that it finds before the run would."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from tests.diffusion_jax.train.test_loop import EXAMPLES, OPTIMIZER, RUN, TASK, 
 
 @pytest.fixture
 def compiled(caplog):
-    """The messages of JAX on each program that it compiles."""
+    """Collect JAX's messages about the programs that it compiles."""
     with jax.log_compiles(), caplog.at_level(logging.WARNING, "jax"):
         yield lambda: [r.message for r in caplog.records if "XLA compilation" in r.message]
 
@@ -32,7 +32,7 @@ def told(
     workdir, task=TASK, sizes=(1, 1, 1), evaluation=None, run=RUN, settings=OPTIMIZER, records=None,
     device_memory=None,
 ):  # fmt: skip
-    """The lines by their names."""
+    """Return the report's lines by name."""
     batches = pipeline.make_batches(
         digits.Digits(toy.SIZE), toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed
     )
@@ -73,7 +73,7 @@ def test_the_scores_on_the_way_are_rehearsed_with_zeros(tmp_path):
 
 
 def broken(**parts):
-    """The task with a part that fails, or draws no pictures."""
+    """Return the task with a part that fails or draws no pictures."""
     return TASK._replace(**parts)
 
 

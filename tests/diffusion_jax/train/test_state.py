@@ -30,7 +30,7 @@ def make_tx(lr=0.05, warmup=1):
 
 
 def line_loss(params, frozen, batch, key):
-    """Linear regression with a gradient that numpy can take too."""
+    """Linear regression, whose gradient is easy to write in numpy."""
     del key
     residual = frozen["scale"] * (batch["x"] @ params["w"]) + params["b"] - batch["y"]
     return jnp.mean(residual**2), {"residual": jnp.mean(residual)}
@@ -175,7 +175,7 @@ def test_each_micro_batch_draws_from_seed_step_and_its_own_index():
 
 @pytest.mark.parametrize("accumulate", [2, 4])
 def test_with_one_noise_micro_batches_make_the_step_of_the_whole_batch(accumulate):
-    """Also where each row has noise of its own and some texts are dropped."""
+    """Each row has noise of its own, and some texts are dropped."""
 
     def loss_fn(params, frozen, batch, key):
         key_eps, key_drop = jax.random.split(key)
@@ -222,7 +222,7 @@ def test_the_loop_of_an_accelerator_gives_the_same_gradient(monkeypatch):
 
 
 def explode(params, frozen, batch, key):
-    """A finite loss whose gradient is not: the slope of sqrt at 0."""
+    """A finite loss with an infinite gradient: the slope of sqrt at 0."""
     del frozen, key
     return jnp.sqrt(jnp.abs(params["w"] - params["w"])).sum() + batch["x"].sum(), {}
 

@@ -1,4 +1,4 @@
-"""A process that hangs ends by itself and says where; one that does not is left alone."""
+"""A process that hangs ends and prints its stacks; one that does not hang goes on."""
 
 import faulthandler
 import subprocess
