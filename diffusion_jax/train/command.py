@@ -44,7 +44,7 @@ def command(
       prepare: opens the task, its data and its examples; see loop.Inputs.
     """
     config = cli.define_config()
-    workdir = flags.DEFINE_string(
+    workdir_flag = flags.DEFINE_string(
         "workdir", None, "The folder of this run; created if needed.", required=True
     )
     alone = flags.DEFINE_bool("rehearse", False, "Describe the run and exit without training.")
@@ -60,13 +60,13 @@ def command(
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
-        folder = files.path(workdir.value)
+        workdir = files.path(workdir_flag.value)
         with contextlib.ExitStack() as stack:
             with cli.bad_input():
                 # Read the flags and the config.
-                if not workdir.value:
+                if not workdir_flag.value:
                     raise ValueError("--workdir is empty: name the folder of this run")
-                trace = Trace(folder / FOLDER, parse(profiled.value))
+                trace = Trace(workdir / FOLDER, parse(profiled.value))
                 values = config.value.to_dict()
                 s, unread = watched(read(values), _WATCHED)
                 mesh = sharding.make_mesh(*s.mesh)
@@ -81,10 +81,10 @@ def command(
                     inputs = inputs._replace(records=records)
 
                 # Check that the workdir belongs to this run, and trace all that the run will do.
-                runs.claim(folder, values, write=False)
-                finetune.check_base(folder, inputs.base)
+                runs.claim(workdir, values, write=False)
+                finetune.check_base(workdir, inputs.base)
                 limit = device_memory.value
-                report = rehearse(inputs, s.run, settings, mesh, folder, alone.value, limit)
+                report = rehearse(inputs, s.run, settings, mesh, workdir, alone.value, limit)
                 _print_report(
                     report, unread(), config_flags.get_override_values(flags.FLAGS["config"])
                 )
@@ -92,20 +92,20 @@ def command(
                     return
 
                 # Claim the workdir, so that no other run writes to it until this process ends.
-                stack.enter_context(runs.writing(folder))
-                runs.claim(folder, values)
-                finetune.keep_base(folder, inputs.base)
+                stack.enter_context(runs.writing(workdir))
+                runs.claim(workdir, values)
+                finetune.keep_base(workdir, inputs.base)
 
             # Train. Known failures become one-line messages. Code 1 is for those that may be over
             # at the next start, which launchers then attempt.
-            distributed.advise(lambda: how_to_go_on(folder))
+            distributed.advise(lambda: how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
             stack.enter_context(cli.bad_input(NotSaved, FileNotFoundError, usual=(), code=1))
-            state = loop.train(inputs, s.run, settings, mesh, folder, values, trace)
+            state = loop.train(inputs, s.run, settings, mesh, workdir, values, trace)
         exit_if_stopped(state, s.run.steps)
-        logging.info("done: %s", folder)
+        logging.info("done: %s", workdir)
 
     cli.run(main)
 
