@@ -82,7 +82,7 @@ train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it 
 train --config.optimizer.snapshot_dtype=int8 | optimizer.snapshot_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
 averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
-averages --width=0.07 | --width says which average, and --out where it goes
+averages --width=0.07 | --width names an average and --out its folder
 averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
 train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
@@ -182,8 +182,8 @@ metrics compare D/none D/none | D/none
 metrics stats --images=D/images --out=D/x.txt | the name must end in .npz
 rcp | name one result or more
 rcp D/none | D/none
-coco captions --annotations=D/none --out=D/x.tsv | no file D/none
-coco laion --metadata=D/empty --out=D/x | no .parquet in D/empty
+coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not exist
+coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files
 scaling --mfu=2 | mfu
 slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | Slurm has GPUs
 slurm --job.accelerator=h100:12 --job.workdir=/shared/x | hosts have 8 GPUs
@@ -210,7 +210,7 @@ start --out=D/new.txt | --out=D/new.txt: give the name of a Python file
 start --text_weights=D/none | D/none
 start D/images | write --data=D/images
 sd_start --vae=D/none | D/none
-sd_start --out=D/raises.py | D/raises.py is there already
+sd_start --out=D/raises.py | D/raises.py exists already
 """
 ROWS = [line.split(" | ") for line in TABLE.strip().splitlines()]
 

@@ -101,7 +101,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
             raise KeyboardInterrupt
         return encode(batch)
 
-    identity = train.made_by(s, tiny.vae_params())
+    identity = train.made_by(s.latents, tiny.vae_params())
     work = Work(SHARD, 8, Share(1, 2))  # Begins in the middle.
     with pytest.raises(KeyboardInterrupt):
         encode_moments.run(opened, killed, tmp_path, identity, work)

@@ -52,14 +52,14 @@ def test_a_stage_that_two_rungs_have_keeps_its_share_of_the_time(monkeypatch):
 
     monkeypatch.setattr(stages, "open_stage", open_stage)
     report = {"smaller_side": {"median": 64.0}}
-    chosen = command._measured(RUNGS[:2], lambda stage: {}, report, 1.0, "mine")
+    chosen = command._measure(RUNGS[:2], lambda stage: {}, report, 1.0, "mine")
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
     assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
     assert traced == ["c"]  # Measuring traces too.
     short = 100 / 3_600  # Too short for the second rung: what comes after its base is not traced.
-    command._measured(RUNGS[:2], lambda stage: {}, report, short, "mine")
+    command._measure(RUNGS[:2], lambda stage: {}, report, short, "mine")
     assert traced == ["c"]
 
 
@@ -74,7 +74,7 @@ def test_steps_fill_the_time_that_drawing_and_compiling_leave():
     assert seconds == pytest.approx(2_060)
     assert changes["optimizer.warmup"][0] == 100 and changes["sample_every"][0] == 100
     assert changes["save_every"][0] == 300
-    with pytest.raises(ValueError, match=r"enough for 19 steps of a here: give --hours=0\.031 or"):
+    with pytest.raises(ValueError, match=r"suffices for 19 steps of a here: give --hours=0\.031 or"):
         stages.timed(Measured(one, 32.0, 20.0), 99.0)
 
 
