@@ -74,7 +74,7 @@ def test_steps_fill_the_time_that_drawing_and_compiling_leave():
     assert seconds == pytest.approx(2_060)
     assert changes["optimizer.warmup"][0] == 100 and changes["sample_every"][0] == 100
     assert changes["save_every"][0] == 300
-    with pytest.raises(ValueError, match=r"suffices for 19 steps of a here: give --hours=0\.031 or"):
+    with pytest.raises(ValueError, match=r"suffices for 19 steps of a here: give --hours=0\.031"):
         stages.timed(Measured(one, 32.0, 20.0), 99.0)
 
 
