@@ -5,6 +5,7 @@ import importlib
 import pathlib
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,8 @@ from diffusion_jax.train.state import init_state
 from imagen_jax import task
 from imagen_jax.conditioning import example_inputs
 from imagen_jax.settings import read_settings
+from imagen_jax.weights import nemo
+from tests.imagen_jax.weights import test_nemo
 
 ROOT = pathlib.Path(__file__).parents[2]
 EXACT = {
@@ -63,8 +66,14 @@ def test_every_config_reads_and_has_the_parameters_that_its_docstring_states(nam
     module, s = shipped(name)
     if name.startswith("quickstart"):
         return
-    exact = (EXACT | SMALL)[SAME.get(name, name)]
-    assert number_of_parameters(s.unet, s.text.width) == exact
+    model = SAME.get(name, name)
+    exact = (EXACT | SMALL)[model]
+    if model in test_nemo.FULL:  # test_nemo.py counts the parameters of NeMo's network.
+        config, parameters = test_nemo.FULL[model]
+        assert s.unet.copy(dtype=jnp.float32) == nemo.unet_from_config(config)
+        assert (s.text.width, parameters) == (1024, exact)
+    else:
+        assert number_of_parameters(s.unet, s.text.width) == exact
     assert f"{exact:,}" in module.__doc__
 
 
