@@ -1,4 +1,4 @@
-"""Systems by the names that configs give: which groups a config has, and what checks them."""
+"""Systems by name: the groups of a system's configs, and how a config becomes typed settings."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -7,38 +7,38 @@ from typing import Any, NamedTuple
 
 from diffusion_jax.config import named, ranges, settings
 from diffusion_jax.config.settings import Run
-from diffusion_jax.text import registry
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
-"""The systems of this repository, for messages; those of other packages are found as well."""
+"""The systems of this repository, for messages. `find` also finds systems of other packages."""
 
 
 class System(NamedTuple):
-    """A system: the groups of its configs, and the settings that are made of them."""
+    """A system: the type of its settings, their check, and the command that trains it."""
 
     settings: type
-    """The NamedTuple of a whole config: `run`, and a field for each group, of a NamedTuple or a
-    network. A field `unet_weights` is the value `weights` of the group `unet`."""
+    """A NamedTuple with the field `run` and one field for each config group, whose type is a
+    NamedTuple or a network. The field `unet_weights` is the value `weights` of the group `unet`."""
     check: Callable[[Any], None]
-    """ValueError for settings that cannot be or do not go together, beyond the groups that all
-    systems have."""
+    """Raises ValueError for settings that do not go together; the ranges are checked before."""
     command: str
-    """The module that trains it."""
-    example: str = ""
-    """MODULE:FUNCTION that makes of settings and a text encoder a task whose other weights are
-    shapes, and a batch of one without texts: what is planned and timed; "" for neither."""
+    """The module that `python -m` runs for training."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
-    """Groups that choose by their `kind`: a class or MODULE:CLASS, the default first."""
+    """Groups whose `kind` names a network: its class, or "MODULE:CLASS". The first is the
+    default."""
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The type that each group is read as, or the networks that its `kind` chooses among."""
+        """The type of each group, or the networks that its `kind` can name."""
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 
 
 def find(name: str) -> System:
-    """The system of this name, PACKAGE or PACKAGE.PART, in PACKAGE.settings.SYSTEMS."""
+    """Return the system PACKAGE or PACKAGE.PART from the table PACKAGE.settings.SYSTEMS.
+
+    Raises:
+        ValueError: If there is no such system.
+    """
     package = name.partition(".")[0]
     try:
         module = importlib.import_module(f"{package}.settings")
@@ -52,24 +52,26 @@ def find(name: str) -> System:
 
 
 def complete(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config with the defaults of all that it omits.
+    """Return a config with the defaults of all fields that it omits.
 
-    ValueError for unknown groups and fields, and for omitted fields without a default.
+    Raises:
+        ValueError: For an unknown group or field, or an omitted field without a default.
     """
     if not config.get("system"):
         raise ValueError(f"the config lacks system: choose from {', '.join(KNOWN)}")
     system = find(config["system"])
-    own, groups = settings.split(config)
-    values = {"system": "", **settings.complete(ranges.defaults(Run), own, "")}
+    fields, groups = settings.split(config)
+    values = {"system": "", **settings.complete(ranges.defaults(Run), fields, "")}
     for name, group in settings.complete({name: {} for name in system.groups}, groups, "").items():
         values[name] = settings.complete(_fields(system, name, group), group, name)
     return values
 
 
 def read(config: Mapping[str, Any], name: str) -> Any:
-    """The settings of a config of the system `name`, all checked, in milliseconds.
+    """Return the checked settings of a config of the system `name`. This takes milliseconds.
 
-    ValueError that says what to change.
+    Raises:
+        ValueError: For a config of another system, and for values that the system cannot use.
     """
     config = complete(config)
     if config["system"] != name:
@@ -78,8 +80,8 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             f"it is for python -m {find(config['system']).command}"
         )
     system = find(name)
-    own, groups = settings.split(config)
-    values = {"run": settings.read(Run, own, "")}
+    run, groups = settings.split(config)
+    values = {"run": settings.read(Run, run, "")}
     for group, fields in groups.items():
         kind = _kind(system, group, fields)
         if isinstance(system.groups[group], Mapping):
@@ -88,16 +90,12 @@ def read(config: Mapping[str, Any], name: str) -> Any:
             values[f"{group}_weights"] = fields.pop("weights")
         values[group] = settings.read(kind, fields, group)
     s = system.settings(**values)
-    importlib.import_module("diffusion_jax.train.optimizer").check(s.optimizer, s.run.steps)
-    if "text" in values:
-        registry.check(s.text)
-        settings.check_prompts(s.run, s.data)
     system.check(s)
     return s
 
 
 def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a group, with their defaults."""
+    """Return the fields of a group with their defaults."""
     kinds, fields = system.groups[name], ranges.defaults(_kind(system, name, group))
     if isinstance(kinds, Mapping):
         fields = {"kind": next(iter(kinds)), **fields}
@@ -105,7 +103,7 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
 
 
 def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
-    """The class that a group is read as: its own, or the network of its `kind`."""
+    """Return the class of a group: a NamedTuple, or the network that its `kind` names."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):
         return kinds

@@ -1,6 +1,6 @@
-"""Task: all that the loop, the sampler and the evaluation know of a system.
+"""Task: the interface between a system and the training loop, sampling and evaluation.
 
-Below it is what the losses of all systems do alike.
+The functions below it are shared by the losses of all systems.
 """
 
 from collections.abc import Callable, Mapping
@@ -20,72 +20,74 @@ Params = Any
 Frozen = Any
 Batch = dict[str, Array]
 Metrics = dict[str, Array]
-# What an encoder's `tokenize` returns, and "low_res" of super-resolution models: a row an image.
+# What an encoder's `tokenize` returns, and "low_res" for super-resolution; one row per image.
 Texts = Mapping[str, np.ndarray]
 LossFn = Callable[[Params, Frozen, Batch, PRNGKeyArray], tuple[Float[Array, ""], Metrics]]
 Guidance = float | Float[Array, "B"]
 Sample = Callable[[Params, Frozen, Batch, Key[Array, "B"], Guidance | None], Images]
-LABELS = ("sigma", "loss")  # Names of each sample's two numbers in the program of a loss.
-LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the noise levels that losses are reported by.
+LABELS = ("sigma", "loss")  # Checkpoint names of the per-image values in a loss's program.
+LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the sigma ranges for reported losses.
 
 
 class Measure(NamedTuple):
-    """The loss of each image of a batch at a noise level of its own, its noise from its own key."""
+    """The held-out loss of single images at given noise levels."""
 
     levels: Callable[[int], Float[np.ndarray, "n"]]
-    """Quantiles of training's noise levels."""
+    """n to the n quantiles of training's noise levels."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
-    """(params, frozen, batch, a key an image, a level an image) to the loss of each, before any
-    weighting, and to its v-loss, whatever is predicted: see Objective.errors. No text is dropped.
-    """
+    """(params, frozen, batch, one key per image, one level per image) to each image's unweighted
+    loss and its v-loss (see Objective.errors). No text is dropped."""
 
 
 class Task(NamedTuple):
-    """A system as pure functions, and where its parameters live."""
+    """A system as pure functions, and the sharding of its parameters."""
 
     init: Callable[[PRNGKeyArray], Params]
-    """The initial parameters."""
+    """Key to the initial parameters."""
     loss: LossFn
     """(params, frozen, batch, key) to a scalar and metrics."""
     sample: Sample
-    """(params, frozen, batch of texts, a key an image, guidance) to images, about [-1, 1].
+    """(params, frozen, batch of texts, one key per image, guidance) to images in about [-1, 1].
 
-    An image depends on its own key, text and guidance alone, not on its batch. None skips the
-    unconditional half of the work, which guidance 1 needs not.
+    An image depends on its own key, text and guidance alone, not on its batch. Guidance None is
+    guidance 1 without the unconditional half of the work.
     """
     frozen: Frozen
-    """Weights that are not trained: sharded, never donated, in no checkpoint."""
+    """Weights that are not trained: sharded, never donated, and in no checkpoint."""
     rules: Rules
-    """Where each parameter lives on the mesh."""
+    """The sharding of each parameter by its path."""
     measure: Measure | None = None
-    """The loss of single images, for a held-out loss; None of a system that has none."""
+    """The loss of single images; None if the system has no held-out loss."""
     begin: Begin | None = None
-    """Where `sample`, with the same arguments, starts."""
+    """The arguments of `sample` to the sampler's start; `sample` is made of it."""
 
 
 def to_range(
     images: UInt8[ArrayLike, "B H W C"], pixels: str = "symmetric"
 ) -> Float[Array, "B H W C"]:
-    """0 ... 255 to [-1, 1], or to [0, 1] where `pixels` is "unit"."""
+    """Scale 0 ... 255 to [-1, 1], or to [0, 1] if `pixels` is "unit"."""
     unit = jnp.asarray(images, jnp.float32) / 255
     return unit if pixels == "unit" else 2 * unit - 1
 
 
 def normal_like(key: PRNGKeyArray, x: Images) -> Images:
-    """Standard normal, drawn flat: a 4-D draw of the same numbers compiles slower on CPUs."""
+    """Draw standard normal noise of the shape of x.
+
+    Drawn flat, because a 4-D draw of the same numbers compiles slower on CPUs.
+    """
     return jax.random.normal(key, (len(x), x[0].size)).reshape(x.shape)
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Which texts a training step keeps: each is dropped with this probability (for guidance)."""
+    """Draw which texts a training step keeps; each is dropped with this probability."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
-    """Sums and counts of a batch's losses within each of five ranges of sigma."""
+    """Compute the sum and count of a batch's losses in each of five ranges of sigma."""
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]
-    # Not inside * loss, in which a loss that is not finite would spoil every level.
+    # Not inside * loss: a non-finite loss would spoil the sums of all ranges.
     level_loss = jnp.where(inside, loss, 0).sum(1)
     return {"level_loss": level_loss, "level_count": inside.sum(1).astype(loss.dtype)}

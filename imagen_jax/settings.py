@@ -1,10 +1,10 @@
-"""The config of an Imagen model, base or super-resolution: typed and checked."""
+"""The config of an Imagen model, base or super-resolution: typed settings and their check."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from diffusion_jax import systems
-from diffusion_jax.config import named, ranges
+from diffusion_jax.config import ranges, settings
 from diffusion_jax.config.settings import (
     Data,
     Evaluation,
@@ -16,53 +16,52 @@ from diffusion_jax.config.settings import (
     Text,
 )
 from diffusion_jax.diffusion import guidance as guidance_module
-from diffusion_jax.diffusion import samplers
-from diffusion_jax.diffusion.grids import ENDS, GRIDS
-from diffusion_jax.diffusion.guidance import THRESHOLDS
-from diffusion_jax.diffusion.noise import NOISES
-from diffusion_jax.diffusion.objective import WEIGHTINGS
-from diffusion_jax.diffusion.precond import DISTANCES, PRECONDS
+from diffusion_jax.diffusion import objective
+from diffusion_jax.diffusion.grids import EndName, GridName
+from diffusion_jax.diffusion.guidance import GuidingName, ThresholdName
+from diffusion_jax.diffusion.noise import NoiseName
+from diffusion_jax.diffusion.objective import WeightName
+from diffusion_jax.diffusion.precond import DistanceName, PrecondName
+from diffusion_jax.diffusion.samplers import SamplerName
 from diffusion_jax.systems import System
 from diffusion_jax.text import registry
+from diffusion_jax.train import optimizer as optimizer_module
 from imagen_jax import unet as unet_module
+from imagen_jax.efficient_unet import EfficientUNet
+from imagen_jax.magnitude_unet import MagnitudeUNet
 from imagen_jax.unet import UNet
-
-if TYPE_CHECKING:
-    from imagen_jax.efficient_unet import EfficientUNet
-    from imagen_jax.magnitude_unet import MagnitudeUNet
 
 
 class Diffusion(NamedTuple):
-    """The objective: the network's output, the noise of training, the distance of the loss."""
+    """The objective: what the network predicts, the noise of training, and the loss."""
 
-    precond: Annotated[str, named.checked(PRECONDS)] = "edm"
+    precond: PrecondName = "edm"
     sigma_data: ranges.Positive = 0.5
-    noise: Annotated[str, named.checked(NOISES)] = "lognormal"
+    noise: NoiseName = "lognormal"
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
     p_std: ranges.Positive = 1.2
-    distance: Annotated[str, DISTANCES] = "l2"
-    weight: Annotated[str, named.checked(WEIGHTINGS)] = "min_snr"
-    """How much an error counts at each noise level."""
+    distance: DistanceName = "l2"
+    weight: WeightName = "min_snr"
+    """The weight of the loss at each noise level."""
     min_snr: ranges.Scale = 0.0
-    """Bounds the weight of levels with little noise (Hang et al. 2023: 5); 0: the loss as such."""
+    """Bound on the weight of levels with little noise (Hang et al. 2023: 5); 0 for no weighting."""
     offset_noise: ranges.Share = 0.0
-    """Times a normal number for each image and channel joins the noise; 0: none."""
+    """Scale of offset noise, one normal draw per image and channel; 0 for none."""
 
 
 class SuperResolution(NamedTuple):
-    """`factor` large pixels a small one, 1 for base models; the small image's noise in sampling.
-
-    Models without unet.noise_aug see the small image as it is.
-    """
+    """The small image that a super-resolution model enlarges."""
 
     factor: ranges.Count = 1
+    """Side of the large image divided by that of the small one; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
+    """Noise level of the small image in sampling, for models with unet.noise_aug."""
 
 
 class Sampler(NamedTuple):
-    """How images are drawn. A DDPM model's levels come from its schedule, not from `sigma_*`."""
+    """How images are drawn. Discrete schedules have noise levels of their own."""
 
-    name: Annotated[str, samplers.bound] = "heun"
+    name: SamplerName = "heun"
     steps: ranges.Count = 30
     sigma_min: ranges.Positive = 0.002
     sigma_max: ranges.Positive = 80.0
@@ -70,32 +69,30 @@ class Sampler(NamedTuple):
     churn: ranges.Scale = 0.0
     eta: ranges.Share = 0.0
     guidance: ranges.Scale = 7.5
-    guidance_low: Annotated[float, "[0, inf)"] = 0.0
-    """Guidance acts on noise levels from low to high."""
-    guidance_high: Annotated[float, "(0, inf]"] = float("inf")
-    threshold: Annotated[str, named.checked(THRESHOLDS)] = "dynamic"
-    grid: Annotated[str, GRIDS] = ""
-    """The noise levels of the steps, a key of grids.GRIDS; "" takes that of noise and sampler."""
-    end: Annotated[str, ENDS] = ""
-    """Where they end: at "zero" or at "sigma_min", the least level that there is."""
+    guidance_low: ranges.LowLevel = 0.0
+    """Guidance acts at noise levels from guidance_low to guidance_high."""
+    guidance_high: ranges.HighLevel = float("inf")
+    threshold: ThresholdName = "dynamic"
+    grid: GridName = ""
+    """The noise levels of the steps, a key of GRIDS; "" for the default of noise and sampler."""
+    end: EndName = ""
+    """The end of the grid: "zero", or "sigma_min" for the smallest level."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The first of a table's leading times."""
-    guiding: Annotated[str, guidance_module.bound] = "cfg"
-    """How guidance acts: names in guidance.GUIDANCE, joined by +, such as apg(norm=5)+rescale."""
+    """The first time of the grid "leading" on a discrete schedule."""
+    guiding: GuidingName = "cfg"
+    """Kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
     negative_prompt: str = ""
-    """What guidance leads away from; "": from no text."""
+    """The text that guidance leads away from; "" for the model without text."""
 
 
 class Settings(NamedTuple):
-    """A whole config, checked.
-
-    `unet_weights` is what training starts from, or what a LoRA adapts, "" for random numbers: the
-    workdir of a run, or a checkpoint of NeMo's.
-    """
+    """A checked config."""
 
     run: Run
-    unet: "UNet | EfficientUNet | MagnitudeUNet"
+    unet: UNet | EfficientUNet | MagnitudeUNet
     unet_weights: str
+    """The initial weights, or those that LoRA adapts: a workdir, or a checkpoint of NeMo; "" for
+    random weights."""
     text: Text
     diffusion: Diffusion
     super_resolution: SuperResolution
@@ -109,29 +106,34 @@ class Settings(NamedTuple):
 
     @property
     def output_size(self) -> int:
-        """The side of what the model draws: 1024 also where it is trained on crops of 256."""
+        """Side of the images that the model draws, which can be larger than its training crops."""
         return self.data.resize or self.unet.image_size
 
     @property
     def input_size(self) -> int:
-        """The side of the small image that a super-resolution model enlarges."""
+        """Side of the small image that a super-resolution model enlarges."""
         return self.output_size // self.super_resolution.factor
 
 
 UNETS: dict[str, type | str] = {
     "unet": UNet,
-    "efficient": "imagen_jax.efficient_unet:EfficientUNet",
-    "magnitude": "imagen_jax.magnitude_unet:MagnitudeUNet",
+    "efficient": EfficientUNet,
+    "magnitude": MagnitudeUNet,
 }
+"""Values of unet.kind: networks, or "MODULE:CLASS"."""
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Checks a config, all of it, in milliseconds; ValueError that says what to change."""
+    """Return the checked settings of a config. Raises ValueError."""
     return systems.read(config, "imagen_jax")
 
 
 def check(s: Settings) -> None:
-    """ValueError for values that cannot be or do not go together."""
+    """Raise ValueError for settings that do not go together."""
+    optimizer_module.check(s.optimizer, s.run.steps)
+    registry.check(s.text)
+    settings.check_prompts(s.run, s.data)
+    objective.check(s.diffusion)
     for name, below in (("sigma_max", "sigma_min"), ("guidance_high", "guidance_low")):
         high, low = getattr(s.sampler, name), getattr(s.sampler, below)
         if not high > low:
@@ -146,7 +148,7 @@ def check(s: Settings) -> None:
 
 
 def _check_sizes(s: Settings) -> None:
-    """ValueError unless the sizes of the large image, the small one and the data fit together."""
+    """Raise ValueError unless the sizes of the large image, the small one and the data fit."""
     factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
     if size % factor:
         raise ValueError(
@@ -154,24 +156,24 @@ def _check_sizes(s: Settings) -> None:
         )
     if s.unet.low_res != (factor > 1):
         raise ValueError(
-            f"super_resolution.factor is {factor} and unet.low_res {s.unet.low_res}: a model with "
-            "a factor above 1 sees a small image (unet.low_res=True, or unet.kind='efficient'), "
-            "and one with factor 1 sees none"
+            f"super_resolution.factor is {factor} and unet.low_res is {s.unet.low_res}: a model "
+            "with a factor above 1 needs a small image (unet.low_res=True, or "
+            "unet.kind='efficient'), and one with factor 1 takes none"
         )
     if factor > 1 and s.evaluation.every:
         raise ValueError(
-            "evaluation.every is set, and a super-resolution model draws no prompt alone: set it "
-            "to 0, and evaluate the cascade"
+            f"evaluation.every is {s.evaluation.every}: a super-resolution model cannot draw "
+            "prompts alone, so set it to 0 and evaluate the cascade"
         )
     if resize and (resize < size or resize % factor):
         raise ValueError(
-            f"data.resize is {resize}: take 0, or a multiple of {factor} from unet.image_size "
-            f"{size} on, which is cut out of it"
+            f"data.resize is {resize}: set it to 0, or to a multiple of {factor} that is at least "
+            f"unet.image_size {size}, the size of the crops"
         )
 
 
 def _check_texts(s: Settings) -> None:
-    """ValueError if the data's texts are embeddings that the encoder or a store cannot give."""
+    """Raise ValueError for embeddings in the data that the encoder or a store cannot stand for."""
     if not s.data.embedded or s.data.source == "synthetic":
         return
     if not registry.ENCODERS[s.text.encoder].pretrained:
@@ -186,8 +188,4 @@ def _check_texts(s: Settings) -> None:
         )
 
 
-SYSTEMS = {
-    "imagen_jax": System(
-        Settings, check, "imagen_jax.train", "imagen_jax.task:example", {"unet": UNETS}
-    )
-}
+SYSTEMS = {"imagen_jax": System(Settings, check, "imagen_jax.train", {"unet": UNETS})}

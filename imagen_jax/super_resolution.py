@@ -1,7 +1,7 @@
-"""The low-resolution input of super-resolution models: a small image, made slightly noisy.
+"""The input of super-resolution models: a small image with a little noise.
 
-Noise on the small image (noise conditioning augmentation, Ho et al. 2021, "Cascaded Diffusion
-Models", section 4.2) lets a model forgive what the stage before it got wrong.
+This noise conditioning augmentation (Ho et al. 2021, "Cascaded Diffusion Models", section 4.2)
+makes a model robust to the errors of the stage before it.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:
-    """Bicubic with antialiasing (Pillow's and torch's, a = -0.5); overshoot is not clipped."""
+    """Resize with an antialiased bicubic filter (a = -0.5, as in Pillow and torch), unclipped."""
     batch, height, width, channels = images.shape
     small = (batch, height // factor, width // factor, channels)
     return jax.image.resize(images, small, "cubic", precision=jax.lax.Precision.HIGHEST)
@@ -29,20 +29,17 @@ class LowRes(NamedTuple):
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """A small image of noise level sigma.
-
-    It is scaled as the large image and its time are: c_in * (image + sigma * eps), c_noise.
-    """
+    """Return a small image at noise level sigma: c_in * (image + sigma * eps), and c_noise."""
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
     return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
-    """Each image's keys for its own noise and for its small image's at this stage.
+    """Return each image's keys for its own noise and for the noise of its small image.
 
-    All stages of a cascade get the same seed; `size`, the side of what a stage draws, tells them
-    apart.
+    All stages of a cascade get the same seed, so `size`, the side of the stage's images, is folded
+    in.
     """
     stage = jax.vmap(jax.random.fold_in, (0, None))(keys, size)
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))
@@ -51,7 +48,7 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
 def sampling_inputs(
     image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
 ) -> LowRes:
-    """`with_noise` at one level, the noise drawn once from the keys; as it is if sigma is None."""
+    """Return a small image at one noise level, drawn from the keys; unchanged if sigma is None."""
     if sigma is None:
         return LowRes(image)
     batch, height, width, channels = image.shape

@@ -1,4 +1,4 @@
-"""A model of Imagen, base or super-resolution, as a Task: what its config means."""
+"""An Imagen model, base or super-resolution, as a Task."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import guidance, noise, objective, precond, samplers
+from diffusion_jax.diffusion import editing, guidance, noise, objective, precond, samplers
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
@@ -32,14 +32,19 @@ from imagen_jax.super_resolution import LowRes
 def make_task(
     s: Settings, encoder: TextEncoder, guide: Settings | None = None, strength: float = 1.0
 ) -> Task:
-    """Init, loss and sampler of a model, with `encoder`'s weights as its frozen ones.
+    """Return a model's init, loss and sampler as a Task.
 
-    If a model of `guide` leads its sampler, frozen are {"text", "guide"}: both models' weights.
+    A super-resolution model makes its small images from the large ones in training. In sampling it
+    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. If the batch
+    has "image", uint8 [B, H, W, 3], the sampler draws over it, and only at the pixels where
+    batch["mask"] [B, H, W] is True if the batch has it (see diffusion.editing).
 
-    A super-resolution model makes its small images from the large ones in training. Its sampler
-    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. All draw over
-    batch["image"], uint8 [B, H, W, 3], where given, with `strength`, and where batch["mask"]
-    [B, H, W], if given too, is True: see diffusion.editing.
+    Args:
+        s: The model's settings.
+        encoder: The text encoder, whose weights are the frozen ones.
+        guide: Settings of a second model that guides this one; the frozen weights are then
+            {"text", "guide"}.
+        strength: Share of the steps that draw over a picture.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -52,7 +57,7 @@ def make_task(
         key_sigma, key_eps, key_drop, key_dropout, key_low = jax.random.split(key, 5)
         x0 = to_range(batch["image"])  # [B, H, W, 3]
         text, mask = encoder.encode(frozen, batch)  # [B, L, D], [B, L]
-        # Zeros in place of a dropped text, under its own mask: so NeMo trains without text.
+        # A dropped text becomes zeros and keeps its mask, as in NeMo.
         text = text * kept_texts(key_drop, len(x0), s.text.drop_prob)[:, None, None]
         sigma, eps = goal.noise.draw(key_sigma, len(x0)), normal_like(key_eps, x0)
         eps = goal.shifted(jax.random.fold_in(key_eps, 1), eps)
@@ -76,7 +81,7 @@ def make_task(
     def errors(params, frozen, batch, keys, sigma):
         x0, low_res = to_range(batch["image"]), LowRes()
         text, mask = encoder.encode(frozen, batch)
-        if factor > 1:  # As in sampling.
+        if factor > 1:  # The same small images as in sampling.
             keys, low_keys = super_resolution.own_keys(keys, len(x0[0]))
             low_res = sampling_low_res(super_resolution.shrink(x0, factor), low_keys)
 
@@ -97,7 +102,7 @@ def make_task(
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """The task, and an image to train on, in a batch of one."""
+    """Return the task and a training batch of one image, for tracing without weights."""
     side = s.unet.image_size
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
@@ -112,12 +117,12 @@ def _make_begin(
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
     threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
-    words = s.sampler.negative_prompt
-    negative_tokens = encoder.tokenize([words]) if words else {}
+    prompt = s.sampler.negative_prompt
+    negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
     def negative(frozen, text, mask):
-        """The negative prompt for each image; zeros under the text's own mask stand for none."""
-        if not words:
+        """Encode the negative prompt for each image; without one, zeros keep the text's mask."""
+        if not prompt:
             return jnp.zeros_like(text), mask
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
         return encoder.encode(frozen, rows)
@@ -150,10 +155,8 @@ def _make_begin(
         start = samplers.Start(denoise, x, sigmas, noise, finish)
         if "image" not in batch:
             return start
-        from diffusion_jax.diffusion import editing  # Few draw over pictures.
-
-        eps, new = samplers.initial_noise(keys, shape, 1), batch.get("mask")
-        new = None if new is None else new[..., None]
+        eps, mask = samplers.initial_noise(keys, shape, 1), batch.get("mask")
+        new = None if mask is None else mask[..., None]
         image = to_range(batch["image"])
         return start._replace(around=lambda f: editing.over(f, image, eps, strength, new))
 
@@ -163,7 +166,7 @@ def _make_begin(
 def _denoiser_of(
     s: Settings, params: Any, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """D of a model, given what it is conditioned on: text, mask, small image and its time."""
+    """Return D of a model as a function of its conditions: text, mask, small image and its time."""
     scalings = scalings or objective.make(s.diffusion).scalings
     network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
     return lambda inputs: precond.denoiser(network(inputs), scalings)

@@ -6,11 +6,12 @@ from typing import Any
 from jaxtyping import Array, Key
 
 from diffusion_jax.diffusion import editing, samplers
-from diffusion_jax.diffusion.samplers import Sampler
+from diffusion_jax.diffusion.onestep import Sampler
 from diffusion_jax.task import to_range
 from sd_jax import vae
-from sd_jax.sampling import IMAGE, MASK
 from sd_jax.settings import Pipeline
+
+IMAGE, MASK = "image", "mask"
 
 
 def over(

@@ -1,4 +1,4 @@
-"""How a Stable Diffusion model draws: from texts, or from texts and a picture, to images."""
+"""Sampling with a Stable Diffusion model, from texts and, for editing, pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,16 +11,17 @@ from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
 from diffusion_jax.text import TextEncoder
+from sd_jax import editing, previews
 from sd_jax import vae as vae_module
+from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Settings
 
 NEGATIVE = "negative_"
-IMAGE, MASK = "image", "mask"
-_PIXELS = 2**20  # That a device decodes at once: of its feature maps, some 2 KiB a pixel.
+_PIXELS = 2**20  # Decoded at once per device; feature maps take about 2 KiB per pixel.
 
 
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
-    """A Task's `sample`, of the arguments of make_begin."""
+    """Return a Task's `sample`; the arguments are those of make_begin."""
     return samplers.whole(make_begin(p, *arguments, **named), p.sampler)
 
 
@@ -30,13 +31,19 @@ def make_begin(
     preview: Preview | None = None,
     guide: Settings | None = None,
 ) -> samplers.Begin:
-    """Where `sample` starts.
+    """Return a Task's `begin`, which makes a sampler's arguments.
 
-    `frozen` holds the weights of "text" and "vae", and of a model of `guide` that leads this one,
-    "guide"; `batch` what `prompts` returns, and, to draw over pictures, IMAGE [B, H, W, 3] of uint8
-    and maybe MASK [B, H, W], True where they are new: see diffusion.editing, whose strength is
-    p.strength. `preview` is called on the host at each evaluation of the denoiser with sketches of
-    what it sees, as large as latents, and the noise level.
+    Its `frozen` holds the weights of "text" and "vae", and of "guide" if there is one. Its `batch`
+    holds the tokens of `prompts`. To draw over pictures it also holds IMAGE, uint8 [B, H, W, 3],
+    and optionally MASK [B, H, W], True at the pixels to draw (see diffusion.editing; the strength
+    is p.strength).
+
+    Args:
+        p: The model's settings.
+        encoder: The text encoder.
+        preview: Called on the host at each evaluation of the denoiser, with sketches of x0 of the
+            size of latents, and the noise level.
+        guide: Settings of a second model that guides this one.
     """
     unet, vae, goal = p.unet, p.vae, objective.make(p.diffusion)
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
@@ -59,13 +66,9 @@ def make_begin(
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:
-            from sd_jax import previews  # Where pictures are drawn: a task has none.
-
             denoise = previews.sketched(denoise, preview, p, frozen["vae"])
         around, size = (lambda sampler: sampler), p.output_shape
         if IMAGE in batch:
-            from sd_jax import editing  # Few draw over pictures.
-
             around, size = editing.over(p, frozen["vae"], batch, keys), batch[IMAGE].shape[1:3]
         shape = (*(side // factor for side in size), unet.in_channels)
         first = jnp.sqrt(1 + sigmas[0] ** 2) if p.sampler.unit_start else sigmas[0]
@@ -85,13 +88,13 @@ def make_begin(
 
 
 def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
-    """D of a network, given the text that it is conditioned on."""
+    """Return D of a network as a function of its text."""
     network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
     return lambda text: precond.denoiser(network(text), scalings)
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
-    """A batch for sampling: the tokens of texts, and of the negative prompts of all or each."""
+    """Return a sampling batch: the tokens of texts and of their negative prompts, one or each."""
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}
@@ -100,7 +103,7 @@ def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence
 def attended(
     p: Pipeline, encoder: TextEncoder, frozen: Any, batch: Mapping[str, Any]
 ) -> Float[Array, "B L D"]:
-    """The UNet's context: the encoded texts, and vectors of 0 up to conditioning.pad_to."""
+    """Encode texts as the UNet's context, padded with zeros to conditioning.pad_to tokens."""
     text = encoder.encode(frozen["text"], dict(batch))[0]
     more = max(0, p.conditioning.pad_to - text.shape[1])
     return jnp.pad(text, ((0, 0), (0, more), (0, 0)))

@@ -28,11 +28,15 @@ from sd_jax.vae import Latents, Moments
 
 
 def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
-    """Init, loss and sampler of a model; the weights of text encoder and VAE are its frozen ones.
+    """Return a model's init, loss and sampler as a Task.
 
-    A batch for training has what `encoder` tokenizes and "image", uint8, or "moments", float
-    [B, h, w, 2 Z]; one for sampling is sampling.prompts. `vae_params` may be None for a task that
-    is trained on moments and draws nothing.
+    A training batch holds the encoder's tokens and "image", uint8 [B, H, W, 3], or "moments", float
+    [B, h, w, 2 Z]. A sampling batch is made by sampling.prompts.
+
+    Args:
+        s: The model's settings.
+        encoder: The text encoder, whose weights are frozen.
+        vae_params: The VAE's weights, also frozen; None for training on moments without sampling.
     """
     unet, vae = s.unet, s.vae
     goal = objective.make(s.diffusion)
@@ -84,7 +88,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """The task, with shapes in place of the VAE's weights, and a batch of one without its text."""
+    """Return the task, with shapes as the VAE's weights, and a training batch of one."""
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
     if uses_moments(s.data):
@@ -97,11 +101,11 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
 
 
 def posterior_sample(key: jax.Array, moments: Moments) -> Latents:
-    """A draw from the posterior of each image, not scaled."""
+    """Draw latents from the posterior of each image, without the latents' scale."""
     return vae_module.sample(moments, normal_like(key, moments[..., : moments.shape[-1] // 2]))
 
 
 def drop_to_empty(batch: Batch, empty: Texts, keep: Array) -> Batch:
-    """The tokens of the empty prompt in place of those of the rows that are not kept."""
+    """Replace the tokens of the rows where `keep` is False by those of the empty prompt."""
     where = lambda name: keep.reshape(-1, *(1,) * (batch[name].ndim - 1))
     return {name: jnp.where(where(name), batch[name], row) for name, row in empty.items()}

@@ -1,9 +1,10 @@
-"""Which file may import which: no arrow up, no circles, and a contract that loads alone."""
+"""Imports point one way and make no cycles, and docs/design.md lists the files of the core."""
 
 import ast
 import functools
 import importlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -12,7 +13,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("diffusion_jax", "imagen_jax", "sd_jax", "launch", "configs")
 FILES = sorted(path.relative_to(ROOT) for name in PACKAGES for path in (ROOT / name).rglob("*.py"))
-# What each package may not import, wherever the import stands.
+# What each package must not import, at the top of a file or inside a function.
 FORBIDDEN = {
     "diffusion_jax": {"imagen_jax", "sd_jax", "configs", "launch", "benchmarks", "tests"},
     "imagen_jax": {"sd_jax", "configs", "launch", "benchmarks", "tests"},
@@ -20,8 +21,8 @@ FORBIDDEN = {
     "configs": {"diffusion_jax", "imagen_jax", "sd_jax", "launch", "benchmarks", "tests"},
     "launch": {"benchmarks", "tests"},
 }
-# What each folder of diffusion_jax may import of the others; "" is its own files, each of which
-# stands for itself (see test_no_file_imports_itself_through_others).
+# The folders of diffusion_jax that each folder may import; "" stands for the files beside them,
+# whose own imports test_no_file_imports_itself_through_others follows one by one.
 ALLOWED = {
     "config": set(),
     "diffusion": {"config"},
@@ -39,33 +40,48 @@ ALLOWED = {
     "evaluate": {"", "config", "machine", "data", "draw", "examples", "metrics", "text"},
     "web": {"", "config", "machine", "draw", "evaluate", "metrics", "weights"},
 }
-# Commands of data/ that write examples; nothing imports a command.
-WRITERS = {"diffusion_jax/data/digits.py", "diffusion_jax/data/prepare/__main__.py"}
+# Files of data/ that may name the examples.
+WRITERS = {
+    "diffusion_jax/data/digits.py": "a command that writes examples; nothing imports a command",
+    "diffusion_jax/data/prepare/__main__.py": "a command that writes examples",
+    "diffusion_jax/data/sources/__init__.py": "its table names the source digits by a string",
+}
+REFERENCE = rf"({'|'.join(PACKAGES)})(\.\w+)+:\w+"
+"""A "module:function" string."""
 CONTRACT = (pathlib.Path("imagen_jax/task.py"), pathlib.Path("sd_jax/task.py"))
-# What the contract does without, as parts of a path; of text/ it has the type and the names.
+# Parts of paths that the contract must not load; of text/ it loads the type and the table only.
 HEAVY = ("data", "precache", "metrics", "evaluate", "draw", "weights", "checkpoint.py", "loop.py")
 TEXT = {f"diffusion_jax/text/{name}.py" for name in ("__init__", "encoder", "registry")}
 
 
 @functools.cache
 def imports(file, anywhere=False):
-    """(line, module) of what a file imports at its top, or anywhere in it."""
+    """Return (line, module) of the imports at the top of a file.
+
+    With `anywhere`, also those inside functions and under TYPE_CHECKING, "module:function" strings,
+    and import_module("module").
+    """
     tree = ast.parse((ROOT / file).read_text())
-    found = []
+    lines = []
     for node in ast.walk(tree) if anywhere else tree.body:
         if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
+            lines += [(node.lineno, alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
+            lines += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+        elif isinstance(node, ast.Constant) and re.fullmatch(REFERENCE, str(node.value)):
+            lines.append((node.lineno, node.value.partition(":")[0]))
+        elif isinstance(node, ast.Call) and "import_module" in ast.dump(node.func):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            lines += [(node.lineno, name) for name in names]
+    return lines
 
 
 def file_of(module):
-    """The project's file that holds a module, or a name in it; None for other packages."""
+    """Return the project's file that holds a module, or a name in it; None for other packages."""
     parts = module.split(".")
     if parts[0] not in PACKAGES:
         return None
-    for length in (len(parts), max(1, len(parts) - 1)):  # A name is the module's before it.
+    for length in (len(parts), max(1, len(parts) - 1)):  # The last part can be a function.
         path = pathlib.Path(*parts[:length])
         for file in (path.with_suffix(".py"), path / "__init__.py"):
             if (ROOT / file).is_file():
@@ -75,25 +91,25 @@ def file_of(module):
 
 @functools.cache
 def imported(file, anywhere=False):
-    """The project's files that a file imports itself."""
+    """Return the project's files that a file imports directly."""
     files = {file_of(module) for _, module in imports(file, anywhere)}
     return frozenset(files - {None, file})
 
 
 def reached(file):
-    """The project's files that are loaded with a file, those of its packages included."""
+    """Return the project's files that are loaded with a file, including __init__.py files."""
     seen, waiting = set(), [file]
     while waiting:
-        here = waiting.pop()
-        if here not in seen:
-            seen.add(here)
-            packages = {parent / "__init__.py" for parent in here.parents[:-1]}
-            waiting += [*imported(here), *(p for p in packages if (ROOT / p).is_file())]
+        current = waiting.pop()
+        if current not in seen:
+            seen.add(current)
+            packages = {parent / "__init__.py" for parent in current.parents[:-1]}
+            waiting += [*imported(current), *(p for p in packages if (ROOT / p).is_file())]
     return seen - {file}
 
 
 def folder(file):
-    """The folder of a file of diffusion_jax, "" for the package's own files; None elsewhere."""
+    """Return the folder of a file in diffusion_jax, "" for files beside them; None elsewhere."""
     if file.parts[0] != "diffusion_jax":
         return None
     return file.parts[1] if len(file.parts) > 2 else ""
@@ -113,10 +129,10 @@ def test_folders_import_what_they_may(name):
     for file in FILES:
         if folder(file) == name:
             for other in imported(file, anywhere=True):
-                there = folder(other)
-                if there == "examples" and str(file) in WRITERS:
+                target = folder(other)
+                if target == "examples" and str(file) in WRITERS:
                     continue
-                allowed = there == name or there in ALLOWED[name]
+                allowed = target == name or target in ALLOWED[name]
                 assert allowed, f"{file} imports {other}"
 
 
@@ -137,10 +153,10 @@ def test_the_maths_imports_jax_and_numpy_only(name):
                     assert module.split(".")[0] in allowed, f"{file}:{line} imports {module}"
 
 
-def circles(graph):
-    """The groups of nodes that reach each other (Tarjan's strongly connected components)."""
+def cycles(graph):
+    """Return the pairs of nodes that reach each other, and single nodes that reach themselves."""
     reach = {node: set(edges) for node, edges in graph.items()}
-    for middle in graph:  # Warshall's closure: a few hundred files at most.
+    for middle in graph:  # Warshall's transitive closure of a few hundred files.
         for node in graph:
             if middle in reach[node]:
                 reach[node] |= reach[middle]
@@ -148,8 +164,16 @@ def circles(graph):
 
 
 def test_no_file_imports_itself_through_others():
-    graph = {file: imported(file) for file in FILES}
-    assert not circles(graph)
+    """Imports inside functions, TYPE_CHECKING imports and "module:function" strings count too."""
+    graph = {file: imported(file, anywhere=True) for file in FILES}
+    assert not cycles(graph)
+
+
+def test_strings_and_imports_inside_functions_are_followed():
+    sources = pathlib.Path("diffusion_jax/data/sources/__init__.py")
+    assert pathlib.Path("diffusion_jax/data/sources/folder.py") in imported(sources, anywhere=True)
+    lazy = pathlib.Path("imagen_jax/__init__.py")
+    assert not imported(lazy) and imported(lazy, anywhere=True)
 
 
 def test_no_folders_of_diffusion_jax_import_each_other():
@@ -158,7 +182,7 @@ def test_no_folders_of_diffusion_jax_import_each_other():
         if folder(file) and str(file) not in WRITERS:
             others = {folder(other) for other in imported(file, anywhere=True)}
             graph[folder(file)] |= others - {None, "", folder(file)}
-    assert not circles(graph)
+    assert not cycles(graph)
 
 
 @pytest.mark.parametrize("file", CONTRACT, ids=str)
@@ -169,16 +193,59 @@ def test_the_contract_loads_alone(file):
         assert not heavy and not encoder, f"{file} loads {path}"
 
 
-def test_a_circle_and_a_way_round_are_seen():
-    assert circles({1: {2}, 2: {3}, 3: {1}, 4: {1}}) == {
+def test_cycles_are_told_from_two_paths_to_one_file():
+    assert cycles({1: {2}, 2: {3}, 3: {1}, 4: {1}}) == {
         frozenset({a, b}) for a in (1, 2, 3) for b in (1, 2, 3)
     }
-    assert not circles({1: {2, 3}, 2: {3}, 3: set()})
+    assert not cycles({1: {2, 3}, 2: {3}, 3: set()})
+
+
+# Imports imagen_jax.task and traces a loss and a sample of the quick start; prints all modules.
+TRACE = """
+import sys
+import jax, jax.numpy as jnp
+from imagen_jax import task
+from configs import quickstart
+from diffusion_jax.text import registry
+from imagen_jax import settings
+s = settings.read_settings(quickstart.get_config().to_dict())
+encoder = registry.make_encoder(s.text)
+model, batch = task.example(s, encoder)
+texts, key = encoder.tokenize(["a"]), jax.random.key(0)
+params = jax.eval_shape(model.init, key)
+jax.eval_shape(model.loss, params, model.frozen, {**batch, **texts}, key)
+keys = jax.random.split(key, 1)
+jax.eval_shape(model.sample, params, model.frozen, texts, keys, jnp.full(1, 2.0))
+print(*sys.modules)
+"""
+
+
+def test_the_reading_list_is_what_a_loss_and_a_sample_of_the_quick_start_load():
+    command = [sys.executable, "-c", TRACE]
+    output = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    modules = [name for name in output.split() if name.split(".")[0] in PACKAGES]
+    loaded = {file_of(name) for name in modules if not name.startswith("configs")}
+    loaded = {str(file) for file in loaded if (ROOT / file).read_text()}  # Without empty files.
+    page = (ROOT / "docs/design.md").read_text()
+    section = page.partition("\n## Reading list\n")[2].partition("\n## ")[0]
+    listed = re.findall(r"`((?:diffusion|imagen|sd)_jax/[\w/]+\.py)`", section)
+    assert sorted(listed) == sorted(loaded)
+
+
+def test_the_tree_has_every_folder_and_every_module_beside_them():
+    page = (ROOT / "docs/design.md").read_text()
+    tree = page.partition("\n## The tree\n")[2].partition("\n```\n\n")[0]
+    parts = set(re.findall(r"[\w.]+(?:/|\.py)", tree))
+    packages = ("diffusion_jax", "imagen_jax", "sd_jax")
+    modules = {file.name for file in FILES if len(file.parts) == 2 and file.parts[0] in packages}
+    folders = {f"{part}/" for file in FILES for part in file.parts[:-1]}
+    folders |= {"benchmarks/", "docs/", "models/", "notebooks/", "tests/"}
+    assert not (modules | folders) - parts - {"__init__.py"}
 
 
 @pytest.mark.parametrize("file", CONTRACT, ids=str)
 def test_importing_the_contract_loads_what_its_imports_say(file):
-    """In a process of its own: nothing is imported at run time that the walk does not see."""
+    """A subprocess imports the file: `reached` sees all that is loaded at run time."""
     module = ".".join(file.with_suffix("").parts)
     code = f"import sys, {module}; print(*sys.modules)"
     command = [sys.executable, "-c", code]

@@ -103,7 +103,7 @@ train --config.data.source=folder --config.data.path=D/empty | D/empty
 train --config.data.source=folder --config.data.path=D/images --config.data.min_size=99 | too_small
 train --config.data.source=arrow --config.data.path=D/table.parquet | D/table.parquet
 train --config.data.source=mixture | data.mixture is empty: the data source 'mixture' needs
-sd_train --config.vae.weights= | vae.weights is empty: say where the VAE is
+sd_train --config.vae.weights= | vae.weights is empty: name a diffusers directory
 sd_train --config.vae.weights=/nowhere | no file or folder /nowhere
 vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it must be above 0
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax

@@ -1,9 +1,9 @@
-"""Functions by name, with parameters of their own, as configs write them: "ddim(eta=0.5)".
+"""Names in configs: choices with a hint for typos, and functions with parameters, "ddim(eta=0.5)".
 
-A table maps names to functions, or to "MODULE:FUNCTION" of one that is imported when it is used.
-What stands after `*` in a function's signature are its own parameters. One that a config does not
-write in brackets is the field of this name in the config's group, where it has such a field, else
-the function's default: so "ddim" alone takes sampler.eta.
+A table maps names to functions, or to "MODULE:FUNCTION", which is imported on use. The keyword-only
+parameters of a function can be written in brackets after its name. One that is not written takes
+the field of the same name in the config's group if there is one, else the function's default: so
+"ddim" alone takes sampler.eta.
 """
 
 import ast
@@ -25,17 +25,21 @@ class Call(NamedTuple):
     by_name: Mapping[str, Any] = {}
 
 
-def one_of(field: str, value: str, known: Iterable[str]) -> None:
-    """ValueError unless `value` is known, with what was probably meant."""
-    known = list(known)
-    if value not in known:
-        close = difflib.get_close_matches(value, known, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(known)}"
+def one_of(field: str, value: Any, names: Iterable[str]) -> None:
+    """Check that a field's value is one of the names.
+
+    Raises:
+        ValueError: With the closest name, or with all names if none is close.
+    """
+    names = list(names)
+    if value not in names:
+        close = difflib.get_close_matches(str(value), names, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"choose from {', '.join(names)}"
         raise ValueError(f"{field} is {value!r}: {hint}")
 
 
 def calls(field: str, text: str) -> list[Call]:
-    """The calls of "NAME + NAME(VALUE, PARAMETER=VALUE)"; ValueError for anything else."""
+    """Parse "NAME + NAME(VALUE, PARAMETER=VALUE)". Raises ValueError for other text."""
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
         parts = []
@@ -45,7 +49,7 @@ def calls(field: str, text: str) -> list[Call]:
         return [_call(part) for part in (node, *reversed(parts))]
     except (SyntaxError, ValueError) as error:
         raise ValueError(
-            f"{field} is {text!r}: write a name, with its own parameters if need be, such as "
+            f"{field} is {text!r}: write a name, optionally with parameters, such as "
             "NAME(PARAMETER=VALUE)"
         ) from error
 
@@ -53,38 +57,52 @@ def calls(field: str, text: str) -> list[Call]:
 def bound(
     field: str, text: str, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """The function of a table that `text` names, its own parameters bound.
+    """Return the function of a table that `text` names, with its parameters bound.
 
-    `group` holds the config's fields, `field` is the name of the one that holds `text`. ValueError
-    for a name or parameter that there is not.
+    Args:
+        field: The name of the config field that holds `text`, for messages.
+        text: A name, optionally with parameters in brackets.
+        table: Functions by name.
+        group: The config group whose fields are the defaults of parameters; None for none.
+
+    Raises:
+        ValueError: For an unknown name or parameter.
     """
     (call, *more) = calls(field, text)
     if more:
-        raise ValueError(f"{field} is {text!r}: name one, not {len(more) + 1} with + between them")
+        raise ValueError(f"{field} is {text!r}: it takes one name, not {len(more) + 1} joined by +")
     return bind(field, call, table, group)
 
 
 def bind(
     field: str, call: Call, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """The function of a call, as `bound` has it."""
+    """Return the function of a call with its parameters bound, as `bound` does."""
     one_of(field, call.name, table)
     function = resolved(table[call.name])
     kinds = inspect.signature(function).parameters.values()
-    own = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
-    written = {**dict(zip(own, call.positional, strict=False)), **call.by_name}
-    unknown = [name for name in call.by_name if name not in own]
-    if unknown or len(call.positional) > len(own):
+    parameters = [p.name for p in kinds if p.kind is p.KEYWORD_ONLY]
+    written = {**dict(zip(parameters, call.positional, strict=False)), **call.by_name}
+    unknown = [name for name in call.by_name if name not in parameters]
+    if unknown or len(call.positional) > len(parameters):
         wrong = unknown[0] if unknown else f"{len(call.positional)} values"
-        takes = f"takes {', '.join(own)}" if own else "takes none"
+        takes = f"takes {', '.join(parameters)}" if parameters else "takes none"
         raise ValueError(f"{field} gives {call.name} the parameter {wrong}: it {takes}")
-    fields = {name: getattr(group, name) for name in own if hasattr(group, name)}
+    fields = {name: getattr(group, name) for name in parameters if hasattr(group, name)}
     return functools.partial(function, **{**fields, **written})
 
 
 def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
-    """`bound` for a table, as the annotation of a config's field has it (see settings.check)."""
+    """Return `bound` for a table, to annotate a config field with (see ranges)."""
     return lambda field, text: bound(field, text, table)
+
+
+def resolved(function: Function) -> Callable[..., Any]:
+    """Return the function itself; "MODULE:FUNCTION" is imported."""
+    if not isinstance(function, str):
+        return function
+    module, _, name = function.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 def _call(node: ast.expr) -> Call:
@@ -94,11 +112,3 @@ def _call(node: ast.expr) -> Call:
         raise ValueError("no call")
     by_name = {word.arg: ast.literal_eval(word.value) for word in node.keywords if word.arg}
     return Call(node.func.id, tuple(map(ast.literal_eval, node.args)), by_name)
-
-
-def resolved(function: Function) -> Callable[..., Any]:
-    """The function itself, imported where it is "MODULE:FUNCTION"."""
-    if not isinstance(function, str):
-        return function
-    module, _, name = function.partition(":")
-    return getattr(importlib.import_module(module), name)

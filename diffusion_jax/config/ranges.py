@@ -24,6 +24,10 @@ Positive = Annotated[float, "(0, inf)"]
 Share = Annotated[float, "[0, 1]"]
 Decay = Annotated[float, "[0, 1)"]
 Scale = Annotated[float, "[0, 1000]"]
+LowLevel = Annotated[float, "[0, inf)"]
+"""The lowest noise level of an interval."""
+HighLevel = Annotated[float, "(0, inf]"]
+"""The highest noise level of an interval."""
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 

@@ -7,7 +7,7 @@ and round the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +22,7 @@ Spacing = Callable[..., tuple[Sigmas, Times | None]]
 """(noise, a config's `sampler` group, Places, end) to the levels of the steps, with or without that
 of the end, and to the times that the network sees; None stands for noise.time."""
 ENDS = ("zero", "sigma_min")
+EndName = Annotated[str, ENDS]
 
 
 class Grid(NamedTuple):
@@ -131,6 +132,7 @@ GRIDS: dict[str, Spacing | str] = {
     "exponential": exponential,
 }
 """Values of sampler.grid, for every sampler of both systems; also "MODULE:FUNCTION"."""
+GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
 
 

@@ -291,6 +291,7 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
     "perp_neg": perp_neg,
 }
 """Values of sampler.guiding, joined by + with the innermost first; also "MODULE:FUNCTION"."""
+GuidingName = Annotated[str, bound]
 
 
 def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:
@@ -316,3 +317,4 @@ THRESHOLDS: dict[str, Callable[..., Denoiser] | str] = {
     "none": lambda denoise: denoise,
 }
 """Values of sampler.threshold, for Imagen alone: latents have no range to clip to."""
+ThresholdName = Annotated[str, named.checked(THRESHOLDS)]

@@ -125,6 +125,7 @@ NOISES: dict[str, Callable[..., Noise] | str] = {
     "zero_terminal_snr": ldm_zero_terminal_snr,
 }
 """Values of diffusion.noise: functions of their own parameters, or "MODULE:FUNCTION"."""
+NoiseName = Annotated[str, named.checked(NOISES)]
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:

@@ -99,13 +99,8 @@ def make(d: Any) -> Objective:
     Raises:
         ValueError: For an unknown name, or eps-prediction with a noise that ends without signal.
     """
-    predicts = "precond" if hasattr(d, "precond") else "predicts"
-    name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
-    if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
-        raise ValueError(
-            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} is 'eps': eps-prediction is "
-            "undefined at zero terminal SNR, so choose v or flow"
-        )
+    check(d)
+    predicts = _prediction_field(d)
     return Objective(
         noise.make(d),
         named.bound(f"diffusion.{predicts}", getattr(d, predicts), precond.PRECONDS, d),
@@ -113,6 +108,21 @@ def make(d: Any) -> Objective:
         named.bound("diffusion.weight", d.weight, WEIGHTINGS, d)(),
         d.offset_noise,
     )
+
+
+def check(d: Any) -> None:
+    """Raise ValueError for eps-prediction with a noise whose last level holds no signal."""
+    predicts = _prediction_field(d)
+    name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
+    if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
+        raise ValueError(
+            f"diffusion.noise is {d.noise!r} and diffusion.{predicts} is 'eps': eps-prediction is "
+            "undefined at zero terminal SNR, so choose v or flow"
+        )
+
+
+def _prediction_field(d: Any) -> str:
+    return "precond" if hasattr(d, "precond") else "predicts"
 
 
 _NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
@@ -175,3 +185,4 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
     "uncertainty": uncertainty,
 }
 """Values of diffusion.weight: functions of their own parameters, or "MODULE:FUNCTION"."""
+WeightName = Annotated[str, named.checked(WEIGHTINGS)]

@@ -6,10 +6,12 @@ c_in = 1 / sqrt(1 + sigma^2).
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
+
+from diffusion_jax.config import named
 
 Sigma = Float[Array, "B"]
 Images = Float[Array, "B H W C"]
@@ -104,6 +106,7 @@ PRECONDS: dict[str, Callable[..., Precond] | str] = {
     "flow": flow,
 }
 """Values of diffusion.precond (diffusion.predicts in Stable Diffusion): functions of `time`."""
+PrecondName = Annotated[str, named.checked(PRECONDS)]
 
 
 def log_snr(sigma: Sigma) -> Sigma:
@@ -142,6 +145,8 @@ def huber(residual: Images) -> Images:
 
 
 DISTANCES: dict[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
+"""Values of diffusion.distance."""
+DistanceName = Annotated[str, DISTANCES]
 
 
 def loss(

@@ -6,7 +6,7 @@ The methods are in onestep.py, which describes their signature, multistep.py and
 import contextlib
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,6 +87,9 @@ def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
     """Return the sampler that a field names, such as "heun(churn=40)". See named.bound."""
     functions = {name: method.sampler for name, method in SAMPLERS.items()}
     return named.bound(field, text, functions, group)
+
+
+SamplerName = Annotated[str, bound]
 
 
 def method_of(s: Any) -> Method:

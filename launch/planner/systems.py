@@ -41,16 +41,14 @@ class Model(NamedTuple):
 def read(config: Mapping[str, Any]) -> Model:
     """The model of a config of any system with an example; ValueError that says what to change."""
     name = systems.complete(config)["system"]
-    system = systems.find(name)
-    if not system.example:
+    if "." in name:
         raise ValueError(
             f"the config is of the system {name}, which is not planned: plan one that "
             "imagen_jax.train or sd_jax.train takes"
         )
     s = systems.read(config, name)
     encoder, notes = encoders.open_encoder(s.text, s.data.embedded)
-    module, _, function = system.example.partition(":")
-    task, example = getattr(importlib.import_module(module), function)(s, encoder)
+    task, example = importlib.import_module(f"{name}.task").example(s, encoder)
     if s.lora.rank:
         base = jax.eval_shape(task.init, memory.abstract_key())
         task = lora.adapt(task, {"params": base["params"]}, s.lora)

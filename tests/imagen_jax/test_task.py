@@ -276,7 +276,11 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         ("unet__embed_dim", 48, "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
         ("unet__attention_resolutions", (3,), "unet.attention_resolutions holds 3, which a UNet"),
         ("unet__attention", "fuzed", "unet.attention is 'fuzed': did you mean 'fused'?"),
-        ("unet__low_res", True, "factor is 1 and unet.low_res True: a model with a factor above 1"),
+        (
+            "unet__low_res",
+            True,
+            "factor is 1 and unet.low_res is True: a model with a factor above 1",
+        ),
         ("sampler__name", "huen", "sampler.name is 'huen': did you mean 'heun'?"),
         ("sampler__grid", "karas", "sampler.grid is 'karas': did you mean 'karras'?"),
         ("sampler__end", "one", "sampler.end is 'one': choose from zero, sigma_min"),

@@ -101,7 +101,10 @@ def test_its_workdir_is_a_vae_for_training_the_average_of_it(run):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"reconstruction__image_size": 7}, "reconstruction.image_size is 7: take a multiple of 2"),
+        (
+            {"reconstruction__image_size": 7},
+            "image_size is 7: it must be a multiple of 2",
+        ),
         (
             {"reconstruction__distance": "l3"},
             "reconstruction.distance is 'l3': choose from l2, l1, huber",

@@ -52,10 +52,10 @@ def test_several_are_joined_by_plus_in_their_order():
         ("scaled(std=1)", "group.field gives scaled the parameter std: it takes factor, shift"),
         ("scaled(1, 2, 3)", "group.field gives scaled the parameter 3 values: it takes factor"),
         ("plain(1)", "group.field gives plain the parameter 1 values: it takes none"),
-        ("scaled(factor=open('x'))", r"group.field is .* write a name, with its own parameters"),
+        ("scaled(factor=open('x'))", r"group.field is .* write a name, optionally with parameters"),
         ("scaled(", "group.field is 'scaled.': write a name"),
         ("a.b(1)", "group.field is 'a.b.1.': write a name"),
-        ("plain + scaled", r"name one, not 2 with \+ between them"),
+        ("plain + scaled", r"it takes one name, not 2 joined by \+"),
     ],
 )
 def test_what_cannot_be_is_one_line(text, message):
