@@ -92,9 +92,9 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of the folder's concatenated safetensors."""
+    """Return the SHA-256 of the folder's concatenated safetensors, or else of its pickles."""
     digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         with path.open("rb") as file:
             while chunk := file.read(2**24):
                 digest.update(chunk)

@@ -1,5 +1,7 @@
 """CLIP's towers as extractors: the reference's embeddings and score, pairs, what cannot do."""
 
+import hashlib
+
 import jax
 import numpy as np
 import pytest
@@ -44,6 +46,14 @@ def test_images_and_texts_through_the_extractors(folder):
     np.testing.assert_allclose(np.linalg.norm(clip_score.normalised(images), axis=1), 1, rtol=1e-6)
     with pytest.raises(ValueError, match=r"shape \(2, 20\) and .* \(1, 20\) are not pairs"):
         clip_score.cosines(images, texts[:1])
+
+
+def test_the_digest_is_that_of_the_file_that_is_read(tmp_path):
+    digest = lambda: clip_towers._digest(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"one")
+    assert digest() == hashlib.sha256(b"one").hexdigest()
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert digest() == hashlib.sha256(b"two").hexdigest()
 
 
 def test_what_cannot_do_says_so(folder):
