@@ -74,14 +74,14 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     for folder in folders:
         if (listing := _load(folder / name, names)) is not None:
             return listing
-    path = next(filter(_is_writable, folders)) / name
-    lock = path.with_name(f".{name}.lock")
+    target = next(filter(_is_writable, folders)) / name
+    lock = target.with_name(f".{name}.lock")
     with filelock.FileLock(lock):
-        if _load(path, names) is None:  # Another process may have built it in the meantime.
-            _obtain(f"{home}{name}", path, functools.partial(_build, names, images, text))
+        if _load(target, names) is None:  # Another process may have built it in the meantime.
+            _obtain(f"{home}{name}", target, functools.partial(_build, names, images, text))
         lock.unlink(missing_ok=True)
-    listing = _load(path, names)
-    assert listing is not None, f"{path} is damaged immediately after writing"
+    listing = _load(target, names)
+    assert listing is not None, f"{target} is damaged immediately after writing"
     return listing
 
 

@@ -154,12 +154,11 @@ def bert(path: str | os.PathLike[str]) -> Tokenize:
             f"{folder} has no tokenizer.json: copy it from the model whose weights you use"
         )
     tokenizer = _read_json(folder / "tokenizer.json")
-    ids = [tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]")]
-    if None in ids:
+    begin, end, pad = (tokenizer.token_to_id(name) for name in ("[CLS]", "[SEP]", "[PAD]"))
+    if begin is None or end is None or pad is None:
         raise ValueError(
-            f"the tokenizer in {folder} has no [CLS], [SEP] or [PAD]: it is not BERT's"
+            f"the tokenizer in {folder} is not BERT's: it has no [CLS], [SEP] or [PAD]"
         )
-    begin, end, pad = ids
     return Tokenize(tokenizer, begin=begin, end=end, pad=pad, unknown="[UNK]")
 
 

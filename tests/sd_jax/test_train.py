@@ -204,16 +204,19 @@ def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
     np.testing.assert_array_equal(images, np.broadcast_to(np.arange(8), (1, 4, 4, 8)))
     rewritten(tmp_path, lambda m: m[:, :, :3])
     s = tiny.read_settings(on_moments(path, vae).to_dict())
-    with pytest.raises(ValueError, match=r"shape \[8, 4, 3\], and the config's are 8 x 4 x 4"):
+    with pytest.raises(ValueError, match=r"shape \[8, 4, 3\], but the config expects \[8, 4, 4\]"):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents__scale": 1.0}, r"another way \(scale: 0\.5 there, 1\.0 wanted\)"),
-        ({"latents__pixels": "unit"}, r"another way \(pixels: 'symmetric' there, 'unit' wanted\)"),
-        ({"latents__image_size": 16}, r"another way \(image_size: 8 there, 16 wanted\)"),
+        ({"latents__scale": 1.0}, r"other settings \(scale: 0\.5 there, 1\.0 wanted\)"),
+        (
+            {"latents__pixels": "unit"},
+            r"other settings \(pixels: 'symmetric' there, 'unit' wanted\)",
+        ),
+        ({"latents__image_size": 16}, r"other settings \(image_size: 8 there, 16 wanted\)"),
     ],
 )
 def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):
