@@ -1,4 +1,4 @@
-"""TPU slices and GPUs by the names that commands take: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
+"""TPU slices and GPUs, with the names that commands accept: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
 
 import math
 import re
@@ -15,40 +15,40 @@ GB = 1e9
 
 
 class Kind(NamedTuple):
-    """One device, as its maker gives it. Bandwidths are bytes/s of a device, one way."""
+    """Data sheet of one device. Bandwidths are in bytes/s per device, in one direction."""
 
     peak: float
     """Dense bfloat16 FLOP/s."""
     memory: float
-    """Bytes."""
+    """Memory in bytes."""
     memory_bandwidth: float
     link: float
-    """To the others of a host (NVLink) or of a slice (all inter-chip links together)."""
+    """Bandwidth to the other GPUs of a host (NVLink), or of all inter-chip links of a TPU."""
     network: float
-    """To other hosts or slices."""
+    """Bandwidth to other hosts or slices."""
     pool: str
-    """GKE's label of its node pools."""
+    """GKE's label of the node pools with this device."""
     torus: int = 0
-    """Sizes of a TPU's topology; 0 for GPUs, which are counted."""
+    """Number of dimensions of a TPU's topology; 0 for GPUs."""
     on_one_host: tuple[int, ...] = ()
-    """TPU slices of so many chips have one host; larger ones have hosts of four."""
+    """Numbers of chips of the TPU slices with one host; other slices have four chips per host."""
     cores: int = 1
-    """Devices that JAX sees of a TPU chip."""
+    """Number of JAX devices per TPU chip."""
     gpus: int = 8
-    """Of a host, for GPUs,"""
+    """Number of GPUs per host."""
     linked: int = 8
-    """and how many are joined by links: those of a host, or of a rack."""
+    """Number of GPUs joined by links: those of a host, or of a rack."""
 
 
-# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, whose links are given for both ways
-# together (v4: 2400 Gbit/s one way). Network: v5p 50 Gbit/s a chip, v5e 6.4 Tbit/s a pod of 256,
-# v6e 25.6 Tbit/s a pod of 256; v4's is not given, so v5p's.
-# GPUs, the SXM ones: NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the
-# systems DGX A100, H100, H200 and B200 (a card of 200 or 400 Gbit/s a GPU; memory of the system
-# divided by 8). NVLink is given for both ways together. GB200: a 72nd of what NVIDIA gives for the
-# rack GB200 NVL72, sparse arithmetic halved; a tray is the host. MI300X: AMD's data sheet (2023), 7
-# links of 64 GB/s one way; the network is that of the others, since AMD sells none with it.
-# v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved, since JAX sees two devices of a chip.
+# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, which give link bandwidths for both
+# directions together (v4: 2400 Gbit/s in one direction). Network: v5p 50 Gbit/s per chip, v5e 6.4
+# and v6e 25.6 Tbit/s per pod of 256 chips. v4's is not published, so it is v5p's here.
+# v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved because JAX sees two devices per chip.
+# GPUs (SXM): NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the systems DGX
+# A100, H100, H200 and B200 (a network card of 200 or 400 Gbit/s per GPU; 1/8 of the system's
+# memory). They give NVLink for both directions together. GB200: 1/72 of NVIDIA's figures for the
+# rack GB200 NVL72, with half of the sparse FLOP/s; a tray is a host. MI300X: AMD's data sheet
+# (2023), 7 links of 64 GB/s in one direction; AMD sells no network with it, so it is H100's.
 KINDS: Mapping[str, Kind] = {
     "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
                "tpu-v4-podslice", 3),
@@ -72,36 +72,34 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Target(NamedTuple):
-    """Devices of one kind: one TPU slice or several alike, or GPUs."""
+    """Set of devices of one kind: one or several equal TPU slices, or GPUs."""
 
     name: str
     sizes: tuple[int, ...]
-    """The slice's topology; (devices,) for GPUs."""
+    """The topology of a slice; (number of GPUs,) for GPUs."""
     slices: int = 1
 
     @property
     def kind(self) -> Kind:
-        """The rates and memory of each device."""
         return KINDS[self.name]
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it is made of slices."""
         return self.kind.torus > 0
 
     @property
     def topology(self) -> str:
-        """The sizes of a slice as text, such as 4x4x4; the number of GPUs."""
+        """The sizes of a slice as text, such as 4x4x4, or the number of GPUs."""
         return "x".join(map(str, self.sizes))
 
     @property
     def devices(self) -> int:
-        """The number of devices in all slices together."""
+        """Number of JAX devices in all slices together."""
         return math.prod(self.sizes) * self.kind.cores * self.slices
 
     @property
     def chips_per_host(self) -> int:
-        """The same number on every host, of TPU chips or of GPUs."""
+        """Number of TPU chips or GPUs per host."""
         chips = math.prod(self.sizes)
         if self.is_tpu:
             return chips if chips in self.kind.on_one_host else 4
@@ -109,34 +107,34 @@ class Target(NamedTuple):
 
     @property
     def devices_per_host(self) -> int:
-        """Those that JAX sees."""
+        """Number of JAX devices per host."""
         return self.chips_per_host * self.kind.cores
 
     @property
     def hosts(self) -> int:
-        """Hosts of a slice, or of all GPUs."""
+        """Number of hosts of a slice, or of all GPUs."""
         return math.prod(self.sizes) // self.chips_per_host
 
     @property
     def island(self) -> int:
-        """Devices that are joined by links: a slice, or the GPUs of a host or a rack."""
+        """Number of devices joined by links: those of a slice, or the GPUs of a host or a rack."""
         return math.prod(self.sizes) * self.kind.cores if self.is_tpu else self.kind.linked
 
 
 def parse(text: str) -> Target:
-    """The target of a name; ValueError, with what would do, if there is none."""
+    """Parse an accelerator's name. Raises ValueError with valid names."""
     name, _, size = text.partition(":")
     one_of("accelerator", name, KINDS)
     return _slices(name, size) if KINDS[name].torus else _gpus(name, size)
 
 
 def mesh_over(sizes: tuple[int, ...], devices: int) -> AbstractMesh:
-    """The mesh of these sizes, which must use all devices; ValueError that gives the arithmetic."""
+    """Return the mesh of these sizes. Raises ValueError unless it uses all devices."""
     sizes = sharding.mesh_sizes(sizes, devices)
     if math.prod(sizes) != devices:
-        named = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
+        axes = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))
         raise ValueError(
-            f"mesh {named} uses {math.prod(sizes)} of the target's {devices} devices: "
+            f"mesh {axes} uses {math.prod(sizes)} of the target's {devices} devices: "
             "set one size to -1, or book fewer"
         )
     return AbstractMesh(sizes, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
@@ -149,8 +147,8 @@ def _slices(name: str, size: str) -> Target:
     if not match:
         example = f"{name}:{'x'.join(['4'] * torus)}"
         raise ValueError(
-            f"accelerator '{name}:{size}': a {name} slice has {torus} sizes, such as {example}; "
-            f"{example}*2 are two"
+            f"accelerator '{name}:{size}': a {name} slice has {torus} sizes, such as {example}, or "
+            f"{example}*2 for two slices"
         )
     target = Target(name, tuple(map(int, match.groups()[:-1])), int(match.groups()[-1] or 1))
     chips = math.prod(target.sizes)
@@ -165,7 +163,7 @@ def _slices(name: str, size: str) -> Target:
 def _gpus(name: str, size: str) -> Target:
     host = KINDS[name].gpus
     if not re.fullmatch(r"[1-9]\d*", size):
-        raise ValueError(f"accelerator '{name}:{size}': say how many, such as {name}:{host}")
+        raise ValueError(f"accelerator '{name}:{size}': give a number, such as {name}:{host}")
     count = int(size)
     if count > host and count % host:
         below = count // host * host

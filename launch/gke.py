@@ -1,4 +1,4 @@
-"""Runs a job on Google Kubernetes Engine, as one JobSet for each run.
+"""Run a job on Google Kubernetes Engine, with one JobSet per run.
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.image=IMAGE \\
         --job.workdir=gs://BUCKET/runs/base64 \\
@@ -7,16 +7,18 @@
         --job.workdir=gs://BUCKET/runs/base64 \\
         --job.overrides="('data.path=gs://BUCKET/laion64',)"
 
-The first prints the manifests, the second gives them to kubectl; both print a table of the runs.
-The cluster needs JobSet. Trainings and evaluations write into the bucket of the workdir themselves;
+The first command prints the manifests, the second passes them to kubectl. Both print a table of the
+runs. The cluster needs JobSet. Training and evaluation write to the bucket of the workdir directly;
 for other commands the Cloud Storage FUSE driver mounts it at /gcs/BUCKET.
 
-A run that SIGTERM ended (a preemption; exit code 143) is started again however often that happens,
-one that fails otherwise, or finds its workdir or port still taken, job.restarts times, and one that
-refused its config, flags or data (exit code 2) not at all. job.secrets are environment variables:
-"HF_TOKEN" is key HF_TOKEN of the Kubernetes secret job.gke.secret, whose contents this command
-never sees; job.env are variables with their values. Paths of config and flags that begin with
-/gcs/BUCKET mount that bucket too, and job.gke.patch is YAML merged into the manifest.
+A run that SIGTERM ended (a preemption, exit code 143) is always restarted. A run that failed
+otherwise, or found its workdir or port in use, is restarted up to job.restarts times. A run that
+rejected its config, flags or data (exit code 2) is not restarted.
+
+job.secrets are names of environment variables: "HF_TOKEN" is the key HF_TOKEN of the Kubernetes
+secret job.gke.secret, whose contents this command never sees. job.env are variables with values.
+Buckets in paths of config and flags that begin with /gcs/BUCKET are mounted too. job.gke.patch is
+YAML that is merged into the manifest.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -31,29 +33,30 @@ from launch.job import Job, Launcher, Run
 
 
 class Gke(NamedTuple):
-    """A job's group `gke`."""
+    """Fields of a job's group `gke`."""
 
     namespace: str
     service_account: str
-    """The Kubernetes account that may read and write the bucket; "" for the default."""
+    """Kubernetes service account that may read and write the bucket; "" for the default."""
     queue: str
-    """A queue of Kueue's, or ""."""
+    """Name of a Kueue queue, or ""."""
     secret: str
+    """Kubernetes secret with the values of job.secrets."""
     spot: bool
     grace: ranges.Count
-    """Seconds to save in after SIGTERM."""
+    """Seconds between SIGTERM and SIGKILL, in which a run saves."""
     patch: str = ""
     """YAML that is merged into the manifest: reservations, annotations, ports, limits."""
     restarts: Annotated[int, "[0, inf)", (-1,)] = -1
-    """job.restarts, which is that of all launchers, where this is -1."""
+    """Maximum number of restarts; -1 for job.restarts, which applies to all launchers."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """A JobSet for each run."""
+    """Return the launcher that runs jobs as JobSets."""
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
-        raise ValueError(f"GKE has no {target.name}: launch.slurm runs on any cluster's")
+        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that does")
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
@@ -63,7 +66,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job) -> None:
-    """ValueError for what the cluster could not start."""
+    """Raise ValueError for jobs that GKE cannot start."""
     if not job.image:
         raise ValueError(
             "job.image is empty: build one with launch/Dockerfile, push it, and name it with "
@@ -71,19 +74,19 @@ def check(job: Job) -> None:
         )
     if not job.workdir.startswith("gs://"):
         raise ValueError(
-            f"job.workdir is {job.workdir!r}, a folder that ends with its machine and that other "
-            "hosts do not see: choose one in a bucket, gs://BUCKET/..."
+            f"job.workdir is {job.workdir!r}, but other hosts do not see a local folder, and it is "
+            "lost with its machine: choose a folder in a bucket, gs://BUCKET/..."
         )
 
 
 def folder(job: Job, workdir: str) -> str:
-    """What a job's command is given for a folder in a bucket: its URL, else where it is mounted."""
-    is_enough = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
-    return workdir if is_enough else workdir.replace("gs://", "/gcs/", 1)
+    """Return the path of a workdir for the job's command: the URL, or the path of its mount."""
+    accepts_url = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
+    return workdir if accepts_url else workdir.replace("gs://", "/gcs/", 1)
 
 
 def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
-    """The JobSet of a run, YAML."""
+    """Return the JobSet of a run as YAML."""
     workdir = folder(job, run.workdir)
     arguments = jobs.command(run, workdir)
     mounts = [path for path in (workdir, *jobs.folders(job, run)) if path.startswith("/gcs/")]
@@ -99,16 +102,17 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
 
 
 def merged(manifest: Any, patch: Any) -> Any:
-    """A manifest with a patch laid over it: mappings by key, lists of named things by name.
+    """Merge a patch into a manifest.
 
-    Anything else in the patch stands in the place of what was there.
+    Mappings are merged by key, and lists of mappings with a "name" by this name. Other values in
+    the patch replace those in the manifest.
     """
     if isinstance(manifest, dict) and isinstance(patch, dict):
         return manifest | {k: merged(manifest.get(k), value) for k, value in patch.items()}
-    named = lambda rows: (
+    have_names = lambda rows: (
         isinstance(rows, list) and all(isinstance(row, dict) and "name" in row for row in rows)
     )
-    if named(manifest) and named(patch):
+    if have_names(manifest) and have_names(patch):
         by_name = {row["name"]: row for row in manifest}
         return [*merged(by_name, {row["name"]: row for row in patch}).values()]
     return patch
@@ -118,7 +122,7 @@ def _patch(gke: Gke) -> dict[str, Any]:
     try:
         patch = yaml.safe_load(gke.patch)
     except yaml.YAMLError as error:
-        raise ValueError(f"job.gke.patch is no YAML: {' '.join(str(error).split())}") from error
+        raise ValueError(f"job.gke.patch is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(patch, dict):
         raise ValueError(f"job.gke.patch is {gke.patch!r}: write a mapping, {{spec: {{...}}}}")
     return patch

@@ -1,11 +1,11 @@
-"""A job, the description of what runs where, and what all launchers do with it.
+"""Jobs, which describe a command and where to run it, and the steps shared by all launchers.
 
-A job is a file of launch/jobs, whose values the command line may change:
+A job is a file in launch/jobs, whose values can be changed on the command line:
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.accelerator=v6e:16x16 --dry_run
 
-Before anything is rendered the commands are parsed by their own entry points, so that a misspelt
-field of a config costs seconds here and not a booking there.
+Launchers first let the job's command parse its flags, so that a misspelt config field costs seconds
+on this machine instead of a booking on the cluster.
 """
 
 import os
@@ -31,67 +31,69 @@ _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lo
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")
-"""Commands, by their last name, whose --workdir may be a URL; others want a folder."""
+"""Last names of the commands whose --workdir may be a URL; others need a folder."""
 
 
 class Job(NamedTuple):
-    """A job file's own values, outside the groups of single launchers."""
+    """Values of a job file that all launchers share."""
 
     name: str
     command: str
-    """A module, such as imagen_jax.train or benchmarks.scaling."""
+    """Module to run, such as imagen_jax.train or benchmarks.scaling."""
     config: str
-    """A file, with what it takes behind a colon: configs/sd2_mlperf.py:2048."""
+    """Config file, with its argument after a colon: configs/sd2_mlperf.py:2048."""
     overrides: tuple[str, ...]
-    """Changes of the config, such as "optimizer.lr=2e-4"."""
+    """Changes to the config, such as "optimizer.lr=2e-4"."""
     flags: tuple[str, ...]
-    """More of the command line, as it is."""
+    """Further flags of the command."""
     sweep: tuple[tuple[str, ...], ...]
-    """Further overrides, of which each becomes a run of its own; empty for one run."""
+    """One tuple of further overrides per run; empty for a single run."""
     accelerator: str
-    """The accelerators of a run, such as v5p:4x4x4; several slices work on one run."""
+    """Accelerators of a run, such as v5p:4x4x4. Several slices work on one run."""
     image: str
     workdir: str
     secrets: tuple[str, ...]
-    """Environment variables whose values are not written down here; see each launcher."""
+    """Names of environment variables with secret values; see each launcher."""
     env: tuple[str, ...] = ()
     """Environment variables of the run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
-    """Folders that a container sees, beside those that the config and the flags name."""
+    """Folders to mount into a container, in addition to those in the config and the flags."""
     restarts: ranges.Amount = 10
-    """How often a run that crashed or hung, or found its workdir or port taken, is started again.
-    One that was preempted, requeued or out of time always is; one that refused its config, flags or
-    data (exit code 2) never."""
+    """Maximum number of restarts of a run that crashed or hung, or found its workdir or port in
+    use. A run that was preempted, requeued or out of time is always restarted; one that rejected
+    its config, flags or data (exit code 2) never is."""
 
 
 class Run(NamedTuple):
-    """One run of a job: its name, its command after `python -m`, its folder."""
+    """One run of a job."""
 
     name: str
     argv: tuple[str, ...]
+    """The command line after `python -m`, without --workdir."""
     workdir: str
     overrides: tuple[str, ...]
+    """Overrides of the sweep."""
 
 
 class Launcher(NamedTuple):
-    """A launcher's own part: a text for each run of a checked job, and who takes the texts."""
+    """Steps that differ between launchers."""
 
     render: Callable[[Run], str]
-    """A run's manifest, script or command line."""
+    """Return a run's manifest, script or command line."""
     submit: Callable[[list[str]], None]
-    """Hands over all of them; ValueError or ImportError where it cannot."""
+    """Submit all rendered runs. Raises ValueError or ImportError on failure."""
     folder: Callable[[str], str] = str
-    """The path of a workdir for the command that runs."""
+    """Return the path of a workdir for the job's command."""
 
 
 Groups = Mapping[str, Any]
-"""The launchers' own groups of a job file."""
+"""The groups of a job file that belong to single launchers."""
 
 
 def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
-    """Runs `python -m launch.NAME --job=FILE`: checks, renders, prints or submits.
+    """Run `python -m launch.NAME --job=FILE`: check and render a job, then print or submit it.
 
-    `open_launcher` raises ValueError for a job that its cluster could not start.
+    `open_launcher` raises ValueError for jobs that its cluster cannot start.
     """
 
     def launch(argv: list[str]) -> None:
@@ -114,65 +116,68 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
                 print(rehearse(job, run, launcher.folder(run.workdir), target), file=sys.stderr)
             launcher.submit(rendered)
 
-    dry_run = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and end.")
+    dry_run = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and exit.")
     flags.mark_flag_as_required("job")
-    for flag in (_JOB, dry_run):  # For the launcher's --help, which knows its own module's alone.
+    for flag in (_JOB, dry_run):  # --help shows only the key flags of the launcher's module.
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     cli.run(launch)
 
 
 def pipe(program: Sequence[str], text: str, missing: str) -> None:
-    """Gives text to a program's standard input; ValueError, `missing` if it is not installed."""
+    """Pass text to the standard input of a program.
+
+    Raises ValueError if it fails or is not installed; `missing` is the advice for the latter case.
+    """
     try:
         subprocess.run(program, input=text, text=True, check=True)
     except FileNotFoundError as error:
-        raise ValueError(f"there is no {program[0]} here: {missing}") from error
+        raise ValueError(f"{program[0]} is not installed: {missing}") from error
     except subprocess.CalledProcessError as error:
-        raise ValueError(f"{program[0]} refused what it was given; see above") from error
+        raise ValueError(f"{program[0]} failed: see its message above") from error
 
 
 def read() -> tuple[Job, Target, Groups]:
-    """The job of --job, its accelerators, and the launchers' groups; ValueError if it cannot be."""
+    """Return the job of --job, its accelerators, and the launchers' groups. Raises ValueError."""
     values = _JOB.value.to_dict()
-    own, groups = settings.split(values)
+    job_values, groups = settings.split(values)
     groups = settings.complete({name: {} for name in _GROUPS}, groups, "")
-    job = settings.read(Job, own, "")
+    job = settings.read(Job, job_values, "")
     check(job)
     return job, accelerators.parse(job.accelerator), groups
 
 
 def check(job: Job) -> None:
-    """ValueError for what no launcher can run."""
+    """Raise ValueError for jobs that no launcher can run."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", job.name):
         raise ValueError(
             f"job.name is {job.name!r}: take at most 40 small letters, digits and dashes"
         )
     if not job.workdir:
-        raise ValueError("job.workdir is empty: say where the run is kept, --job.workdir=...")
+        raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
         raise ValueError(f"job.config is {job.config!r}, and there is no such file")
 
 
 def runs(job: Job) -> list[Run]:
-    """The runs of a job, one without a sweep; each of a sweep has a folder of its own."""
+    """Return the runs of a job: one, or one per entry of its sweep in workdirs WORKDIR/0, ..."""
     rows = []
-    for i, more in enumerate(job.sweep or ((),)):
+    for i, changes in enumerate(job.sweep or ((),)):
         name = f"{job.name}-{i}" if job.sweep else job.name
         workdir = f"{job.workdir.rstrip('/')}/{i}" if job.sweep else job.workdir.rstrip("/")
         config = (f"--config={job.config}",) if job.config else ()
-        overrides = tuple(f"--config.{change}" for change in (*job.overrides, *more))
+        overrides = tuple(f"--config.{change}" for change in (*job.overrides, *changes))
         argv = (job.command, *config, *overrides, *job.flags)
-        rows.append(Run(name, argv, workdir, more))
+        rows.append(Run(name, argv, workdir, changes))
     return rows
 
 
 def command(run: Run, folder: str) -> list[str]:
-    """The command after `python -m`, on this folder."""
+    """Return the command line after `python -m`, with `folder` as the workdir."""
     return [*run.argv, f"--workdir={folder}"]
 
 
 def table(rows: Sequence[Run]) -> str:
-    """A line for each run: its name, its folder, what it changes."""
+    """Return a line for each run with its name, its workdir and its overrides."""
     names, folders = max(len(run.name) for run in rows), max(len(run.workdir) for run in rows)
     return "\n".join(
         f"{run.name:<{names}}  {run.workdir:<{folders}}  {' '.join(run.overrides)}".rstrip()
@@ -181,7 +186,7 @@ def table(rows: Sequence[Run]) -> str:
 
 
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
-    """The variables of a run: where compiled programs are kept, job.env, and machine.tuning's."""
+    """Return a run's environment variables: job.env, the compilation cache, and tuning's."""
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
         name, separator, value = pair.partition("=")
@@ -193,9 +198,9 @@ def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
 
 
 def folders(job: Job, run: Run) -> list[str]:
-    """The folders from / on that a run needs: of its config, its flags and job.mounts, each once.
+    """Return the absolute folders that a run needs: those in its config, flags and job.mounts.
 
-    A pattern or a file stands for the folder that it is in.
+    For a pattern or a file, this is its folder. Folders inside of others are omitted.
     """
     config = config_of(run) or {}
     values = [*_strings(config), *(argument.partition("=")[2] for argument in run.argv)]
@@ -205,7 +210,7 @@ def folders(job: Job, run: Run) -> list[str]:
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """The texts in a config group, at any depth."""
+    """Yield all strings in a config group, at any depth."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping | Sequence):
@@ -214,69 +219,69 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def _folder(path: str) -> str:
-    fixed = re.split(r"[*?\[{]", path, maxsplit=1)[0]
-    whole = pathlib.Path(path)
-    is_file = fixed != path or whole.is_file() or (whole.suffix and not whole.is_dir())
-    folder = os.path.dirname(fixed) if is_file else os.path.normpath(path)
+    prefix = re.split(r"[*?\[{]", path, maxsplit=1)[0]
+    full = pathlib.Path(path)
+    is_file = prefix != path or full.is_file() or (full.suffix and not full.is_dir())
+    folder = os.path.dirname(prefix) if is_file else os.path.normpath(path)
     return path if folder == "/" else folder
 
 
 def check_commands(commands: Sequence[Sequence[str]]) -> None:
-    """Lets the command of a job parse the flags of its runs; ValueError with what it says of them.
+    """Let the job's command parse the flags of its runs. Raises ValueError with its message.
 
-    All in one process: a flag that is given again is parsed again. Nothing of the command runs,
-    since absl's --only_check_args ends it there.
+    One process parses the flags of all runs, as a repeated flag is parsed each time. The command
+    itself does not run, because absl's --only_check_args exits after parsing.
     """
-    arguments = dict.fromkeys(argument for one in commands for argument in one)
-    whole = [sys.executable, "-m", *arguments, "--only_check_args"]
-    ended = subprocess.run(whole, capture_output=True, text=True, timeout=300, check=False)
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or ["no message"]
+    arguments = dict.fromkeys(argument for argv in commands for argument in argv)
+    argv = [sys.executable, "-m", *arguments, "--only_check_args"]
+    process = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
+    if process.returncode:
+        lines = process.stderr.strip().splitlines() or ["no message"]
         errors = [line for line in lines if "rror" in line] or lines
-        raise ValueError(f"the command refuses its flags: {errors[-1]}")
+        raise ValueError(f"the command rejects its flags: {errors[-1]}")
 
 
 def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
-    """What a run says of itself with --rehearse, on as many devices of this machine's CPU.
+    """Run a job's command with --rehearse, with virtual CPU devices, and return its report.
 
-    Its memory is compared with that of the devices that are booked. Only where all that it reads is
-    here, as on a cluster whose nodes share their folders. ValueError with its own message if it
-    refuses.
+    It reports whether the run's memory fits the booked devices. The rehearsal takes place only if
+    this machine can read all of the run's inputs, as on a cluster with shared folders. Raises
+    ValueError with the command's message if it rejects its inputs.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
     disk = "/".join(folder.split("/")[:2])  # Such as /shared or /gcs.
-    away = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
+    missing = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
     if "://" in folder:
-        away = [path for path in away if path != disk] + [folder] * (not _opens(folder))
-    if away:
-        return f"{run.name} is not rehearsed: {', '.join(away)} is not on this machine"
+        missing = [path for path in missing if path != disk] + [folder] * (not _is_writable(folder))
+    if missing:
+        return f"{run.name} is not rehearsed: {', '.join(missing)} is not on this machine"
     devices = f"--xla_force_host_platform_device_count={target.devices}"
     variables = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": devices}
     unet = (config_of(run) or {}).get("unet", {})
-    kernels = unet.get("attention_impl") in ("cudnn", "splash")  # Which no CPU can trace.
-    plain = ["--config.unet.attention_impl=blockwise"] if kernels else []
-    trains = job.command.rpartition(".")[2].startswith("train")
-    booked = [f"--device_memory={target.kind.memory:.0f}"] if trains else []
-    whole = [sys.executable, "-m", *command(run, folder), *plain, *booked, "--rehearse"]
+    has_kernels = unet.get("attention_impl") in ("cudnn", "splash")  # A CPU cannot trace them.
+    attention = ["--config.unet.attention_impl=blockwise"] if has_kernels else []
+    is_training = job.command.rpartition(".")[2].startswith("train")
+    memory = [f"--device_memory={target.kind.memory:.0f}"] if is_training else []
+    argv = [sys.executable, "-m", *command(run, folder), *attention, *memory, "--rehearse"]
     environ = os.environ | variables
     try:
-        ended = subprocess.run(
-            whole, env=environ, capture_output=True, text=True, timeout=600, check=False
+        process = subprocess.run(
+            argv, env=environ, capture_output=True, text=True, timeout=600, check=False
         )
     except subprocess.TimeoutExpired:
-        return f"{run.name} is not rehearsed: it takes more than ten minutes here"
-    last = (ended.stderr.strip().splitlines() or ["no message"])[-1]
-    if ended.returncode == 2:
+        return f"{run.name} is not rehearsed: it takes more than ten minutes on this machine"
+    last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+    if process.returncode == 2:
         raise ValueError(f"the rehearsal of {run.name} fails: {last}")
-    if ended.returncode:
-        return f"{run.name} is not rehearsed: it ended with code {ended.returncode}, {last}"
-    warnings = re.findall(r"^W\d{4} .*?\] (.*)$", ended.stderr, re.MULTILINE)
-    return "\n".join([run.name, ended.stdout, *(f"warning: {text}" for text in warnings)])
+    if process.returncode:
+        return f"{run.name} is not rehearsed: it ended with code {process.returncode}, {last}"
+    warnings = re.findall(r"^W\d{4} .*?\] (.*)$", process.stderr, re.MULTILINE)
+    return "\n".join([run.name, process.stdout, *(f"warning: {text}" for text in warnings)])
 
 
-def _opens(url: str) -> bool:
-    """Whether a folder in a bucket can be written to from here."""
+def _is_writable(url: str) -> bool:
+    """Return whether this machine can write to a folder in a bucket."""
     try:
         files.check_writable(url, "--workdir")
     except ValueError:
@@ -285,7 +290,7 @@ def _opens(url: str) -> bool:
 
 
 def check_mesh(run: Run, target: Target) -> None:
-    """ValueError, with the arithmetic, unless a run's mesh and batch suit what is to be booked."""
+    """Raise ValueError unless a run's mesh and batch size fit the target's devices."""
     c = config_of(run)
     if c is None:
         return
@@ -295,7 +300,7 @@ def check_mesh(run: Run, target: Target) -> None:
 
 
 def config_of(run: Run) -> dict[str, Any] | None:
-    """The config of a run as its command reads it; None without one."""
+    """Return the config of a run as its command reads it, or None without --config."""
     values = flags.FlagValues()
     argv = ["", *(argument for argument in run.argv if argument.startswith("--config"))]
     config = cli.define_config(flag_values=values, argv=argv)

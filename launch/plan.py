@@ -1,27 +1,29 @@
-"""Plans a training run before anything is booked: memory, communication, time, disk.
+"""Predict the memory, communication, time and disk space of a training run before booking it.
 
     python -m launch.plan --config=configs/base64_2b.py --target=v5p:4x4x4
     python -m launch.plan --config=configs/base64_2b.py --target=h100:64 --fast
 
-Targets: v4, v5e, v5p, v6e, v7x with a topology (v5e:4x8; v5p:4x4x4*2 are two slices), a100,
-a100-80gb, h100, h200, b200, gb200, mi300x with a number. --config.X=Y changes the config, such as
---config.mesh.replica=8.
+Targets are v4, v5e, v5p, v6e and v7x with a topology (v5e:4x8, or v5p:4x4x4*2 for two slices), and
+a100, a100-80gb, h100, h200, b200, gb200 and mi300x with a number of GPUs. --config.X=Y changes the
+config, for example --config.mesh.replica=8.
 
---profile says where a step's time goes on a TPU by its compiler's own estimate of cycles, audits
-what was compiled, and replaces --mfu: of the whole program, or with --fast of its blocks, each
-compiled once. No chip has run what is printed.
+--fast traces the program and models the rest, in less than a minute. Without it, the train step is
+also compiled:
+- for TPUs by the TPU compiler, which needs no TPU (pip install libtpu) and gives exact memory and
+  communication;
+- for NVIDIA GPUs by XLA, which needs neither GPU nor driver (pip install -e ".[plan-gpu]");
+- for others by XLA's CPU backend, which gives only the communication.
+Compiling a big model takes many minutes on a few cores. Compiled programs are cached, so the same
+plan is fast the next time. The compiled program is audited for copies, for products that were split
+or are in float32, and for communication that no computation hides.
 
---fast traces the program and models the rest, in less than a minute. Without it the train step is
-also compiled: for TPUs by the TPU compiler itself, which needs no TPU (pip install libtpu), with
-true memory and communication; for NVIDIA's GPUs by XLA with the extra plan-gpu, which needs no GPU
-and no driver (pip install -e ".[plan-gpu]"); for others by the CPU's, with true communication.
-Programs of the big models take many minutes on a few cores; they are kept, so the same plan is
-quick the next time. What was compiled is audited: copies, products that were split or are in
-float32, exchanges that nothing hides.
+--profile prints where a step's time goes on a TPU, by the compiler's estimate of cycles, and uses
+this estimate instead of --mfu. It covers the whole program, or with --fast its blocks, each
+compiled once. It is an estimate: the program does not run.
 
-Predicted are FLOPs of matrix products and convolutions, at the utilization of --mfu: measure it
-with benchmarks.train_step on one device. Communication is at full bandwidth; samples/s are given
-with all of it hidden behind arithmetic, and with none of it.
+The predicted time of arithmetic is the FLOPs of matrix products and convolutions at the utilization
+--mfu, which benchmarks.train_step measures on one device. Communication runs at full bandwidth;
+samples/s are given with all communication hidden behind arithmetic, and with none.
 """
 
 import contextlib
@@ -43,17 +45,19 @@ from launch.planner import audit, choice, compiling, estimate, gpu, profiling, s
 from launch.planner.profiling import Profile
 
 _CONFIG = cli.define_config()
-_TARGET = flags.DEFINE_string("target", None, "What to book, such as v5p:4x4x4 or h100:64.")
+_TARGET = flags.DEFINE_string("target", None, "Accelerators, such as v5p:4x4x4 or h100:64.")
 _FAST = flags.DEFINE_boolean("fast", False, "Do not compile.")
-_JSON = flags.DEFINE_boolean("json", False, "Print JSON in place of tables.")
-_PROFILE = flags.DEFINE_boolean("profile", False, "Cycles and audit, by the TPU's compiler.")
-_FEW = 8  # Samples at once, below which a TPU's convolutions cost more: docs/performance.md.
+_JSON = flags.DEFINE_boolean("json", False, "Print JSON instead of tables.")
+_PROFILE = flags.DEFINE_boolean("profile", False, "Print the TPU compiler's cycles and an audit.")
+_MIN_MICRO_BATCH = 8  # With fewer samples, a TPU's convolutions cost more: docs/performance.md.
 _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.")
-_PICTURES = flags.DEFINE_integer("pictures", 1_000_000, "Of the data set.", lower_bound=0)
+_PICTURES = flags.DEFINE_integer(
+    "pictures", 1_000_000, "Number of pictures in the data set, for its disk space.", lower_bound=0
+)
 
 
 def main(argv: list[str]) -> None:
-    """Reads, traces, compiles unless --fast, prints."""
+    """Trace the config's train step, compile it unless --fast, and print the plan."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
@@ -65,21 +69,21 @@ def main(argv: list[str]) -> None:
         compiling.prepare(target.devices, *(("tpu", target.name) if target.is_tpu else ("gpu",)))
         cli.start()
         config = _CONFIG.value.to_dict()
-        absent = _is_absent(config, target)
+        lacks_kernel = _lacks_kernel(config, target)
         modelled = model = systems.read(_modelled(config))
-        if not absent and _modelled(config) is not config:
+        if not lacks_kernel and _modelled(config) is not config:
             model = systems.read(config)
         mesh = estimate.mesh_of(model, target.devices)
         estimate.local_batch(model, mesh)
     with _progress("tracing the loss and its gradient"):
         traced = estimate.trace(modelled)
     compiled, notes = None, list(model.notes)
-    if absent:
-        notes.append("attention is modelled by blocks of keys, which keep no scores either")
+    if lacks_kernel:
+        notes.append("blockwise attention models the kernel's memory: neither stores the scores")
     if not _FAST.value:
         with _progress(f"compiling the train step for {_TARGET.value} (big models: many minutes)"):
-            compiled, more = compiling.analyse(model, target, mesh)
-        notes += more
+            compiled, compiler_notes = compiling.analyse(model, target, mesh)
+        notes += compiler_notes
         if compiled.program and not _PROFILE.value:
             notes += audit.lines(audit.audit(compiled.program))
     profile = _profile(model, target, mesh, compiled) if _PROFILE.value else None
@@ -91,10 +95,11 @@ def main(argv: list[str]) -> None:
         pictures=_PICTURES.value,
         compiled=compiled,
     )
-    if target.is_tpu and figures["micro_batch"] < _FEW:
+    if target.is_tpu and figures["micro_batch"] < _MIN_MICRO_BATCH:
         notes.append(
-            f"fewer than {_FEW} samples a device at once: the compiler then cuts convolutions of "
-            "large pictures up, for two to three times the cycles a sample (docs/performance.md)"
+            f"the micro batch has fewer than {_MIN_MICRO_BATCH} samples: the TPU compiler then "
+            "splits convolutions of large pictures, which takes two to three times the cycles per "
+            "sample (docs/performance.md)"
         )
     with_remat = functools.cache(
         lambda: estimate.trace(systems.read(_with_remat(_modelled(config))))
@@ -116,7 +121,7 @@ def main(argv: list[str]) -> None:
 
 
 def table(target: str, f: dict[str, Any]) -> str:
-    """The figures for people."""
+    """Format the figures `f` of a plan as a table."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
     size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"
@@ -126,25 +131,25 @@ def table(target: str, f: dict[str, Any]) -> str:
     sent = ", ".join(f"{kind} {size(n)}" for kind, n in f["bytes_sent"].items()) or "nothing"
     disk, source = f["disk"], f["memory_source"]
     if source == "compiled":
-        source += f"; the model of it says {size(f['temporary_modelled'])}"
+        source += f"; the model predicts {size(f['temporary_modelled'])}"
     rows = [
         ("target", f"{target}, {f['target']['devices']} devices; mesh {mesh}"),
         ("parameters", f"{f['parameters']:,}"),
-        ("memory a device", ", ".join(f"{name} {size(need[name])}" for name in names)),
+        ("memory per device", ", ".join(f"{name} {size(need[name])}" for name in names)),
         ("", f"{size(need['total'])} of {size(need['limit'])} usable: "
              f"{'fits' if f['fits'] else 'DOES NOT FIT'} (temporary: {source})"),
-        ("batch", f"{f['batch']:,}: {f['micro_batch']:,} a device, {f['accumulate']} times; the "
+        ("batch", f"{f['batch']:,}: {f['accumulate']} x {f['micro_batch']:,} per device; the "
                   f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
-                  f"batch at once: {f['largest_batch']:,}"),
-        ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP a training sample"),
-        ("sent a device, step", sent),
-        ("a step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
-                   f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
-                   f"(links {ms(busy['link'])}, network {ms(busy['network'])})"),
+                  f"batch without accumulation: {f['largest_batch']:,}"),
+        ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
+        ("sent per device, step", sent),
+        ("step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
+                 f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
+                 f"(links {ms(busy['link'])}, network {ms(busy['network'])})"),
         ("samples/s", f"{rate['hidden']:,.0f} with communication hidden, "
                       f"{rate['exposed']:,.0f} with none hidden"),
-        ("the recipe", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
-                       f"{f['device_hours']:,.0f} device-hours (none hidden)"),
+        ("whole run", f"{f['samples']:,} samples in {f['steps']:,} steps: {f['days']:,.1f} days, "
+                      f"{f['device_hours']:,.0f} device-hours (none hidden)"),
         ("disk", f"{disk['checkpoints_kept']} checkpoints of {disk['checkpoint'] / 1e9:,.1f} GB: "
                  f"{disk['checkpoints'] / 1e9:,.0f} GB; "
                  + (f"{disk['snapshots_kept']} snapshots of {disk['snapshot'] / 1e9:,.2f} GB; "
@@ -162,29 +167,32 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
-    """Of the whole program if it was compiled for the TPU, or else of its blocks."""
+    """Profile the whole program if it was compiled for a TPU, or else its blocks."""
     if compiled and compiled.program:
         return profiling.of_program(compiled.program, model, mesh, target.name)
     with cli.bad_input(), _progress(f"compiling the blocks for one {target.name}"):
-        say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-        return profiling.of_blocks(model, mesh, target.name, say)
+        report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+        return profiling.of_blocks(model, mesh, target.name, report)
 
 
 def _modelled(config: dict[str, Any]) -> dict[str, Any]:
-    """The config with an attention that any machine traces, and that keeps no scores either."""
+    """Replace attention kernels by blockwise attention, which every machine can trace.
+
+    Neither of them stores the scores, so the memory is about the same.
+    """
     unet = config["unet"]
     if unet.get("attention_impl") not in ("cudnn", "splash"):
         return config
     return {**config, "unet": {**unet, "attention_impl": "blockwise"}}
 
 
-def _is_absent(config: dict[str, Any], target: Target) -> bool:
-    """Whether the attention that the config names cannot be compiled here."""
+def _lacks_kernel(config: dict[str, Any], target: Target) -> bool:
+    """Return whether this machine cannot compile the config's attention kernel."""
     if _modelled(config) is config:
         return False
-    here = compiling.missing_for(target) is None
+    has_compiler = compiling.missing_for(target) is None
     cudnn = config["unet"]["attention_impl"] == "cudnn"
-    return not here or (cudnn and not gpu.has_cudnn())
+    return not has_compiler or (cudnn and not gpu.has_cudnn())
 
 
 def _with_remat(config: dict[str, Any]) -> dict[str, Any]:
@@ -197,7 +205,7 @@ def _advice(
     mesh: Any,
     with_remat: Callable[[], estimate.Traced],
 ) -> list[str]:
-    """Changes worth a try: rematerialization and micro batches, by the model of the memory."""
+    """Suggest rematerialization or a micro batch, by the model of the memory."""
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
     micro = f"--config.optimizer.micro_batch={best}" + (
@@ -206,11 +214,11 @@ def _advice(
     if figures["fits"]:
         advice = ["--config.unet.remat=False may fit too, and saves a fourth of the work"] * remat
         if best > figures["micro_batch"]:
-            advice.append(f"{micro}: {share // best} passes of a step would do")
+            advice.append(f"{micro}: {share // best} passes per step are enough")
         return advice
     advice = []
     if not remat:
-        with _progress("tracing it with rematerialization"):
+        with _progress("tracing the step with rematerialization"):
             traced = with_remat()
         limit = figures["bytes_per_device"]["limit"]
         batch = estimate.largest_batch(traced, mesh, limit)
@@ -218,7 +226,7 @@ def _advice(
             f"--config.unet.remat=True: batches up to {batch:,} fit, for a third more arithmetic"
         )
     if best:
-        advice.append(f"{micro}: {share // best} passes of {best:,} samples a device")
+        advice.append(f"{micro}: {share // best} passes of {best:,} samples per device")
     elif mesh.shape["replica"] > 1:
         advice.append(
             "--config.mesh.replica=1 --config.mesh.fsdp=-1: the state itself is too large"
@@ -227,15 +235,15 @@ def _advice(
 
 
 @contextlib.contextmanager
-def _progress(what: str) -> Iterator[None]:
-    """Says on stderr what is going on, and for how long it has."""
+def _progress(activity: str) -> Iterator[None]:
+    """Print an activity to stderr, the time so far every 15 seconds, and at last its duration."""
     start, done = time.time(), threading.Event()
 
     def report():
         while not done.wait(15):
-            print(f"  {what}: {time.time() - start:.0f} s", file=sys.stderr, flush=True)
+            print(f"  {activity}: {time.time() - start:.0f} s", file=sys.stderr, flush=True)
 
-    print(what, file=sys.stderr, flush=True)
+    print(activity, file=sys.stderr, flush=True)
     thread = threading.Thread(target=report, daemon=True)
     thread.start()
     try:

@@ -1,4 +1,4 @@
-"""Scaling on paper: what the planner predicts for 1 to 512 devices, as docs/scaling.md.
+"""Write docs/scaling.md: the planner's predictions for 1 to 512 devices.
 
 python -m launch.scaling > docs/scaling.md
 """
@@ -25,20 +25,21 @@ _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.", 1
 
 
 class Section(NamedTuple):
-    """A model's part of the page, as text."""
+    """Texts of a model's section of the page."""
 
     cost: str
     rows: list[tuple[int, str, list[str]]]
-    """(devices, samples of each, a cell for each kind of accelerator)"""
+    """(devices, samples per device, one cell per kind of accelerator)"""
     ends: str
+    """The number of devices up to which scaling is linear, per kind of accelerator."""
 
 
 def main(argv: list[str]) -> None:
-    """Traces each model once and prints the page."""
+    """Trace each model once and print the page."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     compiling.prepare(1)
-    sections, kept = {}, []
+    sections, efficiencies = {}, []
     for name in CONFIGS:
         config = importlib.import_module(f"configs.{name}").get_config()
         with cli.bad_input():
@@ -46,36 +47,36 @@ def main(argv: list[str]) -> None:
         curves = {kind: curve(traced, kind, _MFU.value) for kind in _KINDS}
         sections[name] = section(traced, curves)
         if not name.startswith("sd"):
-            kept.append(f"{100 * _kept(curves['h100'], 8, 128):.0f} % ({name})")
+            efficiencies.append(f"{100 * _efficiency(curves['h100'], 8, 128):.0f} % ({name})")
     mfu = f"{100 * _MFU.value:.0f}"
-    page = templates.fill("scaling.md", mfu=mfu, kinds=_KINDS, sections=sections, kept=kept)
-    print(page, end="")
+    values = {"kinds": _KINDS, "sections": sections, "efficiencies": efficiencies}
+    print(templates.fill("scaling.md", mfu=mfu, **values), end="")
 
 
 def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
-    """A model's table."""
+    """Return a model's section; `curves` has its best choices by kind of accelerator."""
     batch = traced.model.run.batch_size
     rows = []
     for i, devices in enumerate(DEVICES):
         cells = [_cells(points[i], points[0], devices) for points in curves.values()]
         rows.append((devices, f"{batch // devices:,}", cells))
-    cost = f"{traced.flops / 1e12:.3f} TFLOP a sample, batch {batch:,}."
-    ends = ", ".join(f"{kind} {_end(points)}" for kind, points in curves.items())
+    cost = f"{traced.flops / 1e12:.3f} TFLOP per sample, batch {batch:,}."
+    ends = ", ".join(f"{kind} {_linear_up_to(points)}" for kind, points in curves.items())
     return Section(cost, rows, ends)
 
 
 def curve(traced: Traced, kind: str, mfu: float) -> list[Choice]:
-    """The best mesh for each number of devices; the smallest step, nothing hidden."""
+    """Return the best choice for each number of devices."""
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
 def best(traced: Traced, target: Target, mfu: float) -> Choice:
-    """The mesh and the number of micro batches that take least time and fit."""
+    """Return the fastest mesh and micro batch that fit, with no communication hidden."""
     shapes = {(1, target.devices), (max(1, target.devices // 8), min(8, target.devices))}
-    found = choice.best(traced, target, mfu, sorted(shapes))
-    if found is None:
+    fastest = choice.best(traced, target, mfu, sorted(shapes))
+    if fastest is None:
         raise ValueError(f"nothing fits on {target.devices} {target.name}")
-    return found
+    return fastest
 
 
 def _target(kind: str, devices: int) -> Target:
@@ -91,15 +92,15 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
     return f"{mesh} | {times} | {share[0]:.0f}, {share[1]:.0f}"
 
 
-def _end(points: list[Choice]) -> int:
-    """The most devices each of which does at least 90 % of what one alone does."""
-    return max(devices for devices in DEVICES if _kept(points, 1, devices) >= 0.9)
+def _linear_up_to(points: list[Choice]) -> int:
+    """Return the largest number of devices at which each does at least 90 % of a single one."""
+    return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 
-def _kept(points: list[Choice], few: int, many: int) -> float:
-    """The speed of each of many devices over that of each of few, nothing hidden."""
-    one, other = (points[DEVICES.index(devices)].step.exposed for devices in (few, many))
-    return few * one / (many * other)
+def _efficiency(points: list[Choice], few: int, many: int) -> float:
+    """Return samples/s per device on `many` devices relative to `few`, nothing hidden."""
+    seconds_few, seconds_many = (points[DEVICES.index(n)].step.exposed for n in (few, many))
+    return few * seconds_few / (many * seconds_many)
 
 
 if __name__ == "__main__":

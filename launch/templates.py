@@ -1,4 +1,4 @@
-"""The texts beside the commands, NAME.jinja: a manifest, a script, a page."""
+"""Templates of the launchers' manifests and scripts, and of a page: NAME.jinja in this folder."""
 
 import pathlib
 from typing import Any
@@ -7,7 +7,7 @@ import jinja2
 
 
 def fill(name: str, **values: Any) -> str:
-    """A template of this folder with these values, of which none may be missing."""
+    """Render a template of this folder. Raises an error if a value is missing."""
     environment = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,4 +1,4 @@
-"""Runs a job through XManager, which keeps a record of experiments: here, or on Vertex AI.
+"""Run a job with XManager, on this machine or on Vertex AI.
 
     pip install "xmanager>=0.8.5"
     python -m launch.xm --job=launch/jobs/quickstart_sweep.py --job.workdir=runs/sweep \\
@@ -6,10 +6,10 @@
     python -m launch.xm --job=launch/jobs/quickstart_sweep.py --job.accelerator=a100:1 \\
         --job.image=IMAGE --job.workdir=gs://BUCKET/runs/sweep --executor=vertex
 
-Each run of a sweep is a work unit. XManager 0.8.5 finds machines for no other of our accelerators
-than A100s with 40 GB, at most 8 of one machine: `python -m launch.gke` is for TPUs, other GPUs and
-several hosts. Vertex mounts buckets under /gcs by itself, for commands that need that. job.env are
-environment variables of each run; nothing starts a run again.
+Each run of a sweep is a work unit of an XManager experiment. XManager 0.8.5 supports, of our
+accelerators, only A100s with 40 GB, at most 8 on one machine: use `python -m launch.gke` for TPUs,
+other GPUs and several hosts. Vertex mounts buckets under /gcs. job.env are environment variables of
+each run. Failed runs are not restarted.
 """
 
 import shlex
@@ -23,11 +23,11 @@ from launch.accelerators import Target
 from launch.gke import folder as in_bucket
 from launch.job import Job, Launcher
 
-_EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where it runs.")
+_EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where to run the job.")
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """A work unit for each run, which is a command line."""
+    """Return the launcher that runs jobs as work units; a run is rendered as its command line."""
     del groups
     check(job, target, _EXECUTOR.value)
     folder = str if _EXECUTOR.value == "local" else lambda workdir: in_bucket(job, workdir)
@@ -39,17 +39,19 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job, target: Target, executor: str) -> None:
-    """ValueError for what XManager could not start."""
+    """Raise ValueError for jobs that XManager cannot start."""
     if job.secrets:
-        raise ValueError("job.secrets: XManager keeps none; set them where the run starts")
+        raise ValueError(
+            "job.secrets are not supported by XManager: set the variables where the run starts"
+        )
     if executor == "local":
         if "://" in job.workdir:
             raise ValueError(f"job.workdir is {job.workdir!r}: give a folder of this machine")
         return
     if target.name != "a100" or target.hosts > 1:
         raise ValueError(
-            f"job.accelerator is {job.accelerator}: XManager finds machines on Vertex for a100:1 "
-            "to a100:8 alone; use launch.gke"
+            f"job.accelerator is {job.accelerator}: on Vertex, XManager supports only a100:1 to "
+            "a100:8; use launch.gke"
         )
     if not job.image:
         raise ValueError("job.image is empty: build and push one, see launch/Dockerfile")

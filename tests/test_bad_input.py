@@ -188,7 +188,7 @@ scaling --mfu=2 | mfu
 slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | Slurm has GPUs
 slurm --job.accelerator=h100:12 --job.workdir=/shared/x | hosts have 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator
-gke --job.image=x --job.workdir=/shared/x | choose one in a bucket
+gke --job.image=x --job.workdir=/shared/x | choose a folder in a bucket
 text convert D/none D/out2 | D/none
 text --nosuch | Unknown command line flag 'nosuch'
 weights | D/file

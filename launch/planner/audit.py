@@ -1,4 +1,4 @@
-"""What a compiled program does that costs time and computes nothing, on a TPU or a GPU."""
+"""Audit of a compiled program: copies, split products, padding and exposed communication."""
 
 import collections
 import re
@@ -14,31 +14,32 @@ _GPU_PRODUCT = re.compile(r'custom_call_target="__cu(dnn\$conv|blas)')
 
 
 class Audit(NamedTuple):
-    """Findings, all of one run of the program on one device."""
+    """Findings for one execution of the program on one device."""
 
     products: int
-    """Convolutions and matrix products; those in loops count as often as they run."""
+    """Number of convolutions and matrix products; those in loops count as often as they run."""
     products_written: int
-    """Those of the program before it was compiled: fewer, where the compiler split some (a
-    "windowed einsum" over the parts of a weight), more, where it merged."""
+    """Number of products before compilation. It is smaller if the compiler split some (a "windowed
+    einsum" over parts of a weight), and larger if it merged some."""
     float32_products: list[str]
-    """Those whose operands are all float32: a TPU takes several passes for each."""
+    """Products with only float32 operands, which take several passes on a TPU."""
     gathers: dict[str, int]
-    """Bytes of gathered arrays, by dtype."""
+    """Bytes of gathered arrays by dtype."""
     collectives: int
     exposed: list[str]
-    """Those during which nothing is computed: not asynchronous, or waited for at once."""
+    """Collectives that no computation hides: synchronous ones, or those awaited at once."""
     copies: int
+    """Number of copies and transpositions."""
     copied_bytes: int
-    """Copies and transpositions, and what they write."""
+    """Bytes written by copies and transpositions."""
     written_bytes: int
-    """By all instructions,"""
+    """Bytes written by all instructions."""
     padding_bytes: int
-    """and what fills up the tiles of that; 0 on GPUs."""
+    """Bytes that pad the written arrays to full tiles; 0 on GPUs."""
 
 
 def audit(compiled: compiling.Program) -> Audit:
-    """The findings of a compiled program."""
+    """Audit a compiled program."""
     program = hlo.read(compiled.text)
     products = copies = copied = written = padded = collectives = 0
     gathers: collections.Counter[str] = collections.Counter()
@@ -77,12 +78,12 @@ def audit(compiled: compiling.Program) -> Audit:
 
 
 def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
-    """Of programs that run so many times; padding is that of the mean."""
-    numbers = lambda name: sum(times * getattr(found, name) for times, found in audits)
+    """Sum (executions, audit) pairs of several programs to one audit."""
+    numbers = lambda name: sum(times * getattr(part, name) for times, part in audits)
     gathers = collections.Counter()
-    for times, found in audits:
-        gathers.update({dtype: times * n for dtype, n in found.gathers.items()})
-    texts = lambda name: list(dict.fromkeys(t for _, found in audits for t in getattr(found, name)))
+    for times, part in audits:
+        gathers.update({dtype: times * n for dtype, n in part.gathers.items()})
+    texts = lambda name: list(dict.fromkeys(t for _, part in audits for t in getattr(part, name)))
     return Audit(
         products=numbers("products"),
         products_written=numbers("products_written"),
@@ -97,42 +98,42 @@ def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
     )
 
 
-def lines(found: Audit) -> list[str]:
-    """The findings for people."""
+def lines(audit: Audit) -> list[str]:
+    """Format an audit as lines of text."""
     gib = lambda n: f"{n / 2**30:,.2f} GiB"
-    split = found.products - found.products_written
+    split = audit.products - audit.products_written
     some = lambda names: ", ".join(names[:5]) + (f" and {len(names) - 5} more" * (len(names) > 5))
     text = [
-        f"{found.products:,} convolutions and matrix products of {found.products_written:,} that "
-        "were written" + (f": {split:,} more, so some are split" if split > 0 else ""),
-        f"{found.copies:,} copies and transpositions write {gib(found.copied_bytes)} of "
-        f"{gib(found.written_bytes)}; filling up tiles adds {gib(found.padding_bytes)}",
+        f"{audit.products:,} convolutions and matrix products, compiled from "
+        f"{audit.products_written:,}" + (f": {split:,} more, so some are split" * (split > 0)),
+        f"{audit.copies:,} copies and transpositions write {gib(audit.copied_bytes)} of "
+        f"{gib(audit.written_bytes)}; padding to full tiles adds {gib(audit.padding_bytes)}",
     ]
-    if found.float32_products:
-        text.append(f"products in float32: {some(found.float32_products)}")
-    if found.gathers:
-        text.append("gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in found.gathers.items()))
-    if found.collectives:
-        behind = f"{len(found.exposed)} of {found.collectives} collectives hide behind nothing"
-        text.append(behind + (f": {some(found.exposed)}" if found.exposed else ""))
+    if audit.float32_products:
+        text.append(f"products in float32: {some(audit.float32_products)}")
+    if audit.gathers:
+        text.append("gathered: " + ", ".join(f"{gib(n)} {t}" for t, n in audit.gathers.items()))
+    if audit.collectives:
+        exposed = f"{len(audit.exposed)} of {audit.collectives} collectives are not hidden"
+        text.append(exposed + (f": {some(audit.exposed)}" if audit.exposed else ""))
     return text
 
 
 def exposed(program: Program) -> list[str]:
-    """The collectives behind which nothing is hidden, by name."""
-    found = []
+    """Return the names of the collectives that no computation hides."""
+    names = []
     for instructions in program.computations.values():
         started: dict[str, int] = {}
         for place, instruction in enumerate(instructions):
             if instruction.opcode in EXCHANGES:
-                found.append(instruction.name)
+                names.append(instruction.name)
             elif instruction.opcode.startswith(EXCHANGES) and instruction.opcode.endswith("-start"):
                 started[instruction.name] = place
             elif instruction.opcode.endswith("-done") and instruction.operands[0] in started:
                 between = instructions[started[instruction.operands[0]] + 1 : place]
                 if not any(i.opcode in ("fusion", *PRODUCTS, "custom-call") for i in between):
-                    found.append(instruction.operands[0])
-    return found
+                    names.append(instruction.operands[0])
+    return names
 
 
 def _is_float32(program: Program, product: Instruction) -> bool:

@@ -1,9 +1,9 @@
-"""A train step as the blocks that its networks are made of, each compiled once for a TPU.
+"""Compilation of a train step block by block, each distinct block once, for a TPU.
 
-A whole model takes the best part of an hour on a few cores; its blocks are few, and equal ones cost
-the same. A block is a module that a network calls itself: a residual block, a transformer. Of the
-parameters' update one program is made, without a network. What lies between the blocks
-(concatenations, the loss) is left out, and what the compiler fuses across them is not.
+Compiling a whole model takes most of an hour on a few cores, but a model has few distinct blocks.
+A block is a module that a network calls directly: a residual block, a transformer. The update of
+the parameters is one more program. Operations between blocks (concatenations, the loss) and fusions
+across their borders are not covered.
 """
 
 import collections
@@ -30,106 +30,105 @@ DEAREST = 10
 
 
 class Block(NamedTuple):
-    """A module as it is called, and what is equal in all calls that count as one."""
+    """Module with inputs of given shapes, which stands for all equal calls."""
 
     label: str
-    """Its class, and its inputs' shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
+    """Class and input shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
     names: Sequence[str]
-    """Those of the modules, in the order in which they are called."""
+    """Names of the modules, in the order of their calls."""
     module: nn.Module
     variables: Any
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
-    """Positional and keyword arguments, arrays as shapes."""
+    """Positional and keyword arguments, with shapes in place of arrays."""
     trained: bool
-    """Whether it is part of a gradient; otherwise it runs forwards alone."""
+    """Whether the block is part of the gradient; otherwise only its forward pass runs."""
 
 
 class Measured(NamedTuple):
-    """What the compiler says of a block, or of the update."""
+    """Compiler's estimates for a block, or for the update of the parameters."""
 
     label: str
     cycles: Mapping[str, float]
-    """By kind, see cycles.KINDS."""
+    """Cycles by kind of work, see cycles.KINDS."""
     layers: Mapping[str, float]
-    """Cycles by part of the network, as jax names it."""
+    """Cycles by part of the network, as named by jax."""
     flops: float
-    """Of matrix products and convolutions, what is computed again left out."""
+    """FLOPs of matrix products and convolutions, without recomputation."""
     temporary: int
-    """Bytes."""
+    """Bytes of temporary memory."""
     seconds: float
-    """That compiling took."""
+    """Time of the compilation."""
     dearest: Sequence[Cost]
-    """The instructions that cost most."""
+    """The instructions with the most cycles."""
     unknown: int
-    """Kernels of which there is no estimate."""
+    """Number of kernels without an estimate."""
     audit: Audit
 
     @property
     def total(self) -> float:
-        """Cycles of all kinds."""
         return sum(self.cycles.values())
 
 
 def record(model: Model, samples: int) -> list[Block]:
-    """The blocks of the loss of a batch; none is computed and nothing compiled.
+    """Return the blocks of the loss of a batch, without computing or compiling them.
 
-    ValueError where the loss calls no flax module.
+    Raises ValueError if the loss calls no flax module.
     """
-    found: dict[Any, Block] = {}
+    blocks: dict[Any, Block] = {}
     trained: set[int] = set()
-    inside = 0
+    depth = 0
 
-    def see(call, args, kwargs, context):
-        nonlocal inside
+    def intercept(call, args, kwargs, context):
+        nonlocal depth
         module, path = context.module, context.module.path
-        if inside or not path or context.method_name != "__call__":
+        if depth or not path or context.method_name != "__call__":
             return call(*args, **kwargs)
         variables = module.variables
-        ours = any(id(leaf) in trained for leaf in jax.tree.leaves(variables))
+        is_trained = any(id(leaf) in trained for leaf in jax.tree.leaves(variables))
         shape = lambda leaf: (
             jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if hasattr(leaf, "dtype") else leaf
         )
         variables, inputs = jax.tree.map(shape, (dict(variables), (args, kwargs)))
-        block = Block(_label(module, inputs), [module.name], module, variables, inputs, ours)
-        key = _fields(module), str(jax.tree.flatten((variables, inputs))), ours
-        if key in found:
-            block = found[key]._replace(names=[*found[key].names, module.name])
-        found[key] = block
-        inside += 1
+        block = Block(_label(module, inputs), [module.name], module, variables, inputs, is_trained)
+        key = _fields(module), str(jax.tree.flatten((variables, inputs))), is_trained
+        if key in blocks:
+            block = blocks[key]._replace(names=[*blocks[key].names, module.name])
+        blocks[key] = block
+        depth += 1
         try:
             return call(*args, **kwargs)
         finally:
-            inside -= 1
+            depth -= 1
 
-    def loss(params, *rest):
+    def loss(params, *args):
         trained.update(map(id, jax.tree.leaves(params)))
-        with nn.intercept_methods(see):
-            return model.task.loss(params, *rest)
+        with nn.intercept_methods(intercept):
+            return model.task.loss(params, *args)
 
     frozen, batch = memory.shapes(model.task.frozen), memory.batch_of(model.example, samples)
     jax.eval_shape(loss, model.state.params, frozen, batch, memory.abstract_key())
-    if not found:
+    if not blocks:
         raise ValueError("the loss calls no flax module whose blocks could be compiled")
-    return list(found.values())
+    return list(blocks.values())
 
 
 def work(block: Block) -> float:
-    """FLOPs of a block's products, the gradient's twice those of its forward pass."""
+    """Return the FLOPs of a block's products; the gradient has twice those of the forward pass."""
     function, arguments = _programs(block)[0]
-    once = flops.count(jax.make_jaxpr(function)(*arguments).jaxpr)
-    return float(once * (3 if block.trained else 1))
+    forward = flops.count(jax.make_jaxpr(function)(*arguments).jaxpr)
+    return float(forward * (3 if block.trained else 1))
 
 
 def measure(block: Block, kind: str) -> Measured:
-    """A block compiled for one TPU of a kind, with its gradient where it is trained."""
+    """Compile a block, with its gradient if it is trained, for one TPU."""
     mesh = compiling.one_device(kind)
     function, arguments = _programs(block)[block.trained]
-    # Parameters lie as the state keeps them, activations as the compiler likes, which within a
-    # whole program is free too: with fixed ones it would copy them at every block's border.
+    # Parameters have the layout of the train state. The compiler chooses the layout of activations,
+    # as it does within a whole program; a fixed one would add copies at the borders of blocks.
     fixed = sharding.replicated(mesh)
-    free = Format(Layout.AUTO, fixed)
-    places = (fixed, free, fixed, fixed, free)[: len(arguments)]
-    results = (free, (fixed, free)) if block.trained else free
+    automatic = Format(Layout.AUTO, fixed)
+    places = (fixed, automatic, fixed, fixed, automatic)[: len(arguments)]
+    results = (automatic, (fixed, automatic)) if block.trained else automatic
     run = sharding.ambient(mesh, function)
     lowered = jax.jit(run, in_shardings=places, out_shardings=results).lower(*arguments)
     label = block.label if block.trained else f"{block.label}, forward"
@@ -137,14 +136,13 @@ def measure(block: Block, kind: str) -> Measured:
 
 
 def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
-    """Clipping, optimizer and averages, on the part of the state that a device of `mesh` has."""
-    one = compiling.one_device(kind)
+    """Compile clipping, optimizer and averages for a device's shard of the state on `mesh`."""
     places = sharding.shardings(model.state, mesh, model.task.rules)
-    whole = sharding.replicated(one)
-    part = lambda leaf, where: jax.ShapeDtypeStruct(
-        where.shard_shape(leaf.shape), leaf.dtype, sharding=whole
+    replicated = sharding.replicated(compiling.one_device(kind))
+    shard = lambda leaf, place: jax.ShapeDtypeStruct(
+        place.shard_shape(leaf.shape), leaf.dtype, sharding=replicated
     )
-    state = jax.tree.map(part, model.state, places)
+    state = jax.tree.map(shard, model.state, places)
 
     @jax.custom_vjp
     def loss_of(params, gradient):
@@ -154,27 +152,27 @@ def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
     task = model.task._replace(loss=lambda p, frozen, batch, key: (loss_of(p, batch), {}))
     settings = model.optimizer._replace(accumulate=1, micro_batch=0)
     tx = optimizer.make_optimizer(settings, model.run.steps)
-    step = loop.make_step(task, settings, tx, jax.tree.map(lambda _: whole, state))
-    key = sharding.placed(memory.abstract_key(), whole)
+    step = loop.make_step(task, settings, tx, jax.tree.map(lambda _: replicated, state))
+    key = sharding.placed(memory.abstract_key(), replicated)
     lowered = step.lower(state, {}, state.params, key)
-    found = measured(compiling.compile_for(lowered, kind), kind, UPDATE, 0.0)
-    dearest = [row._replace(kind=cycles.OPTIMIZER) for row in found.dearest]
-    return found._replace(cycles={cycles.OPTIMIZER: found.total}, dearest=dearest)
+    update = measured(compiling.compile_for(lowered, kind), kind, UPDATE, 0.0)
+    dearest = [row._replace(kind=cycles.OPTIMIZER) for row in update.dearest]
+    return update._replace(cycles={cycles.OPTIMIZER: update.total}, dearest=dearest)
 
 
 def measured(program: compiling.Program, kind: str, label: str, work: float) -> Measured:
-    """What a compiled program for a TPU of this kind says."""
+    """Return the compiler's estimates in a program for a TPU; `work` are the model's FLOPs."""
     unknown = 0
 
-    def of_kernel(instruction):
+    def kernel_cycles(instruction):
         nonlocal unknown
-        found = kernels.cycles(kind, instruction)
-        unknown += found is None
-        return found
+        estimate = kernels.cycles(kind, instruction)
+        unknown += estimate is None
+        return estimate
 
     by_kind: collections.Counter[str] = collections.Counter()
     layers: collections.Counter[str] = collections.Counter()
-    rows = sorted(cycles.costs(program.text, of_kernel), reverse=True)
+    rows = sorted(cycles.costs(program.text, kernel_cycles), reverse=True)
     for row in rows:
         by_kind[row.kind] += row.cycles  # pyright: ignore[reportArgumentType]
         layers[row.layer] += row.cycles  # pyright: ignore[reportArgumentType]
@@ -192,27 +190,27 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
 
 
 def _programs(block: Block) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
-    """(function, arguments) of the block forwards, and of it with the gradient of all it reads."""
+    """Return (function, arguments) of the forward pass, and of it with the block's gradient."""
     leaves, tree = jax.tree.flatten(block.inputs)
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
-    is_real = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
-    real = [leaf for leaf in leaves if is_real(leaf)]
-    whole = [leaf for leaf in leaves if is_array(leaf) and not is_real(leaf)]
+    is_float = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
+    floats = [leaf for leaf in leaves if is_float(leaf)]
+    others = [leaf for leaf in leaves if is_array(leaf) and not is_float(leaf)]
     module = block.module.clone(parent=None, name=None)
 
-    def forward(variables, real, whole, key):
-        reals, wholes = iter(real), iter(whole)
-        pick = lambda leaf: next(reals) if is_real(leaf) else next(wholes)
-        filled = [pick(leaf) if is_array(leaf) else leaf for leaf in leaves]
-        args, kwargs = jax.tree.unflatten(tree, filled)
+    def forward(variables, floats, others, key):
+        next_float, next_other = iter(floats), iter(others)
+        pick = lambda leaf: next(next_float) if is_float(leaf) else next(next_other)
+        inputs = [pick(leaf) if is_array(leaf) else leaf for leaf in leaves]
+        args, kwargs = jax.tree.unflatten(tree, inputs)
         return module.apply(variables, *args, rngs={"dropout": key}, **kwargs)
 
-    def gradient(variables, real, whole, key, cotangents):
-        run = lambda variables, real: forward(variables, real, whole, key)
-        out, pull = jax.vjp(run, variables, real)
+    def gradient(variables, floats, others, key, cotangents):
+        run = lambda variables, floats: forward(variables, floats, others, key)
+        out, pull = jax.vjp(run, variables, floats)
         return out, pull(cotangents)
 
-    arguments = block.variables, real, whole, memory.abstract_key()
+    arguments = block.variables, floats, others, memory.abstract_key()
     cotangents = jax.eval_shape(forward, *arguments)
     return (forward, arguments), (gradient, (*arguments, cotangents))
 
@@ -226,11 +224,11 @@ def _label(module: nn.Module, inputs: Any) -> str:
 
 
 def _fields(module: nn.Module) -> str:
-    """A module's class and fields, apart from its place; functions by their names."""
+    """Return a module's class and its fields except name and parent; functions by their names."""
     values = {f.name: getattr(module, f.name, None) for f in dataclasses.fields(module)}
-    named = {
+    fields = {
         name: getattr(value, "__qualname__", value)
         for name, value in values.items()
         if name not in ("parent", "name")
     }
-    return f"{type(module).__qualname__} {named}"
+    return f"{type(module).__qualname__} {fields}"

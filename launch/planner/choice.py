@@ -1,4 +1,4 @@
-"""How a step is best divided over a target's devices: mesh, micro batches, rematerialization."""
+"""Choice of the mesh, micro batch and rematerialization that make a step fastest on a target."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,31 +13,34 @@ from launch.planner.estimate import Step, Traced
 
 
 class Choice(NamedTuple):
-    """A way to divide a step that fits into the memory."""
+    """Division of a step over devices that fits into their memory."""
 
     mesh: AbstractMesh
     micro_batch: int
-    """Samples of a device in a pass."""
+    """Samples per device and pass."""
     accumulate: int
-    """Passes of a step."""
+    """Passes per step."""
     step: Step
     bytes: int
-    """Memory a device."""
+    """Memory per device."""
 
 
 def meshes(target: Target) -> list[tuple[int, int]]:
-    """(replica, fsdp): plain data parallelism, fsdp within what links join, and over all."""
+    """Return the meshes to try, as (replica, fsdp).
+
+    They are plain data parallelism, fsdp over all devices, and fsdp over devices joined by links.
+    """
     devices, island = target.devices, min(target.devices, target.island)
-    inside = {(devices // island, island)} if devices % island == 0 else set()
-    return sorted({(devices, 1), (1, devices)} | inside)
+    by_island = {(devices // island, island)} if devices % island == 0 else set()
+    return sorted({(devices, 1), (1, devices)} | by_island)
 
 
 def best(
     traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> Choice | None:
-    """The mesh and the micro batch of the shortest step with nothing hidden; None if none fits."""
-    found = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
-    return min((c for c in found if c), key=lambda choice: choice.step.exposed, default=None)
+    """Return the choice with the shortest step, nothing hidden; None if nothing fits."""
+    choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
+    return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 
 
 def _choice(traced: Traced, target: Target, shape: tuple[int, int], mfu: float) -> Choice | None:
@@ -61,9 +64,9 @@ def advise(
     mfu: float,
     current: Mapping[str, Any],
 ) -> str:
-    """The best choice in words, with what speaks for it; `current` are the figures of the config.
+    """Describe the best choice and its cost; `current` are the figures of the config.
 
-    Rematerialization costs a third of the arithmetic, so it is tried where nothing fits without.
+    Rematerialization adds a third to the arithmetic, so it is tried only if nothing fits without.
     """
     tried, remat = traced, False
     if (choice := best(traced, target, mfu)) is None:
@@ -71,19 +74,21 @@ def advise(
         choice = best(tried, target, mfu)
     if choice is None:
         return "nothing fits on these devices, not even one sample each with rematerialization"
-    now = sum(current["seconds"][part] for part in ("arithmetic", "update", "communication"))
+    current_seconds = sum(
+        current["seconds"][part] for part in ("arithmetic", "update", "communication")
+    )
     text = f"{_flags(choice, traced, remat)}: {_cost(choice, target)}"
-    text += f"; this config {_ms(now)}" * current["fits"]
+    text += f"; this config takes {_ms(current_seconds)}" * current["fits"]
     text += "; without rematerialization not even one sample fits" * remat
     if choice.mesh.shape["fsdp"] == 1:
         return text
-    plain = best(tried, target, mfu, [(target.devices, 1)])
-    if plain:
-        return f"{text}; plain data parallelism {_cost(plain, target)}"
-    alone = estimate.bytes_per_device(
+    data_parallel = best(tried, target, mfu, [(target.devices, 1)])
+    if data_parallel:
+        return f"{text}; plain data parallelism takes {_cost(data_parallel, target)}"
+    need = estimate.bytes_per_device(
         estimate.with_micro_batch(tried, 1), AbstractMesh((target.devices, 1, 1), sharding.AXES)
     )
-    state = alone.total - alone.temporary - alone.batch
+    state = need.total - need.temporary - need.batch
     return f"{text}; plain data parallelism does not fit: the state alone is {_gib(state)} GiB"
 
 
@@ -99,7 +104,7 @@ def _cost(choice: Choice, target: Target) -> str:
     parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
     limit = _gib(memory.USABLE * target.kind.memory)
     room = f"{_gib(choice.bytes)} of {limit} GiB"
-    return f"{_ms(choice.step.exposed)} a step with nothing hidden ({parts}), {room}"
+    return f"{_ms(choice.step.exposed)} per step with nothing hidden ({parts}), {room}"
 
 
 def _ms(seconds: float) -> str:

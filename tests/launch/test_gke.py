@@ -238,8 +238,8 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
     ("arguments", "message"),
     [
         (("--job.workdir=gs://b/r",), "job.image is empty: build one with launch/Dockerfile"),
-        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', a folder that ends with its"),
-        (("--job.image=i",), "job.workdir is empty: say where the run is kept"),
+        (("--job.image=i", "--job.workdir=runs/x"), "'runs/x', but other hosts do not see"),
+        (("--job.image=i",), "job.workdir is empty: give a folder with"),
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
         ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
@@ -250,7 +250,7 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
         ((*THERE, "--job.accelerator=h100:24"),
          "batch_size 4096 does not divide over accumulate 1 x replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
-        ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is no YAML"),
+        ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),
         ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2', and there is no such"),
     ],
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_few_samples_on_a_tpu_are_told(target, batch, told):
         "launch.plan", *TINY, "--fast", f"--target={target}", f"--config.batch_size={batch}"
     )
     assert ended.code == 0, ended.err
-    assert ("fewer than 8 samples a device at once" in ended.out) is told
+    assert ("micro batch has fewer than 8 samples" in ended.out) is told
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ def test_nemos_own_booking_comes_out_right_where_there_is_no_cudnn():
     assert ended.code == 0, ended.err
     f = json.loads(ended.out.splitlines()[-1])
     assert f["fits"] and f["micro_batch"] == 128 and f["accumulate"] == 1
-    assert "attention is modelled by blocks of keys" in f["notes"][-1]
+    assert "blockwise attention models the kernel's memory" in f["notes"][-1]
     # The state of 8.4 GB would fit on each, but then each would update all of it.
     assert f["advice"][-1].startswith(
         "--config.mesh.replica=1 --config.mesh.fsdp=32 --config.optimizer.micro_batch=128"

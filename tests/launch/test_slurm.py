@@ -171,14 +171,14 @@ def test_a_config_may_take_an_argument():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "Slurm has GPUs, such as h100:64"),
+        (("--job.workdir=/x", "--job.accelerator=v5p:2x2x2"), "choose GPUs for Slurm, such as"),
         (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.slurm.options=('exclusive',)"),
          "job.slurm.options holds 'exclusive': write --NAME=VALUE"),
         (("--job.workdir=/x", "--job.accelerator=h100:8", "--job.env=('A B=1',)"),
          "job.env holds 'A B=1': write NAME=VALUE"),
-        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "give a folder that all nodes see"),
+        (("--job.workdir=runs/x", "--job.accelerator=h100:8"), "of a folder that all nodes see"),
         (("--job.workdir=gs://b/x", "--job.accelerator=h100:8",
-          "--job.command=benchmarks.scaling", "--job.config="), "give a folder that all nodes"),
+          "--job.command=benchmarks.scaling", "--job.config="), "of a folder that all nodes"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):

@@ -153,7 +153,7 @@ def test_an_audit_names_what_computes_nothing():
     assert (found.collectives, found.exposed) == (3, ["s1", "out"])
     assert (found.copies, found.copied_bytes) == (1, 2 * 8 * 2)
     lines = audit.lines(audit.added([(2, found), (1, found)]))
-    assert lines[0].startswith("9 convolutions and matrix products of 6 that were written: 3 more")
+    assert lines[0].startswith("9 convolutions and matrix products, compiled from 6: 3 more")
     assert "3 copies and transpositions" in lines[1]
 
 

@@ -121,14 +121,14 @@ def test_alpha_stands_beside_the_arrays_or_is_the_rank(opened, tmp_path, alpha, 
     [
         ({"a.hada_w1_a": (2, 2)}, "is not a LoRA with two factors per layer: 1 of 1 names do not"),
         ({f"{TO_Q}.lora_A.weight": (2, 64)}, "is not a LoRA with two factors per layer: 1 of 1"),
-        ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not read: merge them elsewhere"),
+        ({f"{TO_Q}.dora_scale": (2,)}, "LoHa, LoKr and DoRA are not supported: merge them with"),
         (
             {f"{TO_Q}s.lora_A.weight": (2, 64), f"{TO_Q}s.lora_B.weight": (64, 2)},
             "belongs to another model: this model lacks 1 of its 1 layers, mid_block",
         ),
         (
             {f"{TO_Q}.lora_A.weight": (2, 32), f"{TO_Q}.lora_B.weight": (64, 2)},
-            r"to_q has factors \[2, 32\] and \[64, 2\], and the weight there is \[64, 64\]",
+            r"to_q has factors \[2, 32\] and \[64, 2\], but the model's weight is \[64, 64\]",
         ),
         (
             {"lora_te_a.lora_down.weight": (2, 4), "lora_te_a.lora_up.weight": (4, 2)},
