@@ -1,4 +1,4 @@
-"""The 500M base model on a slice of 64 v5p chips, for GKE; see docs/launch.md for the others."""
+"""Job that trains the 500M base model on 64 v5p chips; see docs/launch.md for all launchers."""
 
 from ml_collections import ConfigDict
 
@@ -8,17 +8,17 @@ def get_config() -> ConfigDict:
     c.name = "base64-500m"
     c.command = "imagen_jax.train"
     c.config = "configs/base64_500m.py"
-    c.overrides = ()  # Of the config, such as "optimizer.lr=2e-4".
+    c.overrides = ()  # Changes to the config, such as "optimizer.lr=2e-4".
     c.flags = ()
-    c.sweep = ()  # Such as (("seed=1",), ("seed=2",)): a run for each.
+    c.sweep = ()  # One run per entry, for example (("seed=1",), ("seed=2",)).
 
-    c.accelerator = "v5p:4x4x4"  # Or v5p:4x4x4*2, h100:64; launch/accelerators.py lists them.
+    c.accelerator = "v5p:4x4x4"  # Or v5p:4x4x4*2, h100:64: see launch/accelerators.py.
     c.image = ""
     c.workdir = ""
     c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".
-    c.env = ()  # Such as "NCCL_DEBUG=INFO".
-    c.mounts = ()  # Folders for a container, beside those that config and flags name.
-    c.restarts = 10  # After a crash or a hang; after a preemption always, after bad input never.
+    c.env = ()  # Environment variables, such as "NCCL_DEBUG=INFO".
+    c.mounts = ()  # Folders to mount, in addition to those in the config and the flags.
+    c.restarts = 10  # After crashes and hangs. Preempted runs always restart, bad input never.
 
     c.gke = dict(
         namespace="default",
@@ -27,8 +27,8 @@ def get_config() -> ConfigDict:
         secret="imagen-sd-jax",
         spot=False,
         grace=300,
-        restarts=-1,  # As below for all launchers.
-        patch="",  # YAML for the manifest, such as "{metadata: {labels: {team: images}}}".
+        restarts=-1,  # -1 for c.restarts.
+        patch="",  # YAML merged into the manifest: "{metadata: {labels: {team: images}}}".
     )
     c.slurm = dict(partition="", account="", time="24:00:00", grace=300, setup="", options=())
     return c

@@ -1,4 +1,4 @@
-"""The quick start with three seeds, each on one GPU."""
+"""Job that runs the quick start with three seeds, each on one GPU."""
 
 from ml_collections import ConfigDict
 

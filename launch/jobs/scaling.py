@@ -1,4 +1,4 @@
-"""Weak scaling of the 500M base model on 1 to 8 hosts of eight GPUs: see docs/benchmarks.md."""
+"""Job that measures weak scaling of the 500M base model on 64 GPUs: see docs/benchmarks.md."""
 
 from ml_collections import ConfigDict
 
@@ -9,6 +9,6 @@ def get_config() -> ConfigDict:
     c = base64_500m.get_config()
     c.name = "scaling"
     c.command = "benchmarks.scaling"
-    c.overrides = ("unet.attention_impl=cudnn", "batch_size=4096")  # 64 a GPU.
+    c.overrides = ("unet.attention_impl=cudnn", "batch_size=4096")  # 64 samples per GPU.
     c.accelerator = "h100:64"
     return c

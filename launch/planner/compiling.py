@@ -1,4 +1,4 @@
-"""The train step compiled for a target that is not here: its memory and its collectives."""
+"""Compilation of the train step for devices that this machine does not have."""
 
 import base64
 import hashlib
@@ -26,81 +26,86 @@ from launch.planner.traffic import Collective
 
 T = TypeVar("T")
 
-
-_LIBTPU = {"v7x": "tpu7x"}
+_LIBTPU = {"v7x": "tpu7x"}  # libtpu's name of a TPU where it differs from ours.
 COMPILERS = ("libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cudnn-cu12")
 
 
 class Program(NamedTuple):
-    """A compiled program."""
+    """Compiled program."""
 
     text: str
-    """As XLA prints it."""
+    """The optimized HLO, as printed by XLA."""
     temporary: int
-    """Bytes a device."""
+    """Bytes of temporary memory per device."""
     seconds: float
-    """That compiling took."""
+    """Time of the compilation."""
     products: int
-    """Convolutions and matrix products of what was compiled."""
+    """Number of convolutions and matrix products before compilation."""
 
 
 class Compiled(NamedTuple):
-    """A compiled train step, as far as its compiler tells."""
+    """Facts that the compiler determined about a train step."""
 
     temporary: int | None
-    """Bytes a device; None if they are not known."""
+    """Bytes of temporary memory per device; None if unknown."""
     collectives: list[Collective]
     program: Program | None = None
-    """Where it is the target's own."""
+    """The program, if it was compiled for the target itself."""
 
 
 def prepare(devices: int, *kinds: str) -> None:
-    """Gives this process as many virtual CPU devices as the target has; before JAX starts.
+    """Give this process `devices` virtual CPU devices. Call this before JAX starts.
 
-    Compilers get the settings of these kinds of accelerators, as runs on them do.
+    Compilers get the same settings as in runs on these `kinds` of accelerators.
     """
     os.environ.update(tuning.environment(kinds, os.environ))
-    # Libtpu reads these too, and ends the process over what only a CPU's compiler knows.
+    # libtpu reads XLA_FLAGS too, and exits on flags of the CPU compiler.
     words = os.environ.get("XLA_FLAGS", "").split()
     os.environ["XLA_FLAGS"] = " ".join(w for w in words if not w.startswith("--xla_cpu_"))
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", devices)
-    jax.config.update("jax_enable_compilation_cache", False)  # It cannot read what is not for here.
-    # Else libtpu asks a server that only a TPU's host has, and complains of no answer.
+    jax.config.update("jax_enable_compilation_cache", False)  # It cannot load foreign programs.
+    # Otherwise libtpu queries a metadata server that only TPU hosts have, and logs errors.
     os.environ["TPU_SKIP_MDS_QUERY"] = "1"
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     os.environ.setdefault("TPU_HOST_BOUNDS", "1,1,1")
-    # Else it refuses while another process compiles: of no TPU here.
+    # Otherwise libtpu refuses to load while another process compiles, although neither has a TPU.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     gpu.load_cudnn()
 
 
 def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled, list[str]]:
-    """The step compiled for the target, or what is nearest to that here; notes on the latter."""
+    """Compile the step for the target, and return the result with notes.
+
+    If the target's compiler is not installed, compile for CPUs instead and add a note.
+    """
     missing = missing_for(target)
     devices = jax.devices() if missing else _devices(target)
     if len(devices) != mesh.size:
-        raise ValueError(f"{len(devices)} devices to compile for, and the mesh has {mesh.size}")
+        raise ValueError(
+            f"the mesh has {mesh.size} devices, but the compiler has {len(devices)}: set the mesh "
+            "to use all of them"
+        )
     grid = np.array(devices).reshape(tuple(mesh.shape.values()))
-    mesh_here = Mesh(grid, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
+    concrete_mesh = Mesh(grid, sharding.AXES, axis_types=(AxisType.Auto,) * 3)
     version = devices[0].client.platform_version if missing else devices[0].device_kind
     fallback = gpu.FALLBACK if not missing and not target.is_tpu else None
-    program = compile_for(lower_step(model, mesh_here), target, version, fallback=fallback)
+    program = compile_for(lower_step(model, concrete_mesh), target, version, fallback=fallback)
     exchanges = traffic.of_hlo(program.text)
     if missing:
-        note = f"{missing}: memory is the model's, and the collectives are the CPU's"
+        note = f"{missing}: memory is modelled, and collectives are those of XLA's CPU backend"
         return Compiled(None, exchanges), [note]
     notes = []
     if not target.is_tpu:
-        used = gpu.kernels(program.text)
-        notes.append("kernels: " + ", ".join(f"{n} {name}" for name, n in used.items()))
+        kernels = gpu.kernels(program.text)
+        notes.append("kernels: " + ", ".join(f"{n} {name}" for name, n in kernels.items()))
         if not gpu.has_cudnn():
-            notes.append("nvidia-cudnn-cu12 is not installed: auto takes XLA's attention")
+            notes.append("nvidia-cudnn-cu12 is not installed: auto uses XLA's attention")
     return Compiled(program.temporary, exchanges, program), notes
 
 
 def missing_for(target: Target) -> str | None:
-    """What must be installed to compile for a target; None if all is here."""
+    """Return a message if software to compile for a target is missing, else None."""
     if not target.is_tpu:
         return gpu.missing(target)
     if importlib.util.find_spec("libtpu") is None:
@@ -113,32 +118,33 @@ def _devices(target: Target) -> list[Any]:
 
 
 def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
-    """The train step of the loop, on devices that need not be here."""
-    where = sharding.shardings(model.state, mesh, model.task.rules)
+    """Lower the train step of the loop; the mesh's devices may be on no machine."""
+    places = sharding.shardings(model.state, mesh, model.task.rules)
     frozen = memory.shapes(model.task.frozen)
-    by_rules = sharding.shardings(frozen, mesh, model.task.rules)
+    frozen_places = sharding.shardings(frozen, mesh, model.task.rules)
     batch = memory.batch_of(model.example, model.run.batch_size)
-    split, whole = sharding.batch_sharding(mesh), sharding.replicated(mesh)
+    split, replicated = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     settings = optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh)
     tx = optimizer.make_optimizer(settings, model.run.steps)
-    step = loop.make_step(model.task, settings, tx, where)
+    step = loop.make_step(model.task, settings, tx, places)
     return step.lower(
-        sharding.placed(model.state, where),
-        sharding.placed(frozen, by_rules),
+        sharding.placed(model.state, places),
+        sharding.placed(frozen, frozen_places),
         sharding.placed(batch, jax.tree.map(lambda _: split, batch)),
-        sharding.placed(memory.abstract_key(), whole),
+        sharding.placed(memory.abstract_key(), replicated),
     )
 
 
 def compile_for(
     lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None
 ) -> Program:
-    """Compiles a program for a place, or reads what was kept of it beside JAX's own programs.
+    """Compile a program, or read it from the cache.
 
-    `fallback` are options of the compiler for a second try, where the first fails.
+    `place` identifies the device in the cache. `fallback` are compiler options for a second attempt
+    if the first one fails.
     """
 
-    written = lowered.as_text()
+    source = lowered.as_text()
 
     def compile_it() -> dict[str, Any]:
         start = time.time()
@@ -154,16 +160,16 @@ def compile_for(
         temporary = program.memory_analysis().temp_size_in_bytes
         return {"temporary": temporary, "seconds": seconds, "packed": packed}
 
-    found = kept("program", [written, *place, *versions()], compile_it)
-    text = zlib.decompress(base64.b64decode(found["packed"])).decode()
-    products = len(re.findall(r"stablehlo\.(?:dot_general|convolution)", written))
-    return Program(text, found["temporary"], found["seconds"], products)
+    result = cached("program", [source, *place, *versions()], compile_it)
+    text = zlib.decompress(base64.b64decode(result["packed"])).decode()
+    products = len(re.findall(r"stablehlo\.(?:dot_general|convolution)", source))
+    return Program(text, result["temporary"], result["seconds"], products)
 
 
-def kept(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
-    """What was made once of these parts, as JSON beside JAX's own programs, or else is made now.
+def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
+    """Return make(), cached as JSON in JAX's compilation cache under a hash of `parts`.
 
-    JAX itself keeps none for devices that are not here.
+    JAX itself does not cache programs for devices that the machine does not have.
     """
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
@@ -171,22 +177,22 @@ def kept(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
     path = pathlib.Path(folder or "", f"{name}-{digest}.json")
     if folder and path.exists():
         return json.loads(path.read_text())
-    made = make()
+    value = make()
     if folder:
         path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_whole(path, json.dumps(made))
-    return made
+        files.write_whole(path, json.dumps(value))
+    return value
 
 
 def versions() -> list[str]:
-    """The compilers and their options, on which programs depend beside what they are made of."""
+    """Return the versions and options of the compilers, which are part of the cache's keys."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
     compilers = [f"{name} {log.version(name)}" for name in ("jax", "jaxlib", *COMPILERS)]
     return [*compilers, *(os.environ.get(name, "") for name in names)]
 
 
 def one_device(kind: str) -> Mesh:
-    """A mesh of a single TPU of this kind, to compile for."""
+    """Return a mesh of a single TPU to compile for."""
     shape = "2x2x1" if kind == "v7x" else "x".join("1" * KINDS[kind].torus)
     name = f"{_LIBTPU.get(kind, kind)}:{shape}"
     device = topologies.get_topology_desc(topology_name=name, platform="tpu").devices[0]
@@ -194,7 +200,7 @@ def one_device(kind: str) -> Mesh:
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """Devices of a slice to compile for; ValueError if libtpu knows no such slice."""
+    """Return the devices of a TPU slice. Raises ValueError if libtpu has no such slice."""
     name = f"{_LIBTPU.get(target.name, target.name)}:{target.topology}"
     try:
         options = {"num_slices": target.slices} if target.slices > 1 else {}

@@ -1,8 +1,7 @@
-"""The TPU compiler's own estimate of a program's time: cycles of each instruction, by kind.
+"""The TPU compiler's estimate of a program's time: cycles of each instruction, by kind of work.
 
-libtpu writes `estimated_cycles` into what it compiles: for a core that is never interrupted, in a
-model of its memory, and never measured. For a Pallas kernel it writes none: see kernels.py. Nothing
-here ran on a chip.
+libtpu writes `estimated_cycles` into compiled programs. They come from its model of a core and its
+memory, not from measurements. It has no estimate for Pallas kernels; kernels.py provides one.
 """
 
 import re
@@ -12,9 +11,9 @@ from typing import NamedTuple
 from launch.planner import hlo
 from launch.planner.hlo import Instruction, Program
 
-# bfloat16 FLOP a cycle of a device, of its matrix units alone: v5e has 4 of 128 x 128, v5p twice
-# that in two cores, v6e and v7x (of whose chips jax sees two devices) 4 of 256 x 256. With the peak
-# rate of launch/accelerators.py this gives the clock: 1.5, 1.75, 1.75 and 2.2 GHz.
+# bfloat16 FLOP per cycle of a device's matrix units: v5e has 4 of 128 x 128, v5p twice as many in
+# two cores, v6e and v7x (jax sees two devices per v7x chip) 4 of 256 x 256. With the peak rates in
+# launch/accelerators.py, these give clocks of 1.5, 1.75, 1.75 and 2.2 GHz.
 FLOP_PER_CYCLE: Mapping[str, int] = {"v5e": 2**17, "v5p": 2**18, "v6e": 2**19, "v7x": 2**19}
 KINDS = ("matrix unit", "attention kernel", "norm", "softmax", "copies", "optimizer",
          "collectives", "elementwise")  # fmt: skip
@@ -29,18 +28,18 @@ _ARITHMETIC = {"add", "multiply", "subtract", "divide", "exponential", "reduce",
 
 
 class Cost(NamedTuple):
-    """An instruction and its estimate, all its runs together."""
+    """Estimate for an instruction, summed over all its executions."""
 
     cycles: float
     kind: str
     layer: str
-    """The part of the network that it belongs to, or the optimizer; "" if jax does not say."""
+    """Part of the network that the instruction belongs to; "" if unknown."""
     what: str
-    """Instruction, result and source, for people."""
+    """Description for the user: instruction, result and source."""
 
 
 def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> Iterator[Cost]:
-    """What each instruction of a compiled program costs; kernels without an estimate cost 0."""
+    """Yield the cost of each instruction of a program; kernels without an estimate cost 0."""
     program = hlo.read(text)
     for instruction, times in program.run():
         cycles = _estimated(instruction)
@@ -54,18 +53,18 @@ def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> It
 
 
 def is_kernel(instruction: Instruction) -> bool:
-    """Whether it is a Pallas kernel."""
+    """Return whether an instruction is a Pallas kernel."""
     return 'custom_call_target="tpu_custom_call"' in instruction.rest
 
 
 def kind(program: Program, instruction: Instruction) -> str:
-    """What an instruction mostly does, one of KINDS."""
+    """Return the main kind of work of an instruction, one of KINDS."""
     opcode, source = instruction.opcode, instruction.source
     inside = program.inside(instruction)
     opcodes = {inner.opcode for inner in inside} | {opcode}
     if is_kernel(instruction):
         return KERNEL
-    if opcodes & PRODUCTS:  # Beside which a v5e's fusions may add up gradients.
+    if opcodes & PRODUCTS:  # On v5e, such a fusion may also sum gradients.
         return MATRIX_UNIT
     if opcode.startswith(EXCHANGES) or opcodes & set(EXCHANGES):
         return COLLECTIVES
@@ -74,20 +73,26 @@ def kind(program: Program, instruction: Instruction) -> str:
     if "jvp(" not in source and re.search(r"(^|/)(update|jit\(_?where\)|average)", source):
         return OPTIMIZER
     exponentials = (inner.source for inner in inside if inner.opcode == "exponential")
-    if any("norm" in name for name in (source, *exponentials)):  # SiLU is part of its norm.
+    if any("norm" in name for name in (source, *exponentials)):  # SiLU is part of a norm.
         return NORM
     exponential = "exponential" in opcodes and "erf" not in opcodes  # GELU's gradient has both.
     return SOFTMAX if exponential or "splash" in source else ELEMENTWISE
 
 
 def layer(source: str) -> str:
-    """jit(train_step)/transpose(jvp(UNet))/down_1_0_res/conv1/... -> down_1_res."""
+    """Return the part of the network in an operation's name.
+
+    For example, jit(train_step)/transpose(jvp(UNet))/down_1_0_res/conv1/... is in down_1_res.
+    """
     match = re.search(r"jvp\(\w+\)+/(\w+)", source)
     return level(match[1]) if match else ""
 
 
 def level(name: str) -> str:
-    """What a module is counted with, the others of its kind and level: down_1_0_res, down_1_res."""
+    """Drop a module's index within its level, so that equal modules count together.
+
+    For example, down_1_0_res becomes down_1_res.
+    """
     return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
 
 
@@ -97,9 +102,9 @@ def _estimated(instruction: Instruction) -> float:
 
 
 def _scopes(source: str) -> list[str]:
-    """The names that lead to an operation, without jax's transformations."""
+    """Return the scopes of an operation, without jax's transformations."""
     wrapped = r"\b(jvp|transpose|jit|remat|checkpoint|rematted_computation|vmap|custom_vjp_call)\("
     while source != (source := re.sub(wrapped + r"([^()]*)\)", r"\2", source)):
         pass
     names = [name for name in source.split("/") if name not in ("", "checkpoint")]
-    return names[1:]  # The first is the jitted function.
+    return names[1:]  # The first name is the jitted function.

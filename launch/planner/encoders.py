@@ -1,4 +1,4 @@
-"""Text encoders whose weights are not here, as shapes: the four that people train with."""
+"""Shapes of the usual text encoders, for planning without their weights."""
 
 from typing import Any
 
@@ -10,38 +10,40 @@ from diffusion_jax.config.settings import Text
 from diffusion_jax.text import clip, precomputed, registry, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-# By encoder and width. T5-11b and T5 v1.1 XXL; the fields of T5Encoder.
+# Fields of T5Encoder by width: T5-11b and T5 v1.1 XXL.
 _T5 = {
     1024: t5.T5Encoder(32128, 1024, 65536, 128, 128, 24),
     4096: t5.T5Encoder(32128, 4096, 10240, 64, 64, 24, activation="gelu_new", gated=True),
 }
-# CLIP ViT-L/14 and OpenCLIP ViT-H/14: width, of the MLP, heads, layers.
+# (width, MLP width, heads, layers) by width: CLIP ViT-L/14 and OpenCLIP ViT-H/14.
 _CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
 
 
 def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple[str, ...]]:
-    """The encoder of a config and notes; by its known shape where its weights cannot be opened.
+    """Return the encoder of a config, and notes.
 
-    Of embeddings in a store, or `embedded` beside the images, there are shapes alone. ValueError
-    for an unknown shape.
+    If its weights cannot be opened, the encoder has only shapes, and a note says so. If the
+    embeddings are in a store or stored with the images (`embedded`), no encoder is needed.
+
+    Raises an error if the weights cannot be opened and the encoder's shape is unknown.
     """
     if text.store or embedded:
         return _stored(text), ()
     try:
         return registry.make_encoder(text), ()
     except (OSError, ValueError) as error:
-        known = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
-        if text.width not in known:
+        shapes = {"t5": _T5, "clip": _CLIP, "clip_penultimate": _CLIP}.get(text.encoder, {})
+        if text.width not in shapes:
             raise
-        note = f"the text encoder {text.encoder} by its known shape ({error})".splitlines()[0]
+        note = f"the text encoder {text.encoder} is planned by its shape ({error})".splitlines()[0]
         return (_t5(text) if text.encoder == "t5" else _clip(text)), (note,)
 
 
 def _stored(text: Text) -> TextEncoder:
-    """Embeddings that come with the batch: zeros, whatever the texts."""
+    """Return an encoder whose batches hold embeddings, which are zeros for all texts."""
     array = np.zeros((text.max_tokens, text.width), np.float32)
-    opened = precomputed.encoder(text.width, text.max_tokens)
-    return opened._replace(tokenize=lambda texts: opened.tokenize([array] * len(texts)))
+    encoder = precomputed.encoder(text.width, text.max_tokens)
+    return encoder._replace(tokenize=lambda texts: encoder.tokenize([array] * len(texts)))
 
 
 def _t5(text: Text) -> TextEncoder:

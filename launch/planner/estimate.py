@@ -1,4 +1,4 @@
-"""Figures of a config on a target: memory, arithmetic, communication, time, disk."""
+"""Estimates for a config on a target: memory, arithmetic, communication, time and disk space."""
 
 import bisect
 from typing import Any, NamedTuple
@@ -18,96 +18,99 @@ from launch.planner.compiling import Compiled
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
-_TOKENS, _CAPTION = 25, 100  # Of a caption, on average: T5 tokens, bytes.
+_TOKENS, _CAPTION = 25, 100  # T5 tokens and bytes of an average caption.
 
 
 class Traced(NamedTuple):
-    """A model and the program of its loss and gradient."""
+    """Model with the traced program of its loss and gradient."""
 
     model: Model
     step: memory.Traced
 
     @property
     def flops(self) -> float:
-        """A training sample's, forward and backward."""
+        """FLOPs per training sample, forward and backward."""
         return self.step.flops
 
 
 class Step(NamedTuple):
-    """Predicted seconds of a step, by what is busy."""
+    """Predicted seconds of the parts of a step."""
 
     arithmetic: float
-    """At the stated utilization."""
+    """Forward and backward pass at the stated utilization."""
     update: float
     """Reading and writing parameters, moments and averages once, at full memory bandwidth."""
     communication: float
-    """At full bandwidth, nothing at the same time."""
+    """Communication at full bandwidth, with nothing else at the same time."""
 
     @property
     def hidden(self) -> float:
-        """Seconds if communication hides behind arithmetic as far as that lasts."""
+        """Seconds of a step that hides as much communication as possible behind arithmetic."""
         return max(self.arithmetic, self.communication) + self.update
 
     @property
     def exposed(self) -> float:
-        """Seconds if nothing is hidden: the sum of all."""
+        """Seconds of a step that hides no communication: the sum of all parts."""
         return sum(self)
 
 
 def trace(model: Model) -> Traced:
-    """Traces loss and gradient once, for all batches and meshes: seconds, and no compiling."""
+    """Trace loss and gradient once for all batches and meshes; takes seconds and no compiling."""
     return Traced(model, memory.trace(model.task, model.state, model.example))
 
 
 def mesh_of(model: Model, devices: int) -> AbstractMesh:
-    """The config's mesh over that many devices; ValueError that gives the arithmetic."""
+    """Return the config's mesh over `devices`. Raises ValueError unless it uses all of them."""
     return accelerators.mesh_over(tuple(model.mesh), devices)
 
 
 def passes(model: Model, mesh: AbstractMesh) -> int:
-    """The micro batches of a step; ValueError unless the batch divides."""
+    """Return the micro batches per step. Raises ValueError unless the batch size divides."""
     return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
 
 
 def local_batch(model: Model, mesh: AbstractMesh) -> int:
-    """Samples that a device works on at a time; ValueError unless the batch divides."""
+    """Return the samples per device and pass. Raises ValueError unless the batch size divides."""
     return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
 
 
 def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
-    """Where the memory goes, the temporary part by the model of traced_memory.py."""
+    """Return the memory per device; temporary memory is modelled by traced_memory.py."""
     model = traced.model
     return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
 
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
-    """The largest global batch, of one micro batch, whose memory is below `limit`; 0 if none."""
-    arrays, one = (
+    """Return the largest global batch of one micro batch that fits in `limit` bytes; 0 if none."""
+    arrays, one_sample = (
         memory.lifetimes(traced.step, mesh),
         memory.bytes_per_device(traced.step, mesh, 1, 1),
     )
-    fixed = one.total - one.temporary - one.batch
-    need = lambda samples: fixed + samples * one.batch + memory.peak(arrays, samples)
+    fixed = one_sample.total - one_sample.temporary - one_sample.batch
+    need = lambda samples: fixed + samples * one_sample.batch + memory.peak(arrays, samples)
     return bisect.bisect_right(range(1, 2**20), limit, key=need) * sharding.batch_ways(mesh)
 
 
 def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
-    """The most samples of a device in a pass that divide its share and fit; 0 if none do."""
+    """Return the largest per-device micro batch that divides the batch and fits; 0 if none."""
     ways = sharding.batch_ways(mesh)
-    share, most = traced.model.run.batch_size // ways, largest_batch(traced, mesh, limit) // ways
+    share, largest = traced.model.run.batch_size // ways, largest_batch(traced, mesh, limit) // ways
     need = lambda samples: bytes_per_device(with_micro_batch(traced, samples), mesh).total
-    sizes = (n for n in range(min(most, share), 0, -1) if share % n == 0)
+    sizes = (n for n in range(min(largest, share), 0, -1) if share % n == 0)
     return next((n for n in sizes if need(n) <= limit), 0)
 
 
 def with_micro_batch(traced: Traced, samples: int) -> Traced:
-    """The same with passes of so many samples a device."""
+    """Return the model with micro batches of `samples` per device."""
     settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
     return traced._replace(model=traced.model._replace(optimizer=settings))
 
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
-    """The exchanges that the parameters' places demand; each micro batch's gradients are summed."""
+    """Model the collectives of a step, which follow from the sharding of the parameters.
+
+    Gradients are exchanged for each micro batch.
+    """
     model, program = traced.model, traced.step.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
     sizes = tuple(mesh.shape[axis] for axis in sharding.AXES)
@@ -134,13 +137,14 @@ def step_time(
     exchanges: list[Collective],
     update: float | None = None,
 ) -> Step:
-    """Seconds of a step that exchanges these; of the update as modelled, unless they are given."""
+    """Predict the seconds of a step; `update` replaces the modelled seconds of the update."""
     model, kind = traced.model, target.kind
     samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
     if update is None:
-        held = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
-        update = (2 * held(model.state) + held(model.state.params)) / kind.memory_bandwidth
+        local_bytes = lambda tree: memory.bytes_on_device(model.task, tree, mesh)
+        traffic_bytes = 2 * local_bytes(model.state) + local_bytes(model.state.params)
+        update = traffic_bytes / kind.memory_bandwidth
     return Step(arithmetic, update, traffic.seconds(exchanges, target))
 
 
@@ -153,10 +157,13 @@ def plan(
     update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
-    """All figures, ready for JSON; the model's own where no compiler tells."""
+    """Return all figures of a plan, ready for JSON.
+
+    Memory and communication come from the compiled program if there is one, else from the model.
+    """
     model, mesh = traced.model, mesh_of(traced.model, target.devices)
-    found = compiled or Compiled(None, collectives(traced, mesh))
-    temporary, exchanges = found.temporary, found.collectives
+    facts = compiled or Compiled(None, collectives(traced, mesh))
+    temporary, exchanges = facts.temporary, facts.collectives
     need = bytes_per_device(traced, mesh)
     modelled = need.temporary
     if temporary is not None:
@@ -192,21 +199,21 @@ def plan(
 
 
 def disk(model: Model, pictures: int) -> dict[str, int]:
-    """Bytes of checkpoints and snapshots that a run keeps, and of a data set of so many pictures.
+    """Estimate the bytes of a run's checkpoints and snapshots, and of a data set.
 
-    Pictures are JPEGs of quality 95 at the size that is trained on, or moments; texts, where the
-    network reads stored ones, a store of int8 embeddings of 25 tokens.
+    Pictures are JPEGs of quality 95 at the training size, or moments. Texts are captions, or int8
+    embeddings of 25 tokens if the network reads stored embeddings.
     """
-    kept = memory.disk(model.run, model.optimizer, model.state)
+    run = memory.disk(model.run, model.optimizer, model.state)
     text = _CAPTION
     if "text" in model.example:
         text = cost.bytes_per_caption(_TOKENS, model.example["text"].shape[-1], "int8")
     return {
-        "checkpoint": kept.checkpoint,
-        "checkpoints_kept": kept.checkpoints,
-        "checkpoints": kept.checkpoint * kept.checkpoints,
-        "snapshot": kept.snapshot,
-        "snapshots_kept": kept.snapshots,
+        "checkpoint": run.checkpoint,
+        "checkpoints_kept": run.checkpoints,
+        "checkpoints": run.checkpoint * run.checkpoints,
+        "snapshot": run.snapshot,
+        "snapshots_kept": run.snapshots,
         "pictures": pictures,
         "data": int(pictures * (model.stored + text)),
     }

@@ -1,9 +1,10 @@
-"""NVIDIA GPUs to compile for that are not here: what XLA asks of a device, as numbers.
+"""Compilation for NVIDIA GPUs on machines without a GPU.
 
-With the extra `plan-gpu` (jax's CUDA plugin, NVIDIA's assembler, cuDNN) XLA compiles whole programs
-for a GPU without one and without a driver: convolutions become calls of cuDNN, products of cuBLAS,
-attention of cuDNN's kernels. Nothing is autotuned and nothing timed, so that there is memory and
-there are kernels, and no seconds. https://github.com/openxla/xla, xla/backends/gpu/target_config.
+With the extra `plan-gpu` (jax's CUDA plugin, NVIDIA's assembler, cuDNN), XLA compiles whole
+programs without a GPU or its driver, given a description of the device. Convolutions and attention
+become calls of cuDNN, and matrix products calls of cuBLAS. Nothing is autotuned or timed: the
+program shows memory and kernels, but no seconds. The description is XLA's GpuTargetConfigProto
+(https://github.com/openxla/xla, xla/backends/gpu/target_config).
 """
 
 import ctypes
@@ -19,23 +20,23 @@ from launch.accelerators import Target
 
 
 class Device(NamedTuple):
-    """The numbers in which the GPUs differ, from NVIDIA's device queries."""
+    """Properties in which the GPUs differ, from NVIDIA's device queries."""
 
     name: str
     cores: int
     units: int
-    """FP32 units of a core."""
+    """FP32 units per core."""
     clock: float
-    """GHz."""
+    """Clock rate in GHz."""
     memory: int
-    """Bytes."""
+    """Memory in bytes."""
     bandwidth: int
-    """Bytes/s."""
+    """Memory bandwidth in bytes/s."""
     l2: int
     shared: int
-    """Bytes of shared memory of a core; a block may have 1 KiB less."""
+    """Bytes of shared memory per core; a thread block may use 1 KiB less."""
     capability: int
-    """Of CUDA, the major number."""
+    """Major number of the CUDA compute capability."""
 
 
 DEVICES: Mapping[str, Device] = {
@@ -50,8 +51,8 @@ DEVICES: Mapping[str, Device] = {
     "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
                    132_644_864, 233_472, 10),
 }  # fmt: skip
-# Without a device to tune on, XLA finds no tiles for some float32 products, such as those of the
-# bicubic filter of super-resolution: "Couldn't find output tile sizes". cuBLAS has them all.
+# Without a device to autotune on, XLA fails for some float32 products, such as those of the bicubic
+# filter of super-resolution, with "Couldn't find output tile sizes". cuBLAS has all of them.
 FALLBACK = {"xla_gpu_enable_triton_gemm": False}
 _TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -68,19 +69,19 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.na
 
 
 def missing(target: Target) -> str | None:
-    """Why nothing can be compiled for these GPUs here; None if it can."""
+    """Return why programs for these GPUs cannot be compiled, or None if they can."""
     if target.name not in DEVICES:
-        return f"XLA is not told the numbers of {target.name}"
+        return f"launch/planner/gpu.py has no description of {target.name}"
     packages = {
         "jax_plugins.xla_cuda12": "jax-cuda12-plugin",
         "nvidia.cuda_nvcc": "nvidia-cuda-nvcc-cu12",
     }
-    lacking = [package for module, package in packages.items() if not _installed(module)]
-    return f"{' and '.join(lacking)} (the extra plan-gpu) is not installed" if lacking else None
+    missing = [package for module, package in packages.items() if not _installed(module)]
+    return f"{' and '.join(missing)} (the extra plan-gpu) is not installed" if missing else None
 
 
 def devices(target: Target) -> list[Any]:
-    """The GPUs of a target, host by host, to compile for; ValueError if XLA refuses them."""
+    """Return the GPUs of a target, host by host. Raises ValueError if XLA rejects them."""
     shape = f"{target.hosts}x{target.devices_per_host}x1"
     try:
         topology = topologies.get_topology_desc(
@@ -92,33 +93,33 @@ def devices(target: Target) -> list[Any]:
 
 
 def text(device: Device) -> str:
-    """XLA's GpuTargetConfigProto, as text."""
+    """Return the device as a GpuTargetConfigProto in text form."""
     return _TEXT.format(d=device, optin=device.shared - 1024)
 
 
 def has_cudnn() -> bool:
-    """Whether attention's kernels of cuDNN can be compiled here."""
+    """Return whether cuDNN, which compiles attention kernels, is installed."""
     return _cudnn() is not None
 
 
 def load_cudnn() -> None:
-    """Makes the library of the wheel known, if it is here, where no LD_LIBRARY_PATH does."""
+    """Load cuDNN from its wheel, if installed, since LD_LIBRARY_PATH does not contain it."""
     if path := _cudnn():
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernels(program: str) -> dict[str, int]:
-    """How often a compiled program calls each library of NVIDIA's, or a kernel of attention."""
+    """Count a compiled program's calls of each NVIDIA library or attention kernel."""
     names = re.findall(r'custom_call_target="__(cu\w+\$?\w*)', program)
     return {name: names.count(name) for name in sorted(set(names))}
 
 
 def _cudnn() -> pathlib.Path | None:
     spec = importlib.util.find_spec("nvidia") and importlib.util.find_spec("nvidia.cudnn")
-    for place in spec.submodule_search_locations or () if spec else ():
-        found = sorted(pathlib.Path(place, "lib").glob("libcudnn.so*"))
-        if found:
-            return found[0]
+    for folder in spec.submodule_search_locations or () if spec else ():
+        libraries = sorted(pathlib.Path(folder, "lib").glob("libcudnn.so*"))
+        if libraries:
+            return libraries[0]
     return None
 
 

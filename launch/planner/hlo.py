@@ -1,4 +1,4 @@
-"""A compiled program as XLA prints it: its instructions, and how often each of them runs."""
+"""Parser of compiled programs in XLA's text form: instructions, and how often each one runs."""
 
 import functools
 import math
@@ -20,30 +20,30 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
 
 
 class Array(NamedTuple):
-    """A shape as it lies in memory."""
+    """Array with its memory layout."""
 
     dtype: str
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    """Axes, the one whose neighbours lie side by side first."""
+    """Axes from the fastest to the slowest varying one."""
     tiles: str
 
     @property
     def bytes(self) -> int:
-        """Without padding."""
+        """Size in bytes without padding."""
         return ITEMSIZE.get(self.dtype, 4) * math.prod(self.sizes)
 
     @property
     def padded_bytes(self) -> int:
-        """With what fills a TPU's tiles, such as T(8,128): the same without tiles."""
+        """Size in bytes, padded to full TPU tiles such as T(8,128)."""
         match = re.search(r"T\(([\d,]+)\)", self.tiles)
         if not match or not self.sizes:
             return self.bytes
         tile = [int(n) for n in match[1].split(",")][::-1]
         sizes = [self.sizes[axis] for axis in self.order]
         sizes += [1] * (len(tile) - len(sizes))
-        filled = [-(-n // t) * t for n, t in zip(sizes, tile, strict=False)]
-        return ITEMSIZE.get(self.dtype, 4) * math.prod(filled + sizes[len(filled) :])
+        padded = [-(-n // t) * t for n, t in zip(sizes, tile, strict=False)]
+        return ITEMSIZE.get(self.dtype, 4) * math.prod(padded + sizes[len(padded) :])
 
 
 class Instruction(NamedTuple):
@@ -57,33 +57,32 @@ class Instruction(NamedTuple):
 
     @property
     def source(self) -> str:
-        """The operation that it was made of, as jax names it; "" if the compiler made it."""
+        """jax's name of the operation it was compiled from; "" if the compiler added it."""
         match = re.search(r'op_name="([^"]*)"', self.rest)
         return match[1] if match else ""
 
     @property
     def results(self) -> list[Array]:
-        """The arrays that it returns."""
         return arrays(self.shape)
 
     @property
     def operands(self) -> list[str]:
-        """The names of its inputs."""
+        """Names of the inputs."""
         return re.findall(r"%([\w.\-]+)", self.rest.partition("), ")[0])
 
 
 class Program(NamedTuple):
-    """All computations by their names, and which one runs."""
+    """Computations by name, and the name of the main one."""
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
 
     def run(self) -> Iterator[tuple[Instruction, int]]:
-        """Every instruction that runs outside of fusions, in order, and how many times."""
+        """Yield (instruction, executions) in order; a fusion counts as one instruction."""
         return self._run(self.entry, 1)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
-        """What a fusion, or an asynchronous call, consists of; the instruction alone if nothing."""
+        """Return the instructions in a fusion or asynchronous call, else the instruction itself."""
         called = re.search(r"calls=%?([\w.\-]+)", instruction.rest)
         if not called or called[1] not in self.computations:
             return [instruction]
@@ -103,12 +102,12 @@ class Program(NamedTuple):
                 yield instruction, times
 
     def _turns(self, loop: Instruction) -> int:
-        """Those of a loop that counts from 0, as jax's scans do; 1 of others, which nothing says.
+        """Return the iterations of a loop that counts from 0, such as a scan; 1 if unknown.
 
-        XLA writes the number beside the loop, libtpu only into its condition.
+        XLA states the number as an attribute; libtpu only has it in the loop's condition.
         """
-        if known := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
-            return int(known[1])
+        if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+            return int(match[1])
         condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
         inside = self.computations.get(condition[1], ()) if condition else ()
         limits = {i.name: i.rest.partition(")")[0] for i in inside if i.opcode == "constant"}
@@ -119,10 +118,10 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-    """The program of a `compiled.as_text()`. ValueError if it has no entry."""
+    """Parse the result of `compiled.as_text()`. Raises ValueError if it has no entry."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
-    # Metadata of kernels break an instruction into several lines.
+    # An instruction with kernel metadata spans several lines: join them.
     for line in re.sub(r"\{\n(.*)\n\}\}", r"{\1}}", text).splitlines():
         header = None if line.startswith(" ") else _HEADER.match(line)
         if header:
@@ -133,12 +132,12 @@ def read(text: str) -> Program:
         elif current is not None and (match := _INSTRUCTION.match(line)):
             current.append(Instruction(*match.groups()[1:]))
     if not entry:
-        raise ValueError("this is no compiled program: it has no line that starts with ENTRY")
+        raise ValueError("the text is not a compiled program: no line starts with ENTRY")
     return Program(computations, entry)
 
 
 @functools.lru_cache(maxsize=2**14)
 def arrays(shape: str) -> list[Array]:
-    """The arrays of a shape's text, of a tuple all of them."""
+    """Parse the text of a shape, or of a tuple of shapes."""
     numbers = lambda text: tuple(int(n) for n in (text or "").split(",") if n)
     return [Array(d, numbers(s), numbers(o), t or "") for d, s, o, t in _ARRAY.findall(shape)]

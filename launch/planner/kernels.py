@@ -1,14 +1,15 @@
-"""Cycles of attention's Pallas kernels, of which the TPU compiler makes no estimate.
+"""Estimated cycles of attention's Pallas kernels, for which the TPU compiler has no estimate.
 
-A kernel is one loop over its grid, unrolled inside, so that it takes about as many cycles as a step
-has instruction bundles, times the steps. The bundles are those of the compiler's last schedule
-(libtpu's dump, "schedule-analysis_final_bundles"), of a program that holds the kernel alone.
-Stalls are left out, and what a step skips is counted.
+A kernel is a loop over its grid with an unrolled body. Its cycles are about the number of grid
+steps times the instruction bundles per step, which the compiler's final schedule of a program with
+only this kernel states (libtpu's dump "schedule-analysis_final_bundles"). The estimate does not
+include stalls, and counts instructions that a step skips.
 
     python -m launch.planner.kernels v5e 1024 1152 64
 
-compiles a forward and a backward kernel, of so many queries and keys and that width, and prints
-their bundles as JSON: a process of its own, since libtpu reads where to dump but once.
+compiles a forward and a backward kernel for 1024 queries, 1152 keys and head dim 64, and prints
+their bundles as JSON. It needs a process of its own, because libtpu reads the path of its dump only
+once.
 """
 
 import functools
@@ -34,17 +35,18 @@ _OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}"
 
 
 class Grid(NamedTuple):
-    """What a call of splash attention works on."""
+    """Sizes of a call of splash attention."""
 
     queries: int
     keys: int
     head_dim: int
     steps: int
+    """Number of grid steps."""
     backward: bool
 
 
 def cycles(kind: str, instruction: Instruction) -> float | None:
-    """Bundles times steps of a kernel of attention; None for any other kernel."""
+    """Estimate the cycles of an attention kernel; None for other kernels."""
     grid = grid_of(instruction)
     if grid is None:
         return None
@@ -52,7 +54,10 @@ def cycles(kind: str, instruction: Instruction) -> float | None:
 
 
 def grid_of(instruction: Instruction) -> Grid | None:
-    """Read from the operands of splash attention: masks [N, T blocks, S blocks], q, k [..., K]."""
+    """Read the sizes from a call's operands; None if it does not call splash attention.
+
+    The operands begin with a mask [N, T blocks, S blocks], one more array, q and k [..., K].
+    """
     match = re.match(r"splash_mha_(fwd|dkv)", instruction.name)
     operands = _OPERANDS.search(instruction.rest)
     if not match or not operands:
@@ -65,36 +70,39 @@ def grid_of(instruction: Instruction) -> Grid | None:
 
 @functools.cache
 def bundles(kind: str, queries: int, keys: int, head_dim: int) -> tuple[int, int]:
-    """Of a step forwards and backwards; kept beside JAX's programs, since it takes 15 s."""
+    """Return the bundles per grid step of the forward and the backward kernel.
+
+    Results are cached, because compiling takes 15 s.
+    """
     words = [kind, str(queries), str(keys), str(head_dim)]
 
     def measure() -> list[int]:
         command = [sys.executable, "-m", "launch.planner.kernels", *words]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise ValueError(f"a kernel of attention cannot be compiled: {ended.stderr[-2000:]}")
-        return json.loads(ended.stdout.splitlines()[-1])
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            raise ValueError(f"an attention kernel cannot be compiled: {process.stderr[-2000:]}")
+        return json.loads(process.stdout.splitlines()[-1])
 
-    forward, backward = compiling.kept("kernel", [*words, *versions()], measure)
+    forward, backward = compiling.cached("kernel", [*words, *versions()], measure)
     return forward, backward
 
 
 def versions() -> list[str]:
-    """What the bundles depend on: compilers, and the sizes of blocks."""
+    """Return the cache key's versions: those of the compilers, and the source of attention.py."""
     return [*compiling.versions(), pathlib.Path(attention.__file__).read_text()]
 
 
 def main() -> None:
-    """Compiles the two kernels and prints their bundles."""
+    """Compile the two kernels and print their bundles."""
     kind, *sizes = sys.argv[1:]
     queries, keys, head_dim = map(int, sizes)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LIBTPU_INIT_ARGS"] = f"--xla_jf_dump_to={folder}"
         compiling.prepare(1)
         mesh = compiling.one_device(kind)
-        whole = sharding.replicated(mesh)
+        replicated = sharding.replicated(mesh)
         array = lambda length: jax.ShapeDtypeStruct(
-            (1, length, 1, head_dim), jnp.bfloat16, sharding=whole
+            (1, length, 1, head_dim), jnp.bfloat16, sharding=replicated
         )
 
         def gradient(q: Any, k: Any, v: Any, cotangent: Any):

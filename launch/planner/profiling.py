@@ -1,4 +1,4 @@
-"""Where a train step's time goes on a TPU, by its compiler's estimate: no chip has run it."""
+"""Profile of a train step on a TPU from its compiler's estimates, without running it."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -15,42 +15,43 @@ from launch.planner.systems import Model
 
 
 class Profile(NamedTuple):
-    """A step of one device."""
+    """Profile of a step on one device."""
 
     kind: str
     how: str
-    """What was compiled: the whole program, or its blocks."""
+    """Description of what was compiled: the whole program, or its blocks."""
     cycles: dict[str, float]
-    """By kind of work, dearest first."""
+    """Cycles by kind of work, in descending order."""
     layers: dict[str, float]
-    """By part of the network; names of a level's blocks are one."""
+    """Cycles by part of the network; equal blocks of a level count as one part."""
     dearest: list[Cost]
+    """The instructions with the most cycles."""
     flops: float
-    """That the model asks for, nothing computed twice."""
+    """FLOPs of the model, without recomputation."""
     seconds: float
-    """That compiling took."""
+    """Time of the compilation."""
     unknown: int
-    """Kernels that count for nothing."""
+    """Number of kernels without an estimate, which count as 0 cycles."""
     audit: Audit
 
     @property
     def total(self) -> float:
-        """Cycles of a step, communication between devices left out in a sum of blocks."""
+        """Cycles of a step; the sum of blocks does not include communication between devices."""
         return sum(self.cycles.values())
 
     @property
     def clock(self) -> float:
-        """Cycles a second."""
+        """Cycles per second."""
         return accelerators.KINDS[self.kind].peak / cycles.FLOP_PER_CYCLE[self.kind]
 
     @property
     def mfu(self) -> float:
-        """The implied model FLOP utilization of the whole step."""
+        """Model FLOP utilization of the whole step."""
         return self.flops / (self.total * cycles.FLOP_PER_CYCLE[self.kind])
 
     @property
     def busy(self) -> float:
-        """The same without the update of the parameters: what the planner calls arithmetic."""
+        """Model FLOP utilization of the step without the update of the parameters."""
         work = self.total - self.cycles.get(cycles.OPTIMIZER, 0.0)
         return self.flops / (work * cycles.FLOP_PER_CYCLE[self.kind])
 
@@ -60,7 +61,7 @@ class Profile(NamedTuple):
         return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock
 
     def summary(self) -> dict[str, Any]:
-        """Ready for JSON."""
+        """Return the profile, ready for JSON."""
         return {
             "how": self.how,
             "cycles": self.cycles,
@@ -74,89 +75,92 @@ class Profile(NamedTuple):
 
 
 def check(kind: str) -> None:
-    """ValueError for accelerators whose compiler estimates no cycles."""
+    """Raise ValueError for accelerators whose compiler does not estimate cycles."""
     if kind not in cycles.FLOP_PER_CYCLE:
         raise ValueError(
-            f"--profile reads the cycles that the TPU compiler estimates, and there are none for "
-            f"{kind}: choose from {', '.join(cycles.FLOP_PER_CYCLE)}"
+            f"--profile needs the TPU compiler's estimates of cycles, which {kind} does not have: "
+            f"choose from {', '.join(cycles.FLOP_PER_CYCLE)}"
         )
 
 
 def of_blocks(
-    model: Model, mesh: AbstractMesh, kind: str, say: Callable[[str], None] = lambda text: None
+    model: Model, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
 ) -> Profile:
-    """The blocks of a step, each compiled once and counted as often as it is called."""
+    """Profile a step from its blocks, each compiled once and counted as often as it is called.
+
+    `report` gets a line of text for every block.
+    """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
-            "mesh.tensor splits blocks over devices, and --profile --fast compiles them for one: "
-            "leave --fast out, or set --config.mesh.tensor=1"
+            "mesh.tensor splits blocks over devices, but --profile --fast compiles them for one: "
+            "omit --fast, or set --config.mesh.tensor=1"
         )
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     passes = estimate.passes(model, mesh)
     rows = []
-    for place, block in enumerate(parts, 1):
-        say(f"{place} of {len(parts)}: {block.label}")
+    for i, block in enumerate(parts, 1):
+        report(f"{i} of {len(parts)}: {block.label}")
         rows.append((block, blocks.measure(block, kind)))
-    say("the update of the parameters")
+    report("the update of the parameters")
     return total(rows, blocks.measure_update(model, mesh, kind), passes, kind)
 
 
 def total(
     rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
 ) -> Profile:
-    """The sum over all calls of all blocks, and the update."""
+    """Sum the estimates of all calls of all blocks, and of the update."""
     kinds, layers = collections.Counter(), collections.Counter()
-    counted = [(passes * len(block.names), found) for block, found in rows]
-    for times, found in [*counted, (1, update)]:
-        for name, n in found.cycles.items():
+    calls = [(passes * len(block.names), part) for block, part in rows]
+    for times, part in [*calls, (1, update)]:
+        for name, n in part.cycles.items():
             kinds[name] += times * n  # pyright: ignore[reportArgumentType]
-    for block, found in rows:
+    for block, part in rows:
         for name in block.names:
-            layers[cycles.level(name)] += passes * found.total  # pyright: ignore[reportArgumentType]
+            layers[cycles.level(name)] += passes * part.total  # pyright: ignore[reportArgumentType]
     layers[blocks.UPDATE] += update.total  # pyright: ignore[reportArgumentType]
     dearest = sorted(
         (
-            row._replace(cycles=times * row.cycles, what=f"{times} x {found.label}: {row.what}")
-            for times, found in [*counted, (1, update)]
-            for row in found.dearest
+            row._replace(cycles=times * row.cycles, what=f"{times} x {part.label}: {row.what}")
+            for times, part in [*calls, (1, update)]
+            for row in part.dearest
         ),
         reverse=True,
     )
     return Profile(
         kind=kind,
-        how=f"the sum of {len(rows)} blocks and the update, each compiled alone",
+        how=f"the sum of {len(rows)} blocks and the update, each compiled separately",
         cycles=dict(kinds.most_common()),
         layers=dict(layers.most_common()),
         dearest=dearest[: blocks.DEAREST],
-        flops=sum(times * found.flops for times, found in counted),
-        seconds=sum(found.seconds for _, found in rows) + update.seconds,
-        unknown=sum(times * found.unknown for times, found in counted),
-        audit=audit.added([(times, found.audit) for times, found in [*counted, (1, update)]]),
+        flops=sum(times * part.flops for times, part in calls),
+        seconds=sum(part.seconds for _, part in rows) + update.seconds,
+        unknown=sum(times * part.unknown for times, part in calls),
+        audit=audit.added([(times, part.audit) for times, part in [*calls, (1, update)]]),
     )
 
 
 def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kind: str) -> Profile:
-    """A whole train step that was compiled for this mesh."""
+    """Profile a whole train step that was compiled for this mesh."""
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     work = sum(len(block.names) * blocks.work(block) for block in parts)
     work *= estimate.passes(model, mesh) / mesh.shape["tensor"]
-    found = blocks.measured(program, kind, "the whole program", work)
+    step = blocks.measured(program, kind, "the whole program", work)
     order = lambda counts: dict(sorted(counts.items(), key=lambda item: -item[1]))
     return Profile(
         kind=kind,
         how="the whole program",
-        cycles=order(found.cycles),
-        layers=order({name or "other": n for name, n in found.layers.items()}),
-        dearest=list(found.dearest),
+        cycles=order(step.cycles),
+        layers=order({name or "other": n for name, n in step.layers.items()}),
+        dearest=list(step.dearest),
         flops=work,
-        seconds=found.seconds,
-        unknown=found.unknown,
-        audit=found.audit,
+        seconds=step.seconds,
+        unknown=step.unknown,
+        audit=step.audit,
     )
 
 
 def table(profile: Profile) -> list[tuple[str, str]]:
-    """Rows for people: a name, and a text."""
+    """Format a profile as rows of a name and a text."""
     million = lambda n: f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n / 1e3:,.1f} k"
     shares = lambda counts: ", ".join(
         f"{name} {100 * n / profile.total:.0f} %"
@@ -164,16 +168,16 @@ def table(profile: Profile) -> list[tuple[str, str]]:
         if n > 0.005 * profile.total
     )
     rows = [
-        ("compiler's estimate", f"{million(profile.total)} cycles a step, "
+        ("compiler's estimate", f"{million(profile.total)} cycles per step, "
                                 f"{1e3 * profile.total / profile.clock:,.1f} ms at "
                                 f"{profile.clock / 1e9:.2f} GHz: {100 * profile.mfu:.1f} % MFU. It "
-                                f"is {profile.how}; compiling took {profile.seconds:,.0f} s. No "
-                                "chip ran it"),
+                                f"is for {profile.how}; compiling took {profile.seconds:,.0f} s. "
+                                "Nothing was measured"),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),
         *(("dearest" * (not i), f"{million(row.cycles)} {row.kind}: {row.what}")
           for i, row in enumerate(profile.dearest)),
     ]  # fmt: skip
     if profile.unknown:
-        rows.append(("not counted", f"{profile.unknown} kernels that have no estimate"))
+        rows.append(("not counted", f"{profile.unknown} kernels without an estimate"))
     return [*rows, *(("audit", line) for line in audit.lines(profile.audit))]

@@ -1,4 +1,4 @@
-"""The train step of any config as shapes: what the planner needs to know of a system."""
+"""Reading any system's config for the planner: its train step and its state, as shapes."""
 
 import importlib
 from collections.abc import Mapping
@@ -16,35 +16,35 @@ from diffusion_jax.train.optimizer import make_optimizer
 from diffusion_jax.train.state import TrainState, init_state
 from launch.planner import encoders
 
-_JPEG = 0.48  # Bytes a pixel at quality 95: docs/benchmarks.md, input pipeline.
+_JPEG = 0.48  # Bytes per pixel at quality 95: docs/benchmarks.md, input pipeline.
 
 
 class Model(NamedTuple):
-    """A config, read; no weights and no data are needed for it."""
+    """Model of a config, without weights and data."""
 
     task: Task
     run: Run
     optimizer: Optimizer
     mesh: MeshShape
     example: Mapping[str, np.ndarray]
-    """A batch of one."""
+    """Batch of one sample."""
     stored: float
-    """Bytes of a picture of the data set: a JPEG, or moments."""
+    """Bytes per picture in the data set, as a JPEG or as moments."""
     itemsize: int
-    """Bytes of a number in the network's arithmetic."""
+    """Bytes per number of the network's dtype."""
     state: TrainState
-    """Shapes."""
+    """Shapes of the train state."""
     notes: tuple[str, ...]
-    """Notes on costs that the figures leave out."""
+    """Notes on assumptions, for the user."""
 
 
 def read(config: Mapping[str, Any]) -> Model:
-    """The model of a config of any system with an example; ValueError that says what to change."""
+    """Read the config of any system that can be planned. Raises ValueError for mistakes in it."""
     name = systems.complete(config)["system"]
     if "." in name:
         raise ValueError(
-            f"the config is of the system {name}, which is not planned: plan one that "
-            "imagen_jax.train or sd_jax.train takes"
+            f"the config is for the system {name}, which cannot be planned: choose a config of "
+            "imagen_jax.train or sd_jax.train"
         )
     s = systems.read(config, name)
     encoder, notes = encoders.open_encoder(s.text, s.data.embedded)
@@ -70,12 +70,12 @@ def read(config: Mapping[str, Any]) -> Model:
 
 
 def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
-    """Bytes of a row of the data set: a JPEG, of the size before a random cut, or moments."""
+    """Return the bytes per picture: of moments, or of a JPEG at its size before random crops."""
     if "moments" in example:
         return example["moments"].nbytes
     return (resize or example["image"].shape[1]) ** 2 * _JPEG
 
 
 def parameters(model: Model) -> int:
-    """The numbers that are trained."""
+    """Return the number of trained parameters."""
     return sum(leaf.size for leaf in jax.tree.leaves(model.state.params))

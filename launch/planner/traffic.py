@@ -1,4 +1,4 @@
-"""Traffic between the devices of a mesh in a train step, and how long it takes."""
+"""Communication between the devices of a mesh in a train step, and its time."""
 
 import math
 import re
@@ -18,28 +18,29 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 
 
 class Collective(NamedTuple):
-    """One exchange; `size` is in bytes, of the whole array on one device: gathered, or reduced."""
+    """One collective operation."""
 
     kind: str
     size: int
+    """Bytes per device of the full array: after a gather, or before a reduction."""
     groups: Groups
-    """The devices that exchange with each other, a group a row."""
+    """Groups of communicating devices, one per row."""
 
 
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
-    """The collectives of a step whose parameters live in `layout` on a mesh of `sizes`.
+    """Return the collectives of a step with parameters sharded as `layout` on a mesh of `sizes`.
 
-    Parameters that are split over fsdp are gathered in the dtype of the computation: kernels of
-    convolutions twice, since the backward pass reverses them, others once. Each gradient is summed
-    over all that hold parts of the batch. Activations are not counted.
+    Parameters that are sharded over fsdp are gathered in the dtype of the computation: convolution
+    kernels twice, because the backward pass reverses them, and others once. Each gradient is summed
+    over all devices with parts of the batch. Activations are not included.
     """
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
     by_replica = ids.transpose(1, 2, 0).reshape(-1, sizes[0])
     by_batch = ids.transpose(2, 0, 1).reshape(-1, sizes[0] * sizes[1])
     gathered = scattered = summed = 0
-    for leaf, where in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
-        split = axes(where.spec)
+    for leaf, place in zip(jax.tree.leaves(params), jax.tree.leaves(layout), strict=True):
+        split = axes(place.spec)
         size = leaf.size * itemsize // (sizes[2] if "tensor" in split else 1)
         if "fsdp" in split:
             gathered, scattered = gathered + size * (1 + (leaf.ndim == 4)), scattered + size
@@ -55,26 +56,26 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
 
 
 def of_hlo(text: str) -> list[Collective]:
-    """The collectives of a compiled program; those in loops count once."""
+    """Return the collectives of a compiled program; those in loops count once."""
     collectives = []
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
     for match in re.finditer(pattern, text):
         kind, rest = match[2], match[4]
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
-        # The result of an asynchronous start holds its inputs too: the larger half is the result.
+        # The shape of an asynchronous start includes its inputs: the larger array is the result.
         size = max(sizes) if match[3] and kind != "all-reduce" else sum(sizes)
         groups = _groups(rest)
         members = groups.shape[1]
         if members > 1:
-            # The result of a reduce-scatter is a part of what is reduced.
-            whole = size * (members if kind == "reduce-scatter" else 1)
-            collectives.append(Collective(kind, whole, groups))
+            # The result of a reduce-scatter is a part of the reduced array.
+            full_size = size * (members if kind == "reduce-scatter" else 1)
+            collectives.append(Collective(kind, full_size, groups))
     return collectives
 
 
 def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Bytes that each device sends, by kind, in rings."""
+    """Return the bytes that each device sends in ring algorithms, by kind of collective."""
     sent: dict[str, int] = {}
     for c in collectives:
         members = c.groups.shape[1]
@@ -83,17 +84,17 @@ def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
 
 
 def seconds(collectives: Sequence[Collective], target: Target) -> float:
-    """Seconds of the collectives one after the other, at the full bandwidth of their links.
+    """Predict the seconds of the collectives, one after the other, without latency.
 
-    Within a node or slice each device sends size * (n - 1) / n (twice as much for an all-reduce).
-    Between m of them, every one receives size * (m - 1) / m over the network cards of all its
-    members. Both at once: the slower counts. Latency is left out.
+    Within a node or slice of n devices, each device sends size * (n - 1) / n over its links (twice
+    as much for an all-reduce). Between m nodes or slices, each receives size * (m - 1) / m over the
+    network cards of all its members. Both happen at the same time, so the slower one counts.
     """
     return sum(max(_times(c, target)) for c in collectives)
 
 
 def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
-    """Busy seconds of the links within a node or slice, and of the network between them."""
+    """Return the busy seconds of the links within a node or slice, and of the network."""
     times = [_times(c, target) for c in collectives]
     return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}
 
@@ -112,7 +113,7 @@ def _rounds(kind: str) -> int:
 
 
 def axes(spec: Any) -> set[str]:
-    """The mesh's axes that a PartitionSpec names."""
+    """Return the mesh axes in a PartitionSpec."""
     return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
 
 
@@ -123,10 +124,11 @@ _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 
 
 def _groups(text: str) -> Groups:
-    """{{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}; or pairs.
+    """Parse the groups of a collective in any of XLA's forms.
 
-    A mesh may also be of other devices than 0, 1, ...: mesh[...], device_ids=([2,2]T(1,0)) {'a'}.
-    ValueError for what is none of these.
+    These are {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}, the same with
+    a permutation of the devices, mesh[...], device_ids=([2,2]T(1,0)) {'a'}, and lists of pairs.
+    Raises ValueError for other forms.
     """
     if match := _GRID.search(text):
         shape, grid, order = (_numbers(part or "") for part in match.groups())

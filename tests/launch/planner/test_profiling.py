@@ -199,8 +199,8 @@ def test_a_profile_adds_blocks_as_often_as_they_are_called():
     assert profile.update == pytest.approx(2e6 / 1.503e9, rel=1e-3)
     assert profile.dearest[0].what == "6 x a: conv"
     text = dict(profiling.table(profile))
-    assert "26.0 M cycles a step, 17.3 ms at 1.50 GHz" in text["compiler's estimate"]
-    assert "No chip ran it" in text["compiler's estimate"]
+    assert "26.0 M cycles per step, 17.3 ms at 1.50 GHz" in text["compiler's estimate"]
+    assert "Nothing was measured" in text["compiler's estimate"]
 
 
 def test_a_profile_takes_the_place_of_the_assumed_utilization():
@@ -221,7 +221,7 @@ def test_profiles_are_for_tpus():
     ended = commands.run(
         "launch.plan", "--config=configs/quickstart.py", "--target=h100:8", "--profile"
     )
-    assert ended.code == 2 and "there are none for h100: choose from v5e, v5p" in ended.err
+    assert ended.code == 2 and "which h100 does not have: choose from v5e, v5p" in ended.err
 
 
 @pytest.mark.slow
@@ -232,5 +232,7 @@ def test_a_profile_is_printed_for_a_tpu_that_is_not_here():
         "--target=v5e:1x1", "--fast", "--profile", "--config.batch_size=8",
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert "the sum of 10 blocks and the update" in ended.out and "No chip ran it" in ended.out
+    assert (
+        "the sum of 10 blocks and the update" in ended.out and "Nothing was measured" in ended.out
+    )
     assert ended.out.count("\naudit") >= 2

@@ -30,7 +30,7 @@ def test_encoders_that_are_not_here_have_their_known_shapes(encoder, width, para
     opened, notes = encoders.open_encoder(text)
     assert size(opened.frozen) == parameters
     assert {leaf.dtype for leaf in jax.tree.leaves(opened.frozen)} == {jax.numpy.dtype("bfloat16")}
-    assert len(notes) == 1 and f"the text encoder {encoder} by its known shape" in notes[0]
+    assert len(notes) == 1 and f"the text encoder {encoder} is planned by its shape" in notes[0]
 
 
 def test_an_encoder_of_no_known_shape_is_an_error():
@@ -67,5 +67,5 @@ def test_imagen_on_captions_runs_t5():
 
 
 def test_a_config_of_another_system_is_an_error():
-    with pytest.raises(ValueError, match=r"system sd_jax\.vae, which is not planned"):
+    with pytest.raises(ValueError, match=r"system sd_jax\.vae, which cannot be planned"):
         systems.read(sd_quickstart_vae.get_config().to_dict())
