@@ -1,18 +1,19 @@
-"""What the TPU's compiler estimates of every model's train step, without a TPU.
+"""Print the TPU compiler's estimates for the train step of every model, without a TPU.
 
     python -m benchmarks.compiled --targets=v5e:4x4 --models=base64_500m,sd2_512_base
     python -m benchmarks.compiled --check
 
-prints the table of docs/performance.md: cycles of the blocks of a step, each compiled once and
-counted as often as it is called (launch/planner/blocks.py), by kind, and the utilization that they
-imply; --whole compiles the whole program too, which takes the best part of an hour for a big model.
-It needs libtpu (pip install libtpu), and Linux. No chip runs anything: these are estimates.
+The first command prints the table of docs/performance.md: the cycles of a step by kind of work, and
+the utilization that they imply. By default it compiles each distinct block of a model once and
+counts it as often as it is called (launch/planner/blocks.py). --whole compiles whole programs,
+which takes most of an hour for a big model. It needs Linux and libtpu (pip install libtpu). The
+figures are estimates: nothing runs on a TPU.
 
-What is compiled is kept beside JAX's own programs, so that a table that was interrupted goes on.
---keep writes the rows into benchmarks/compiled.json, with the versions that made them.
+Compiled programs are cached, so an interrupted command continues where it stopped. --keep writes
+the rows to benchmarks/compiled.json, with the versions of the compilers.
 
---check compiles a small set of blocks and ends with code 1 where one has 5 % more cycles, or
-temporary memory, than the file says: both are exact numbers, not timings.
+--check compiles a small set of blocks, and exits with code 1 if one has 5 % more cycles or
+temporary memory than in this file. Both are exact numbers, not timings.
 """
 
 import importlib
@@ -39,7 +40,7 @@ from launch.planner.profiling import Profile
 from sd_jax import unet
 
 flags.adopt_module_key_flags(measure)
-# Samples of a device that fit with the state split over 16, by the planner's word.
+# Samples per device that fit with the state sharded over 16 devices, according to the planner.
 BATCHES = {
     "base64_500m": 16,
     "base64_2b": 8,
@@ -48,25 +49,25 @@ BATCHES = {
     "sr1024_600m": 8,
     "sd2_512_base": 8,
 }
-KEPT = pathlib.Path(__file__).with_name("compiled.json")
+RESULTS = pathlib.Path(__file__).with_name("compiled.json")
 GROWTH = 1.05
 _TARGETS = flags.DEFINE_list("targets", ["v5e:4x4"], "TPU slices.")
-_MODELS = flags.DEFINE_list("models", [*BATCHES], "Configs.")
-_BATCH = flags.DEFINE_integer("batch", 0, "Samples of a device; 0: those of the table.")
-_WHOLE = flags.DEFINE_boolean("whole", False, "Compile whole programs, not blocks.")
+_MODELS = flags.DEFINE_list("models", [*BATCHES], "Names of configs.")
+_BATCH = flags.DEFINE_integer("batch", 0, "Samples per device; 0 for those in BATCHES.")
+_WHOLE = flags.DEFINE_boolean("whole", False, "Compile whole programs instead of blocks.")
 _KEEP = flags.DEFINE_boolean("keep", False, "Write benchmarks/compiled.json.")
 _CHECK = flags.DEFINE_boolean("check", False, "Compare a small set with benchmarks/compiled.json.")
 
 
 class Part(NamedTuple):
-    """A block of the small set."""
+    """Block of the small set."""
 
     module: nn.Module
     inputs: tuple[jax.ShapeDtypeStruct, ...]
 
 
 def reduced() -> dict[str, Part]:
-    """Blocks of all kinds, small enough to be compiled in a minute or two together."""
+    """Return small blocks of all kinds, which compile in a minute or two together."""
     dtype = jnp.bfloat16
     array = lambda *shape: jax.ShapeDtypeStruct(shape, dtype)
     image, text, emb = array(2, 16, 16, 128), array(2, 128, 64), array(2, 128)
@@ -80,23 +81,25 @@ def reduced() -> dict[str, Part]:
 
 
 def main(argv: list[str]) -> None:
-    """Compiles, prints, keeps or compares."""
+    """Print the table, and write or check benchmarks/compiled.json as the flags say."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     if log.version("libtpu") is None:
         print("libtpu is not installed (pip install libtpu): nothing can be compiled for a TPU")
         return
-    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {"reduced": {}, "rows": {}}
+    results = {"reduced": {}, "rows": {}}
+    if RESULTS.exists():
+        results = json.loads(RESULTS.read_text())
     targets = [accelerators.parse(name) for name in _TARGETS.value]
     with cli.bad_input():
         settings = settings_of(targets, bool(_WHOLE.value))
     compiling.prepare(max(target.devices for target in targets), *settings)
     cli.start()
     if _CHECK.value:
-        sys.exit(_check(kept["reduced"]))
+        sys.exit(_check(results["reduced"]))
     if _KEEP.value:
-        kept["reduced"] = {"versions": _versions(), "blocks": _reduced()}
-        _write(kept)
+        results["reduced"] = {"versions": _versions(), "blocks": _reduced()}
+        _write(results)
     measure.say("| model | target, samples a chip | compiled | MFU | cycles by kind |")
     measure.say("|---|---|---|---|---|")
     for name, target in ((name, target) for target in targets for name in _MODELS.value):
@@ -108,20 +111,21 @@ def main(argv: list[str]) -> None:
         measure.say(row(name, place, batch, profile))
         if _KEEP.value:
             key = f"{name} {place} {batch} {'whole' if _WHOLE.value else 'blocks'}"
-            kept["rows"][key] = {
+            results["rows"][key] = {
                 **_versions(),
                 "flags": os.environ.get("LIBTPU_INIT_ARGS", ""),
                 **profile.summary(),
                 "flops": profile.flops,
             }
-            _write(kept)
+            _write(results)
 
 
 def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str]:
-    """Whose settings the compiler gets (machine/tuning.py): for whole programs those of runs.
+    """Return the kinds of accelerators whose settings the compiler gets (machine/tuning.py).
 
-    They are of collectives, so that blocks, each compiled for one chip, get none. ValueError for
-    whole programs of several kinds, since libtpu reads its flags once.
+    Whole programs get the settings of runs. These concern collectives, so blocks, which are
+    compiled for one chip, get none. Raises ValueError for whole programs on several kinds, because
+    libtpu reads its flags only once.
     """
     kinds = sorted({target.name for target in targets})
     if whole and len(kinds) > 1:
@@ -130,7 +134,7 @@ def settings_of(targets: Sequence[accelerators.Target], whole: bool) -> list[str
 
 
 def read(name: str, batch: int) -> systems.Model:
-    """A config with this global batch; Stable Diffusion on stored moments and texts."""
+    """Read a config with this global batch size; Stable Diffusion with stored moments and texts."""
     config = importlib.import_module(f"configs.{name}").get_config()
     config.batch_size = batch
     if name.startswith("sd"):
@@ -140,7 +144,7 @@ def read(name: str, batch: int) -> systems.Model:
 
 
 def row(name: str, place: str, batch: int, profile: Profile) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     shares = (f"{kind} {100 * n / profile.total:.0f} %" for kind, n in profile.cycles.items())
     what = "whole" if _WHOLE.value else "blocks"
     return (
@@ -153,34 +157,34 @@ def _profile(model: systems.Model, target: accelerators.Target) -> Profile:
     mesh = estimate.mesh_of(model, target.devices)
     if _WHOLE.value:
         compiled, _ = compiling.analyse(model, target, mesh)
-        assert compiled.program is not None  # Only a TPU's profile is asked for.
+        assert compiled.program is not None  # It exists for TPUs, which `main` checked.
         return profiling.of_program(compiled.program, model, mesh, target.name)
-    say = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
-    return profiling.of_blocks(model, mesh, target.name, say)
+    report = lambda text: print(f"  {text}", file=sys.stderr, flush=True)
+    return profiling.of_blocks(model, mesh, target.name, report)
 
 
 def _reduced() -> dict[str, dict[str, float]]:
-    """Cycles and temporary bytes of the small set."""
-    found = {}
+    """Return the cycles and the temporary bytes of the small set."""
+    figures = {}
     for name, (module, inputs) in reduced().items():
         variables = jax.eval_shape(module.init, memory.abstract_key(), *inputs)
         block = blocks.Block(name, [name], module, variables, (inputs, {}), True)
         compiled = blocks.measure(block, "v5e")
-        found[name] = {"cycles": compiled.total, "temporary": compiled.temporary}
-    return found
+        figures[name] = {"cycles": compiled.total, "temporary": compiled.temporary}
+    return figures
 
 
-def _check(kept: Mapping[str, Any]) -> int:
-    """1 where something grew, 0 otherwise; what was found, printed."""
-    if kept["versions"] != _versions():
-        print(f"nothing to compare: kept by {kept['versions']}, and here are {_versions()}")
+def _check(saved: Mapping[str, Any]) -> int:
+    """Compare the small set with saved figures; return 1 if a figure grew, else 0."""
+    if saved["versions"] != _versions():
+        print(f"nothing to compare: saved with {saved['versions']}, installed are {_versions()}")
         return 0
     grown = 0
-    for name, numbers in _reduced().items():
-        for what, n in numbers.items():
-            before = kept["blocks"][name][what]
+    for name, figures in _reduced().items():
+        for what, n in figures.items():
+            before = saved["blocks"][name][what]
             grew = n > GROWTH * before
-            print(f"{name}: {what} {n:,.0f}, kept {before:,.0f}" + ": GREW" * grew)
+            print(f"{name}: {what} {n:,.0f}, saved {before:,.0f}" + ": GREW" * grew)
             grown += grew
     return int(grown > 0)
 
@@ -189,8 +193,8 @@ def _versions() -> dict[str, str | None]:
     return {name: log.version(name) for name in ("jax", "libtpu")}
 
 
-def _write(kept: Mapping[str, Any]) -> None:
-    files.write_whole(KEPT, json.dumps(kept, indent=1) + "\n")
+def _write(results: Mapping[str, Any]) -> None:
+    files.write_whole(RESULTS, json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":

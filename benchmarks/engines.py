@@ -1,14 +1,16 @@
-"""Records a second, and memory, of preparing data in one process and on Apache Beam's workers.
+"""Measure data preparation in one process and with Apache Beam: records/s and memory.
 
     python -m benchmarks.engines --records=100_000 --workers=1,2,4
 
-Writes tars of small pictures with a caption each, all different, and then `prepare reshard`s them,
-and stores their embeddings as `precache` does, by the encoder `hashed`, which costs nothing: what
-is timed is reading, planning, writing and the index. First without an engine (0 workers), then with
-Beam's direct runner and so many workers, processes of this machine. Prints a line of JSON for each,
-with the peak memory of the largest process and whether the files are those of the first line, and
-what 400 million records would take at that rate. Starting Beam's workers counts: some seconds for
-each stage, of which `precache` has five.
+The command writes tars of small pictures with different captions. It then reshards them with
+`prepare reshard`, and stores their embeddings with `precache` and the encoder `hashed`, whose time
+is negligible: the benchmark times reading, planning, writing and the index. Each stage runs without
+an engine (0 workers) and with Beam's direct runner and the given numbers of worker processes.
+
+It prints a line of JSON per stage and number of workers: the rate, the peak memory of the largest
+process, whether the files equal those without an engine, and the time for 400 million records at
+this rate. The time includes the start of Beam's workers, some seconds for each of the stages inside
+Beam, of which `precache` has five.
 """
 
 import hashlib
@@ -30,15 +32,15 @@ from diffusion_jax.data import sources, tars
 from diffusion_jax.data.prepare import reshard
 from diffusion_jax.precache import fill
 
-_RECORDS = flags.DEFINE_integer("records", 100_000, "Records in all.", lower_bound=1)
-_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam's workers.")
+_RECORDS = flags.DEFINE_integer("records", 100_000, "Number of records.", lower_bound=1)
+_WORKERS = flags.DEFINE_list("workers", ["1", "2", "4"], "Numbers of Beam workers to measure.")
 _PUBLISHED = 400_000_000
 _TAR = 10_000
 _SHARD = 2_000
 
 
 def main(argv: list[str]) -> None:
-    """Writes the tars, measures, prints."""
+    """Write the tars, measure and print."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     records = _RECORDS.value
@@ -66,7 +68,7 @@ def _write(folder: pathlib.Path, records: int) -> None:
         numbers = range(first, min(first + _TAR, records))
         rows = ({tars.KEY: b"%09d" % i, "jpg": picture, "txt": b"caption %d" % i} for i in numbers)
         tars.write(folder / f"{first:09}.tar", rows)
-    sources.open_records(Data("webdataset", path=str(folder)))  # Their indices and the list.
+    sources.open_records(Data("webdataset", path=str(folder)))  # Writes the indices.
 
 
 def _engine(workers: int) -> engines.Engine:
@@ -92,35 +94,35 @@ def _precache(data: pathlib.Path, out: pathlib.Path, workers: int) -> None:
 def _measure(
     work: Callable[..., None], data: pathlib.Path, out: pathlib.Path, workers: int
 ) -> tuple[float, int]:
-    """Seconds, and the peak bytes of whichever process held most, in a process with its own."""
+    """Run `work` in a new process; return its seconds and the peak bytes of its largest process."""
     process = multiprocessing.get_context("spawn").Process(target=work, args=(data, out, workers))
     start = time.perf_counter()
     process.start()
-    peaks, ended = [0], threading.Event()
-    watch = threading.Thread(target=_watch, args=(process.pid, peaks, ended))
+    peaks, done = [0], threading.Event()
+    watch = threading.Thread(target=_watch, args=(process.pid, peaks, done))
     watch.start()
     process.join()
     seconds = time.perf_counter() - start
-    ended.set()
+    done.set()
     watch.join()
     if process.exitcode:
         raise SystemExit(process.exitcode)
     return seconds, peaks[0]
 
 
-def _watch(pid: int, peaks: list[int], ended: threading.Event) -> None:
-    while not ended.wait(0.2):
+def _watch(pid: int, peaks: list[int], done: threading.Event) -> None:
+    while not done.wait(0.2):
         for process in _family(pid):
             try:
                 status = pathlib.Path(f"/proc/{process}/status").read_text()
             except OSError:
-                continue  # It has ended.
+                continue  # The process has exited.
             if "VmHWM:" in status:
                 peaks[0] = max(peaks[0], int(status.partition("VmHWM:")[2].split()[0]) * 1024)
 
 
 def _family(pid: int) -> list[int]:
-    """A process and all below it."""
+    """Return the ids of a process and all its descendants."""
     parents = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -135,7 +137,7 @@ def _family(pid: int) -> list[int]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """A hash of all files of a folder, by name."""
+    """Return a hash of the names and contents of all files in a folder."""
     digest = hashlib.sha256()
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         digest.update(f"{path.relative_to(folder)}\n".encode() + path.read_bytes())

@@ -1,11 +1,11 @@
-"""Times the FID Inception here against pytorch-fid's network, in turns, on the same CPU and images.
+"""Compare the speed of this project's FID Inception network with pytorch-fid's, on a CPU.
 
     pip install torch pytorch-fid
     python -m benchmarks.fid --batch=16
 
-Both have the same random weights, and get images of 299 pixels. Prints one line of JSON: images/s
-of both from the median round, their ratio, the lowest and highest ratio of any round, and the
-largest difference of features relative to the largest feature. Torch is used nowhere else.
+Both have the same random weights and inputs, images of 299 pixels, and run in alternation. The
+command prints one line of JSON: images/s of both from the median round, their ratio, the lowest and
+highest ratio of a round, and the largest difference of features relative to the largest feature.
 """
 
 import statistics
@@ -25,7 +25,7 @@ _ROUNDS = flags.DEFINE_integer("rounds", 7, "Times that each takes its turn.", l
 
 
 def main(argv: list[str]) -> None:
-    """Compiles, compares, measures, prints."""
+    """Compile both networks, compare their outputs, measure and print."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with cli.bad_input(ImportError):
@@ -68,7 +68,7 @@ def main(argv: list[str]) -> None:
 
 
 def _random_state() -> dict[str, np.ndarray]:
-    """Weights that keep values of one size through all layers, by the public names."""
+    """Return random weights, by their public names, that preserve the scale of activations."""
     rng = np.random.default_rng(0)
     normal = lambda *shape: rng.standard_normal(shape, np.float32)
     state: dict[str, Any] = {"fc.weight": normal(1008, 2048) / 45, "fc.bias": normal(1008)}

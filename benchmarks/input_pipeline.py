@@ -1,15 +1,18 @@
-"""Times the input pipeline: images/s of each source, beside a plain loop over a tar with Pillow.
+"""Measure the input pipeline: images/s of each source, compared with a plain loop over a tar.
 
     python -m benchmarks.input_pipeline --num=512
 
-Makes a data set of `num` JPEGs (512x384, quality 95, cut at random from two photographs that come
-with scikit-learn) in every format under a temporary folder. Prints one line of JSON for each source
-and size. images_per_second_core is images by CPU seconds without reading threads, so that other
-work on the machine disturbs it little; images_per_second_host is by the clock with `threads`
-threads. plain_images_per_second_core is the same of the plain loop: tarfile from beginning to end,
-Pillow's decoding, bicubic resize and centre crop, numpy. The two take turns, and each figure is the
-median of the rounds; ratio is the median of their quotients. cores_for_8 says how many such cores
-feed eight accelerators at the rates of RATES.
+The command writes a data set of `num` JPEGs (512x384, quality 95, random crops of two photographs
+in scikit-learn) in every format to a temporary folder. It prints one line of JSON per source and
+size:
+- images_per_second_core: images per CPU second, without reader threads, so that other work on the
+  machine has little effect.
+- images_per_second_host: images per second of wall time, with `threads` threads.
+- plain_images_per_second_core: images per CPU second of a plain loop that reads a tar with tarfile,
+  decodes, resizes (bicubic) and centre-crops with Pillow, and converts to numpy.
+- ratio: the median ratio of the first to the third figure, which are measured in alternation. Each
+  figure is a median over rounds.
+- cores_for_8: the number of such cores that feed eight accelerators at the rates in RATES.
 """
 
 import functools
@@ -40,13 +43,13 @@ from diffusion_jax.data.sources.folder import Folder
 
 flags.adopt_module_key_flags(measure)
 _NUM = flags.DEFINE_integer("num", 512, "Images in the data set.", lower_bound=64)
-_ROUNDS = flags.DEFINE_integer("rounds", 5, "Times that each is measured.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads of a host.", lower_bound=1)
-_SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Pixels of a side.")
+_ROUNDS = flags.DEFINE_integer("rounds", 5, "Number of measurements.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", os.cpu_count() or 1, "Reader threads.", lower_bound=1)
+_SIZES = flags.DEFINE_multi_integer("size", [64, 256, 512], "Side of the images in pixels.")
 
 _BATCH = 32
-# Training images/s of one H100 (NeMo's Imagen) or H200 (MLPerf's Stable Diffusion from latents,
-# here as if they were made from images), and the size of their images.
+# (image size, training images/s of one accelerator): NeMo's Imagen on an H100, and MLPerf's Stable
+# Diffusion on an H200, which trains on latents but counts here as if it read images.
 RATES = {
     "base64_500m": (64, 202.4),
     "base64_2b": (64, 61.9),
@@ -57,7 +60,7 @@ RATES = {
 
 
 def main(argv: list[str]) -> None:
-    """Writes the data, measures, prints."""
+    """Write the data, measure and print."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     with tempfile.TemporaryDirectory() as folder:
@@ -93,7 +96,7 @@ def _result(source: str, size: int, rounds: list[tuple[float, float]], host: flo
 
 
 def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
-    """Reads as many images as there are; returns how many."""
+    """Read about as many images as the data set has, and return their number."""
     steps = _NUM.value // _BATCH
     pictures = open_pictures(Data(source, path=path, text=text), size)
     batches = pipeline.make_batches(
@@ -106,7 +109,7 @@ def _ours(source: str, path: str, text: str, size: int, threads: int) -> int:
 
 
 def _plain(tar: str, size: int) -> int:
-    """The loop that one would write: a webdataset's records in their order, decoded by Pillow."""
+    """Read a webdataset in order with tarfile and Pillow, and return the number of images."""
     batch, done = [], 0
     for image, caption in _tar_records(tar):
         batch.append((_decode(image, size), caption.decode()))
@@ -138,7 +141,7 @@ def _decode(data: bytes, size: int) -> np.ndarray:
 
 
 def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
-    """The same images in every format: (path, text) by source."""
+    """Write the same images in every format; return (path, text) by source."""
     folder = root / "folder"
     folder.mkdir()
     for i, jpeg in enumerate(_photographs(num)):
@@ -154,7 +157,7 @@ def _write(root: pathlib.Path, num: int) -> dict[str, tuple[str, str]]:
 
 
 def _write_arrow(path: pathlib.Path, records: Folder) -> None:
-    """Writes the records as Hugging Face's save_to_disk does."""
+    """Write the records in the format of Hugging Face's save_to_disk."""
     read = records.read(range(len(records)))
     kind = pyarrow.struct({"bytes": pyarrow.binary(), "path": pyarrow.string()})
     images = pyarrow.array([{"bytes": r.image, "path": None} for r in read], kind)

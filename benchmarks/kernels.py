@@ -1,9 +1,10 @@
-"""Times operations against their plain forms, forward and backward: the ablation table.
+"""Compare the speed and memory of operations with their plain forms, forward and backward.
 
     python -m benchmarks.kernels --batch=4 --size=32 --width=128
 
-Prints a table: the median milliseconds of value and gradient, compiled, and the temporary memory
-of the compiled program. Every variant of a row computes the same numbers, which is checked.
+The command prints a table with the median milliseconds of value and gradient, compiled, and the
+temporary memory of the program. It checks that all variants of an operation compute the same
+numbers.
 """
 
 import statistics
@@ -22,20 +23,22 @@ from diffusion_jax.nn import ops
 from diffusion_jax.train import optimizer
 
 flags.adopt_module_key_flags(measure)
-_BATCH = flags.DEFINE_integer("batch", 4, "Images.", lower_bound=1)
-_SIZE = flags.DEFINE_integer("size", 32, "Their side.", lower_bound=2)
+_BATCH = flags.DEFINE_integer("batch", 4, "Number of images.", lower_bound=1)
+_SIZE = flags.DEFINE_integer("size", 32, "Side of the images in pixels.", lower_bound=2)
 _WIDTH = flags.DEFINE_integer("width", 128, "Channels, a multiple of 32.", lower_bound=32)
-_DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of images and kernels.")
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Dtype of images and kernels."
+)
 _REPEATS = flags.DEFINE_integer("repeats", 7, "Timed calls.", lower_bound=1)
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 
 def main(argv: list[str]) -> None:
-    """Measures and prints."""
+    """Measure all operations and print the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     if _WIDTH.value % 32:
-        raise app.UsageError(f"--width={_WIDTH.value} is no multiple of 32", 2)
+        raise app.UsageError(f"--width={_WIDTH.value}: it must be a multiple of 32", 2)
     measure.say(f"{jax.devices()[0].device_kind}, jax {jax.__version__}, {_DTYPE.value}")
     measure.say("| operation | form | ms | temporary MiB |\n|---|---|---|---|")
     for name, (variants, arguments) in _cases().items():
@@ -78,7 +81,7 @@ def _cases() -> dict[str, tuple[dict[str, Callable], tuple]]:
 
 
 def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
-    """Seconds, bytes, and what it returned."""
+    """Return the seconds, the temporary bytes, and the value and gradient."""
     cotangent = _normal(*jax.eval_shape(function, *arguments).shape)
     loss = lambda cotangent, *a: (function(*a).astype(jnp.float32) * cotangent).sum()
     step = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(1, len(arguments) + 1))))
@@ -89,7 +92,7 @@ def _measure(function: Callable, arguments: tuple) -> tuple[float, int, tuple]:
 
 
 def _updates() -> dict[str, float]:
-    """Seconds of the optimizer's and the average's work on 64 kernels, in one program or two."""
+    """Time the optimizer's and the average's update of 64 kernels, in one program or two."""
     params = {str(i): jnp.full((256, 256), 1.0 + i) for i in range(64)}
     tx = optimizer.adamw(optimizer.warmup_constant(1e-4, 1))
     state, ema = tx.init(params), jax.tree.map(jnp.copy, params)
@@ -118,7 +121,7 @@ def _updates() -> dict[str, float]:
 
 
 def _seconds(function: Callable, *arguments: Any) -> float:
-    """The median of the calls after the first."""
+    """Return the median seconds of the calls after the first."""
     return statistics.median(measure.rounds(lambda: function(*arguments), int(_REPEATS.value)))
 
 

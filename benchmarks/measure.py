@@ -1,4 +1,4 @@
-"""How every benchmark here times its work, what it says of the machine, and where its lines go."""
+"""Timing, description of the machine, and output, as used by all benchmarks."""
 
 import importlib
 import json
@@ -14,7 +14,7 @@ from absl import flags
 from diffusion_jax.machine import files, hardware
 
 WORKDIR = flags.DEFINE_string(
-    "workdir", None, "A folder for what is printed too, NAME.txt, as launchers give one."
+    "workdir", None, "Folder to also write the output to, as NAME.txt; launchers set it."
 )
 _lines: list[str] = []
 
@@ -22,27 +22,30 @@ T = TypeVar("T")
 
 
 def library(name: str) -> Any:
-    """A library that benchmarks alone compare with; ImportError if it is not installed.
+    """Import a library that only benchmarks need. Raises ImportError if it is not installed.
 
-    By its name, since checkers of types take `import torch` for the torch.py beside this file.
+    Type checkers would resolve a normal `import torch` to the file torch.py in this folder.
     """
     return importlib.import_module(name)
 
 
 def timed(work: Callable[[], T]) -> tuple[T, float]:
-    """The work's result, once the devices have it, and the seconds that it took."""
+    """Return the result of `work`, once it is ready, and the seconds it took."""
     start = time.perf_counter()
     result = jax.block_until_ready(work())
     return result, time.perf_counter() - start
 
 
 def rounds(work: Callable[[], object], count: int, warmup: int = 1) -> list[float]:
-    """Seconds of each of `count` calls, after `warmup` calls that are not kept."""
+    """Return the seconds of `count` calls, after `warmup` calls."""
     return [timed(work)[1] for _ in range(warmup + count)][warmup:]
 
 
 def say(result: Mapping[str, Any] | str) -> None:
-    """Prints a line, JSON of a mapping, in the first process, and keeps all so far in --workdir."""
+    """Print a line of text, or a mapping as JSON, and write all lines so far to --workdir.
+
+    Only the first process does this.
+    """
     if jax.process_index():
         return
     _lines.append(result if isinstance(result, str) else json.dumps(result))
@@ -53,14 +56,14 @@ def say(result: Mapping[str, Any] | str) -> None:
 
 
 def write(name: str, content: bytes | str) -> None:
-    """Writes a file of --workdir, which is made if need be."""
+    """Write a file to --workdir, creating the folder if needed."""
     folder = pathlib.Path(str(WORKDIR.value))
     folder.mkdir(parents=True, exist_ok=True)
     files.write_whole(folder / name, content)
 
 
 def machine() -> dict[str, Any]:
-    """The first device, the most memory that was in use on it so far, and the version of JAX."""
+    """Return the kind of the first device, its peak memory so far, and the version of JAX."""
     device = jax.local_devices()[0]
     memory = hardware.memory(device)
     return {

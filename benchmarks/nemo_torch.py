@@ -1,8 +1,9 @@
-"""NVIDIA NeMo's two UNets of Imagen in torch, under its names of modules: what ours are timed with.
+"""NVIDIA NeMo's two UNets of Imagen in torch, as a baseline for timing.
 
-Written anew from what the networks compute (see imagen_jax/unet.py and efficient_unet.py), with
-fused attention and fixed sinusoids; a state dict of `imagen_jax.weights.nemo.to_nemo` fits. NCHW; B
-batch, C channels, E time embedding, L text tokens, D their width.
+This is an independent implementation of imagen_jax/unet.py and efficient_unet.py with fused
+attention and fixed sinusoids. Its modules have NeMo's names, so it loads the state dict of
+`imagen_jax.weights.nemo.to_nemo`. Images are NCHW. Shapes: B batch, C channels, E time embedding, L
+text tokens of width D.
 """
 
 import math
@@ -17,16 +18,16 @@ nn, F = torch.nn, torch.nn.functional
 
 
 def make(unet: UNet | EfficientUNet, text_width: int) -> Any:
-    """The network of these fields; ValueError for options that only other models have."""
-    odd = ("learned_time_dim", "null_token", "noise_aug", "resblock_updown", "dropout")
-    options = [name for name in odd if getattr(unet, name, False)]
+    """Build the torch network of `unet`. Raises ValueError for options that it lacks."""
+    unsupported = ("learned_time_dim", "null_token", "noise_aug", "resblock_updown", "dropout")
+    options = [name for name in unsupported if getattr(unet, name, False)]
     if options or unet.attention != "fused" or unet.text_pooling != "attention":
-        raise ValueError(f"the networks for timing have fused attention and none of {odd}")
+        raise ValueError(f"the networks for timing have fused attention and none of {unsupported}")
     return _Regular(unet, text_width) if isinstance(unet, UNet) else _Efficient(unet, text_width)
 
 
 class _Conditioned(nn.Module):
-    """Embeds the time and the text; subclasses are the networks."""
+    """Base class that embeds the time and the text; subclasses are the networks."""
 
     def __init__(self, embed_dim: int, text_width: int, cond_dim: int) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class _Conditioned(nn.Module):
         )
 
     def forward(self, x, time, text, text_mask, low_res=None):
-        """x [B, 3, H, W], time [B], text [B, L, D], its mask [B, L], low_res [B, 3, h, w]."""
+        """Expects x [B, 3, H, W], time [B], text [B, L, D], mask [B, L], low_res [B, 3, h, w]."""
         emb = self.time_embed(time) + self.to_text_non_attn_cond(self.attention_pooling(text))
         if low_res is not None:
             low_res = F.interpolate(low_res, x.shape[2:], mode="bicubic")
@@ -179,7 +180,7 @@ class _Res(nn.Module):
 
 
 class _Attention(nn.Module):
-    """Pixels attend to pixels and text in one softmax, by torch's own fused kernel."""
+    """Attention from pixels to pixels and text in one softmax, with torch's fused kernel."""
 
     def __init__(self, c: int, unet: UNet | EfficientUNet, cond_dim: int = 0) -> None:
         super().__init__()

@@ -1,16 +1,16 @@
-"""Weak scaling: a config's train step on 1, 2, 4, ... nodes, as a table and a figure.
+"""Measure weak scaling of a config's train step on 1, 2, 4, ... nodes, as a table and a figure.
 
     python -m benchmarks.scaling --config=configs/base64_500m.py --workdir=runs/scaling
 
-The config's batch_size is that of all nodes, of which fewer take their share, so that a device
-always works on the same number of samples. Weights and data are random: see benchmarks.train_step.
-The mesh needs an axis of -1, and optimizer.micro_batch rather than accumulate if several passes
-are needed. Under several processes a node is a process; otherwise --devices_per_node says what
-counts as one, and that such as JAX_NUM_CPU_DEVICES=8 makes eight of one computer.
+The config's batch_size is for all nodes. Fewer nodes take their share of it, so that each device
+always has the same number of samples. Weights and data are random, as in benchmarks.train_step. One
+axis of the mesh must be -1. If a step needs several passes, set optimizer.micro_batch instead of
+accumulate. With several processes a node is a process; otherwise --devices_per_node is the number
+of devices that count as a node (for example with JAX_NUM_CPU_DEVICES=8 on one computer).
 
---workdir gets scaling.csv, written anew after each number of nodes, and scaling.png: samples/s,
-what perfectly linear scaling from the first line would give, the speed-up over that line and the
-efficiency, which is the speed-up by the number of nodes relative to it.
+The command writes scaling.csv, which is updated after each number of nodes, and scaling.png to
+--workdir. They have samples/s, the samples/s of perfectly linear scaling from the first row, the
+speed-up over the first row, and the efficiency, which is measured over perfectly linear samples/s.
 """
 
 import csv
@@ -34,14 +34,14 @@ from launch.planner.systems import Model
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_NODES = flags.DEFINE_list("nodes", [], "Numbers of nodes; 1, 2, 4, ... and all.")
+_NODES = flags.DEFINE_list("nodes", [], "Numbers of nodes; default: 1, 2, 4, ... and all.")
 _PER_NODE = flags.DEFINE_integer(
-    "devices_per_node", None, "Devices that count as a node; those of a process.", lower_bound=1
+    "devices_per_node", None, "Devices per node; default: those of a process.", lower_bound=1
 )
 
 
 def main(argv: list[str]) -> None:
-    """Compiles and measures one number of nodes after the other."""
+    """Measure one number of nodes after another."""
     step.no_arguments(argv)
     cli.start()
     with cli.bad_input():
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
             timing = step.run(case, mesh)
             rows.append(row(nodes, case, timing, mesh.size, rows))
             measure.say(rows[-1])
-        if jax.process_count() > 1:  # The others wait until their nodes are needed.
+        if jax.process_count() > 1:  # Processes that did not take part wait here.
             multihost_utils.sync_global_devices(f"{nodes} nodes")
         if jax.process_index() == 0:
             measure.write("scaling.csv", table(rows))
@@ -63,26 +63,29 @@ def main(argv: list[str]) -> None:
 
 
 def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
-    """The numbers of nodes to measure; ValueError for such as are not there."""
-    most = devices // per_node
+    """Return the numbers of nodes to measure. Raises ValueError for more nodes than there are."""
+    max_nodes = devices // per_node
     if devices % per_node:
         raise ValueError(f"--devices_per_node={per_node} does not divide {devices} devices")
-    if not all(name.isdigit() and 1 <= int(name) <= most for name in names):
-        raise ValueError(f"--nodes={','.join(names)}: give numbers from 1 to {most}, as 1,2,4")
-    powers = [2**n for n in range(most.bit_length())]
-    return sorted({int(name) for name in names} or {*powers, most})
+    if not all(name.isdigit() and 1 <= int(name) <= max_nodes for name in names):
+        raise ValueError(f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, as 1,2,4")
+    powers = [2**n for n in range(max_nodes.bit_length())]
+    return sorted({int(name) for name in names} or {*powers, max_nodes})
 
 
 def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int, Mesh, Model]]:
-    """A mesh and the model with its share of the batch for each number of nodes, all checked."""
+    """Return, for each number of nodes, its mesh and the model with its share of the batch.
+
+    Raises ValueError unless the batch divides over all devices and every mesh uses its devices.
+    """
     devices = sorted(jax.devices(), key=lambda device: (device.process_index, device.id))
     rows = []
     for nodes in numbers:
-        batch, rest = divmod(model.run.batch_size * nodes * per_node, len(devices))
-        if rest:
+        batch, remainder = divmod(model.run.batch_size * nodes * per_node, len(devices))
+        if remainder:
             raise ValueError(
-                f"batch_size {model.run.batch_size} is that of all {len(devices)} devices, which "
-                "it does not divide over: take a multiple"
+                f"batch_size {model.run.batch_size} does not divide over all {len(devices)} "
+                "devices: take a multiple of their number"
             )
         mesh = sharding.make_mesh(*model.mesh, devices=devices[: nodes * per_node])
         if mesh.size != nodes * per_node:
@@ -99,7 +102,7 @@ def cases(model: Model, numbers: Sequence[int], per_node: int) -> list[tuple[int
 def row(
     nodes: int, model: Model, timing: step.Timing, devices: int, before: Sequence[Mapping]
 ) -> dict[str, Any]:
-    """A line of the table; the first of `before`, or this one, is what it is compared with."""
+    """Return a row of the table; its baseline is the first row of `before`, or the row itself."""
     batch = model.run.batch_size
     rate = batch / timing.median
     first = before[0] if before else {"nodes": nodes, "samples_per_second": rate}
@@ -120,7 +123,7 @@ def row(
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rows as CSV, with a line of names."""
+    """Format the rows as CSV with a header."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -129,7 +132,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def figure(rows: Sequence[Mapping[str, Any]]) -> figures.Plot:
-    """Samples/s by devices beside perfectly linear scaling, with the efficiency at each point."""
+    """Plot samples/s and perfectly linear scaling over devices, with the efficiency as labels."""
     devices = [row["devices"] for row in rows]
     labels = [f"{100 * row['efficiency']:.0f} %" for row in rows]
     lines = [

@@ -1,12 +1,12 @@
-"""Times drawing with Stable Diffusion as NeMo does: from the tokens of a prompt to decoded pixels.
+"""Measure the latency of Stable Diffusion as NeMo does, from a prompt's tokens to decoded pixels.
 
     python -m benchmarks.sd_latency --model=2
 
-On one device, with guidance and random weights, which take as long as trained ones. Prints one line
-of JSON for each batch size (images of one prompt): latency_s is the median of the rounds, from
-before text encoding to after decoding, everything in one program; compile_s is apart.
-nemo_tensorrt_s and nemo_framework_s are NeMo's latencies at 512 pixels and 50 steps of PLMS on an
-A100, null where these were changed. --tiny takes widths that run anywhere, to try the command.
+It runs on one device, with guidance and random weights, which are as fast as trained ones. The
+command prints one line of JSON per batch size (images of one prompt). latency_s is the median over
+rounds of one program with text encoding, sampling and decoding; compile_s is not part of it.
+nemo_tensorrt_s and nemo_framework_s are NeMo's latencies on an A100 with 512 pixels and 50 steps of
+PLMS; they are null with other settings. --tiny uses a small model, to try the command.
 """
 
 import statistics
@@ -38,16 +38,20 @@ from sd_jax.weights import names
 
 flags.adopt_module_key_flags(measure)
 _MODEL = flags.DEFINE_enum("model", "2", ["1", "2"], "Stable Diffusion 1.x or 2.x.")
-_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Images drawn at once.")
+_BATCHES = flags.DEFINE_list("batches", ["1", "2", "4"], "Batch sizes.")
 _SAMPLER = flags.DEFINE_string("sampler", "plms", "plms, ddim, dpmpp_2m, euler or heun.")
 _STEPS = flags.DEFINE_integer("steps", 50, "Sampling steps.", lower_bound=1)
-_SIZE = flags.DEFINE_integer("size", 512, "Pixels of a side.", lower_bound=64)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", ["bfloat16", "float32"], "Of the computation.")
-_ATTENTION = flags.DEFINE_enum("attention_impl", "auto", IMPLEMENTATIONS, "As unet's.")
-_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed drawings.", lower_bound=1)
-_TINY = flags.DEFINE_bool("tiny", False, "A model of a tenth of the widths.")
+_SIZE = flags.DEFINE_integer("size", 512, "Side of the images in pixels.", lower_bound=64)
+_DTYPE = flags.DEFINE_enum(
+    "dtype", "bfloat16", ["bfloat16", "float32"], "Dtype of the computation."
+)
+_ATTENTION = flags.DEFINE_enum(
+    "attention_impl", "auto", IMPLEMENTATIONS, "See unet.attention_impl."
+)
+_ROUNDS = flags.DEFINE_integer("rounds", 10, "Timed calls.", lower_bound=1)
+_TINY = flags.DEFINE_bool("tiny", False, "Use a model with a tenth of the width.")
 
-# (TensorRT, framework) on an A100 80GB by model and batch.
+# (TensorRT, framework) latencies in seconds on an A100 80GB, by model and batch size.
 _NEMO = {
     ("1", 1): (0.9, 3.3), ("1", 2): (1.7, 5.2), ("1", 4): (2.9, 9.2),
     ("2", 1): (0.9, 3.2), ("2", 2): (1.6, 5.0), ("2", 4): (2.7, 8.5),
@@ -55,7 +59,7 @@ _NEMO = {
 
 
 def main(argv: list[str]) -> None:
-    """Compiles, warms up, measures, prints; one batch size after another."""
+    """Measure and print one batch size after another."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()
@@ -103,7 +107,7 @@ def _model() -> tuple[TextTower, Pipeline]:
 
 
 def _random(abstract: Any) -> Any:
-    """Small numbers in the shapes of params; kernels in the type that they are used in."""
+    """Return small random params; kernels have the dtype of the computation."""
 
     def leaf(path, shape):
         key = jax.random.key(hash(jax.tree_util.keystr(path)) % 2**31)
@@ -120,8 +124,9 @@ def _measured(sample: Any, params: Any, frozen: Any, size: int) -> dict[str, Any
     arguments = (params, frozen, batch, keys, scales)
     compiled, compile_s = measure.timed(lambda: sample.lower(*arguments).compile())
     seconds = measure.rounds(lambda: compiled(*arguments), int(_ROUNDS.value))
-    as_nemo = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
-    tensorrt, framework = _NEMO.get((_MODEL.value, size), (None, None)) if as_nemo else (None, None)
+    is_nemos = (_SIZE.value, _STEPS.value, _SAMPLER.value, _TINY.value) == (512, 50, "plms", False)
+    nemo = _NEMO.get((_MODEL.value, size)) if is_nemos else None
+    tensorrt, framework = nemo or (None, None)
     return {
         "model": f"{_MODEL.value}.x" + " tiny" * _TINY.value,
         "batch": size,

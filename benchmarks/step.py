@@ -1,4 +1,4 @@
-"""A config's train step on random weights and data, compiled, warmed up and timed."""
+"""Timing of a config's train step with random weights and data."""
 
 import statistics
 from collections.abc import Mapping
@@ -17,23 +17,25 @@ from launch.planner import systems
 from launch.planner.systems import Model
 
 INPUTS = ("cached", "moments", "images")
-"""For latent diffusion: moments and text states from storage; moments, with the text encoder in the
-step; the autoencoder in it too."""
+"""Inputs of latent diffusion: "cached" moments and text embeddings; "moments", with the text
+encoder in the step; "images", with the autoencoder in the step as well."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
-WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before them.", lower_bound=0)
-_INPUTS = flags.DEFINE_enum("inputs", "cached", INPUTS, "What Stable Diffusion has beforehand.")
+WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
+_INPUTS = flags.DEFINE_enum(
+    "inputs", "cached", INPUTS, "Inputs of Stable Diffusion's step; the rest is computed in it."
+)
 
 
 class Timing(NamedTuple):
-    """A step, as measured."""
+    """Measured times of a step."""
 
     seconds: list[float]
-    """Of each step."""
+    """Seconds of each step."""
     trace_s: float
     lower_s: float
     compile_s: float
     flops: float
-    """Of a step on all devices, with what is computed twice."""
+    """FLOPs of a step on all devices, including recomputation."""
     loss: float
 
     @property
@@ -42,42 +44,42 @@ class Timing(NamedTuple):
         return statistics.median(self.seconds)
 
     def utilization(self, devices: int) -> float | None:
-        """The share of the devices' peak rate, None where that is not known."""
+        """Return the share of the devices' peak rate, or None if that is unknown."""
         kind = jax.local_devices()[0].device_kind
         return hardware.utilization(self.flops, self.median, kind, devices)
 
 
 def read(config: Mapping[str, Any]) -> tuple[Model, str | None]:
-    """The model of a config with its inputs as --inputs says, and that, None where it is of pixels.
+    """Return the model of a config, without weights and data, and its --inputs.
 
-    No weights and no data are needed. ValueError that says what to change.
+    The latter are None for diffusion on pixels. Raises ValueError for mistakes in the config.
     """
     inputs = _INPUTS.value if "latents" in config else None
     if inputs:
         source = "folder" if inputs == "images" else "moments"
-        whole = {"source": source, "mixture": (), "crop": "center", "flip": False, "resize": 0}
+        data = {"source": source, "mixture": (), "crop": "center", "flip": False, "resize": 0}
         store = "none" if inputs == "cached" else ""
         config = {
             **config,
-            "data": {**config["data"], **whole},
+            "data": {**config["data"], **data},
             "text": {**config["text"], "store": store},
         }
     return systems.read(config), inputs
 
 
 def no_arguments(argv: list[str]) -> None:
-    """Ends the command at words that are no flags."""
+    """Raise UsageError for arguments that are not flags."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
 
 
 def run(model: Model, mesh: Mesh) -> Timing:
-    """Compiles the step of the loop for this mesh, warms up and times it, the state donated."""
+    """Compile the training loop's step for this mesh, warm up and time it."""
     task, settings, rules = model.task, model.optimizer, model.task.rules
     tx = optimizer.make_optimizer(settings, model.run.steps)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
-    whole, split = sharding.replicated(mesh), sharding.batch_sharding(mesh)
-    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=whole)(0)
+    replicated, split = sharding.replicated(mesh), sharding.batch_sharding(mesh)
+    key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated)(0)
     layout = sharding.shardings(model.state, mesh, rules)
     state = jax.jit(create, out_shardings=layout)(key)
     frozen = _filled(memory.shapes(task.frozen), lambda w: sharding.shardings(w, mesh, rules))
@@ -100,17 +102,16 @@ def run(model: Model, mesh: Mesh) -> Timing:
     return Timing(seconds, trace_s, lower_s, compile_s, float(work), float(metrics["loss"]))
 
 
-def _filled(shapes: Any, where: Any) -> Any:
-    """Numbers in these shapes, made on the devices: what they are costs nothing to draw."""
+def _filled(shapes: Any, shardings_of: Any) -> Any:
+    """Return arrays of these shapes, computed on the devices with a cheap hash."""
 
     def fill(leaf: jax.ShapeDtypeStruct) -> jax.Array:
         if leaf.dtype == bool:
             return jnp.ones(leaf.shape, bool)
         count = jax.lax.iota(jnp.uint32, leaf.size).reshape(leaf.shape)
         if jnp.issubdtype(leaf.dtype, jnp.integer):
-            return ((count * jnp.uint32(2654435761)) >> 24).astype(
-                leaf.dtype
-            )  # Bytes (Knuth's hash).
+            hashes = count * jnp.uint32(2654435761)  # Knuth's multiplicative hash.
+            return (hashes >> 24).astype(leaf.dtype)  # Its highest byte.
         return (0.02 * jnp.sin(count.astype(jnp.float32))).astype(leaf.dtype)
 
-    return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=where(shapes))()
+    return jax.jit(lambda: jax.tree.map(fill, shapes), out_shardings=shardings_of(shapes))()

@@ -1,16 +1,16 @@
-"""Times the train step of a config on synthetic data, all devices together.
+"""Measure the train step of a config on synthetic data, with all devices.
 
     python -m benchmarks.train_step --config=configs/base64_500m.py --batch=256
     python -m benchmarks.train_step --config=configs/sd2_512_base.py --batch=64 --inputs=moments
 
---inputs is for Stable Diffusion: "cached" trains the UNet alone, on stored moments and text states,
-"moments" has CLIP in the step too, "images" also the VAE. No weights are needed for any of them.
+--inputs is for Stable Diffusion: with "cached" moments and text embeddings, the step has only the
+UNet; with "moments" also CLIP; with "images" also the VAE. None of them needs weights.
 
-Prints one line of JSON. samples_per_second is from the median step after the warm-up, with the
-state donated as in training; tflops uses the count of diffusion_jax/machine/flops.py (which holds
-what is computed twice), of which known_tflop_per_sample holds the count from papers where one is
-known; mfu divides by the peak bfloat16 rate of the device, null for devices that
-diffusion_jax/machine/hardware.py does not list.
+The command prints one line of JSON. samples_per_second is from the median step after the warm-up,
+with the state donated as in training. tflops uses the FLOPs counted by
+diffusion_jax/machine/flops.py, including recomputation. known_tflop_per_sample is an independent
+count without recomputation, or null. mfu is relative to the device's peak bfloat16 rate, or null
+for devices that diffusion_jax/machine/hardware.py does not list.
 """
 
 from typing import Any
@@ -27,9 +27,12 @@ from launch.planner import systems
 flags.adopt_module_key_flags(measure)
 flags.adopt_module_key_flags(step)
 _CONFIG = cli.define_config()
-_BATCH = flags.DEFINE_integer("batch", None, "Global batch size; the config's.", lower_bound=1)
+_BATCH = flags.DEFINE_integer(
+    "batch", None, "Global batch size; default: the config's.", lower_bound=1
+)
 
-# Matrix products and convolutions of one training sample, forward and backward, by parameters.
+# TFLOP of matrix products and convolutions per training sample, forward and backward, by number of
+# parameters.
 _KNOWN_TFLOP = {
     524_897_540: 1.003,  # base64_500m
     2_171_162_116: 3.947,  # base64_2b
@@ -40,7 +43,7 @@ _KNOWN_TFLOP = {
     700_610_308: 1.574,  # sr256_600m_stacked
     639_193_348: 1.477,  # sr1024_600m, on crops of 256
 }
-# Of Stable Diffusion's UNet alone, by parameters and pixels; 77 tokens.
+# The same for Stable Diffusion's UNet with 77 tokens, by number of parameters and image size.
 _KNOWN_SD_TFLOP = {
     (859_520_964, 512): 2.410,
     (859_520_964, 256): 0.540,
@@ -50,7 +53,7 @@ _KNOWN_SD_TFLOP = {
 
 
 def main(argv: list[str]) -> None:
-    """Compiles, warms up, measures, prints."""
+    """Compile the step, measure it and print the result."""
     step.no_arguments(argv)
     cli.start()
     config: dict[str, Any] = _CONFIG.value.to_dict()

@@ -11,7 +11,7 @@ from tests.imagen_jax import commands
 
 
 def test_the_kept_table_has_all_blocks_of_the_small_set():
-    kept = json.loads(compiled.KEPT.read_text())["reduced"]
+    kept = json.loads(compiled.RESULTS.read_text())["reduced"]
     assert set(kept["blocks"]) == set(compiled.reduced())
     assert all(numbers["cycles"] > 0 for numbers in kept["blocks"].values())
 
