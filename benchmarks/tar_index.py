@@ -1,14 +1,15 @@
-"""Times the listing of many tars, and weighs it in memory: what a start of training costs.
+"""Measure the time and memory that training needs to list the records of many tars.
 
     python -m benchmarks.tar_index --records=20_000_000
 
-Writes one tar, gives it as many names as it takes, and the index that `prepare index` would have
-made beside each. Then one process makes the listing of all records, and after it `processes` open
-it at the same time, touch every record of it, and draw samples in the order of an epoch. Prints one
-line of JSON: seconds, and bytes a record. `memory` counts all that a process holds, `own` what no
-other shares with it; both are what opening and reading added. `scan` is the time in which the
-headers of tars are read, once, where no index is beside them. `published` extrapolates all of it
-to the 676 million records that Imagen's authors at NVIDIA trained on.
+The command writes one tar, and creates links to it and copies of its index until there are enough
+records. One process then writes the list of all records. After this, `processes` processes open the
+list at the same time, read all of it, and draw samples in the order of an epoch.
+
+It prints one line of JSON with seconds, and with bytes per record. "memory" is the resident memory
+added by opening and reading, "own" the part of it that is not shared with other processes. "scan"
+is the time to read the headers of tars without an index. "published" extrapolates these figures to
+the 676 million records that NVIDIA trained Imagen on.
 """
 
 import multiprocessing
@@ -28,8 +29,10 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.data.sources.webdataset import WebDataset
 
 _RECORDS = flags.DEFINE_integer("records", 20_000_000, "Records in all tars.", lower_bound=1)
-_TAR = flags.DEFINE_integer("tar", 10_000, "Records a tar.", lower_bound=1)
-_PROCESSES = flags.DEFINE_integer("processes", 4, "That open it together.", lower_bound=1)
+_TAR = flags.DEFINE_integer("tar", 10_000, "Records per tar.", lower_bound=1)
+_PROCESSES = flags.DEFINE_integer(
+    "processes", 4, "Processes that open the list at the same time.", lower_bound=1
+)
 _PUBLISHED = 676_000_000
 _SAMPLES = 20_000
 _FIRST = "1.tar"
@@ -37,7 +40,7 @@ _wait: Callable[[], Any] = lambda: None
 
 
 def main(argv: list[str]) -> None:
-    """Writes the tars, measures, prints."""
+    """Write the tars, measure and print."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     sizes = _RECORDS.value, _TAR.value, _PROCESSES.value
@@ -46,34 +49,34 @@ def main(argv: list[str]) -> None:
 
 
 def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
-    """The line of JSON for `records` in tars of `size` under `folder`."""
+    """Return the figures for `records` in tars of `size` under `folder`."""
     num_tars = -(-records // size)
     records = num_tars * size
     scan = _write(folder, num_tars, size)
-    context = multiprocessing.get_context("spawn")  # A process of its own, with nothing in memory.
-    together = lambda n: context.Pool(n, _meet_at, (context.Barrier(n),))
-    with together(1) as pool:
-        made = pool.apply(_open, (folder,))
-    with together(processes) as pool:
-        opened = pool.map(_open, [folder] * processes, chunksize=1)
+    context = multiprocessing.get_context("spawn")  # New processes share no memory with this one.
+    pool_of = lambda n: context.Pool(n, _meet_at, (context.Barrier(n),))
+    with pool_of(1) as pool:
+        first = pool.apply(_open, (folder,))  # Writes the list.
+    with pool_of(processes) as pool:
+        others = pool.map(_open, [folder] * processes, chunksize=1)
     (file,) = folder.glob("records-*.index")
-    worst = {name: max(one[name] for one in opened) for name in opened[0]}
+    worst = {name: max(figures[name] for figures in others) for name in others[0]}
     line = {
         "records": records,
         "tars": num_tars,
         "processes": processes,
         "file_bytes": round(file.stat().st_size / records, 2),
         "scan_seconds": round(scan * num_tars, 1),
-        "make_seconds": round(made["seconds"], 2),
+        "make_seconds": round(first["seconds"], 2),
         "open_seconds": round(worst["seconds"], 2),
         "samples_per_second": round(_SAMPLES / worst["draw"]),
         "memory_bytes": round(worst["memory"] / records, 2),
         "own_bytes": round(worst["own"] / records, 2),
-        "make_peak_bytes": round(made["peak"] / records, 2),
+        "make_peak_bytes": round(first["peak"] / records, 2),
     }
     scale = _PUBLISHED / records
     line["published"] = {
-        "make_seconds": round(made["seconds"] * scale),
+        "make_seconds": round(first["seconds"] * scale),
         "open_seconds": round(worst["seconds"] * scale, 1),
         "memory_gb": round(worst["memory"] * scale / 1e9, 1),
         "own_gb": round(worst["own"] * scale / 1e9, 2),
@@ -82,7 +85,7 @@ def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict
 
 
 def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
-    """One tar under many names, and as many of its index; the seconds that its scan took."""
+    """Write a tar and its index under many names; return the seconds to scan the tar."""
     first = folder / _FIRST
     tars.write(first, ({tars.KEY: b"%09d" % i, "jpg": b"image", "txt": b"t"} for i in range(size)))
     start = time.perf_counter()
@@ -95,7 +98,7 @@ def _write(folder: pathlib.Path, num_tars: int, size: int) -> float:
 
 
 class _Numbers(Pictures):
-    """As many pictures as there are records, none of which is ever made."""
+    """Stand-in for a data set, of which only the length is used."""
 
     def __init__(self, number: int):
         self._number = number
@@ -108,39 +111,39 @@ class _Numbers(Pictures):
 
 
 def _meet_at(barrier: Any) -> None:
-    """Keeps the barrier of the processes that hold the listing at the same time."""
+    """Store the barrier at which the processes wait for each other."""
     global _wait
     _wait = barrier.wait
 
 
 def _open(folder: pathlib.Path) -> dict[str, float]:
-    """Opens the tars in this process, touches every record and draws samples of an epoch."""
+    """Open the tars in this process, read every record and draw samples of an epoch."""
     _wait()
-    before, start = _weight(), time.perf_counter()
-    opened = WebDataset(folder)
+    before, start = _memory(), time.perf_counter()
+    data = WebDataset(folder)
     seconds = time.perf_counter() - start
-    peak = _weight()["peak"] - before["memory"]
-    opened._listing.spans.max()
+    peak = _memory()["peak"] - before["memory"]
+    data._listing.spans.max()  # Reads all records.
     _wait()
-    order, start = pipeline._order(_Numbers(len(opened)), 0), time.perf_counter()
+    order, start = pipeline._order(_Numbers(len(data)), 0), time.perf_counter()
     for i in range(_SAMPLES):
-        opened._place(int(order[i] or 0))
-    drawn = time.perf_counter() - start
+        data._place(int(order[i] or 0))
+    draw_seconds = time.perf_counter() - start
     _wait()
-    after = _weight()
+    after = _memory()
     _wait()
     added = {name: after[name] - before[name] for name in ("memory", "own")}
-    return {"seconds": seconds, "draw": drawn, "peak": peak, **added}
+    return {"seconds": seconds, "draw": draw_seconds, "peak": peak, **added}
 
 
-def _weight() -> dict[str, int]:
-    """Bytes of this process: all its pages, those that no other shares, and the most there were."""
+def _memory() -> dict[str, int]:
+    """Return this process's resident bytes, the bytes not shared with others, and the peak."""
     rows = pathlib.Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-    held = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows}
+    sizes = {row.split()[0]: int(row.split()[1]) * 1024 for row in rows}
     status = pathlib.Path("/proc/self/status").read_text()
     peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
-    own = held["Private_Dirty:"] + held["Private_Clean:"]
-    return {"memory": held["Rss:"], "own": own, "peak": peak}
+    private = sizes["Private_Dirty:"] + sizes["Private_Clean:"]
+    return {"memory": sizes["Rss:"], "own": private, "peak": peak}
 
 
 if __name__ == "__main__":

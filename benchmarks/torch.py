@@ -1,18 +1,20 @@
-"""CPU time beside torch: the same networks, weights and inputs, in turns, in one process.
+"""Compare the CPU time of networks with torch's, for the same weights and inputs.
 
     pip install torch diffusers
     python -m benchmarks.torch --models=base,efficient,sd --work=forward,gradient,step
     python -m benchmarks.torch --models=t5,clip --work=forward
 
-base and efficient are Imagen's UNets beside NeMo's (benchmarks/nemo_torch.py); sd, and encode and
-decode of its VAE, are beside diffusers; t5 (T5-small) and clip (the text tower of CLIP-L) are
-beside transformers, at their own widths. First both must give the same numbers. Then they run in
-turns, and a line of JSON for each model and work has the median, least and largest ratio of torch's
-CPU time to ours: above 1 ours is faster. A step is loss, gradient, AdamW (torch's fused one) and an
-average.
+The models base and efficient are Imagen's UNets, compared with NeMo's (benchmarks/nemo_torch.py).
+sd, encode and decode are Stable Diffusion's UNet and the halves of its VAE, compared with
+diffusers. t5 (T5-small) and clip (the text tower of CLIP-L) are compared with transformers. The
+command first checks that both networks compute the same numbers. It then runs them in alternation,
+and prints a line of JSON per model and kind of work, with the median, lowest and highest ratio of
+torch's CPU time to ours; above 1, ours is faster. A step consists of loss, gradient, AdamW (fused
+in torch) and an average.
 
-CPU time of the whole process, on --threads cores (1 by default: with more, threads that wait for
-work count as well), leaves out what else the machine does, but for what it does to caches.
+CPU time is that of the whole process on --threads cores, and excludes other work on the machine
+except for its effect on caches. The default is one core, because with more cores idle threads that
+wait for work count too.
 """
 
 import os
@@ -41,40 +43,42 @@ from sd_jax.vae import VAE
 from sd_jax.weights import formats, names
 
 flags.adopt_module_key_flags(measure)
-_MODELS = flags.DEFINE_list("models", ["base", "efficient", "sd", "encode", "decode"], "Which.")
-_WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "What they do.")
-_ROUNDS = flags.DEFINE_integer("rounds", 9, "Calls of each, in turns.", lower_bound=1)
-_THREADS = flags.DEFINE_integer("threads", 1, "Cores to run on.", lower_bound=1)
+_MODELS = flags.DEFINE_list(
+    "models", ["base", "efficient", "sd", "encode", "decode"], "Models to compare."
+)
+_WORK = flags.DEFINE_list("work", ["forward", "gradient", "step"], "Kinds of work to time.")
+_ROUNDS = flags.DEFINE_integer("rounds", 9, "Timed calls of each network.", lower_bound=1)
+_THREADS = flags.DEFINE_integer("threads", 1, "Number of cores.", lower_bound=1)
 _WIDTH = flags.DEFINE_integer("width", 64, "Channels of the first level.", lower_bound=32)
 _DECAY, _RATE = 0.9999, 1e-4
 Inputs = dict[str, np.ndarray]
 
 
 class Pair(NamedTuple):
-    """A network of ours and torch's, with the same weights and inputs."""
+    """Network of ours and a torch module with the same weights and inputs."""
 
     ours: Callable[[Any, Mapping[str, Any]], Any]
-    """Of parameters and inputs."""
+    """Compute our output from parameters and inputs."""
     params: Any
     theirs: Any
-    """A torch module."""
+    """The torch module."""
     inputs: Inputs
-    """Ours, by name; pictures as [B, H, W, C]."""
+    """Inputs by name; pictures are [B, H, W, C]."""
     call: Callable[[Any, Mapping[str, Any]], Any]
-    """torch's output, pictures as [B, C, H, W], of the module and the same inputs."""
+    """Compute torch's output from the module and the inputs; pictures are [B, C, H, W]."""
 
 
 def main(argv: list[str]) -> None:
-    """Compares, measures, prints."""
+    """Check that outputs agree, measure and print."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input(ImportError):
         torch = measure.library("torch")
 
-        for flag, known in ((_MODELS, _PAIRS), (_WORK, _WORKS)):
+        for flag, valid_names in ((_MODELS, _PAIRS), (_WORK, _WORKS)):
             for name in flag.value:
-                one_of(f"--{flag.name}", name, known)
-    # Before JAX looks for cores, which it takes as many threads for.
+                one_of(f"--{flag.name}", name, valid_names)
+    # This must precede JAX's start, because JAX makes a thread per available core.
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: _THREADS.value])
     torch.set_num_threads(_THREADS.value)
     cli.start(alone=True)
@@ -91,7 +95,7 @@ def main(argv: list[str]) -> None:
 
 
 def _compare(ours: Callable[[], Any], theirs: Callable[[], Any]) -> dict[str, Any]:
-    """Seconds of CPU time of both, in turns, and their ratios pair by pair."""
+    """Time both in alternation; return the ratios of each pair and the median seconds."""
     pairs = [(_seconds(theirs), _seconds(ours)) for _ in range(_ROUNDS.value + 2)][2:]
     ratios = sorted(a / b for a, b in pairs)
     medians = {
@@ -109,7 +113,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _difference(pair: Pair) -> float:
-    """The largest difference of the outputs, as a share of the largest output."""
+    """Return the largest difference of the outputs relative to the largest output."""
     torch = measure.library("torch")
 
     ours = np.asarray(jax.jit(pair.ours)(pair.params, pair.inputs))
@@ -146,7 +150,7 @@ def _gradient(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
 
 
 def _step(pair: Pair) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    """Loss, gradient clipped to norm 1, AdamW and an average of the parameters."""
+    """Return both steps: loss, gradient clipped to norm 1, AdamW and an average of parameters."""
     torch = measure.library("torch")
 
     def loss(params, frozen, batch, key):
@@ -188,7 +192,7 @@ def _nemo_pair(unet: UNet | EfficientUNet, batch: int) -> Pair:
     theirs = nemo_torch.make(unet, width)
     state = nemo.to_nemo(params, unet)
     theirs.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
-    theirs.to(memory_format=torch.channels_last)  # As NeMo's launcher trains.
+    theirs.to(memory_format=torch.channels_last)  # As in NeMo's launcher.
     draw = np.random.default_rng(0).standard_normal
     inputs = {
         "x": draw((batch, side, side, 3), np.float32),
@@ -264,7 +268,7 @@ def _t5(width: int) -> Pair:
     del width
     transformers = measure.library("transformers")
 
-    config = transformers.T5Config(dropout_rate=0.0)  # T5-small's sizes.
+    config = transformers.T5Config(dropout_rate=0.0)  # The defaults are T5-small's sizes.
     theirs = transformers.T5EncoderModel(config).eval()
     state = {name: w.numpy() for name, w in theirs.state_dict().items()}
     model, table = t5.from_state(state, config.to_dict())
@@ -272,7 +276,7 @@ def _t5(width: int) -> Pair:
     length = np.linspace(4, 128, 4).astype(int)[:, None]
     ids = np.random.default_rng(0).integers(2, 32000, (4, 128), np.int32)
     inputs = {"ids": ids, "mask": np.arange(128)[None] < length}
-    inputs["valid"] = inputs["mask"][..., None].astype(np.float32)  # What follows is anything.
+    inputs["valid"] = inputs["mask"][..., None].astype(np.float32)  # Outputs at padding may differ.
 
     def call(module, tensors):
         last = module(input_ids=tensors["ids"], attention_mask=tensors["mask"].long())
@@ -290,10 +294,10 @@ def _clip(width: int) -> Pair:
                                          num_hidden_layers=12, num_attention_heads=12)  # fmt: skip
     theirs = transformers.CLIPTextModel(config).eval()
     state = {name: w.numpy() for name, w in theirs.state_dict().items()}
-    opened = clip_weights.from_state(state, config.to_dict())
-    tower, table = clip.text_tower(opened)
-    named = clip_weights.tower_state(opened, table)
-    params = torch_weights.to_params(named, table, clip.abstract_params(tower))
+    weights = clip_weights.from_state(state, config.to_dict())
+    tower, table = clip.text_tower(weights)
+    tower_state = clip_weights.tower_state(weights, table)
+    params = torch_weights.to_params(tower_state, table, clip.abstract_params(tower))
     inputs = {"ids": np.random.default_rng(0).integers(2, 49000, (4, 77), np.int32)}
     inputs["ids"][:, -1] = config.eos_token_id
     call = lambda module, tensors: module(input_ids=tensors["ids"]).last_hidden_state
@@ -306,14 +310,14 @@ def _clip(width: int) -> Pair:
 
 
 def _fill(module: Any, state: Mapping[str, np.ndarray]) -> None:
-    """Puts a state dict of ours into a torch module."""
+    """Load our state dict into a torch module."""
     torch = measure.library("torch")
 
     module.load_state_dict({name: torch.from_numpy(np.array(w)) for name, w in state.items()})
 
 
 def _random(shapes: Any) -> Any:
-    """Parameters in these shapes of which all matter: kernels keep variance, norms are near 1."""
+    """Return random parameters; kernels preserve the variance, scales of norms are near 1."""
     rng = np.random.default_rng(0)
 
     def draw(path, leaf):
@@ -327,11 +331,11 @@ def _random(shapes: Any) -> Any:
 
 
 def _tensors(inputs: Inputs) -> dict[str, Any]:
-    """The inputs as torch has them, pictures with their channels first."""
+    """Convert the inputs to torch tensors, pictures to [B, C, H, W]."""
     torch = measure.library("torch")
 
-    first = lambda x: np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 else x
-    return {name: torch.from_numpy(first(x)) for name, x in inputs.items()}
+    to_nchw = lambda x: np.ascontiguousarray(x.transpose(0, 3, 1, 2)) if x.ndim == 4 else x
+    return {name: torch.from_numpy(to_nchw(x)) for name, x in inputs.items()}
 
 
 _WORKS = {"forward": _forward, "gradient": _gradient, "step": _step}

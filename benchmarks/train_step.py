@@ -64,9 +64,9 @@ def main(argv: list[str]) -> None:
         model = model._replace(optimizer=optimizer.for_mesh(model.optimizer, batch, mesh))
     timing = step.run(model, mesh)
     parameters = systems.parameters(model)
-    known = _KNOWN_TFLOP.get(parameters)
+    known_tflop = _KNOWN_TFLOP.get(parameters)
     if inputs:
-        known = _KNOWN_SD_TFLOP.get((parameters, config["latents"]["image_size"]))
+        known_tflop = _KNOWN_SD_TFLOP.get((parameters, config["latents"]["image_size"]))
     measure.say({
         "config": str(config_flags.get_config_filename(flags.FLAGS["config"])),
         "parameters": parameters,
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
         "step_ms_min_max": [1e3 * min(timing.seconds), 1e3 * max(timing.seconds)],
         "tflops": timing.flops / timing.median / 1e12,
         "tflop_per_sample": timing.flops / batch / 1e12,
-        "known_tflop_per_sample": known,
+        "known_tflop_per_sample": known_tflop,
         "mfu": timing.utilization(mesh.size),
         "trace_s": timing.trace_s,
         "lower_s": timing.lower_s,
