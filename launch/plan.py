@@ -142,7 +142,7 @@ def table(target: str, f: dict[str, Any]) -> str:
                   f"largest micro batch that fits: {f['largest_micro_batch']:,}, and the largest "
                   f"batch without accumulation: {f['largest_batch']:,}"),
         ("arithmetic", f"{f['tflop_per_sample']:.4g} TFLOP per training sample"),
-        ("sent per device, step", sent),
+        ("sent per device", f"{sent} per step"),
         ("step", f"{ms(seconds['arithmetic'])} arithmetic at {100 * f['mfu']:.0f} % MFU, "
                  f"{ms(seconds['update'])} update, {ms(seconds['communication'])} communication "
                  f"(links {ms(busy['link'])}, network {ms(busy['network'])})"),
