@@ -37,7 +37,7 @@ def test_on_vertex_its_folder_is_in_the_bucket():
         ((*CLOUD, "--job.accelerator=a100:16"), "XManager supports only a100:1 to a100:8;"),
         ((*CLOUD, "--job.accelerator=a100:1", "--job.image="), "job.image is empty"),
         (("--job.workdir=gs://bucket/x",), "give a folder of this machine"),
-        (("--job.workdir=x", "--job.secrets=('A',)"), "XManager keeps none"),
+        (("--job.workdir=x", "--job.secrets=('A',)"), "not supported by XManager"),
     ],
 )
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):
