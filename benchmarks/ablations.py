@@ -37,8 +37,8 @@ from configs import quickstart, quickstart_mp
 from diffusion_jax import cli, heldout, runs, systems
 from diffusion_jax.config.named import one_of
 from diffusion_jax.diffusion import guidance, objective, samplers
-from diffusion_jax.draw import model as models
 from diffusion_jax.draw import program
+from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.train import loop, optimizer, scoring
@@ -75,7 +75,7 @@ class Variant(NamedTuple):
     trained: Mapping[str, Any] = {}
     """Fields of the config."""
     drawn: Mapping[str, Any] = {}
-    """Fields of a cascade.Choice."""
+    """Values of cascade.OPTIONS."""
 
     @property
     def run(self) -> str:
@@ -261,11 +261,11 @@ def drawn(
     chosen = dict(variant.drawn)
     if chosen.get("guide") == GUIDE:
         chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
-    ema, choice = chosen.pop("ema", "ema"), cascade.Choice(**chosen)
-    s = models.read_run(workdir, choice, "imagen_jax")
+    ema = chosen.pop("ema", "ema")
+    s = cascade.read_run(workdir, cascade.choose(**chosen).overrides)
     steps = steps_for(s)
-    choice = cascade.Choice(**{**chosen, "steps": steps})
-    subject = evaluate.open_subject([str(workdir)], [[choice]], [[(ema, None)]])
+    values = {**chosen, "steps": steps}
+    subject = evaluate.open_subject([str(workdir)], [[values]], [[Weights(ema)]])
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     spent = []
@@ -295,7 +295,7 @@ def rows(s: Settings, steps: int) -> int:
     sampler, goal, taken = s.sampler._replace(steps=steps), objective.make(s.diffusion), []
     sigmas, at = samplers.sampling_grid(goal.noise, sampler)
     guide = guidance.make(sampler, guidance.Model(goal.precond(at), sigmas))
-    guided = guidance.scales(sampler, sampler.guidance, 1) is not None
+    guided = guidance.by_image(sampler.guiding, sampler.guidance, 1) is not None
 
     def denoise(x, sigma):
         acts = guided and (guide.acts is None or bool(guide.acts(sigma[0])))

@@ -42,9 +42,9 @@ def main(argv: list[str]) -> None:
     for name in _NAMES.value:
         for number in steps:
             sampler: dict[str, Any] = {"sampler": name, "steps": number, "grid": _GRID.value}
-            choice = cascade.Choice(**sampler)
+            choice = cascade.choose(**sampler)
             with cli.bad_input():
-                model = cascade.load_model(_RUN.value, choice)
+                model = cascade.load_model(_RUN.value, *choice)
             draw = lambda model=model: cascade.draw([model], prompts, range(len(prompts)))[-1]
             draw()
             start = clock()

@@ -1,115 +1,162 @@
-"""Trained models, one or several in a row: a base model draws small, the others enlarge.
+"""Draw with a cascade of trained models: a base model draws small images, the others enlarge them.
 
     from imagen_jax import cascade
 
     stages = cascade.load(["runs/base64", "runs/sr256"])
     images = cascade.draw(stages, ["a red seven on gray paper"], seeds=[0])[-1]
 
-Each stage has its own checkpoint, sampler and guidance. What a stage draws reaches the next one as
-it is, neither clipped nor rounded.
+Each stage has its own checkpoint, sampler and guidance. Images pass from a stage to the next one
+neither clipped nor rounded.
 """
 
-import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, UInt8
 
 from diffusion_jax import finetune, lora
-from diffusion_jax.diffusion.guidance import scales as scales_of
-from diffusion_jax.draw import model
-from diffusion_jax.draw.model import Encoders, Model, replaces
-from diffusion_jax.draw.pictures import Given
+from diffusion_jax.config import ranges
+from diffusion_jax.config.ranges import Share
+from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.draw import model, options
+from diffusion_jax.draw.model import Encoders, Model
+from diffusion_jax.draw.options import NEWEST, Choice, Options, Weights
+from diffusion_jax.draw.pictures import Pictures
 from diffusion_jax.draw.program import Images, default_batch_size, in_batches, previewed
 from diffusion_jax.machine import sharding, sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import Texts
 from diffusion_jax.text import registry
 from imagen_jax import task
-from imagen_jax.settings import Sampler, Settings, check
+from imagen_jax.settings import Sampler, Settings, SuperResolution, check
 from imagen_jax.weights.initial import read_unet
 
+OPTIONS: Options = {
+    **options.OF_RUNS,
+    "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
+    **options.of_group("sampler", Sampler),
+}
+"""What can be chosen of a stage, by the names of flags and keywords."""
 
-@model.with_fields_of("sampler", Sampler)
-@dataclasses.dataclass(frozen=True)
-class Choice(model.Choice):
-    """Which weights a stage draws with, and how; None stands for what the run's config says."""
 
-    aug_sigma: float | None = replaces(
-        "super_resolution.aug_sigma", "Noise put on the small images."
-    )
-    strength: float = 1.0
-    """The share of the steps that draw over a given picture: see diffusion.editing."""
+def choose(**values: Any) -> Choice:
+    """Return a Choice, which says how to open a stage, from values of OPTIONS by name.
+
+    Raises ValueError for an unknown name, and for a value of another type or out of range.
+    """
+    return options.choose(OPTIONS, values)
 
 
 def load(
     workdirs: Sequence[str | os.PathLike[str]],
     choices: Sequence[Choice] = (),
+    *,
     embedded: bool = False,
+    strengths: Sequence[float] = (),
 ) -> tuple[Model, ...]:
-    """The models of these runs, in the order in which they draw, as `choices` say.
+    """Open the models of a cascade.
 
-    Their text encoders are opened; if `embedded`, none is, and they draw from embeddings that
-    others made. ValueError if a stage does not draw what the next enlarges, or has no encoder.
+    Args:
+        workdirs: The runs, in the order in which they draw.
+        choices: How to open each; see `choose`.
+        embedded: Whether the models draw from embeddings made elsewhere. Their text encoders are
+            then not opened.
+        strengths: For each, the share of the steps that draw over given pictures.
+
+    Raises:
+        FileNotFoundError: If a workdir holds no run.
+        ValueError: If a stage does not draw what the next one enlarges, or a choice does not fit.
     """
-    named = list(zip(workdirs, choices or [Choice()] * len(workdirs), strict=True))
-    check_chain([(str(workdir), read_run(workdir, choice)) for workdir, choice in named])
+    choices = choices or [Choice()] * len(workdirs)
+    strengths = strengths or [1.0] * len(workdirs)
+    stages = list(zip(workdirs, choices, strengths, strict=True))
+    check_chain([(str(workdir), read_run(workdir, c.overrides)) for workdir, c, _ in stages])
     encoders: Encoders = {}
-    return tuple(load_model(workdir, choice, encoders, embedded) for workdir, choice in named)
+    return tuple(
+        load_model(workdir, *choice, embedded=embedded, strength=strength, encoders=encoders)
+        for workdir, choice, strength in stages
+    )
 
 
 def load_model(
     workdir: str | os.PathLike[str],
-    choice: Choice | None = None,
-    encoders: Encoders | None = None,
+    overrides: Mapping[str, Any] = {},
+    weights: Weights = NEWEST,
+    guide: str = "",
+    *,
     embedded: bool = False,
+    strength: float = 1.0,
+    encoders: Encoders | None = None,
 ) -> Model:
-    """The model of a training run; ValueError or FileNotFoundError if there is no such one.
+    """Open the model of a training run.
 
-    Models that are loaded with the same `encoders` (a dict, empty at first) share the weights of
-    their text encoders. `embedded` as for `load`.
+    Args:
+        workdir: The run's.
+        overrides: Values in place of the config's, by field; see `choose`.
+        weights: Which saved weights draw.
+        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
+        embedded: As for `load`.
+        strength: The share of the steps that draw over a given picture: see diffusion.editing.
+        encoders: A dict, empty at first. Models that are opened with the same one share the weights
+            of their text encoders.
+
+    Raises:
+        FileNotFoundError: If there is no such run, checkpoint or guide.
+        ValueError: If the arguments do not fit the run.
     """
-    choice = choice or Choice()
-    s = read_run(workdir, choice)
-    if not 0 <= choice.strength <= 1:
-        raise ValueError(f"strength {choice.strength} is no share of the steps, from 0 to 1")
-    mesh = sharding.make_mesh()  # Of the devices here, which need not be those of the training.
+    s = read_run(workdir, overrides)
+    ranges.check_value("strength", strength, Share)
+    mesh = sharding.make_mesh()  # The devices need not be those of the training.
+
+    # The text encoder and the guide.
     if embedded and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: nobody "
-            "makes embeddings of it before they are drawn from"
+            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: its "
+            "embeddings are never made in advance"
         )
     if embedded:
         encoder, frozen = lookup.open_encoder(s.text, embedded), ()
     else:
         encoder, frozen = model.open_encoder(s.text, mesh, task.RULES, encoders)
-    init_of = lambda run: task.make_task(run, encoder).init
-    guide = model.load_guide(choice, "imagen_jax", s, init_of, mesh, task.RULES)
-    if guide:
-        frozen = {"text": frozen, "guide": guide[1]}
+    init_of = lambda settings: task.make_task(settings, encoder).init
+    guiding = model.load_guide(guide, "imagen_jax", s, init_of, mesh, task.RULES)
+    guide_settings = guiding.settings if guiding else None
+    if guiding:
+        frozen = {"text": frozen, "guide": guiding.params}
 
-    def begin_of(changed, preview):
-        check(changed)
-        begin = task.make_task(changed, encoder, guide and guide[0], choice.strength).begin
+    # The UNet, or the factors that a run of LoRA trained beside it.
+    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
+    read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
+    imagen = finetune.adapted(imagen, workdir, s.lora, read_base, mesh)
+
+    def begin_of(s, preview):
+        check(s)
+        begin = task.make_task(s, encoder, guide_settings, strength).begin
         assert begin
         return previewed(lora.drawn(begin, s.lora) if s.lora.rank else begin, preview)
 
-    imagen = task.make_task(s, encoder)._replace(frozen=frozen)
-    base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
-    imagen = finetune.adapted(imagen, workdir, s.lora, base, mesh)
-    return model.load_model(workdir, choice, s, encoder, imagen, mesh, begin_of)
+    return model.load_model(
+        workdir, s, encoder, imagen, mesh, begin_of, weights, guide=guide, lora_scale=s.lora.scale
+    )
 
 
-def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
-    """The settings of a run, with what was chosen in place of the config's; errors as of a load."""
-    return model.read_run(workdir, choice, "imagen_jax")
+def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
+    """Return the settings of a run with overrides; errors are those of draw.model.read_run."""
+    return model.read_run(workdir, overrides, "imagen_jax")
 
 
 def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
-    """ValueError unless each stage, given as workdir and settings, enlarges what the last draws."""
+    """Check that each stage enlarges what the stage before it draws.
+
+    Args:
+        stages: The workdir and the settings of each.
+
+    Raises:
+        ValueError: If one does not.
+    """
     for (before, a), (after, b) in itertools.pairwise(stages):
         if b.super_resolution.factor == 1:
             raise ValueError(
@@ -127,19 +174,26 @@ def draw(
     prompts: Sequence[str] | Sequence[Float[np.ndarray, "_ _"]],
     seeds: Sequence[int],
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
-    given: Given | None = None,
+    pictures: Pictures | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
-    """One image for each prompt and seed (as many of both), as every stage drew it.
+    """Draw one image for each prompt and its seed; return the images of every stage.
 
-    Models that were loaded for them take embeddings, [tokens, width] each, as `prompts`. `low_res`
-    is what the first stage enlarges if it is a super-resolution model; `given` are pictures that
-    all draw over. Image n depends on its prompt, seed and these alone. ValueError if the numbers or
-    sizes do not fit.
+    Image n depends on nothing but its own prompt, seed, small image and picture.
+
+    Args:
+        stages: The models, from the first to the last.
+        prompts: Texts, or for models opened as `embedded` embeddings of [tokens, width] each.
+        seeds: As many as prompts.
+        low_res: What the first stage enlarges if it is a super-resolution model.
+        pictures: What all stages draw over.
+
+    Raises:
+        ValueError: If the numbers of prompts and seeds differ, or a size does not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
     texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
-    texts = over(stages, texts, given, len(prompts))
+    texts = with_pictures(stages, texts, pictures, len(prompts))
     check_low_res(stages[0], None if low_res is None else low_res.shape[1:3])
     small = None if low_res is None else low_res.astype(np.float32) / 127.5 - 1
     batches = draw_batches(stages, texts, seeds, batch_sizes(stages, len(seeds)), small)
@@ -154,19 +208,24 @@ def draw_batches(
     low_res: Images | None = None,
     guidance: float | None = None,
 ) -> Iterator[list[Images]]:
-    """Yields the images of a few rows at a time, as every stage drew them, in the rows' order.
+    """Yield the images of a few rows at a time, as every stage drew them, in the rows' order.
 
-    `texts` holds each stage's tokens, `sizes` how many images each stage draws at once; `low_res`
-    is what the first stage enlarges. `guidance` is one scale for all stages; without it each stage
-    takes its own. Where the scale is 1, half of the work is skipped.
+    Args:
+        stages: The models, from the first to the last.
+        texts: Each stage's tokens or embeddings.
+        seeds: One per row.
+        sizes: Each stage's batch size.
+        low_res: What the first stage enlarges, in about [-1, 1].
+        guidance: The guidance of all stages; by default each stage takes its own.
     """
     stage, batch = stages[0], dict(texts[0])
     if low_res is not None:
         batch["low_res"] = low_res
-    scale = stage.settings.sampler.guidance if guidance is None else guidance
-    scales = scales_of(stage.settings.sampler, scale, len(seeds))
+    s = stage.settings.sampler
+    of_stage = s.guidance if guidance is None else guidance
+    by_image = guidance_module.by_image(s.guiding, of_stage, len(seeds))
     first = 0
-    for images in in_batches(stage.draw, stage.params, batch, seeds, scales, sizes[0]):
+    for images in in_batches(stage.draw, stage.params, batch, seeds, by_image, sizes[0]):
         rows = slice(first, first + len(images))
         first = rows.stop
         if len(stages) == 1:
@@ -179,27 +238,30 @@ def draw_batches(
             done += len(larger[0])
 
 
-def over(
-    stages: Sequence[Model], texts: Sequence[Texts], given: Given | None, num_texts: int
+def with_pictures(
+    stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Each stage's texts, with the pictures that it draws over, in its size, if any are given."""
-    if given is None:
+    """Return each stage's texts, with the pictures that it draws over, if any, in its size.
+
+    Raises ValueError for a picture that is not square.
+    """
+    if pictures is None:
         return list(texts)
-    for image in given.images:
+    for image in pictures.images:
         if image.width != image.height:
             raise ValueError(f"the picture is {image.width}x{image.height}: cut a square out of it")
     sides = [stage.settings.output_size for stage in stages]
     return [
-        {**text, **given.at((side, side), num_texts)}
+        {**text, **pictures.at((side, side), num_texts)}
         for text, side in zip(texts, sides, strict=True)
     ]
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """What a stage's pictures depend on; a bound that is infinite is left out: JSON has none."""
+    """Return what a stage's pictures depend on; infinite bounds, which JSON lacks, are left out."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    if not (s.sampler.grid or s.sampler.end):  # Then cards are as before there were grids.
+    if not (s.sampler.grid or s.sampler.end):  # Cards of earlier code had none of these fields.
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"guide": stage.guide} if stage.guide else {}
@@ -211,7 +273,7 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Runs with their samplers' settings, as the command writes them beside each picture."""
+    """Return the stages with their samplers, as the command writes them beside each picture."""
     each = []
     for stage in stages:
         s, described = stage.settings, describe(stage)
@@ -224,13 +286,13 @@ def card(stages: Sequence[Model]) -> dict[str, Any]:
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
-    """How many images each stage draws at once by default: fewer where they are larger."""
+    """Return the default batch size of each stage; larger images use smaller batches."""
     sides = [stage.settings.output_size for stage in stages]
     return [min(default_batch_size(side, side), num_images) for side in sides]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
-    """ValueError unless images of this (height, width) are what the first stage starts from."""
+    """Raise ValueError unless the first stage starts from images of this (height, width)."""
     s, workdir = first.settings, first.workdir
     if s.super_resolution.factor == 1:
         if size is not None:
@@ -239,7 +301,7 @@ def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
     enlarges = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
     if size is None:
         raise ValueError(
-            f"{enlarges}: name a model that draws such before it, or give images to start from"
+            f"{enlarges}: name a model that draws them first, or give images to start from"
         )
     if size != (s.input_size, s.input_size):
         raise ValueError(f"{enlarges} and got {size[0]}x{size[1]}: resize it first")

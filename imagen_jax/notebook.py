@@ -10,21 +10,29 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from diffusion_jax.draw import options
 from diffusion_jax.draw.loaded import Loaded, System
 from diffusion_jax.draw.model import Model
 from imagen_jax import cascade
-from imagen_jax.cascade import Choice
 
 
-def load(*workdirs: str | os.PathLike[str], **choices: Any) -> Loaded:
-    """A run, or several in the order in which they draw; `choices` as the flags of `sample`.
+def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
+    """Open a run, or the runs of a cascade in the order in which they draw.
 
-    ValueError or FileNotFoundError for what is none, or does not fit.
+    Args:
+        *workdirs: The runs.
+        **values: Values of cascade.OPTIONS, the flags of the command `sample`; a list holds one
+            value per stage.
+
+    Raises:
+        FileNotFoundError: If a workdir holds no run.
+        ValueError: If a value or a stage does not fit.
     """
     if not workdirs:
-        raise ValueError('name the folder of a run: load("runs/quickstart")')
-    each = [Choice(**choices)] * len(workdirs)
-    return Loaded(cascade.load(workdirs, each), each, System(_draw, _tokenize, cascade.card))
+        raise ValueError('name the workdir of a run: load("runs/quickstart")')
+    by_stage = options.by_stage(values, len(workdirs))
+    stages = cascade.load(workdirs, [cascade.choose(**of_stage) for of_stage in by_stage])
+    return Loaded(stages, by_stage, System(cascade.OPTIONS, _draw, _tokenize, cascade.card))
 
 
 def _draw(stages: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int]) -> Any:

@@ -10,7 +10,8 @@ import numpy as np
 from jaxtyping import Array, Key
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import editing, guidance, noise, objective, precond, samplers
+from diffusion_jax.diffusion import editing, noise, objective, precond, samplers
+from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.diffusion.objective import Objective
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.machine.sharding import RULES
@@ -116,7 +117,7 @@ def _make_begin(
     strength: float,
 ) -> samplers.Begin:
     unet, factor = s.unet, s.super_resolution.factor
-    threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance.THRESHOLDS)
+    threshold = named.bound("sampler.threshold", s.sampler.threshold, guidance_module.THRESHOLDS)
     prompt = s.sampler.negative_prompt
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
@@ -127,7 +128,7 @@ def _make_begin(
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
         return encoder.encode(frozen, rows)
 
-    def begin(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, guidance):
         of_text = frozen["text"] if guide else frozen
         text, mask = encoder.encode(of_text, batch)
         shape, low_res = (unet.image_size, unet.image_size, 3), LowRes()
@@ -137,15 +138,15 @@ def _make_begin(
             keys, low_keys = super_resolution.own_keys(keys, shape[0])
             low_res = make_low_res(small, low_keys)
         conditions = {
-            guidance.COND: lambda: (text, mask, *low_res),
-            guidance.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
-            guidance.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
+            guidance_module.COND: lambda: (text, mask, *low_res),
+            guidance_module.NEGATIVE: lambda: (*negative(of_text, text, mask), *low_res),
+            guidance_module.EMPTY: lambda: (jnp.zeros_like(text), mask, *low_res),
         }
         sigmas, time = samplers.sampling_grid(goal.noise, s.sampler)  # [steps + 1]
         on_grid = goal.precond(time)
         leader = guide and _denoiser_of(guide, frozen["guide"])
-        denoise = guidance.led(
-            s.sampler, guidance.Model(on_grid, sigmas), scale,
+        denoise = guidance_module.led(
+            s.sampler, guidance_module.Model(on_grid, sigmas), guidance,
             _denoiser_of(s, params, on_grid), conditions, leader,
         )  # fmt: skip
         denoise = threshold(denoise)

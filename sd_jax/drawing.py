@@ -1,8 +1,8 @@
-"""Draws with a Stable Diffusion model, trained here or elsewhere: in a notebook, or for a command.
+"""Draw with a Stable Diffusion model, trained here or elsewhere.
 
     from sd_jax import drawing
 
-    model = drawing.load("runs/sd_quickstart")
+    model = drawing.load("runs/sd_quickstart", *drawing.choose(steps=20))
     images = drawing.draw(model, ["a red seven on gray paper"], seeds=[0])
 
 `load` also opens diffusers directories and single files of CompVis, Stability, MLPerf and NeMo.
@@ -15,31 +15,66 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, UInt8
 
-from diffusion_jax.diffusion.guidance import scales as scales_of
-from diffusion_jax.draw import program
+from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.draw import options, program
 from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import NEWEST, Choice, Option, Options, Weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, sheets
 from sd_jax import sampling, settings
 from sd_jax.weights import published, trained
-from sd_jax.weights.published import File
-from sd_jax.weights.trained import Choice
+from sd_jax.weights.published import NO_FACTS, File
+
+OPTIONS: Options = {
+    **options.OF_RUNS,
+    "vae_weights": Option(
+        "Another VAE: a file, a diffusers directory or a workdir.",
+        str, field="vae.weights", at_load=True,
+    ),
+    **options.of_group("sampler", settings.Sampler),
+}  # fmt: skip
+"""What can be chosen of a model, by the names of flags and keywords."""
+
+
+def choose(**values: Any) -> Choice:
+    """Return a Choice, the arguments of `load`, from values of OPTIONS by name.
+
+    Raises ValueError for an unknown name, and for a value of another type or out of range.
+    """
+    return options.choose(OPTIONS, values)
 
 
 def load(
-    path: str | os.PathLike[str], choice: Choice | None = None, file: File | None = None
+    path: str | os.PathLike[str],
+    overrides: Mapping[str, Any] = {},
+    weights: Weights = NEWEST,
+    guide: str = "",
+    *,
+    file: File = NO_FACTS,
+    strength: float = 1.0,
 ) -> Model:
-    """The model of a training run's workdir, a diffusers directory or a single file.
+    """Open the model of a training run's workdir, a diffusers directory or a single file.
 
-    `file` is for the last two. FileNotFoundError, or ValueError that says what is missing or wrong.
+    Args:
+        path: The workdir, directory or file.
+        overrides: Values in place of the config's, by field; see `choose`.
+        weights: Which saved weights of a run draw; of a file, its averaged or its raw weights.
+        guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
+        file: What a directory or a file may not say itself.
+        strength: The share of the steps that draw over a given picture; see settings.Pipeline.
+
+    Raises:
+        FileNotFoundError: If the path, or something that it names, does not exist.
+        ValueError: If the model lacks a part, or the arguments do not fit it.
     """
-    choice = choice or Choice()
     path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
-        return published.load_model(files.local(path), choice, file or File())
+        if guide:
+            raise ValueError(f"--guide={guide} is for runs, --workdir, and {path} is no run")
+        return published.load_model(files.local(path), overrides, weights.ema, file, strength)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
-    return trained.load_model(path, choice)
+    return trained.load_model(path, overrides, weights, guide, strength)
 
 
 def draw(
@@ -52,10 +87,13 @@ def draw(
     images: UInt8[np.ndarray, "N H W 3"] | None = None,
     masks: Bool[np.ndarray, "N H W"] | None = None,
 ) -> UInt8[np.ndarray, "N H W 3"]:
-    """One image for each prompt and seed (as many of both); None stands for the model's settings.
+    """Draw one image for each prompt and its seed; None stands for the model's settings.
 
-    Image n depends on its prompt, its seed and what it is drawn over, images[n] where masks[n] is
-    True, alone. ValueError if the numbers or sizes do not fit.
+    With `images`, image n is drawn over images[n], where masks[n] is True if masks are given. It
+    depends on nothing but its own prompt, seed, picture and mask.
+
+    Raises:
+        ValueError: If the numbers of prompts, seeds and images differ, or a size does not fit.
     """
     if len(prompts) != len(seeds):
         raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
@@ -66,10 +104,10 @@ def draw(
         settings.check_size(model.settings, "the images' width", images.shape[2])
     if masks is not None and (images is None or masks.shape != images.shape[:3]):
         raise ValueError(f"masks of {masks.shape}: give images of the same sizes")
-    given = {sampling.IMAGE: images, sampling.MASK: masks}
-    given = {name: array for name, array in given.items() if array is not None}
-    batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, given)
-    return np.concatenate([sheets.to_uint8(some) for some in batches])
+    pictures = {sampling.IMAGE: images, sampling.MASK: masks}
+    pictures = {name: array for name, array in pictures.items() if array is not None}
+    batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, pictures)
+    return np.concatenate([sheets.to_uint8(batch) for batch in batches])
 
 
 def draw_batches(
@@ -78,25 +116,25 @@ def draw_batches(
     seeds: Sequence[int],
     negative_prompt: str | None = None,
     guidance: float | None = None,
-    given: Mapping[str, np.ndarray] | None = None,
+    pictures: Mapping[str, np.ndarray] | None = None,
     batch_size: int | None = None,
 ) -> Iterator[Images]:
-    """Draws like `draw`, and yields `batch_size` images at a time, about in [-1, 1].
+    """Draw like `draw`, but yield `batch_size` images at a time, in about [-1, 1].
 
-    `given` are pictures and masks under their names in sampling. At guidance 1 the negative prompt
-    is not even encoded.
+    `pictures` holds pictures and masks by their names in sampling. Where guidance changes nothing,
+    the negative prompt is not even encoded.
     """
-    sampler = model.settings.sampler
-    negative = sampler.negative_prompt if negative_prompt is None else negative_prompt
-    scale = sampler.guidance if guidance is None else guidance
-    scales = scales_of(sampler, scale, len(seeds))
-    batch = {**sampling.prompts(model.encoder, prompts, negative), **(given or {})}
+    s = model.settings.sampler
+    negative_prompt = s.negative_prompt if negative_prompt is None else negative_prompt
+    guidance = s.guidance if guidance is None else guidance
+    batch = {**sampling.prompts(model.encoder, prompts, negative_prompt), **(pictures or {})}
+    by_image = guidance_module.by_image(s.guiding, guidance, len(seeds))
     size = min(batch_size or default_batch_size(model), len(seeds))
-    yield from program.in_batches(model.draw, model.params, batch, seeds, scales, size)
+    yield from program.in_batches(model.draw, model.params, batch, seeds, by_image, size)
 
 
 def card(model: Model) -> dict[str, Any]:
-    """The model and its sampler, as the command writes them beside each picture."""
+    """Return the model and its sampler, as the command writes them beside each picture."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape
@@ -108,23 +146,23 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """The fields for cards of guidance, where it is not classifier-free and everywhere; of LoRA."""
+    """Return a card's fields of guidance that is not plain, of the guide, and of LoRA."""
     s: settings.Sampler = model.settings.sampler
-    given = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
-    given |= {"guidance_high": s.guidance_high < float("inf")}
-    fields = {name: getattr(s, name) for name, differs in given.items() if differs}
+    differs = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
+    differs |= {"guidance_high": s.guidance_high < float("inf")}
+    fields = {name: getattr(s, name) for name, shown in differs.items() if shown}
     return fields | ({"guide": model.guide} if model.guide else {}) | dict(model.lora)
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """The fields of a sampler's grid for cards, where it is not the sampler's own; its churn."""
+    """Return a card's fields of the grid, if it is not the sampler's own, and of churn."""
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
-    given, usual = sampler.grid or sampler.end, sampler._field_defaults
+    has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults
     fields = {name: getattr(sampler, name) for name in (*names, "churn")}
-    shown = lambda name: (given and name in names) or fields[name] != usual[name]
+    shown = lambda name: (has_grid and name in names) or fields[name] != defaults[name]
     return {name: value for name, value in fields.items() if shown(name)}
 
 
 def default_batch_size(model: Model) -> int:
-    """How many images are drawn at once by default: fewer where they are larger."""
+    """Return how many images are drawn at once by default; larger images use smaller batches."""
     return program.default_batch_size(*model.settings.output_shape)

@@ -1,4 +1,4 @@
-"""Stable Diffusion over given pictures: a sampler of latents that keeps what is not new."""
+"""Draw over pictures with Stable Diffusion: a sampler of latents that keeps the known parts."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,9 +17,9 @@ IMAGE, MASK = "image", "mask"
 def over(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
-    """What wraps a sampler so that it draws over batch[IMAGE], where batch[MASK], if any, is True.
+    """Return a wrapper of samplers that draws over batch[IMAGE] where batch[MASK], if any, is True.
 
-    See diffusion.editing; a latent is known where all of its pixels are.
+    A latent is known where all of its pixels are; see diffusion.editing.
     """
     factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
     moments: Any = p.vae.apply(vae_params, pixels, method="encode")

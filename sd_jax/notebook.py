@@ -13,17 +13,24 @@ from typing import Any
 from diffusion_jax.draw.loaded import Loaded, System
 from diffusion_jax.draw.model import Model
 from sd_jax import drawing, sampling
-from sd_jax.drawing import Choice, File
+from sd_jax.drawing import NO_FACTS, File
 
 
-def load(path: str | os.PathLike[str], *, file: File | None = None, **choices: Any) -> Loaded:
-    """A run, a diffusers directory or a single file; `choices` as the flags of `sample`.
+def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) -> Loaded:
+    """Open a run, a diffusers directory or a single file.
 
-    `file` is for the last two. ValueError or FileNotFoundError for what is none, or does not fit.
+    Args:
+        path: The workdir, directory or file.
+        file: What a directory or a file may not say itself.
+        **values: Values of drawing.OPTIONS, the flags of the command `sample`.
+
+    Raises:
+        FileNotFoundError: If there is no such model.
+        ValueError: If a value does not fit it.
     """
-    choice = Choice(**choices)
-    system = System(_draw, _tokenize, lambda models: drawing.card(models[0]))
-    return Loaded([drawing.load(path, choice, file)], [choice], system)
+    model = drawing.load(path, *drawing.choose(**values), file=file)
+    card = lambda models: drawing.card(models[0])
+    return Loaded([model], [values], System(drawing.OPTIONS, _draw, _tokenize, card))
 
 
 def _draw(models: Sequence[Model], prompts: Sequence[str], seeds: Sequence[int]) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from diffusion_jax.diffusion import guidance, objective, precond, samplers
+from diffusion_jax.diffusion import guidance as guidance_module
+from diffusion_jax.diffusion import objective, precond, samplers
 from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond
 from diffusion_jax.task import Texts, to_range
@@ -49,20 +50,20 @@ def make_begin(
     sigmas, time = samplers.sampling_grid(goal.noise, p.sampler)
     scalings, factor = goal.precond(time), vae_module.factor(vae)
 
-    def begin(params, frozen, batch, keys, scale):
+    def begin(params, frozen, batch, keys, guidance):
         negatives = {k.removeprefix(NEGATIVE): v for k, v in batch.items()
                      if k.startswith(NEGATIVE)}  # fmt: skip
         empty = lambda: prompts(encoder, [""] * len(keys), "")
         conditions = {
-            guidance.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
-            guidance.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
-            guidance.EMPTY: lambda: attended(p, encoder, frozen, empty()),
+            guidance_module.COND: lambda: attended(p, encoder, frozen, batch),  # [B, L, D]
+            guidance_module.NEGATIVE: lambda: attended(p, encoder, frozen, negatives),
+            guidance_module.EMPTY: lambda: attended(p, encoder, frozen, empty()),
         }
         leader = guide and _denoiser_of(
             guide.unet, frozen["guide"], objective.make(guide.diffusion).scalings
         )
-        denoise = guidance.led(
-            p.sampler, guidance.Model(scalings, sigmas), scale,
+        denoise = guidance_module.led(
+            p.sampler, guidance_module.Model(scalings, sigmas), guidance,
             _denoiser_of(unet, params, scalings), conditions, leader,
         )  # fmt: skip
         if preview is not None:

@@ -111,22 +111,22 @@ sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
 sample --workdir=D/damaged --prompt=a | D/damaged/config.json: Expecting property name
 sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, and no config
 sample --workdir=D/none --prompt=a | D/none holds no config.json
-sample --prompts=D/binary.txt | --prompts=D/binary.txt is no text in UTF-8
+sample --prompts=D/binary.txt | --prompts=D/binary.txt is not UTF-8 text
 sample --prompts=D/empty.txt | --prompts=D/empty.txt holds no text
 sample --prompts=D/none.txt | --prompts=D/none.txt: No such file or directory
 sample --prompts=D/empty | --prompts=D/empty: Is a directory
 sample a wrong word | unknown arguments ['a', 'wrong', 'word']: write --prompt='a'
 sample --prompt=a --out= | --out is empty
 sample --prompt=a --sampler=huen | sampler.name is 'huen': did you mean 'heun'?
-sample --prompt=a --steps=0 | --steps=0: give numbers from 1 on
+sample --prompt=a --steps=0 | sampler.steps is 0: it must be above 0
 sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to 1000
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
-sample --prompt=a --mask=D/wide.png | --mask=D/wide.png says what of a picture is new: give --image
+sample --prompt=a --mask=D/wide.png | --mask=D/wide.png marks a part of a picture: give --image
 sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
 sample --prompt=a --image=D/wide.png | the picture is 4x3: cut a square out of it
-sample --prompt=a --image=D/images/0.png --strength=2 | strength 2.0 is no share of the steps
+sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora are for --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
@@ -140,9 +140,9 @@ sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength 0.0 of
 sd_sample --prompt=a --model=D/file | give --workdir=FOLDER of a training run, or --model=PATH
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path
 evaluate --name= | --name=: give the name of a folder
-evaluate --guidance=x | --guidance=x is no number
-evaluate --guidance=-3 | guidance is (-3.0,): it must be from 0 to 1000
-evaluate --checkpoint=x | --checkpoint=x is no number
+evaluate --guidance=x | --guidance is 'x': it must be a number
+evaluate --guidance=-3 | --guidance is -3.0: it must be from 0 to 1000
+evaluate --checkpoint=x | --checkpoint is 'x': it must be a whole number
 evaluate --reference=D/none.npz | --reference needs a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
@@ -287,6 +287,6 @@ def test_words_that_are_not_read_are_counted_and_drawn_without(files, tmp_path, 
         "--rehearse", devices=1,
     )  # fmt: skip
     assert ended.code == 0, ended.err
-    assert bool(lost) == bool(re.search(r"1 of 1 texts are not read whole", ended.err)), ended.err
+    assert bool(lost) == bool(re.search(r"1 of 1 texts are cut off", ended.err)), ended.err
     assert f"its end is not read: '{lost}" in ended.err or not lost
     assert "draws          1 images of 16x16, of 1 texts" in ended.out

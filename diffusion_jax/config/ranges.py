@@ -28,6 +28,7 @@ LowLevel = Annotated[float, "[0, inf)"]
 """The lowest noise level of an interval."""
 HighLevel = Annotated[float, "(0, inf]"]
 """The highest noise level of an interval."""
+_TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
 
@@ -52,8 +53,7 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 def check_value(field: str, value: Any, hint: Any) -> None:
     """Check one value against the annotation of its field. Raises ValueError."""
-    kind, ranges = getattr(hint, "__origin__", hint), getattr(hint, "__metadata__", ())
-    kind = kind if ranges else hint
+    kind, ranges = kind_of(hint), getattr(hint, "__metadata__", ())
     if ranges and callable(ranges[0]):
         calls = ranges[0](field, value)
         for call in calls if isinstance(calls, list) else [calls]:
@@ -78,13 +78,33 @@ def check_value(field: str, value: Any, hint: Any) -> None:
                 raise ValueError(f"{field} is {value}: it must be {words}{others}")
 
 
-def allows(hint: Any, value: Any) -> bool:
-    """Return whether a field with this annotation may have the value."""
+def kind_of(hint: Any) -> Any:
+    """Return the type of an annotation without its range."""
+    return getattr(hint, "__origin__", hint) if hasattr(hint, "__metadata__") else hint
+
+
+def read_value(field: str, value: Any, hint: Any) -> Any:
+    """Return a value, or text parsed as one, that fits its annotation. Raises ValueError."""
+    value = typed(value, hint)
+    check_value(field, value, hint)
+    return value
+
+
+def typed(value: Any, hint: Any) -> Any:
+    """Return text as the number or truth value that a field holds, and an int of a float field.
+
+    Other values, and text that is no such number, are returned as they are; check_value refuses
+    them.
+    """
+    kind = kind_of(hint)
+    if not isinstance(value, str):
+        return float(value) if kind is float and type(value) is int else value
+    if kind is bool:
+        return _TRUTH.get(value.lower(), value)
     try:
-        check_value("", value, hint)
+        return kind(value)
     except ValueError:
-        return False
-    return True
+        return value
 
 
 def words(hint: Any) -> str:
@@ -92,7 +112,7 @@ def words(hint: Any) -> str:
     if names := options(hint):
         return f"one of {', '.join(names)}"
     ranges = getattr(hint, "__metadata__", ())
-    parts = [_WORDS[getattr(hint, "__origin__", hint) if ranges else hint]]
+    parts = [_WORDS[kind_of(hint)]]
     parts += [f"in {part}" if isinstance(part, str) else f"or {part[0]}" for part in ranges]
     return " ".join(parts)
 

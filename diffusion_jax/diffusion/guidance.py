@@ -16,11 +16,10 @@ import numpy as np
 from jaxtyping import Array, ArrayLike, Bool, Float
 
 from diffusion_jax.config import named
-from diffusion_jax.diffusion import precond
 from diffusion_jax.diffusion.noise import Scalar, Sigmas
 from diffusion_jax.diffusion.precond import Denoiser, Images, Precond, Sigma
 
-Scale = Scalar | Float[Array, "B"]
+Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
@@ -34,16 +33,14 @@ _AXES = (1, 2, 3)
 class Guide(NamedTuple):
     """How the D under several conditions become the one that samplers see."""
 
-    combine: Callable[[Mapping[str, Images], Images, Sigma, Scale], Images]
-    """(D by condition name, x, sigma, scale) to D."""
+    combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
+    """(D by condition name, x, sigma, guidance) to D."""
     other: str = NEGATIVE
     """The condition that guidance leads away from: NEGATIVE, or GUIDE."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
     """The conditions whose D `combine` takes."""
     acts: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
     """Whether guidance acts at a noise level, else D is that of the text; None for all levels."""
-    neutral: float | None = 1.0
-    """The scale at which D is that of the text alone; None if there is no such scale."""
 
 
 class Model(NamedTuple):
@@ -55,13 +52,13 @@ class Model(NamedTuple):
 
 
 def outward(other: str = NEGATIVE) -> Guide:
-    """D_other + scale * (D_cond - D_other) (Ho & Salimans 2022, equation 6).
+    """D_other + guidance * (D_cond - D_other) (Ho & Salimans 2022, equation 6).
 
-    `scale` is one number, or one per image; at 1 the result equals D_cond to the last bit.
+    `guidance` is one number, or one per image; at 1 the result equals D_cond to the last bit.
     """
 
-    def combine(d, x, sigma, scale):
-        excess = jnp.asarray(scale, x.dtype) - 1
+    def combine(d, x, sigma, guidance):
+        excess = jnp.asarray(guidance, x.dtype) - 1
         return d[COND] + excess.reshape(-1, 1, 1, 1) * (d[COND] - d[other])
 
     return Guide(combine, other, (COND, other))
@@ -70,7 +67,7 @@ def outward(other: str = NEGATIVE) -> Guide:
 def led(
     s: Any,
     model: Model,
-    scale: Scale | None,
+    guidance: Guidance | None,
     denoiser_of: Callable[[Any], Denoiser],
     conditions: Mapping[str, Callable[[], Any]],
     guide_of: Callable[[Any], Denoiser] | None = None,
@@ -80,30 +77,30 @@ def led(
     Args:
         s: The `sampler` group.
         model: The guided model.
-        scale: The guidance scale, one or one per image; None for D of the text alone.
+        guidance: The guidance, one or one per image; None for D of the text alone.
         denoiser_of: Makes D of the network from what it is conditioned on.
         conditions: Functions that compute the network's conditions, one row per image, by name.
         guide_of: The same as `denoiser_of` for a second, guiding network with the same text.
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
-    names = (COND,) if scale is None else guide.needs
+    names = (COND,) if guidance is None else guide.needs
     rows = {name: condition() for name, condition in conditions.items() if name in names}
     second = guide_of(rows[COND]) if guide_of else None
-    return guided(conditional(denoiser_of, rows, second), scale, guide)
+    return guided(conditional(denoiser_of, rows, second), guidance, guide)
 
 
-def guided(branches: Branches, scale: Scale | None, guide: Guide) -> Denoiser:
-    """Return the D that samplers see; D of the text alone if `scale` is None."""
+def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
+    """Return the D that samplers see; D of the text alone if `guidance` is None."""
 
     def plain(x, sigma):
         return branches(x, sigma, (COND,))[COND]
 
     def everywhere(x, sigma):
-        assert scale is not None
-        return guide.combine(branches(x, sigma, guide.needs), x, sigma, scale)
+        assert guidance is not None
+        return guide.combine(branches(x, sigma, guide.needs), x, sigma, guidance)
 
-    if scale is None or guide.acts is None:
-        return plain if scale is None else everywhere
+    if guidance is None or guide.acts is None:
+        return plain if guidance is None else everywhere
     acts = guide.acts
     return lambda x, sigma: jax.lax.cond(acts(sigma[0]), everywhere, plain, x, sigma)
 
@@ -137,10 +134,12 @@ def bound(field: str, text: str) -> list[functools.partial]:
     return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text)]
 
 
-def scales(s: Any, scale: int | float, rows: int) -> Float[np.ndarray, "N"] | None:
-    """Return one scale per image, or None if guidance at this scale has no effect."""
-    unused = Model(precond.epsilon(precond.log_snr), jnp.ones(1))
-    return None if scale == make(s, unused).neutral else np.full(rows, scale, np.float32)
+def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
+    """Return the guidance of each image, or None if D is then that of the text alone."""
+    kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
+    if guidance == 1 and kinds <= {*PLAIN_AT_1}:
+        return None
+    return np.full(num_images, guidance, np.float32)
 
 
 def conditional(
@@ -199,7 +198,7 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
     """Adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
     Scales the part of the update parallel to D_cond, which causes oversaturation, by `eta`. Clips
-    the update of each image to the length `norm` before the guidance scale (0: no limit).
+    the update of each image to the length `norm` before guidance multiplies it (0: no limit).
     """
     del model
     if EMPTY in guide.needs:
@@ -208,32 +207,32 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
             "apg+perp_neg"
         )
 
-    def combine(d, x, sigma, scale):
+    def combine(d, x, sigma, guidance):
         difference = d[COND] - d[guide.other]
         if norm:
             length = jnp.sqrt((difference**2).sum(_AXES, keepdims=True))
             difference = difference * jnp.minimum(1, norm / length)
         along = projected(difference, d[COND])
         update = difference - along + eta * along
-        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, scale)
+        return guide.combine({**d, guide.other: d[COND] - update}, x, sigma, guidance)
 
     return guide._replace(combine=combine)
 
 
 def cfg_pp(guide: Guide, model: Model) -> Guide:
-    """CFG++ (Chung et al. 2024, Algorithm 2): the scale is its lambda, from 0 to 1.
+    """CFG++ (Chung et al. 2024, Algorithm 2): the guidance is its lambda, from 0 to 1.
 
     It takes D_lambda = D_uncond + lambda (D_cond - D_uncond) for the image and the unconditional
     eps for the noise: x' = D_lambda + r (x - D_uncond), with r = sigma' / sigma of a DDIM step.
-    This equals DDIM's step x' = D + r (x - D) at the scale lambda / (1 - r). It needs a sampler
+    This equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). It needs a sampler
     that evaluates D at the grid's levels only: `check` refuses `restart`, and `heun` with churn.
     """
 
-    def combine(d, x, sigma, scale):
+    def combine(d, x, sigma, guidance):
         later = jnp.where(model.sigmas < sigma[:, None] * (1 - 1e-5), model.sigmas, 0).max(1)  # [B]
-        return guide.combine(d, x, sigma, scale / (1 - later / sigma))
+        return guide.combine(d, x, sigma, guidance / (1 - later / sigma))
 
-    return guide._replace(combine=combine, neutral=None)
+    return guide._replace(combine=combine)
 
 
 def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
@@ -242,10 +241,10 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
     Mixes the guided prediction with its copy of the standard deviation of D_cond's, by `phi`.
     """
 
-    def combine(d, x, sigma, scale):
+    def combine(d, x, sigma, guidance):
         c_skip, c_out, *_ = (c[:, None, None, None] for c in model.scalings(sigma))
         to_f = lambda denoised: (denoised - c_skip * x) / c_out
-        guided = to_f(guide.combine(d, x, sigma, scale))
+        guided = to_f(guide.combine(d, x, sigma, guidance))
         ratio = to_f(d[COND]).std(_AXES, keepdims=True) / guided.std(_AXES, keepdims=True)
         return c_skip * x + c_out * guided * (phi * ratio + 1 - phi)
 
@@ -255,7 +254,7 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
 def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
     """Perp-Neg (Armandpour et al. 2023): lead away only from what the prompt does not contain.
 
-    D_empty + scale (a - weight b), where a = D_cond - D_empty and b is the part of
+    D_empty + guidance (a - weight b), where a = D_cond - D_empty and b is the part of
     D_negative - D_empty that is perpendicular to a.
     """
     del model
@@ -265,13 +264,12 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
             "second model guides: remove one of the two"
         )
 
-    def combine(d: Mapping[str, Images], x, sigma, scale):
+    def combine(d: Mapping[str, Images], x, sigma, guidance):
         a, b = d[COND] - d[EMPTY], d[NEGATIVE] - d[EMPTY]
         cond = d[COND] - weight * (b - projected(b, a))
-        return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, scale)
+        return guide.combine({**d, COND: cond, NEGATIVE: d[EMPTY]}, x, sigma, guidance)
 
-    neutral = None if weight else guide.neutral
-    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE), neutral=neutral)
+    return guide._replace(combine=combine, needs=(COND, EMPTY, NEGATIVE))
 
 
 def projected(
@@ -292,6 +290,8 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
 }
 """Values of sampler.guiding, joined by + with the innermost first; also "MODULE:FUNCTION"."""
 GuidingName = Annotated[str, bound]
+PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale")
+"""The names in GUIDANCE that give D of the text itself at guidance 1, which by_image uses."""
 
 
 def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:

@@ -1,7 +1,7 @@
-"""The sampling command, whole, for every system: prompts -> PNG files, a sheet, metadata.jsonl.
+"""The sampling command of every system: prompts -> PNG files, a sheet, metadata.jsonl.
 
-A system says how it reads its own flags and opens its models; prompts, seeds, progress and files
-are the same for all.
+A system reads its own flags and opens its models; prompts, seeds, progress and files are the same
+for all.
 """
 
 import contextlib
@@ -22,31 +22,33 @@ from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import files, programs, progress, sheets
 from diffusion_jax.text import TextEncoder
 
-flags.disclaim_key_flags()  # They belong to the command that calls `command`: --help shows them.
+flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 
 
-_SHOWN = 5  # Texts whose losses are told one by one.
+_SHOWN = 5  # Texts of which the log shows the part that is cut off.
 
 
 class Session(NamedTuple):
-    """Models, opened and checked, and the texts that they are to draw."""
+    """Models that are open and checked, and the texts to draw."""
 
     captions: Sequence[str]
     draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
-    """(numbers of texts [N], seeds [N]) to batches of images, as each of the models drew them."""
+    """(indices of texts [N], seeds [N]) to batches of images, as each stage drew them."""
     card: dict[str, Any]
-    """Which models draw, with which settings: the end of each line of metadata.jsonl."""
+    """The models and their settings: the end of each line of metadata.jsonl."""
     inputs: Mapping[str, Sequence[str]] = {}
-    """Files that each text is drawn from, by their kind: one for all texts, or one for each."""
+    """Files that texts are drawn from, by kind: one for all texts, or one for each."""
     all_sizes: bool = False
-    """Whether what the earlier models drew is written too."""
+    """Whether the images of the earlier stages are written too."""
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
-    """Runs `python -m SYSTEM.sample --out=FOLDER`; the caller's is its --help.
+    """Run `python -m SYSTEM.sample --out=FOLDER`, with the caller's docstring as its --help.
 
-    `open_session` gets the prompts, maybe none, and the folder of --out, which is not there yet.
-    What it raises of ValueError and OSError is one message and exit code 2.
+    Args:
+        open_session: Takes the prompts, of which there may be none, and the folder of --out, which
+            does not exist yet. Its ValueError and OSError become a one-line message and exit
+            code 2.
     """
     f = _define_flags()
 
@@ -73,49 +75,49 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Logs how many texts the encoder does not read whole, and of the first ones what is lost."""
+    """Log how many texts the encoder cuts off, and what the first ones lose."""
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
-            "%r has signs that its encoder does not know, or is longer than %d tokens, and its end "
-            "is not read: %r", text, encoder.max_tokens, part,
+            "%r has characters that its encoder lacks, or is longer than %d tokens, and its end is "
+            "not read: %r", text, encoder.max_tokens, part,
         )  # fmt: skip
     if lost:
-        logging.warning("%d of %d texts are not read whole", len(lost), len(texts))
+        logging.warning("%d of %d texts are cut off", len(lost), len(texts))
 
 
 def _define_flags() -> dict[str, flags.FlagHolder]:
-    whole = flags.DEFINE_integer
+    integer = flags.DEFINE_integer
     holders = [
-        flags.DEFINE_string("out", None, "The folder to write to; made if need be.", required=True),
+        flags.DEFINE_string("out", None, "The folder to write to.", required=True),
         flags.DEFINE_multi_string("prompt", [], "A text to draw; may be repeated."),
-        flags.DEFINE_string("prompts", None, "A file with one text a line."),
-        whole("num_images", 1, "Images for each text.", lower_bound=1),
-        flags.DEFINE_bool("rehearse", False, "Say what would be drawn, and end."),
-        whole("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
+        flags.DEFINE_string("prompts", None, "A file with one text per line."),
+        integer("num_images", 1, "Images for each text.", lower_bound=1),
+        flags.DEFINE_bool("rehearse", False, "Print what would be drawn, and exit."),
+        integer("seed", 0, "The seed of the first image.", lower_bound=0, upper_bound=2**31 - 1),
     ]
     return {holder.name: holder for holder in holders}
 
 
 def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
-    """The prompts of flags, and the lines of a UTF-8 file that are not blank."""
+    """Return the prompts of flags, and the lines of a UTF-8 file that are not blank."""
     if path is None:
         return list(prompts)
     try:
         lines = files.path(path).read_text(encoding="utf-8").splitlines()
     except UnicodeDecodeError as error:
-        raise ValueError(f"--prompts={path} is no text in UTF-8: give one prompt a line") from error
+        raise ValueError(f"--prompts={path} is not UTF-8 text: give one prompt per line") from error
     except OSError as error:
         raise ValueError(f"--prompts={path}: {error.strerror or error}") from error
     if not any(map(str.strip, lines)):
-        raise ValueError(f"--prompts={path} holds no text: give one prompt a line")
+        raise ValueError(f"--prompts={path} holds no text: give one prompt per line")
     return [*prompts, *(line for line in lines if line.strip())]
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Draws the first text in the abstract: lines that say what would be drawn.
+    """Draw the first text in the abstract; return lines that say what would be drawn.
 
-    The files of it go into a folder that does not last.
+    Its files are written to `folder`, which is temporary.
     """
     start = time.time()
     with programs.rehearsal():
@@ -137,7 +139,7 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draws, and writes each image as soon as it is there; of several processes the first does."""
+    """Draw, and write each image as soon as it is drawn; process 0 writes."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
@@ -150,7 +152,7 @@ def _write(
     session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]],
 ) -> None:  # fmt: skip
-    """Writes each image of the batches, then the sheet and the metadata of all."""
+    """Write each image of the batches, then the sheet and the metadata."""
     lines, images = [], []
     for batch in batches:
         if jax.process_index():
@@ -173,7 +175,7 @@ def _write_image(
     seed: int,
     sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
 ) -> dict[str, Any]:
-    """Writes the PNG of one image, and its smaller sizes; returns its line of the metadata."""
+    """Write the PNG of one image and its smaller sizes; return its line of the metadata."""
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}

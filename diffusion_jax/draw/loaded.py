@@ -1,15 +1,14 @@
-"""Runs, loaded once and drawn from with any choices: in a notebook, or behind a page.
+"""Models that stay loaded and draw with any settings: in a notebook, or behind a page.
 
     model = imagen_jax.load("runs/quickstart")
     model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
 
-The pictures are those of the command `sample` with the same choices, byte for byte where it draws
-as many at once; alone or among others they are rounded differently.
+The pictures are those of the command `sample` with the same settings, byte for byte if it draws as
+many at once; another batch size rounds differently.
 """
 
 import collections
 import dataclasses
-import difflib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,33 +22,37 @@ from PIL import Image
 from diffusion_jax import runs
 from diffusion_jax.diffusion import guidance as guidance_module
 from diffusion_jax.draw import model as models
-from diffusion_jax.draw.model import Choice, Model
+from diffusion_jax.draw import options
+from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import Options, Values, Weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.machine import sheets
 from diffusion_jax.task import Texts
 from diffusion_jax.weights import averages, restore
 
-_WEIGHTS = 4  # Checkpoints and averages of a run that stay loaded, with the first.
+_WEIGHTS = 4  # Weights of a run that stay loaded, with the first ones.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
-"""(what the images being drawn look like, the noise level), on the host, at each evaluation."""
+"""(what the images look like now, their noise level), called on the host at each evaluation."""
 
 
 class Cancelled(Exception):
-    """What `progress` raises to end a drawing, and what the drawing then raises.
+    """Raised by `progress` to end a drawing, and then by the drawing.
 
-    On one device it ends at once, on several with the batch.
+    One device ends at once; several end with the batch.
     """
 
 
 class System(NamedTuple):
     """How a system draws and tokenizes."""
 
+    options: Options
+    """What can be chosen, by name."""
     draw: Callable[[Sequence[Model], Sequence[str], Sequence[int]], Iterator[Sequence[Images]]]
-    """(models in a row, prompts, seeds) to batches of images, as each of the models drew them."""
+    """(stages, prompts, seeds) to batches of images, as each stage drew them."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
-    """What a model draws from."""
+    """(stage, prompts) to what the stage draws from."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
-    """What the command `sample` writes of the models beside each picture."""
+    """Stages to the card that the command `sample` writes beside each picture."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -60,20 +63,17 @@ class Pictures:
     prompts: Sequence[str]
     seeds: Sequence[int]
     card: Mapping[str, Any]
-    """Which models drew, with which settings: the end of each line of `sample`'s metadata."""
+    """The models and their settings, as in a line of `sample`'s metadata."""
     smaller: Sequence[UInt8[np.ndarray, "N h w 3"]] = ()
-    """What the earlier models of a cascade drew."""
+    """The images of the earlier stages of a cascade."""
 
     def __len__(self) -> int:
-        """How many they are."""
         return len(self.images)
 
     def __getitem__(self, n: int) -> UInt8[np.ndarray, "H W 3"]:
-        """The pixels of one."""
         return self.images[n]
 
     def __repr__(self) -> str:
-        """Their number and size."""
         return f"{len(self)} pictures of {self.images.shape[2]}x{self.images.shape[1]}"
 
     def _repr_png_(self) -> bytes:
@@ -81,27 +81,27 @@ class Pictures:
 
 
 def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
-    """A PNG file, with the bytes that `sample` writes."""
+    """Return the bytes of the PNG file that `sample` writes of an image."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 class Loaded:
-    """A run, or several in a row as a cascade, whose weights and programs stay in memory."""
+    """A run, or the runs of a cascade, whose weights and programs stay in memory."""
 
-    def __init__(self, stages: Sequence[Model], choices: Sequence[Choice], system: System) -> None:
-        """`choices` are those that the stages were loaded with."""
-        self.stages, self.choice = tuple(stages), choices[0]
-        self._choices, self._system = tuple(choices), system
+    def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
+        """Take the stages, and the values of options that each was opened with."""
+        self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
+        self._system = system
         self._progress: Progress | None = None
         self._cancelled = False
-        self._names: dict[tuple[int, int], list[str]] = {}
-        self._first = [self._key(n, choice) for n, choice in enumerate(choices)]
+        self._averages: dict[tuple[int, int], list[str]] = {}
+        chosen = [options.choose(system.options, of_stage) for of_stage in values]
+        self._first = [self._key(n, choice.weights) for n, choice in enumerate(chosen)]
         self._weights: collections.OrderedDict[Any, Model] = collections.OrderedDict()
 
     def __repr__(self) -> str:
-        """Run, weights and sampler of each stage, in a line."""
         return " -> ".join(map(_in_words, self.stages))
 
     def draw(
@@ -110,19 +110,26 @@ class Loaded:
         *,
         seeds: int | Sequence[int] | None = None,
         progress: Progress | None = None,
-        **choices: Any,
+        **values: Any,
     ) -> Pictures:
-        """One picture a prompt; of one prompt, one a seed.
+        """Draw one picture per prompt; of a single prompt, one per seed.
 
-        `seeds` has one a prompt; a number counts on from it and None from 0, as the command does.
-        `choices` are the command's flags; of a cascade a list holds one value a stage, and the
-        checkpoint None is the one that was loaded. ValueError for what cannot be.
+        Args:
+            prompts: One text or several.
+            seeds: One per prompt, or the first of consecutive seeds; by default they start at 0, as
+                in the command.
+            progress: Called with the images while they are drawn.
+            **values: Values of the flags of `sample`; a list holds one per stage. A checkpoint of
+                None is the one that was loaded.
+
+        Raises:
+            ValueError: If a value is out of range, or the numbers of prompts and seeds differ.
         """
         prompts, seeds = _paired(prompts, seeds)
-        row = self._models(choices, progress is not None)
+        stages = self._stages_with(values, progress is not None)
         self._progress, self._cancelled, batches = progress, False, []
         try:
-            for batch in self._system.draw(row, prompts, seeds):
+            for batch in self._system.draw(stages, prompts, seeds):
                 batches.append(list(batch))
                 if self._cancelled:
                     raise Cancelled
@@ -135,40 +142,43 @@ class Loaded:
         *smaller, images = (
             sheets.to_uint8(np.concatenate(sizes)) for sizes in zip(*batches, strict=True)
         )
-        return Pictures(images, prompts, seeds, self._system.describe(row), smaller)
+        return Pictures(images, prompts, seeds, self._system.describe(stages), smaller)
 
-    def denoiser(
-        self, prompts: str | Sequence[str], *, guidance: float | None = None, **choices: Any
-    ) -> "PromptedDenoiser":
-        """D(x, sigma) of these prompts, guided, for a sampler of one's own; of a single model."""
+    def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
+        """Return D(x, sigma) under these prompts, with guidance, for samplers of your own.
+
+        It takes the values that `draw` takes. Raises ValueError for a cascade.
+        """
         if len(self.stages) > 1:
-            raise ValueError(f"{self!r} are {len(self.stages)} models: load one of them alone")
-        scale = {} if guidance is None else {"guidance": guidance}
-        (model,) = self._models({**choices, **scale}, watched=False)
+            raise ValueError(f"{self!r} is a cascade of {len(self.stages)} models: load one alone")
+        (model,) = self._stages_with(values, watched=False)
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         return PromptedDenoiser(model, self._system.tokenize(model, texts))
 
     def averages(self, n: int, step: int) -> list[str]:
-        """The names of the averages in a stage's checkpoint, also when it is gone since."""
-        if not self._names.get((n, step)):
+        """Return the averages in a checkpoint of stage n, also after training removed it."""
+        if not self._averages.get((n, step)):
             folder = restore.absolute(self.stages[n].workdir) / runs.CHECKPOINTS
-            self._names[n, step] = restore.stored(folder / str(step))
-        return self._names[n, step]
+            self._averages[n, step] = restore.stored(folder / str(step))
+        return self._averages[n, step]
 
-    def _models(self, choices: Mapping[str, Any], watched: bool) -> list[Model]:
-        """The stages as chosen, whose programs are kept."""
-        self._check(choices)
-        one = lambda value, n: value[n] if isinstance(value, list | tuple) else value
-        row = []
-        for n, choice in enumerate(self._choices):
-            choice = dataclasses.replace(choice, **{k: one(v, n) for k, v in choices.items()})
-            weights = self._with_weights(n, choice)
-            row.append(models.with_choice(weights, choice, self._show if watched else None))
-        return row
+    def _stages_with(self, values: Values, watched: bool) -> list[Model]:
+        """Return the stages with other weights and settings, whose programs are kept."""
+        for name in values:
+            if name in self.options and self.options[name].at_load:
+                raise ValueError(f"{name} says what is loaded: give it to load()")
+        stages = []
+        for n, changed in enumerate(options.by_stage(values, len(self.stages))):
+            of_stage = {**self.values[n], **changed}
+            weights = options.choose(self.options, of_stage).weights
+            overrides = options.changes(self.options, of_stage)
+            model = self._with_weights(n, weights)
+            stages.append(models.with_overrides(model, overrides, self._show if watched else None))
+        return stages
 
-    def _with_weights(self, n: int, choice: Choice) -> Model:
-        """A stage with these weights, of which no two copies are kept."""
-        first, key = self.stages[n], self._key(n, choice)
+    def _with_weights(self, n: int, weights: Weights) -> Model:
+        """Return stage n with these weights, of which no two copies are kept."""
+        first, key = self.stages[n], self._key(n, weights)
         if key == self._first[n]:
             model = first
         elif key in self._weights:
@@ -177,33 +187,18 @@ class Loaded:
         else:
             while len(self._weights) >= (_WEIGHTS - 1) * len(self.stages):
                 self._weights.popitem(last=False)
-            model = self._weights[key] = models.with_weights(first, choice.ema, key[2])
-        called = averages.canonical(choice.ema, self.averages(n, key[2]))
-        return model._replace(ema=called) if first.step else model
+            model = models.with_weights(first, weights._replace(step=key[2]))
+            self._weights[key] = model
+        ema = averages.canonical(weights.ema, self.averages(n, key[2]))
+        return model._replace(ema=ema) if first.step else model
 
-    def _key(self, n: int, choice: Choice) -> tuple[int, str, int]:
-        """A stage's number, and which weights are chosen: "ema" by the name that it stands for."""
-        step = self.stages[n].step if choice.checkpoint is None else choice.checkpoint
+    def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
+        """Return stage, average and step, with "ema" replaced by the average that it stands for."""
+        step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)
         largest = stored[-1] if stored else "raw"
-        name = averages.canonical(choice.ema, stored)
+        name = averages.canonical(weights.ema, stored)
         return n, largest if name == "ema" else name, step
-
-    def _check(self, choices: Mapping[str, Any]) -> None:
-        """ValueError for what cannot be chosen of models that are loaded."""
-        fields = {f.name: f for f in dataclasses.fields(self._choices[0]) if "help" in f.metadata}
-        for name, value in choices.items():
-            if name not in fields:
-                close = difflib.get_close_matches(name, list(fields), n=1)
-                hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(fields)}"
-                raise ValueError(f"there is no choice {name}: {hint}")
-            if name not in ("ema", "checkpoint") and fields[name].metadata["loads"]:
-                raise ValueError(f"{name} says what is loaded: give it to load()")
-            if isinstance(value, list | tuple) and len(value) != len(self.stages):
-                raise ValueError(
-                    f"{name} has {len(value)} values for {len(self.stages)} stages: give one for "
-                    "all, or one for each"
-                )
 
     def _show(self, images: ArrayLike, sigma: ArrayLike) -> None:
         if not self._progress or self._cancelled:
@@ -212,15 +207,15 @@ class Loaded:
             self._progress(sheets.to_uint8(np.asarray(images)), float(np.asarray(sigma)))
         except Cancelled:
             self._cancelled = True
-            if jax.device_count() == 1:  # Several would wait for the one that ended here.
+            if jax.device_count() == 1:  # With several, the others would wait for this one.
                 raise
 
 
 class PromptedDenoiser:
     """D(x, sigma) of a model under its prompts: x = x0 + sigma * eps, [B, H, W, C], to x0.
 
-    `sigmas` are the levels that the model's settings step down; `start` is x at the first of them,
-    `pictures` what becomes of x at the last. Euler's method with all of it:
+    `sigmas` are the noise levels of the model's sampler; `start` returns x at the first one, and
+    `pictures` the images of x at the last one. Euler's method:
 
         x = D.start(seeds)
         for sigma, low in zip(D.sigmas, D.sigmas[1:]):
@@ -229,14 +224,14 @@ class PromptedDenoiser:
     """
 
     def __init__(self, model: Model, texts: Texts) -> None:
-        """Of a model with its settings, and what its encoder tokenized."""
+        """Take a model, and the prompts that its encoder tokenized."""
         assert model.programs
         self._begin, frozen = model.programs.begin(model.settings)
-        self.prompts = len(next(iter(texts.values())))
-        sampler = model.settings.sampler
-        scale = guidance_module.scales(sampler, sampler.guidance, self.prompts)
-        self._arguments = model.params, frozen, dict(texts), scale
-        zeros = np.zeros(self.prompts, np.uint32)
+        self.num_prompts = len(next(iter(texts.values())))
+        s = model.settings.sampler
+        guidance = guidance_module.by_image(s.guiding, s.guidance, self.num_prompts)
+        self._arguments = model.params, frozen, dict(texts), guidance
+        zeros = np.zeros(self.num_prompts, np.uint32)
         begin = self._start
         self._first = jax.jit(lambda *arguments: begin(*arguments).x)
         self._denoise = jax.jit(
@@ -250,27 +245,27 @@ class PromptedDenoiser:
     def __call__(
         self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]
     ) -> Float[Array, "B H W C"]:
-        """x0 as the guided model finds it at a level."""
+        """Return x0 as the guided model predicts it at one noise level."""
         return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
     def start(self, seeds: int | Sequence[int] = 0) -> Float[Array, "B H W C"]:
-        """The noise that the command draws with these seeds, one a prompt or the first."""
-        numbers = range(seeds, seeds + self.prompts) if isinstance(seeds, int) else seeds
+        """Return the noise that the command starts from: one seed per prompt, or the first seed."""
+        numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
         return self._first(*self._arguments, np.asarray(numbers, np.uint32))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
-        """What a sampler made of the start, as images."""
+        """Return the images of x at the last noise level."""
         return sheets.to_uint8(np.asarray(self._finish(x, *self._arguments)))
 
     def _start(self, *arguments: Any) -> Any:
-        params, frozen, texts, scale, seeds = arguments
-        return self._begin(params, frozen, texts, jax.vmap(jax.random.key)(seeds), scale)
+        params, frozen, texts, guidance, seeds = arguments
+        return self._begin(params, frozen, texts, jax.vmap(jax.random.key)(seeds), guidance)
 
 
 def _paired(
     prompts: str | Sequence[str], seeds: int | Sequence[int] | None
 ) -> tuple[list[str], list[int]]:
-    """As many prompts as seeds; ValueError where the numbers do not fit."""
+    """Return as many prompts as seeds. Raises ValueError if their numbers do not fit."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if seeds is None or isinstance(seeds, int):
         seeds = [(seeds or 0) + n for n in range(len(texts))]

@@ -1,4 +1,4 @@
-"""Pictures that a command draws over, and the masks of what is new in them: flags and files."""
+"""Pictures to draw over, and masks of what to draw anew: flags and files."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -10,19 +10,26 @@ from PIL import Image
 from diffusion_jax.machine import files, untrusted
 
 IMAGE, MASK = "image", "mask"
-flags.disclaim_key_flags()  # They belong to the command that defines them: --help shows them.
+flags.disclaim_key_flags()  # --help lists them with the command that defines them.
 
 
-class Given(NamedTuple):
-    """Opened pictures, and masks that are white where they are drawn anew: one, or one a text."""
+class Pictures(NamedTuple):
+    """Pictures to draw over, and masks that are white where they are drawn anew."""
 
     images: Sequence[Image.Image]
+    """One for all texts, or one for each."""
     masks: Sequence[Image.Image]
+    """None, one for all texts, or one for each."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """IMAGE [N, H, W, 3] and, with masks, MASK [N, H, W], in this width and height.
+        """Return IMAGE [N, H, W, 3] and, if there are masks, MASK [N, H, W], in this size.
 
-        What a resized mask shows of white is new, so that known pixels are known as a whole.
+        A pixel of a resized mask is True if any part of it is white, so that a known pixel is known
+        as a whole.
+
+        Args:
+            size: Width and height.
+            num_texts: N.
         """
 
         def stacked(images: Sequence[Image.Image], how: Image.Resampling) -> np.ndarray:
@@ -36,29 +43,35 @@ class Given(NamedTuple):
         return batch
 
 
-def define() -> Callable[[int], Given | None]:
-    """Defines --image and --mask; the function that it returns opens them for so many texts."""
-    images = flags.DEFINE_multi_string("image", [], "A picture to draw over: one, or one a text.")
+def define() -> Callable[[int], Pictures | None]:
+    """Define --image and --mask; return a function from the number of texts to the pictures."""
+    images = flags.DEFINE_multi_string(
+        "image", [], "A picture to draw over: one for all texts, or one for each."
+    )
     masks = flags.DEFINE_multi_string(
-        "mask", [], "White where --image is drawn anew, black where it stays: one, or one a text."
+        "mask", [], "White where --image is drawn anew, black where it stays: one, or one per text."
     )
     return lambda num_texts: read(images.value, masks.value, num_texts)
 
 
-def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Given | None:
-    """The pictures in these files; None without any. ValueError if they do not fit."""
+def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Pictures | None:
+    """Open the files; return None if there are none.
+
+    Raises:
+        ValueError: If the numbers or sizes of pictures, masks and texts do not fit together.
+    """
     opened = [untrusted.open_image(files.local(path)).convert("RGB") for path in images]
     white = [untrusted.open_image(files.local(path)).convert("L") for path in masks]
     for name, some in (("pictures", opened), ("masks", white)):
         if len(some) not in (0, 1, num_texts):
             raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one for each")
     if white and not opened:
-        raise ValueError(f"--mask={masks[0]} says what of a picture is new: give --image too")
+        raise ValueError(f"--mask={masks[0]} marks a part of a picture: give --image too")
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
         for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
             if mask.size != image.size:
                 raise ValueError(
                     f"--mask={path} is {mask.size[0]}x{mask.size[1]} and its picture "
-                    f"{image.size[0]}x{image.size[1]}: they must be of one size"
+                    f"{image.size[0]}x{image.size[1]}: they must have the same size"
                 )
-    return Given(opened, white) if opened else None
+    return Pictures(opened, white) if opened else None

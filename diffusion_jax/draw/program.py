@@ -1,9 +1,10 @@
-"""Drawing images from texts, batch by batch over the mesh.
+"""Draw images from texts, batch by batch over the mesh.
 
-An image is a function of its parameters, text, guidance and seed: neither the batch that it is
-drawn in nor the number of devices changes it (beyond the order of floating-point sums).
+An image is a function of the parameters, its text, its guidance and its seed. The batch that it is
+drawn in and the number of devices change only the order of floating-point sums.
 """
 
+import collections
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -21,31 +22,32 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.machine.sharding import ambient, batch_sharding, place, replicated
 from diffusion_jax.task import Params, Sample, Texts
 
-Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]: sheets.to_uint8 makes pixels of them.
+Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 BeginOf = Callable[[Any, Preview | None], Begin]
-"""(settings, preview) to a task's `begin`; ValueError for settings that do not go together."""
+"""(settings, preview) to a task's `begin`. Raises ValueError for settings that do not fit."""
 
 
 class Programs(NamedTuple):
-    """What draws with other settings of the same networks."""
+    """The sampling programs of some networks, by the settings that they draw with."""
 
     draw: Callable[..., Draw]
-    """(settings, preview=None) to what draws with them, kept for the next time."""
+    """(settings, preview=None) to the Draw with these settings, compiled when it is first used."""
     begin: Callable[[Any], tuple[Begin, Any]]
-    """Settings to a task's `begin`, and its frozen weights."""
+    """Settings to a task's `begin` and its frozen weights."""
 
 
-_PIXELS = 2**22  # Of all images that a device draws at once, unless said otherwise.
+_PIXELS = 2**22  # Of the images that a device draws at once by default.
 
 
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
-    """Jits a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
+    """Jit a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
-    `guidance` None draws without guidance, at half the cost. Compiles once for each B, and says so.
+    With guidance None it evaluates the network with the prompt alone, at half the cost. It compiles
+    once for each batch size B, and logs that.
     """
     where = batch_sharding(mesh)
-    ways = mesh.shape["replica"] * mesh.shape["fsdp"]
+    num_shards = mesh.shape["replica"] * mesh.shape["fsdp"]
 
     @functools.partial(jax.jit, out_shardings=replicated(mesh))  # Every process gets all images.
     def from_seeds(params, frozen, batch, seeds, guidance):
@@ -55,7 +57,8 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     compiled = announced(from_seeds, "the sampler")
 
     def draw(params, batch, seeds, guidance):
-        rows = np.arange(-(-len(seeds) // ways) * ways) % len(seeds)  # Repeated to fill the mesh.
+        # Rows are repeated until the batch divides over the mesh.
+        rows = np.arange(-(-len(seeds) // num_shards) * num_shards) % len(seeds)
         inputs = batch, np.asarray(seeds, np.uint32), guidance
         inputs = jax.tree.map(lambda x: place(np.asarray(x)[rows], where), inputs)
         images = compiled(params, frozen, *inputs)
@@ -64,22 +67,30 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     return draw
 
 
-def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, kept: int = 16) -> Programs:
-    """What draws with which settings; of so many the compiled programs are kept."""
+def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
+    """Return the programs of a task by settings; the last `max_programs` used stay compiled.
 
-    @functools.lru_cache(maxsize=kept)
-    def program(s: Any, preview: Preview | None) -> Draw:
-        return make_draw(samplers.whole(begin_of(s, preview), s.sampler), frozen, mesh)
+    Settings that differ only in sampler.guidance share a program, which takes guidance as an
+    argument.
+    """
+    draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
     def draw(s: Any, preview: Preview | None = None) -> Draw:
-        scale = {"guidance": 1.0}  # An argument of what draws.
-        return program(s._replace(sampler=s.sampler._replace(**scale)), preview)
+        compiled_in = {k: v for k, v in s.sampler._asdict().items() if k != "guidance"}
+        key = s._replace(sampler=tuple(compiled_in.items())), preview
+        if key not in draws:
+            sample = samplers.whole(begin_of(s, preview), s.sampler)
+            draws[key] = make_draw(sample, frozen, mesh)
+        draws.move_to_end(key)
+        if len(draws) > max_programs:
+            draws.popitem(last=False)
+        return draws[key]
 
     return Programs(draw, lambda s: (begin_of(s, None), frozen))
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """The same start, whose denoiser shows `preview` on the host what it finds, if there is one."""
+    """Return the same `begin`, whose denoiser shows its x0 to `preview` on the host, if given."""
     if preview is None:
         return begin
 
@@ -98,7 +109,7 @@ def in_batches(
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,
 ) -> Iterator[Images]:
-    """Draws any number of images, `batch_size` at a time, the last few filled up and cut off."""
+    """Draw N images, `batch_size` at a time; the last batch is filled up, and its images cut."""
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):
         rows = np.arange(start, start + batch_size) % len(seeds)
@@ -107,10 +118,10 @@ def in_batches(
 
 
 def default_batch_size(height: int, width: int) -> int:
-    """How many images are drawn at once unless said otherwise: fewer where they are larger."""
+    """Return how many images are drawn at once by default; larger images use smaller batches."""
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
 
 
 def even_batch_size(most: int, total: int) -> int:
-    """`most` or a little less, such that the last batch of `total` is about full too."""
+    """Return a batch size up to `most` with which all batches of `total` are about full."""
     return -(-total // -(-total // most))

@@ -1,11 +1,10 @@
-"""The evaluation command, whole, for every system: flags -> points -> scores, pictures, a page.
+"""The evaluation command of every system: flags -> points -> scores, pictures, a page.
 
-A point is a guidance scale, a model, a checkpoint and an average of its weights. The same prompts
-are drawn from the same noise at each; the features of the pictures are kept batch by batch (see
-loop).
+A point is a model with a checkpoint, an average of its weights and settings. Each is drawn at every
+guidance, with the same prompts and the same noise. The features of the pictures are saved batch by
+batch (see loop).
 """
 
-import dataclasses
 import functools
 import itertools
 import pathlib
@@ -18,11 +17,12 @@ import numpy as np
 from absl import app, flags, logging
 
 from diffusion_jax import cli, runs
-from diffusion_jax.config import ranges
+from diffusion_jax.config.ranges import Scale
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.draw import program
-from diffusion_jax.draw.model import Choice, Model, fingerprint, with_choice, with_weights
+from diffusion_jax.draw import options, program
+from diffusion_jax.draw.model import Model, fingerprint, with_overrides, with_weights
+from diffusion_jax.draw.options import Overrides, Weights
 from diffusion_jax.draw.program import Images
 from diffusion_jax.evaluate import curve, figures, loop, scorers, sweep, sweep_flags
 from diffusion_jax.evaluate.scorers import Scorer
@@ -32,7 +32,7 @@ from diffusion_jax.task import Params
 
 
 class Point(NamedTuple):
-    """A model, or several in a row, with certain weights."""
+    """A point of a sweep: a model or a cascade with certain weights and settings."""
 
     checkpoint: int
     ema: str
@@ -41,34 +41,30 @@ class Point(NamedTuple):
     card: Card
     """Sampler, steps, precision, and what else the pictures depend on."""
     later: str = ""
-    """Of models in a row the checkpoints and averages of those after the first, if they vary."""
+    """Checkpoints and averages of the later stages of a cascade, if they vary over the sweep."""
     settings: Mapping[str, str] = {}
-    """The sampler's settings that vary over the sweep, by the config's names, "sampler.steps"."""
-
-
-Weights = tuple[str, int | None]
-"""The name of an average, and a checkpoint, None for the last."""
+    """The config fields that vary over the sweep, such as "sampler.steps"."""
 
 
 class Subject(NamedTuple):
-    """The models under evaluation, as a sweep sees them, whatever their system."""
+    """What is evaluated: a model or a cascade, of any system."""
 
     workdir: pathlib.Path
-    """Where a sweep's files go, under evaluation/."""
+    """Receives the files of sweeps, under evaluation/."""
     source: str
-    """The training data's; "digits" have prompts and a judge of their own."""
+    """The source of the training data; "digits" have prompts and a judge of their own."""
     size: int
-    """The side of the pictures as they are drawn."""
+    """The side of its pictures."""
     batch_size: int
-    """How many images are drawn at once, at most, unless said otherwise."""
+    """The largest batch to draw at once by default."""
     points: Sequence[Callable[[], Point]]
-    """Opens one after the other: each loads its weights."""
+    """Open the points in turn; each loads its weights."""
     name: str = ""
-    """The model's name beside others on a curve."""
+    """Its label beside others on a curve."""
 
 
 class Sweep(NamedTuple):
-    """The scales of a sweep, and how its pictures are drawn."""
+    """The guidance of a sweep, and how its pictures are drawn."""
 
     guidance: Sequence[float]
     seed: int = 0
@@ -76,9 +72,13 @@ class Sweep(NamedTuple):
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder under evaluation; default: step_N, or the names of several models."""
+    """The folder under evaluation/; by default step_N, or the names of several subjects."""
     size: int | None = None
-    """The side that pictures are brought to before they are scored."""
+    """The side to which pictures are resized before they are scored."""
+
+
+AXES = ("ema", "checkpoint", "guidance")
+"""Options of drawing that the flags of sweep_flags make axes."""
 
 
 def of_models(
@@ -89,60 +89,56 @@ def of_models(
     sizes: tuple[int, int],
     weights: Sequence[Sequence[Weights]] = (),
     name: str = "",
-    choices: Sequence[Sequence[Choice]] = ((),),
+    overrides: Sequence[Sequence[Overrides]] = ((),),
 ) -> Subject:
-    """The models of runs in a row; what each draws with makes the points, in all combinations.
+    """Return the Subject of a model or a cascade; points are all combinations of its axes.
 
-    `weights` are those of each model, one or several, of which it holds the first already; without
-    them there is one point. `choices` are how each draws, at each point likewise (see
-    choice_flags.axes). `draw` takes models, prompts, seeds and the guidance scale; `describe`
-    says what else a model's pictures depend on; `sizes` are the sides of what the first draws and
-    of the pictures.
+    Args:
+        models: The stages, loaded with the first weights and overrides.
+        draw: Draws with stages, prompts, seeds and guidance.
+        describe: Returns what else the pictures of a stage depend on.
+        source: The source of the training data.
+        sizes: The sides of the first stage's images and of the pictures.
+        weights: The weights to evaluate, of each of the first stages.
+        name: The subject's label beside others.
+        overrides: The overrides of every stage, at each point of the sampler's axes.
     """
     joined = lambda values: ", ".join(map(str, values))
-    varied = _varied(choices)
-    for row in choices[1:]:  # What cannot be is an error before the first is drawn.
-        for model, choice in zip(models, row, strict=True):
-            with_choice(model, choice)
+    varied = options.varied(overrides)
+    for point in overrides[1:]:  # Invalid settings are errors before anything is drawn.
+        for model, of_stage in zip(models, point, strict=True):
+            with_overrides(model, of_stage)
 
-    def at(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
-        row = [
-            with_weights(model, *which) if n else model
-            for model, (n, which) in zip(models, chosen, strict=True)
+    def open_point(chosen: Sequence[tuple[int, Weights]], number: int) -> Point:
+        stages = [
+            with_weights(model, of_stage) if n else model
+            for model, (n, of_stage) in zip(models, chosen, strict=True)
         ]
         if number:
-            pairs = zip(row, choices[number], strict=True)
-            row = [with_choice(model, choice) for model, choice in pairs]
-        each = [model.settings for model in row]
+            pairs = zip(stages, overrides[number], strict=True)
+            stages = [with_overrides(model, of_stage) for model, of_stage in pairs]
+        each = [model.settings for model in stages]
         card = {
             "sampler": joined(s.sampler.name for s in each),
             "steps": joined(s.sampler.steps for s in each),
             "precision": joined(s.unet.dtype for s in each),
-            "models": [describe(model) for model in row],
+            "models": [describe(model) for model in stages],
         }
-        params = [model.params for model in row]
-        vary = any(len(choices) > 1 for choices in weights[1:])
-        later = ", ".join(f"{model.step} {model.ema}" for model in row[1:] if vary)
-        drawn = functools.partial(draw, row)
-        return Point(row[0].step, row[0].ema, params, drawn, card, later, varied[number])
+        params = [model.params for model in stages]
+        vary = any(len(of_stage) > 1 for of_stage in weights[1:])
+        later = ", ".join(f"{model.step} {model.ema}" for model in stages[1:] if vary)
+        first, draw_point = stages[0], functools.partial(draw, stages)
+        return Point(first.step, first.ema, params, draw_point, card, later, varied[number])
 
-    first = [[(models[i].ema, None)] for i in range(len(weights), len(models))]
-    every = list(itertools.product(*(enumerate(own) for own in [*weights, *first])))
-    numbers = range(len(choices))
-    points = [functools.partial(at, chosen, n) for chosen in every for n in numbers]
+    loaded = [[Weights(model.ema)] for model in models[len(weights) :]]
+    chosen = list(itertools.product(*(enumerate(of_stage) for of_stage in [*weights, *loaded])))
+    points = [
+        functools.partial(open_point, of_stages, number)
+        for of_stages in chosen
+        for number in range(len(overrides))
+    ]
     batch_size = program.default_batch_size(sizes[0], sizes[0])
     return Subject(files.path(models[0].workdir), source, sizes[1], batch_size, points, name)
-
-
-def _varied(choices: Sequence[Sequence[Choice]]) -> list[dict[str, str]]:
-    """Of each point what is not the same at all of them, by the config's names."""
-    named: dict[str, list[list[Any]]] = {}
-    for field in dataclasses.fields(choices[0][0]) if choices[0] else ():
-        values = [[getattr(one, field.name) for one in row] for row in choices]
-        if "field" in field.metadata and any(row != values[0] for row in values):
-            named[field.metadata["field"]] = values
-    text = lambda row: ",".join(map(str, row if len(set(row)) > 1 else row[:1]))
-    return [{name: text(v[n]) for name, v in named.items()} for n in range(len(choices))]
 
 
 def command(
@@ -151,11 +147,14 @@ def command(
     write_page: Callable[[pathlib.Path], pathlib.Path],
     digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
 ) -> None:
-    """Runs `python -m SYSTEM.evaluate --workdir=FOLDER`; the caller's is its --help.
+    """Run `python -m SYSTEM.evaluate --workdir=FOLDER`, with the caller's docstring as its --help.
 
-    `open_subjects` gets what each model in a row shall draw with, the first model's first. The
-    scales are those taken by default; `write_page` writes a workdir's page and says where. What
-    `open_subjects` raises of ValueError and OSError is one message and exit code 2.
+    Args:
+        open_subjects: Opens what the flags name, with the weights to evaluate of each stage. Its
+            ValueError and OSError become a one-line message and exit code 2.
+        guidance: The guidance to score at by default.
+        write_page: Writes the page of a workdir and returns its path.
+        digits_guidance: The default for coloured digits.
     """
     f = sweep_flags.define(guidance)
 
@@ -164,10 +163,7 @@ def command(
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start()
         with cli.bad_input():
-            scales = sorted(
-                sweep_flags.number(text, "guidance", float) for text in f["guidance"].value
-            )
-            ranges.check(Evaluation, {"guidance": tuple(scales or guidance)}, "")
+            chosen = sorted(sweep_flags.numbers(f["guidance"].value, "guidance", Scale))
             subjects = open_subjects(sweep_flags.weights(f["ema"].value, f["checkpoint"].value))
             check_names(subjects)
             check_folder(f["name"].value)
@@ -177,13 +173,13 @@ def command(
             scorer = _scorer(subjects, f)
         default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
-            scales or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
+            chosen or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
             f["name"].value, f["size"].value,
         )  # fmt: skip
         with cli.bad_input():
-            told = [rehearse(subject, scorer, plan) for subject in subjects]
+            plans = [rehearse(subject, scorer, plan) for subject in subjects]
         if f["rehearse"].value:
-            print("\n\n".join(told))
+            print("\n\n".join(plans))
             return
         out = evaluate(subjects, scorer, plan)
         if jax.process_index() == 0:
@@ -194,13 +190,16 @@ def command(
 
 
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
-    """Draws and scores a batch in the abstract; ValueError or a note for what would fail."""
+    """Draw and score a batch in the abstract; return lines that say what would be done.
+
+    Raises ValueError for what would fail.
+    """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     kinds = {g == 1: g for g in plan.guidance}.values()  # With guidance, and without.
-    compute = lambda scale: loop.drawing(scorer, point.draw, scale, most, size=plan.size)
+    compute = lambda guidance: loop.drawing(scorer, point.draw, guidance, most, size=plan.size)
     with programs.rehearsal():
-        *_, features = [compute(scale)(np.arange(most)) for scale in kinds]
+        *_, features = [compute(guidance)(np.arange(most)) for guidance in kinds]
     judged = [f"{k} of {v.shape[1]}" for k, v in features.items() if v.ndim == 2 and k != "seconds"]
     images = len(subject.points) * len(plan.guidance) * total
     rows = [
@@ -214,12 +213,11 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
 
 
 def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
-    """Draws every prompt at every point, scores, writes; returns the folder of what it wrote.
+    """Draw every prompt at every point and score; return the folder of the results.
 
-    The first subject's workdir gets it, as one curve for each subject, checkpoint and average.
-
-    The table is there after each point, of those so far. Exits with code 2 and a message where a
-    checkpoint or average is missing, features there are of another sweep, or images not finite.
+    The folder is in the first subject's workdir. The table, which grows after each point, has one
+    curve for each subject, checkpoint and average. A missing checkpoint or average, saved features
+    of another sweep, and images that are not finite become a message and exit code 2.
     """
     out, rows, pictures = pathlib.Path(), [], []
     several = any(len(subject.points) > 1 for subject in subjects)
@@ -233,14 +231,14 @@ def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathli
         of_point |= {"later": point.later} if point.later else {}
         of_point |= point.settings
         model = fingerprint(point.params)
-        for scale in plan.guidance:
-            name = f"{sweep.point_name(of_point)}_guidance_{scale:g}"
-            card = point.card | of_point | {"guidance": scale, "seed": plan.seed, "model": model}
+        for guidance in plan.guidance:
+            name = f"{sweep.point_name(of_point)}_guidance_{guidance:g}"
+            card = point.card | of_point | {"guidance": guidance, "seed": plan.seed, "model": model}
             if plan.size not in (None, subject.size):
                 card["resized"] = f"{loop.KERNEL} from {subject.size}x{subject.size}"
-            row = {"guidance": scale, **of_point}
-            kept = out / f"images_{pathlib.Path(sweep.sheet_name(row, several)).stem}"
-            cards, features = _features(subject, point, scorer, plan, out, name, card, kept)
+            row = {"guidance": guidance, **of_point}
+            saved = out / f"images_{pathlib.Path(sweep.sheet_name(row, several)).stem}"
+            cards, features = _features(subject, point, scorer, plan, out, name, card, saved)
             if jax.process_index():
                 continue
             pictures.append(_sheet(scorer, features.pop("images")))
@@ -266,24 +264,24 @@ def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card, images: pathlib.Path,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
-    """The cards and features of all prompts at one point, of which those there are not redone.
+    """Return the cards and the features of all prompts at one point; saved ones are not redone.
 
-    `images` is the folder of its pictures, where they are kept.
+    `images` is the folder of its pictures, if they are saved.
     """
-    folder, total, scale = out / "features" / name, len(scorer.prompts), card["guidance"]
+    folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
     with cli.bad_input():
-        cards = loop.claim(folder, {judge: own | card for judge, own in scorer.cards.items()})
+        cards = loop.claim(folder, {k: of_judge | card for k, of_judge in scorer.cards.items()})
     keep = plan.save_images and jax.process_index() == 0
     save = functools.partial(_save, images) if keep else None
     compute = loop.drawing(
-        scorer, point.draw, scale, batch_size, first_seed=plan.seed, size=plan.size, save=save
+        scorer, point.draw, guidance, batch_size, first_seed=plan.seed, size=plan.size, save=save
     )
     return cards, loop.collect(total, batch_size, compute, name, folder, finite=True)
 
 
 def _name(subjects: Sequence[Subject], first: Point) -> str:
-    """The folder of a sweep that was given no name."""
+    """Return the default name of a sweep's folder."""
     if len(subjects) > 1:
         return "_".join(subject.name for subject in subjects)
     return f"step_{first.checkpoint:08}"
@@ -318,7 +316,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
         return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
     for name in ("num_seen", "num_heldout"):
         if f[name].present:
-            logging.warning("--%s is for the digits' own prompts: nothing reads it here", name)
+            logging.warning("--%s is for the prompts of the digits: it has no effect here", name)
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
              "dinov2_reference", "judge", "metrics")  # fmt: skip
@@ -327,7 +325,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
 
 
 def check_names(subjects: Sequence[Subject]) -> None:
-    """ValueError for two models of one name, whose files would be the same."""
+    """Raise ValueError if two models have the same name, and so the same files."""
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
         raise ValueError(
@@ -336,17 +334,17 @@ def check_names(subjects: Sequence[Subject]) -> None:
 
 
 def check_folder(name: str | None) -> None:
-    """ValueError for a --name that is no folder of its own under evaluation/."""
+    """Raise ValueError for a --name that is not the name of a folder under evaluation/."""
     if name is not None and (name in ("", ".", "..") or pathlib.PurePath(name).name != name):
         raise ValueError(f"--name={name}: give the name of a folder under evaluation/, not a path")
 
 
 def common_size(subjects: Sequence[Subject]) -> int:
-    """The side of all subjects' pictures; ValueError if they differ."""
+    """Return the side of all subjects' pictures. Raises ValueError if they differ."""
     sides = sorted({subject.size for subject in subjects})
     if len(sides) > 1:
         raise ValueError(
-            f"the models draw pictures of {', '.join(map(str, sides))} pixels: say to which size "
-            f"they are brought before they are scored, such as --size={sides[0]}"
+            f"the models draw pictures of {', '.join(map(str, sides))} pixels: give a size to "
+            f"which they are resized before they are scored, such as --size={sides[0]}"
         )
     return sides[0]

@@ -1,7 +1,7 @@
-"""The files of a sweep: its table, NeMo's, each point's scores with their card.
+"""Files of a sweep: its table, NeMo's tables, and the scores of each point with their card.
 
-A sweep draws the same prompts from the same noise at every point: a guidance scale, a checkpoint,
-an average of its weights.
+A sweep draws the same prompts from the same noise at every point: each guidance with each
+checkpoint, average and settings.
 """
 
 import contextlib
@@ -26,71 +26,73 @@ from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 REAL = "real.png"
-"""Real pictures, laid out as the sheets of those drawn: of the same prompts where there are any."""
+"""A sheet of real pictures, of the same prompts as the drawn ones if possible."""
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
-_LONG = 60  # Letters of a setting in a name of a file.
+_MAX_LETTERS = 60  # Of a setting in the name of a file.
 
 
 class SweepResult(NamedTuple):
-    """One sweep: its folder, the rows of its table, its points' scores with their cards."""
+    """A sweep: its folder, the rows of its table, and the scores of its points with their cards."""
 
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """A point and extractor each."""
+    """By the name of the file, which names the point and the extractor."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
-    """The sweep of a folder, as far as it is."""
+    """Read the sweep of a folder, finished or not."""
     with (folder / TABLE).open() as file:
         return SweepResult(folder, list(csv.DictReader(file)), read_scored(folder / SCORED))
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """The sweeps of a workdir, by name."""
+    """Read the sweeps of a workdir, sorted by name."""
     tables = (files.path(workdir) / runs.EVALUATION).glob(f"*/{TABLE}")
     return [read(path.parent) for path in sorted(tables)]
 
 
 def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
-    """The pictures of a point, if they are there; of earlier code, which kept one sheet a scale,
-    that of the scale's last point."""
-    alike = lambda other: sheet_name(other) == sheet_name(row)
-    last = [other for other in one.rows if alike(other)][-1:] == [row]
+    """Return the sheet of pictures of a point, if it exists.
+
+    Earlier code saved one sheet per guidance, which is that of its last point.
+    """
+    same_name = lambda other: sheet_name(other) == sheet_name(row)
+    last = [other for other in one.rows if same_name(other)][-1:] == [row]
     names = [sheet_name(row, several=True), *([sheet_name(row)] if last else [])]
     paths = (one.folder / name for name in names)
     return next((path for path in paths if path.exists()), None)
 
 
 def point_name(row: Row) -> str:
-    """A point's weights, as a file's name: the model of several, its checkpoint and average."""
+    """Return the name of a point's files: its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
     named = [_file_name(part) for part in parts if part]
     return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
 def label(row: Row) -> str:
-    """The same in words."""
+    """Return the label of a point on a curve: its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
-    parts += [f"then {row[k]}" for k in ["later"] if row.get(k)]
+    parts += [f"then {row['later']}"] if row.get("later") else []
     parts += [f"{axis_label(axis)} {row[axis]}" for axis in axes(row)]
     return ", ".join(filter(None, parts))
 
 
 def axes(row: Row) -> list[str]:
-    """The columns of settings that vary over a sweep: the config's names, "sampler.steps"."""
+    """Return the columns of settings that vary over a sweep, such as "sampler.steps"."""
     return [column for column in row if "." in column]
 
 
 def axis_label(axis: str) -> str:
-    """What an axis is called: its flag's name."""
+    """Return the label of an axis: the name of its flag, with spaces."""
     group, _, name = axis.partition(".")
     return group if name == "name" else name.replace("_", " ")
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """A CSV file; its columns are those of all rows, in the order in which they first appear."""
+    """Write a CSV file with the columns of all rows, in the order of their first appearance."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, lineterminator="\n")
@@ -100,7 +102,7 @@ def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
-    """NeMo's fid_scores.csv and clip_scores.csv, for those of the two scores that there are."""
+    """Write NeMo's fid_scores.csv and clip_scores.csv, if the sweep has these scores."""
     names = {"fid": ("fid_scores.csv", "fid"), "clip_score": ("clip_scores.csv", "clip_score")}
     for column, (name, head) in names.items():
         if column in rows[0]:
@@ -110,10 +112,10 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
 def write_metrics(
     folder: pathlib.Path, rows: Sequence[Row], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
 ) -> None:
-    """metrics.jsonl, and event files in which a sweep is a curve over guidance.
+    """Write metrics.jsonl, and event files in which a sweep is a curve over guidance.
 
-    In TensorBoard each model, checkpoint and average is a run, whose scores and pictures (a sheet a
-    row) stand at step 100 x guidance; beside them is the figure of curve.png.
+    In TensorBoard each point is a run, whose scores and pictures (a sheet per row) are at step 100
+    x guidance. The figure of curve.png is beside them.
     """
     lines = []
     for row in rows:
@@ -121,7 +123,7 @@ def write_metrics(
         lines.append(log.metrics_line(row["checkpoint"], {"guidance": row["guidance"], **numbers}))
     files.write_whole(folder / log.METRICS, "".join(lines))
     top = folder / events.FOLDER
-    files.remove_tree(top)  # Of a sweep of the same name.
+    files.remove_tree(top)  # It may hold an earlier sweep of the same name.
     with contextlib.closing(remote.Mirror(top)) as mirror:
         curve = np.asarray(Image.open(io.BytesIO((folder / CURVE).read_bytes())).convert("RGB"))
         with events.writing(mirror.local) as writer:
@@ -137,27 +139,27 @@ def write_metrics(
 
 
 def _is_score(column: str, value: Any) -> bool:
-    """Whether a column of a sweep's table is a score, not an end of one's interval."""
+    """Return whether a column is a score, and not an end of its interval."""
     others = ("guidance", "features_share_of_time")
     return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
 
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
-    """A point's scores with their card, a file an extractor, for `metrics compare`."""
+    """Write a point's scores with their card, one file per extractor, for `metrics compare`."""
     folder.mkdir(exist_ok=True)
-    for extractor, one in scored.items():
-        content = json.dumps(one._asdict(), indent=1) + "\n"
+    for extractor, scores in scored.items():
+        content = json.dumps(scores._asdict(), indent=1) + "\n"
         files.write_whole(folder / f"{name}_{extractor}.json", content)
 
 
 def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
-    """The scores that write_scored wrote, by the names of their files."""
+    """Read the scores that write_scored wrote, by the names of their files."""
     paths = sorted(folder.glob("*.json"))
     return {path.stem: cards.read_scored(path) for path in paths}
 
 
 def describe(row: Row) -> str:
-    """A point in words: its guidance, then each score with its interval."""
+    """Return the guidance of a row and its scores with their intervals, a line each."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
@@ -169,9 +171,10 @@ def describe(row: Row) -> str:
 
 
 def sheet_name(row: Row, several: bool = False) -> str:
-    """The file of pictures drawn at a row's scale, by its model if there are several.
+    """Return the name of the sheet of pictures of a row.
 
-    Of a sweep of several checkpoints, averages or settings it has the point's name.
+    With `several` points the name holds the point's, else only the model, if there is more than
+    one.
     """
     model = point_name(row) if several else _file_name(row.get("model") or "")
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")
@@ -182,7 +185,7 @@ def _file_name(*texts: str) -> str:
 
 
 def _distinct(value: str) -> str:
-    """A value as a part of a file's name, of which no two are alike, and none is long."""
-    if len(value) <= _LONG and re.fullmatch(r"[\w.,+()=-]*", value):
+    """Return a value as a part of a file's name: different for different values, and short."""
+    if len(value) <= _MAX_LETTERS and re.fullmatch(r"[\w.,+()=-]*", value):
         return value
-    return f"{value[:_LONG]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"
+    return f"{value[:_MAX_LETTERS]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"

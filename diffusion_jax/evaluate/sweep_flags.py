@@ -1,4 +1,4 @@
-"""The flags of the evaluation command: what is drawn and scored, and what with."""
+"""Flags of the evaluation command: what to draw, and how to score it."""
 
 import functools
 import itertools
@@ -7,36 +7,43 @@ from typing import Any
 
 from absl import flags
 
-flags.disclaim_key_flags()  # They belong to the command that defines them: --help shows them.
+from diffusion_jax.config import ranges
+from diffusion_jax.config.ranges import Amount
+from diffusion_jax.draw.options import Weights
+
+flags.disclaim_key_flags()  # --help lists them with the command that defines them.
 
 
 def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
-    """Defines all flags of the command but those of the models, by name."""
-    scales = ",".join(f"{scale:g}" for scale in guidance)
-    whole = functools.partial(flags.DEFINE_integer, lower_bound=1)
-    several = flags.DEFINE_multi_string
+    """Define the flags of the command except those of the models; return them by name."""
+    default = ",".join(f"{value:g}" for value in guidance)
+    count = functools.partial(flags.DEFINE_integer, lower_bound=1)
     holders = [
-        flags.DEFINE_list("guidance", [], f"Scales to score; default {scales}."),
-        several(
+        flags.DEFINE_list("guidance", [], f"Guidance to score at; default {default}."),
+        flags.DEFINE_multi_string(
             "checkpoint",
             [],
-            "Steps that were saved, with commas; default: the last. Repeated "
-            "for the next stage of a cascade.",
+            "Saved steps, separated by commas; the last one by default. Repeat "
+            "it for the next stage of a cascade.",
         ),
-        several(
+        flags.DEFINE_multi_string(
             "ema", [], 'Decays (0.9999), widths (0.05), "ema" (the largest, default) or "raw".'
         ),
-        whole("size", None, "Brings pictures to this side before they are scored; default: none."),
-        flags.DEFINE_string("out", None, "Takes the files in place of the first model's workdir."),
-        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
-        whole("batch_size", None, "Images drawn at once."),
-        flags.DEFINE_string("name", None, "The folder under evaluation; default: step_N."),
-        flags.DEFINE_bool("rehearse", False, "Say what would be scored, and end."),
-        flags.DEFINE_bool("save_images", False, "Also keep every image as a PNG."),
-        flags.DEFINE_string(
-            "prompts", None, "Prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
+        count(
+            "size", None, "Resize pictures to this side before they are scored; none by default."
         ),
-        whole("num_prompts", None, "How many of them, drawn at random."),
+        flags.DEFINE_string(
+            "out", None, "A folder for the files, in place of the first model's workdir."
+        ),
+        flags.DEFINE_integer("seed", 0, "The seed of the first image.", lower_bound=0),
+        count("batch_size", None, "Images drawn at once."),
+        flags.DEFINE_string("name", None, "The folder under evaluation/; step_N by default."),
+        flags.DEFINE_bool("rehearse", False, "Print what would be scored, and exit."),
+        flags.DEFINE_bool("save_images", False, "Also save every image as a PNG."),
+        flags.DEFINE_string(
+            "prompts", None, "A file of prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
+        ),
+        count("num_prompts", None, "The number of prompts, drawn at random from the file."),
         flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
@@ -45,29 +52,39 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
         ),
         flags.DEFINE_string("dinov2", "", "Weights of DINOv2 (ViT-L/14), for FD-DINOv2."),
         flags.DEFINE_string(
-            "dinov2_reference", "", "Its statistics of real images: `metrics stats --dinov2`."
+            "dinov2_reference",
+            "",
+            "Statistics of real images that `metrics stats --dinov2` made: FD-DINOv2.",
         ),
-        flags.DEFINE_string("judge", "", "A folder of `metrics train_judge`: fd_judge, r1_judge."),
+        flags.DEFINE_string(
+            "judge", "", "A folder of `metrics train_judge`, for fd_judge and r1_judge."
+        ),
         flags.DEFINE_list(
-            "metrics", [], "Scores to take, such as fid,kid; default: all that these allow."
+            "metrics",
+            [],
+            "Scores to compute, such as fid,kid; by default all that the files allow.",
         ),
-        whole("num_seen", 1, "Digits: images of each prompt seen."),
-        whole("num_heldout", 8, "Digits: images of each prompt never shown."),
+        count("num_seen", 1, "Digits: images of each prompt that training showed."),
+        count("num_heldout", 8, "Digits: images of each prompt that training never showed."),
     ]
     return {holder.name: holder for holder in holders}
 
 
-def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[tuple[str, int | None]]]:
-    """The flags' axes, of the first model and of those after it for which a flag is repeated."""
+def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
+    """Return the weights to evaluate of each stage, from the values of --ema and --checkpoint.
+
+    The list ends with the last stage that either flag names. Raises ValueError for a checkpoint
+    that is no number.
+    """
     names = [text.split(",") for text in emas] or [["ema"]]
-    steps = [[number(n, "checkpoint", int) for n in text.split(",")] for text in checkpoints]
+    steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
     pairs = itertools.zip_longest(names, steps)
-    return [list(itertools.product(ema or ["ema"], at or [None])) for ema, at in pairs]
+    return [
+        [Weights(*pair) for pair in itertools.product(ema or ["ema"], step or [None])]
+        for ema, step in pairs
+    ]
 
 
-def number(text: str, flag: str, kind: type) -> Any:
-    """A flag's text as a number; ValueError if it is none."""
-    try:
-        return kind(text)
-    except ValueError as error:
-        raise ValueError(f"--{flag}={text} is no number") from error
+def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
+    """Return the values of a flag as its annotation types them. Raises ValueError."""
+    return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

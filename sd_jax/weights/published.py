@@ -1,4 +1,4 @@
-"""Loading published models to draw from: diffusers directories and single files."""
+"""Open models that were trained elsewhere: diffusers directories and single files."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from absl import logging
 from jax.typing import DTypeLike
 
-from diffusion_jax.config.ranges import check
 from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import Overrides
 from diffusion_jax.draw.program import make_programs
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.text import TextEncoder, clip
@@ -25,7 +25,6 @@ from sd_jax.weights import text as text_module
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import read_vae
 from sd_jax.weights.text import TextPart
-from sd_jax.weights.trained import Choice
 
 DEFAULTS = Sampler("plms", steps=50, eta=0.0, guidance=7.5, negative_prompt="", height=0, width=0)
 """NeMo's sampler, used for models without a scheduler. Height and width 0 mean the size that the
@@ -49,56 +48,74 @@ class File(NamedTuple):
     """LoRA files to merge into the model, as FILE or FILE:STRENGTH (see lora_files)."""
 
 
-def load_model(path: pathlib.Path, choice: Choice, file: File) -> Model:
-    """Load a diffusers directory or a single file; the model's settings are a Pipeline.
+NO_FACTS = File()
 
-    Raises ValueError or FileNotFoundError for missing or unsupported parts.
+
+def load_model(
+    path: pathlib.Path,
+    overrides: Mapping[str, Any] = {},
+    ema: str = "ema",
+    file: File = NO_FACTS,
+    strength: float = 1.0,
+) -> Model:
+    """Open the model of a diffusers directory or a file: its settings are a Pipeline.
+
+    Raises:
+        FileNotFoundError: If a file is missing.
+        ValueError: If the model lacks a part, or its parts do not fit together.
     """
-    check(Sampler, choice.fields_of("sampler"), "sampler")  # Before reading.
-    if choice.guide:
-        raise ValueError("--guide is for models of a workdir, --workdir, only")
-    opened = checkpoints.load(path, choice.ema, file.norm_groups, config=file.config)
-    unet, vae, text = _whole(path, opened, choice, file)
-    p = _pipeline(path, opened, file, unet.network, vae.network)
-    scheduler = opened.scheduler
-    settle = lambda choice: p._replace(
-        sampler=_sampler(path, scheduler, choice), strength=choice.strength
+    # The networks.
+    opened = checkpoints.load(path, ema, file.norm_groups, config=file.config)
+    vae_weights, text_weights = overrides.get("vae.weights"), overrides.get("text.weights")
+    unet, vae, text = _whole(path, opened, vae_weights, text_weights, file.lora or ())
+    p = _pipeline(path, opened, file, unet.network, vae.network)._replace(strength=strength)
+    tokenizer = path / "tokenizer"
+    if file.tokenizer:
+        tokenizer = files.local(file.tokenizer)
+    elif text_weights:
+        tokenizer = pretrained.locate(text_weights)
+    encoder = _encoder(path, text, tokenizer, unet.text_width, p.unet.dtype)
+
+    # The sampler.
+    settle = lambda changes: p._replace(
+        sampler=_sampler(path, opened.scheduler, {**overrides, **changes})
     )
-    p = settle(choice)
-    settings.check_pipeline(p)
-    encoder = _encoder(path, text, choice, file, unet.text_width, p.unet.dtype)
+    s = settle({})
+    settings.check_pipeline(s)
     logging.info(
         "%s: predicts %s, computes in %s, attention %s, sampler %s%s",
-        path, p.diffusion.predicts, jnp.dtype(p.unet.dtype).name, p.unet.attention_impl,
-        p.sampler.name, f" on the grid {p.sampler.grid}" if p.sampler.grid else "",
+        path, s.diffusion.predicts, jnp.dtype(s.unet.dtype).name, s.unet.attention_impl,
+        s.sampler.name, f" on the grid {s.sampler.grid}" if s.sampler.grid else "",
     )  # fmt: skip
+
+    # The weights on the devices.
     mesh = sharding.make_mesh()
     place = lambda params: sharding.place_all(_lean(params, p.unet.dtype), mesh, task.RULES)
-    frozen = {"text": place(text.params), "vae": place(vae.params)}
+    frozen, params = {"text": place(text.params), "vae": place(vae.params)}, place(unet.params)
 
     def begin_of(p, preview):
         settings.check_pipeline(p)
-        return sampling.make_begin(p, encoder, preview or choice.preview)
+        return sampling.make_begin(p, encoder, preview)
 
     programs = make_programs(begin_of, frozen, mesh)
-    params = place(unet.params)
-    return Model(
-        str(path), p, encoder, programs.draw(p), params, choice.ema, 0, "", programs, settle
-    )
+    return Model(str(path), s, encoder, programs.draw(s), params, ema, 0, "", programs, settle)
 
 
 def _whole(
-    path: pathlib.Path, opened: Checkpoint, choice: Choice, file: File
+    path: pathlib.Path,
+    opened: Checkpoint,
+    vae_weights: str | None,
+    text_weights: str | None,
+    lora: Sequence[str],
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """Return all parts: the chosen ones or else the checkpoint's, with LoRA merged."""
-    if choice.vae_weights:
+    """Return all parts: those given, or else the checkpoint's, with LoRA files merged."""
+    if vae_weights:
         network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
-        vae = VAEPart(network, read_vae(choice.vae_weights, network))
-        opened = opened._replace(vae=vae)
-    if choice.text_weights:
-        folder = pretrained.locate(choice.text_weights)
+        opened = opened._replace(vae=VAEPart(network, read_vae(vae_weights, network)))
+    if text_weights:
+        folder = pretrained.locate(text_weights)
         opened = opened._replace(text=text_module.from_folder(folder))
-    opened = lora_files.apply(file.lora or (), opened)
+    opened = lora_files.apply(lora, opened)
     unet, vae, text = opened.unet, opened.vae, opened.text
     if unet is None:
         raise ValueError(f"{path} holds no UNet: choose a complete model")
@@ -131,41 +148,42 @@ def _pipeline(path: pathlib.Path, opened: Checkpoint, file: File, unet: UNet, va
     )
 
 
-def _sampler(path: pathlib.Path, scheduler: Mapping[str, Any] | None, choice: Choice) -> Sampler:
-    """Return the directory's sampler unless it is unsupported, with the chosen fields replaced."""
-    overrides = choice.fields_of("sampler")
-    sampler = DEFAULTS._replace(steps=overrides.get("steps", DEFAULTS.steps))
+def _sampler(
+    path: pathlib.Path, scheduler: Mapping[str, Any] | None, overrides: Overrides
+) -> Sampler:
+    """Return the directory's sampler unless it is unsupported, with overrides."""
+    chosen = {
+        field.removeprefix("sampler."): value
+        for field, value in overrides.items()
+        if field.startswith("sampler.")
+    }
+    sampler = DEFAULTS._replace(steps=chosen.get("steps", DEFAULTS.steps))
     if scheduler:
         try:
             scheduled = schedulers.read_sampler(scheduler, sampler)
-            sampler = scheduled if overrides.get("name") in (None, scheduled.name) else sampler
+            sampler = scheduled if chosen.get("name") in (None, scheduled.name) else sampler
         except ValueError as error:
-            name = overrides.get("name", sampler.name)
+            name = chosen.get("name", sampler.name)
             logging.warning("%s: %s; the sampler %s is used instead", path, error, name)
-    return sampler._replace(**overrides)
+    return sampler._replace(**chosen)
 
 
 def _encoder(
-    path: pathlib.Path, text: TextPart, choice: Choice, file: File, width: int, dtype: DTypeLike
+    path: pathlib.Path, text: TextPart, tokenizer: pathlib.Path, width: int, dtype: DTypeLike
 ) -> TextEncoder:
-    """Return the text encoder without its weights; the tokenizer is the chosen or the model's."""
+    """Return the text encoder without its weights, with the tokenizer in a folder."""
     if text.tower.width != width:
         raise ValueError(
             f"the UNet in {path} attends to text of width {width}, but the text encoder has width "
             f"{text.tower.width}: they belong to different models"
         )
-    folder = path / "tokenizer"
-    if file.tokenizer:
-        folder = files.local(file.tokenizer)
-    elif choice.text_weights:
-        folder = pretrained.locate(choice.text_weights)
-    if not folder.is_dir():
+    if not tokenizer.is_dir():
         raise ValueError(
             f"{path} has no tokenizer: give a folder with CLIP's (vocab.json and merges.txt) with "
             "--tokenizer=FOLDER"
         )
-    tokenizer = clip.open_tokenizer(folder, text.pads_with_0)
-    return clip.of_tower(text.tower.clone(dtype=dtype), (), tokenizer, text.tower.max_tokens)
+    opened = clip.open_tokenizer(tokenizer, text.pads_with_0)
+    return clip.of_tower(text.tower.clone(dtype=dtype), (), opened, text.tower.max_tokens)
 
 
 def _lean(params: Any, dtype: DTypeLike) -> Any:

@@ -1,21 +1,22 @@
 """Loading workdirs as models to draw from, or as checkpoints to write in other formats."""
 
-import dataclasses
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from diffusion_jax import finetune, lora
-from diffusion_jax.diffusion.guidance import Preview
 from diffusion_jax.draw import model
-from diffusion_jax.draw.model import Model, replaces
+from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import NEWEST, Weights
 from diffusion_jax.machine import sharding
 from diffusion_jax.weights import pretrained
 from sd_jax import task
 from sd_jax import vae as vae_module
 from sd_jax.sampling import make_begin
-from sd_jax.settings import Sampler, Settings, check_pipeline
+from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
 from sd_jax.vae import VAE
 from sd_jax.weights import lora_files, names
@@ -24,57 +25,58 @@ from sd_jax.weights.initial import of_run, read_unet, read_vae
 from sd_jax.weights.text import from_folder
 
 
-@model.with_fields_of("sampler", Sampler)
-@dataclasses.dataclass(frozen=True)
-class Choice(model.Choice):
-    """Weights and options to draw with; None means the value in the workdir's config."""
+def load_model(
+    workdir: str | os.PathLike[str],
+    overrides: Mapping[str, Any] = {},
+    weights: Weights = NEWEST,
+    guide: str = "",
+    strength: float = 1.0,
+) -> Model:
+    """Open the model of a training run: its settings are a Pipeline.
 
-    vae_weights: str | None = replaces(
-        "vae.weights", "Another VAE: a file, a diffusers directory or a workdir.", loads=True
-    )
-    strength: float = 1.0
-    """See settings.Pipeline."""
-    preview: Preview | None = None
-    """See sampling.make_sample."""
-
-
-def load_model(workdir: str | os.PathLike[str], choice: Choice | None = None) -> Model:
-    """Load the model of a workdir. Its settings are a Pipeline; it draws from sampling.prompts.
-
-    Raises ValueError or FileNotFoundError if the workdir or a choice does not exist.
+    Raises:
+        FileNotFoundError: If there is no such run, checkpoint or guide.
+        ValueError: If they do not fit together.
     """
-    choice = choice or Choice()
-    s = read_run(workdir, choice)
+    s = read_run(workdir, overrides)
     if not s.vae_weights:
         raise ValueError(
             f"{workdir} was trained on moments without a VAE, but drawing needs one: give it with "
             "--vae_weights=PATH"
         )
-    mesh = sharding.make_mesh()  # All devices of this machine; training may have had others.
-    encoder, text = model.open_encoder(s.text, mesh, task.RULES)
-    vae_params = read_vae(s.vae_weights, s.vae)
-    p = s.pipeline._replace(strength=choice.strength)
-    init_of = lambda run: task.make_task(run, encoder, None).init
-    guide = model.load_guide(choice, "sd_jax", s, init_of, mesh, task.RULES)
-    frozen = {"text": text, "vae": sharding.place_all(vae_params, mesh, task.RULES)}
-    frozen |= {"guide": guide[1]} if guide else {}
+    p = s.pipeline._replace(strength=strength)
+    check_pipeline(p)
+    mesh = sharding.make_mesh()  # The devices need not be those of the training.
+
+    # The frozen networks.
+    encoder, text_params = model.open_encoder(s.text, mesh, task.RULES)
+    vae_params = sharding.place_all(read_vae(s.vae_weights, s.vae), mesh, task.RULES)
+    frozen = {"text": text_params, "vae": vae_params}
+    init_of = lambda settings: task.make_task(settings, encoder, None).init
+    guiding = model.load_guide(guide, "sd_jax", s, init_of, mesh, task.RULES)
+    guide_settings = guiding.settings if guiding else None
+    if guiding:
+        frozen["guide"] = guiding.params
+
+    # The UNet, or the factors that a run of LoRA trained beside it.
+    trained = task.make_task(s, encoder, None)._replace(frozen=frozen)
+    read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
+    trained = finetune.adapted(trained, workdir, s.lora, read_base, mesh)
 
     def begin_of(p, preview):
         check_pipeline(p)
-        begin = make_begin(p, encoder, preview or choice.preview, guide and guide[0])
+        begin = make_begin(p, encoder, preview, guide_settings)
         return lora.drawn(begin, s.lora) if s.lora.rank else begin
 
-    drawn = task.make_task(s, encoder, vae_params)._replace(frozen=frozen)
-    base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
-    drawn = finetune.adapted(drawn, workdir, s.lora, base, mesh)
-    return model.load_model(workdir, choice, p, encoder, drawn, mesh, begin_of)
+    return model.load_model(
+        workdir, p, encoder, trained, mesh, begin_of, weights,
+        guide=guide, lora_scale=s.lora.scale,
+    )  # fmt: skip
 
 
-def read_run(workdir: str | os.PathLike[str], choice: Choice) -> Settings:
-    """Return a workdir's settings with the chosen values; raises as `load_model` does."""
-    s: Settings = model.read_run(workdir, choice, "sd_jax")
-    check_pipeline(s.pipeline._replace(strength=choice.strength))
-    return s
+def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
+    """Return the settings of a run with overrides; errors are those of draw.model.read_run."""
+    return model.read_run(workdir, overrides, "sd_jax")
 
 
 def to_checkpoint(
@@ -85,7 +87,7 @@ def to_checkpoint(
     The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
     default, from the path in its config.
     """
-    s = read_run(workdir, Choice())
+    s = read_run(workdir)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         params = of_run(workdir, s.unet, s.text.width, ema, base=base)
     plain = {"dtype": jnp.float32, "attention_impl": UNet.attention_impl}
@@ -105,7 +107,7 @@ def write_lora(
     workdir: str | os.PathLike[str], path: str | os.PathLike[str], dialect: str, ema: str = "ema"
 ) -> None:
     """Write the factors of a LoRA run to a file with the names of `dialect`."""
-    s = read_run(workdir, Choice())
+    s = read_run(workdir)
     if not s.lora.rank:
         raise ValueError(f"{workdir} is not a LoRA run: it has no factors to write")
     shapes = names.abstract_unet(s.unet, s.text.width)

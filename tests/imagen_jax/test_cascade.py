@@ -9,7 +9,7 @@ from PIL import Image
 
 from configs import base64_500m, sr256_600m, sr1024_600m
 from imagen_jax import cascade
-from imagen_jax.cascade import Choice, Model
+from imagen_jax.cascade import Model, choose
 from imagen_jax.settings import read_settings
 from tests.imagen_jax import commands
 from tests.imagen_jax.conftest import TINY
@@ -75,7 +75,7 @@ def test_the_smaller_pictures_are_the_first_stages(drawn, trained, tmp_path):
 
 def test_the_function_draws_what_the_command_drew_in_another_batch(drawn, trained, enlarger):
     _, _, images = drawn
-    choices = [Choice(guidance=3.0, steps=2), Choice(guidance=1.5, steps=3)]
+    choices = [choose(guidance=3.0, steps=2), choose(guidance=1.5, steps=3)]
     stages = cascade.load([trained, enlarger], choices)
     small, large = cascade.draw(stages, PROMPTS[1:], seeds=[1, 2])
     assert small.shape == (2, 16, 16, 3) and large.dtype == np.uint8
@@ -130,7 +130,7 @@ def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
         ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16 and got 64x64"),
         ("larger", ("--low_res={small}", "--low_res={small}"), "2 pictures and 1 texts"),
         ("base", ("--low_res={small}",), "{base} is a base model, which starts from no image"),
-        ("base larger", ("--steps=1,2,3",), "--steps=1,2,3 has 3 values for 2 stages"),
+        ("base larger", ("--steps=1,2,3",), "steps has 3 values for 2 stages"),
         ("base larger", ("--threshold=dynamc",), "did you mean 'dynamic'?"),
         ("base other", (), "{other}"),
     ],

@@ -97,7 +97,7 @@ def test_curve_and_sheet_are_pictures(evaluated):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--guidance=1,two", "--guidance=two is no number"),
+        ("--guidance=1,two", "--guidance is 'two': it must be a number"),
         ("--prompts=nope.txt", "No such file or directory: 'nope.txt'"),
         ("--checkpoint=1", "no checkpoint of step 1"),
     ],

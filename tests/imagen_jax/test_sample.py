@@ -66,7 +66,7 @@ def _draw_in_a_notebook(workdir, out):
         x = x + (lower - sigma) * (x - euler(x, sigma)) / sigma
     drawn = model.draw(prompts, guidance=3, sampler="euler").images
     np.testing.assert_allclose(euler.pictures(x).astype(int), drawn, atol=1)
-    with pytest.raises(ValueError, match="there is no choice stepz: did you mean steps"):
+    with pytest.raises(ValueError, match="there is no option 'stepz': did you mean steps"):
         model.draw("a", stepz=3)
     with pytest.raises(ValueError, match="guide says what is loaded"):
         model.draw("a", guide="run")
@@ -119,9 +119,9 @@ def test_the_progress_has_rate_and_time_left(six):
         (("--prompt=a", "--ema=0.5"), "0.5"),
         (("--prompt=a", "--checkpoint=1"), "no checkpoint of step 1"),
         (("--prompts=nope.txt",), "nope.txt"),
-        (("--prompt=a", "--steps=0"), "--steps=0: give numbers from 1 on"),
-        (("--prompt=a", "--guidance=two"), "--guidance=two is no list of numbers"),
-        (("--prompt=a", "--guidance=1,2"), "--guidance=1,2 has 2 values for 1 stages"),
+        (("--prompt=a", "--steps=0"), "sampler.steps is 0: it must be above 0"),
+        (("--prompt=a", "--guidance=two"), "sampler.guidance is 'two': it must be a number"),
+        (("--prompt=a", "--guidance=1,2"), "guidance has 2 values for 1 stages"),
         (("--prompt=a", "--sampler=huen"), "sampler.name is 'huen': did you mean 'heun'?"),
     ],
 )

@@ -13,19 +13,19 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import drawing, task, vae
-from sd_jax.drawing import Choice, File
+from sd_jax.drawing import File
 from sd_jax.settings import read_settings
 from sd_jax.weights import checkpoints, published, trained
 from tests.sd_jax import tiny
 from tests.sd_jax.weights.test_checkpoints import YAML, compvis
 
-CHOICE = Choice(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
+CHOICE = drawing.choose(sampler="ddim", steps=2, guidance=3.0, height=6, width=4)
 PROMPTS = [*"abcdef"]  # Two devices draw one of them again.
 
 
 @pytest.fixture(scope="module")
 def model(published):
-    return drawing.load(published / "d", CHOICE)
+    return drawing.load(published / "d", *CHOICE)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_a_file_on_one_device_draws_what_its_directory_draws_on_eight(published,
     monkeypatch.setattr(sharding, "make_mesh", lambda: one)
     tokenizer, config = str(published / "tokenizer"), str(published / "ldm.yaml")
     file = File(predicts="v", tokenizer=tokenizer, config=config)
-    model = drawing.load(published / "a.npz", CHOICE, file)
+    model = drawing.load(published / "a.npz", *CHOICE, file=file)
     same(drawing.draw(model, PROMPTS[3:5], [3, 4]), six[3:5])
 
 
@@ -74,7 +74,7 @@ def test_the_directory_says_how_it_draws(model):
 
 
 def test_kernels_are_kept_in_the_type_that_they_are_used_in(published):
-    model = drawing.load(published / "d", CHOICE, File(dtype="bfloat16"))
+    model = drawing.load(published / "d", *CHOICE, file=File(dtype="bfloat16"))
     layer = model.params["params"]["init_conv"]
     assert (layer["kernel"].dtype, layer["bias"].dtype) == (jnp.bfloat16, jnp.float32)
 
@@ -98,7 +98,7 @@ def run(tmp_path_factory):
 
 
 def test_a_run_draws_and_goes_to_a_directory(run, tmp_path):
-    model = drawing.load(run, Choice(steps=2))
+    model = drawing.load(run, *drawing.choose(steps=2))
     images = drawing.draw(model, ["a red one"], [3])
     assert (images.shape, model.settings.sampler.name) == ((1, 8, 8, 3), "ddim")
     written = trained.to_checkpoint(run)
@@ -128,7 +128,8 @@ def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
     np.savez(tmp_path / "a.npz", **state)
     (tmp_path / "ldm.yaml").write_text(YAML)
     with pytest.raises(ValueError, match=re.escape(message)):
-        drawing.load(tmp_path / "a.npz", CHOICE, file._replace(config=str(tmp_path / "ldm.yaml")))
+        file = file._replace(config=str(tmp_path / "ldm.yaml"))
+        drawing.load(tmp_path / "a.npz", *CHOICE, file=file)
 
 
 def test_numbers_that_do_not_fit_are_errors(model):

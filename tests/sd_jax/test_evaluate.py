@@ -13,6 +13,7 @@ from PIL import Image
 
 from diffusion_jax import runs
 from diffusion_jax.draw import program
+from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import scorers, sweep
 from diffusion_jax.examples.digits import judge as judges
@@ -21,8 +22,6 @@ from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
 from diffusion_jax.train.state import init_state
 from sd_jax import drawing, evaluate, sampling, task
-from sd_jax.drawing import Choice, File
-from sd_jax.weights import trained
 from tests.sd_jax import tiny
 
 STEPS = (2, 4)
@@ -50,8 +49,8 @@ def workdir(tmp_path_factory):
 @pytest.fixture(scope="module")
 def evaluated(workdir):
     """The rows of two scales at both checkpoints, and the folder."""
-    choice = Choice(steps=3)
-    subject = evaluate.open_run(str(workdir), choice, [("ema", step) for step in STEPS])
+    weights = [Weights("ema", step) for step in STEPS]
+    subject = evaluate.open_run(str(workdir), [{"steps": 3}], weights)
     asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
     out = evaluation.evaluate([subject], scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
@@ -63,7 +62,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     rows, _ = evaluated
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
     assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
-    model = trained.load_model(workdir, trained.Choice(steps=3, checkpoint=4))
+    model = drawing.load(workdir, *drawing.choose(steps=3, checkpoint=4))
     scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
@@ -96,10 +95,9 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     shutil.copytree(published / "d", folder)
     config = json.loads((folder / "unet" / "config.json").read_text()) | {"sample_size": 8}
     (folder / "unet" / "config.json").write_text(json.dumps(config))
-    choice = Choice(steps=2)
-    theirs = evaluate.open_model(str(folder), choice, File())
+    theirs = evaluate.open_model(str(folder), [{"steps": 2}])
     assert (theirs.size, theirs.name) == (16, "theirs")
-    both = [evaluate.open_run(str(workdir), choice), theirs]
+    both = [evaluate.open_run(str(workdir), [{"steps": 2}]), theirs]
     asked = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
     out = evaluation.evaluate(both, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
@@ -111,7 +109,7 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     _, card = sweep.read_scored(out / sweep.SCORED)["theirs_step_00000000_ema_guidance_2_digits"]
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
-    model = drawing.load(folder, choice)
+    model = drawing.load(folder, *drawing.choose(steps=2))
     scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
     numbers = range(len(scorer.prompts))
     drawn = drawing.draw_batches(model, scorer.prompts, numbers, guidance=2.0, batch_size=64)
@@ -123,4 +121,4 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="config"):
-        evaluate.open_run(str(tmp_path), Choice())
+        evaluate.open_run(str(tmp_path))

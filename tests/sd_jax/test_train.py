@@ -19,8 +19,8 @@ from diffusion_jax.precache import moments as encode_moments
 from diffusion_jax.precache.moments import Work
 from diffusion_jax.task import to_range
 from diffusion_jax.train import loop
-from sd_jax import precache, sampling, train
-from sd_jax.weights import initial, trained
+from sd_jax import drawing, precache, sampling, train
+from sd_jax.weights import initial
 from tests.sd_jax import tiny
 
 NUM, SHARD = 10, 4
@@ -176,8 +176,8 @@ def test_a_run_starts_from_the_average_of_another(whole, stored, vae):
 
 
 def test_a_trained_model_draws_as_chosen(whole, vae):
-    choice = trained.Choice(sampler="euler", steps=1, height=16, negative_prompt="ugly")
-    model = trained.load_model(whole[0], choice)
+    choice = drawing.choose(sampler="euler", steps=1, height=16, negative_prompt="ugly")
+    model = drawing.load(whole[0], *choice)
     assert (model.step, model.settings.output_shape) == (4, (16, 8))
     batch = sampling.prompts(model.encoder, ["a red seven"] * 2, "ugly")
     drawn = model.draw(model.params, batch, [3, 4], np.float32([2, 2]))

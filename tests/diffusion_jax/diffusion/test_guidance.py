@@ -165,7 +165,6 @@ def test_rescale_is_diffusers_of_what_the_network_predicts():
 def test_cfg_plus_plus_takes_the_unconditional_noise_in_a_step_of_ddim():
     """Its Algorithm 2: x' = D_lambda + sigma' eps_uncond, at each level of the grid."""
     guide = combined("cfg_pp", 0.6)[1]
-    assert guide.neutral is None
     for sigma, later in itertools.pairwise(LEVELS):
         d = guide.combine(D, X, jnp.full(4, sigma), jnp.full(4, 0.6))
         stepped = d + later / sigma * (X - d)
@@ -207,10 +206,10 @@ def test_a_second_model_guides_in_place_of_the_negative_text():
 
 
 def test_at_a_scale_that_changes_nothing_nothing_is_computed():
-    assert guidance.scales(S, 1, 3) is None
-    np.testing.assert_array_equal(guidance.scales(S, 2, 3), [2, 2, 2])
-    s = types.SimpleNamespace(**{**vars(S), "guiding": "cfg_pp"})
-    np.testing.assert_array_equal(guidance.scales(s, 1, 3), [1, 1, 1])
+    assert guidance.by_image("cfg+rescale", 1, 3) is None
+    np.testing.assert_array_equal(guidance.by_image("apg", 2, 3), [2, 2, 2])
+    for guiding in ("cfg_pp", "rescale+perp_neg(weight=2)"):
+        np.testing.assert_array_equal(guidance.by_image(guiding, 1, 3), [1, 1, 1])
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,8 @@ import pytest
 
 from diffusion_jax.draw import loaded
 from diffusion_jax.draw.model import Model
-from imagen_jax.cascade import Choice
+from diffusion_jax.draw.options import Weights
+from imagen_jax import cascade
 
 
 @pytest.fixture
@@ -14,12 +15,13 @@ def run(tmp_path, monkeypatch):
         for name in ("ema_0.99", "ema_0.999"):
             (tmp_path / "checkpoints" / str(step) / name).mkdir(parents=True)
     first = Model(str(tmp_path), *[None] * 4, ema="ema", step=9)
-    model, read = loaded.Loaded([first], [Choice()], loaded.System(*[None] * 3)), []
+    system = loaded.System(cascade.OPTIONS, *[None] * 3)
+    model, read = loaded.Loaded([first], [{}], system), []
 
-    def with_weights(stage, ema, step):
+    def with_weights(stage, weights):
         assert len(model._weights) < loaded._WEIGHTS - 1  # There is room before it is read.
-        read.append((ema, step))
-        return stage._replace(ema=ema, step=step)
+        read.append(weights)
+        return stage._replace(ema=weights.ema, step=weights.step)
 
     monkeypatch.setattr(loaded.models, "with_weights", with_weights)
     return model, read
@@ -28,12 +30,12 @@ def run(tmp_path, monkeypatch):
 def test_what_was_loaded_is_not_loaded_again_under_another_name(run):
     model, read = run
     found = [
-        model._with_weights(0, Choice(ema=ema, checkpoint=step))
+        model._with_weights(0, Weights(ema, step))
         for step in (None, 9) for ema in ("ema", "0.999")
     ]  # fmt: skip
     assert (read, [one.ema for one in found]) == ([], ["ema", "0.999"] * 2)
     for _ in range(2):
-        raw = model._with_weights(0, Choice(ema="raw", checkpoint=4))
+        raw = model._with_weights(0, Weights("raw", 4))
         assert (raw.ema, raw.step) == ("raw", 4)
     assert read == [("raw", 4)]
 
@@ -41,7 +43,7 @@ def test_what_was_loaded_is_not_loaded_again_under_another_name(run):
 def test_as_many_stay_as_are_kept_and_the_first_always(run):
     model, read = run
     for step in (3, 4, 5, 6, 3, 9):
-        model._with_weights(0, Choice(checkpoint=step))
+        model._with_weights(0, Weights(step=step))
     assert read == [("ema", step) for step in (3, 4, 5, 6, 3)]
 
 
@@ -49,4 +51,4 @@ def test_a_checkpoint_that_training_removed_still_draws(run, tmp_path):
     model, read = run
     (tmp_path / "checkpoints").rename(tmp_path / "gone")
     assert model.averages(0, 9) == ["0.99", "0.999"]
-    assert model._with_weights(0, Choice(ema="0.999")).step == 9 and not read
+    assert model._with_weights(0, Weights("0.999")).step == 9 and not read

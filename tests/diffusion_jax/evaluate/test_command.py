@@ -19,12 +19,12 @@ from PIL import Image
 
 from diffusion_jax.draw import program
 from diffusion_jax.draw.model import Model
+from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import command as evaluation
 from diffusion_jax.evaluate import curve, scorers, sweep
 from diffusion_jax.evaluate.command import Point, Subject, Sweep
 from diffusion_jax.machine import events, sharding, sheets
 from diffusion_jax.metrics import extractors, features, frechet, stats_files, weights
-from imagen_jax.cascade import Choice
 from tests import processes
 from tests.diffusion_jax import toy
 from tests.diffusion_jax.event_files import points
@@ -34,7 +34,7 @@ from tests.diffusion_jax.text import tiny_weights
 ROOT = pathlib.Path(__file__).parents[3]
 PROMPTS = [f"a {'bcdefghij'[i % 9]} {'klmnopq'[i % 7]}" for i in range(67)]
 SCALES = (1.0, 4.0)
-LAST = (("ema", None),)
+LAST = (Weights(),)
 # Images that differ in the last bits of float32 may round to other 8-bit pixels: one of 12,864 that
 # does moves these scores by 1e-5.
 CLOSE = 5e-5
@@ -255,9 +255,9 @@ def test_the_weights_of_every_stage_are_axes(monkeypatch):
     """All combinations, of which the first is loaded already; a stage without them stays."""
     loaded = []
 
-    def with_weights(model, ema, step):
-        loaded.append((model.workdir, ema, step))
-        return model._replace(ema=ema, step=step or 9)
+    def with_weights(model, weights):
+        loaded.append((model.workdir, *weights))
+        return model._replace(ema=weights.ema, step=weights.step or 9)
 
     monkeypatch.setattr(evaluation, "with_weights", with_weights)
     settings = types.SimpleNamespace(
@@ -267,7 +267,7 @@ def test_the_weights_of_every_stage_are_axes(monkeypatch):
         Model(name, settings, toy.ENCODER, lambda *_: np.zeros((0, 8, 8, 3)), {}, "ema", 9)
         for name in ("base", "sr", "last")
     ]
-    weights = [[("ema", None), ("raw", 5)], [("ema", None), ("0.9", 7)]]
+    weights = [[Weights(), Weights("raw", 5)], [Weights(), Weights("0.9", 7)]]
     draw = lambda models, prompts, seeds, guidance: [model.ema for model in models]
     subject = evaluation.of_models(
         row, draw, lambda model: {"ema": model.ema}, "folder", (8, 16), weights
@@ -290,13 +290,15 @@ def test_settings_of_the_sampler_are_axes_at_the_same_weights():
     of = lambda sampler: types.SimpleNamespace(
         sampler=sampler, unet=types.SimpleNamespace(dtype="x")
     )
-    settle = lambda choice: of(types.SimpleNamespace(name="heun", **choice.changes()["sampler"]))
+    settle = lambda overrides: of(
+        types.SimpleNamespace(name="heun", steps=overrides["sampler.steps"])
+    )
     programs = types.SimpleNamespace(draw=lambda s, preview: s.sampler.steps)
     model = Model("run", of(types.SimpleNamespace(name="heun", steps=3)), toy.ENCODER, 3, {"a": 1},
                   "ema", 9, "", programs, settle)  # fmt: skip
     subject = evaluation.of_models(
         [model], lambda models, *_: models[0].draw, lambda model: {}, "folder", (8, 8),
-        choices=[[Choice(steps=n)] for n in (3, 5, 7)],
+        overrides=[[{"sampler.steps": n}] for n in (3, 5, 7)],
     )  # fmt: skip
     points = [open_point() for open_point in subject.points]
     assert [point.draw([], [], 1.0) for point in points] == [3, 5, 7]

@@ -20,7 +20,7 @@ from diffusion_jax.evaluate import sweep
 from diffusion_jax.machine import log
 from diffusion_jax.metrics.cards import Scored
 from diffusion_jax.web import command, jobs, results, server
-from imagen_jax.cascade import Choice
+from imagen_jax import cascade
 from imagen_jax.settings import Sampler
 from sd_jax import web as sd_web
 from tests import written_sweeps
@@ -36,7 +36,7 @@ class Slow(loaded.Loaded):
         low_res = types.SimpleNamespace(aug_sigma=0.1)
         s = types.SimpleNamespace(sampler=Sampler(), super_resolution=low_res)
         self.stages = (types.SimpleNamespace(workdir="runs/none", step=0, settings=s),)
-        self.choice = Choice()
+        self.options, self.values = cascade.OPTIONS, ({},)
         self.go, self.drawn = threading.Semaphore(0), []
 
     def __repr__(self):
@@ -177,7 +177,9 @@ def test_the_pictures_that_were_asked_for_last_are_kept(site, monkeypatch):
 
 
 def test_the_command_has_what_the_page_was_started_with(slow):
-    slow.choice = Choice(guide="runs/bad one", lora_scale=0.5, ema="raw", eta=0.25, steps=9)
+    slow.values = (
+        {"ema": "raw", "guide": "runs/bad one", "lora_scale": 0.5, "steps": 9, "eta": 0.25},
+    )
     slow.stages = tuple(
         types.SimpleNamespace(**{**vars(slow.stages[0]), "step": n}) for n in (7, 5)
     )
@@ -199,10 +201,13 @@ def test_the_command_has_what_the_page_was_started_with(slow):
         (asked(seed=2**31), "the seed is 2147483648"),
         (asked(seed="1"), "the seed is '1'"),
         (asked(choices={"steps": 1001}), "steps is 1001: here it is 1,000 at most"),
-        (asked(choices={"steps": "many"}), "invalid literal"),
-        (asked(choices={"guide": "/etc/passwd"}), "there is no choice 'guide'"),
-        (asked(choices={"text_weights": "/etc"}), "there is no choice 'text_weights'"),
-        (asked(choices={"checkpoint": float("inf")}), "cannot convert float infinity"),
+        (asked(choices={"steps": "many"}), "sampler.steps is 'many': it must be a whole number"),
+        (asked(choices={"guide": "/etc/passwd"}), "there is no option 'guide'"),
+        (asked(choices={"text_weights": "/etc"}), "there is no option 'text_weights'"),
+        (
+            asked(choices={"checkpoint": float("inf")}),
+            "checkpoint is inf: it must be",
+        ),
         ("a", "a picture is an object"),
     ],
 )
@@ -266,7 +271,7 @@ def test_models_say_what_can_be_chosen(site):
 
 
 def test_a_checkpoint_that_training_removed_is_offered_as_in_memory(site, slow):
-    slow.stages[0].step, slow.choice = 7, Choice(ema="0.05")
+    slow.stages[0].step, slow.values = 7, ({"ema": "0.05"},)
     slow.averages = lambda n, step: ["0.99", "0.999"]
     one = site.describe("slow")
     assert (one["checkpoints"], one["checkpoint"], one["in_memory"]) == ([7], 7, True)

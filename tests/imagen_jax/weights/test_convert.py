@@ -65,7 +65,7 @@ def converted(nemos, tmp_path_factory):
 
 @pytest.mark.parametrize(("ema", "which"), [("raw", 0), ("ema", 1), ("0.9999", 1)])
 def test_a_checkpoint_and_its_average_become_a_workdir(nemos, converted, ema, which):
-    model = cascade.load_model(converted, cascade.Choice(ema=ema))
+    model = cascade.load_model(converted, *cascade.choose(ema=ema))
     s = settings(tiny())
     assert model.settings.unet == s.unet and model.step == 0
     expected = nemo.from_nemo(nemos[which], s.unet, s.text.width)

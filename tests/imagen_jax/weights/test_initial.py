@@ -97,7 +97,7 @@ def test_drawing_apart_is_drawing_merged(base, adapting, tmp_path):
     convert.from_workdir(adapting[0], tmp_path / "a.npz")
     convert.to_workdir(tmp_path / "a.npz", config(), tmp_path / "merged")
     draw = lambda workdir, **choice: cascade.draw(
-        [cascade.load_model(workdir, cascade.Choice(steps=2, **choice))], ["a red seven"], [3]
+        [cascade.load_model(workdir, *cascade.choose(steps=2, **choice))], ["a red seven"], [3]
     )[0].astype(int)
     apart, merged = draw(adapting[0]), draw(tmp_path / "merged")
     assert np.abs(apart - merged).max() <= 1  # Of two programs' rounding.
@@ -109,10 +109,10 @@ def test_drawing_apart_is_drawing_merged(base, adapting, tmp_path):
 def test_other_weights_than_those_that_were_adapted_are_refused(base, adapting, tmp_path):
     write(tmp_path / "moved", config(), seed=0)
     write(tmp_path / "other", config(), seed=5)
-    choice = cascade.Choice(unet_weights=str(tmp_path / "other"))
+    choice = cascade.choose(unet_weights=str(tmp_path / "other"))
     with pytest.raises(ValueError, match="adapts other weights than those in"):
-        cascade.load_model(adapting[0], choice)
-    model = cascade.load_model(adapting[0], cascade.Choice(unet_weights=str(base[0])))
+        cascade.load_model(adapting[0], *choice)
+    model = cascade.load_model(adapting[0], *cascade.choose(unet_weights=str(base[0])))
     same(model.params, adapting[1])
 
 

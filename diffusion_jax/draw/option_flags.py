@@ -1,0 +1,124 @@
+"""Flags for the options of drawing: with one value, with one per stage, or as axes of a sweep."""
+
+import itertools
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from absl import flags
+
+from diffusion_jax.config import ranges
+from diffusion_jax.draw import options
+from diffusion_jax.draw.options import Option, Options
+
+Holders = Mapping[str, flags.FlagHolder]
+_DEFINE: Mapping[type, Callable[..., flags.FlagHolder]] = {
+    str: flags.DEFINE_string, int: flags.DEFINE_integer, float: flags.DEFINE_float,
+    bool: flags.DEFINE_bool,
+}  # fmt: skip
+flags.disclaim_key_flags()  # --help lists them with the command that defines them.
+
+
+def define(table: Options) -> Holders:
+    """Define a flag with one value for each option."""
+    return {
+        name: _DEFINE[ranges.kind_of(option.hint)](name, _default(option), option.help)
+        for name, option in table.items()
+    }
+
+
+def define_by_stage(table: Options) -> Holders:
+    """Define flags that hold one value for all stages of a cascade, or one for each.
+
+    Values are separated by commas; free text, which may contain commas, repeats its flag instead.
+    """
+    holders = {}
+    for name, option in table.items():
+        define_flag = flags.DEFINE_multi_string if option.is_text else flags.DEFINE_list
+        more = "Repeat it for the next stage." if option.is_text else "One for all, or one each."
+        holders[name] = define_flag(name, _defaults(option), f"{option.help} {more}")
+    return holders
+
+
+def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
+    """Define flags of which several values make an axis of a sweep; `points` reads them."""
+    return {
+        name: flags.DEFINE_multi_string(
+            name,
+            _defaults(option),
+            option.help if option.at_load else f"{option.help} Several values make an axis.",
+        )
+        for name, option in table.items()
+        if name not in without
+    }
+
+
+def values(holders: Holders) -> dict[str, Any]:
+    """Return the values of the flags of `define` by name."""
+    return {name: holder.value for name, holder in holders.items()}
+
+
+def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str, Any]]:
+    """Return the values of each stage from the flags of `define_by_stage`.
+
+    Raises:
+        ValueError: For a flag with another number of values than one or `num_stages`.
+    """
+    texts = {name: _one_or_more(table[name], holder.value) for name, holder in holders.items()}
+    return options.by_stage(texts, num_stages)
+
+
+def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[str, Any]]]:
+    """Return the points of a sweep, each with the values of every stage.
+
+    Points are all combinations of the axes. With one stage, commas separate the values of an axis.
+    With several stages, commas separate stages and a repeated flag is the next value of its axis.
+
+    Raises:
+        ValueError: If an option that cannot vary has several values, or the number of values fits
+            neither one stage nor all.
+    """
+    axes = {name: _axis(name, table[name], h.value, num_stages) for name, h in holders.items()}
+    return [
+        options.by_stage(dict(zip(axes, point, strict=True)), num_stages)
+        for point in itertools.product(*axes.values())
+    ]
+
+
+def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[Any]:
+    """Return the values of another flag with one value for all stages or one for each.
+
+    Without any value each is None. Raises ValueError for a value that `hint` does not allow.
+    """
+    typed = [ranges.read_value(f"--{name}", text, hint) for text in texts]
+    value = typed if len(typed) > 1 else next(iter(typed), None)
+    return [stage[f"--{name}"] for stage in options.by_stage({f"--{name}": value}, num_stages)]
+
+
+def _axis(name: str, option: Option, texts: Sequence[str], num_stages: int) -> list[Any]:
+    if num_stages == 1 and not option.at_load and not option.is_text:
+        return _split(texts) or [None]
+    if option.at_load and len(texts) > 1:
+        raise ValueError(f"--{name} is given {len(texts)} times, but it cannot vary: give it once")
+    return [_one_or_more(option, [text]) for text in texts] or [None]
+
+
+def _one_or_more(option: Option, texts: Sequence[str]) -> Any:
+    """Return no value (None), one value, or a list of one value per stage."""
+    parts = list(texts) if option.is_text else _split(texts)
+    return parts if len(parts) > 1 else next(iter(parts), None)
+
+
+def _split(texts: Sequence[str]) -> list[str]:
+    """Split at commas, but not inside brackets, as in apg(eta=0, norm=5)."""
+    parts = re.split(r",(?![^(]*\))", ",".join(texts))
+    return [part.strip() for part in parts if part.strip()]
+
+
+def _default(option: Option) -> Any:
+    """Return the flag's default: None stands for the config's value."""
+    return None if option.field else option.default
+
+
+def _defaults(option: Option) -> list[str]:
+    return [] if _default(option) is None else [str(option.default)]

@@ -1,0 +1,179 @@
+"""Options of drawing: what users may choose in place of a run's own settings.
+
+A system lists its options in one table. Flags, keywords in notebooks, requests of the page and
+points of a sweep are read by the same function, `read`, which gives each value its annotated type
+and checks its range.
+"""
+
+import difflib
+import typing
+from collections.abc import Collection, Mapping, Sequence
+from typing import Annotated, Any, NamedTuple
+
+from diffusion_jax.config import ranges
+from diffusion_jax.config.settings import Lora
+
+
+class Option(NamedTuple):
+    """A value that users may choose."""
+
+    help: str
+    hint: Any
+    """The type and range, annotated as in a config."""
+    default: Any = None
+    """The value that is valid whatever the range is: a config's default."""
+    field: str = ""
+    """The config field that it overrides, such as "sampler.eta"; "" if there is none."""
+    at_load: bool = False
+    """Whether it says what to read when a model is opened, and cannot change afterwards."""
+    is_text: bool = False
+    """Whether its value is free text, which may contain commas."""
+
+
+Options = Mapping[str, Option]
+Values = Mapping[str, Any]
+"""Values by the names of their options, such as {"steps": 20}."""
+Overrides = Mapping[str, Any]
+"""Values by the config fields that they override, such as {"sampler.steps": 20}."""
+
+
+class Weights(NamedTuple):
+    """Which of the saved weights of a run draw."""
+
+    ema: str = "ema"
+    """The average: a decay such as "0.9999", a width such as "0.05", "ema" or "raw"."""
+    step: int | None = None
+    """The step of the checkpoint; None for the newest that is sound."""
+
+
+NEWEST = Weights()
+
+
+class Choice(NamedTuple):
+    """How to open a model, in place of its own config and its newest checkpoint."""
+
+    overrides: Mapping[str, Any] = {}
+    weights: Weights = NEWEST
+    guide: str = ""
+    """The run whose model guides this one: WORKDIR or WORKDIR@STEP; "" for none."""
+
+
+def of_group(group: str, kind: type) -> dict[str, Option]:
+    """Return an option for each field of a config group, called like the field.
+
+    The field `name` is called like its group: --sampler sets sampler.name.
+    """
+    defaults = ranges.defaults(kind)
+    return {
+        group if name == "name" else name: Option(
+            f"Override {group}.{name} of the config: {ranges.words(hint)}.",
+            hint, defaults[name], f"{group}.{name}", is_text=hint is str,
+        )
+        for name, hint in typing.get_type_hints(kind, include_extras=True).items()
+    }  # fmt: skip
+
+
+OF_RUNS: Options = {
+    "ema": Option(
+        "The average of a run's weights to draw with: a decay such as 0.9999, a width such as "
+        '0.05, "ema" (the largest) or "raw".',
+        str, "ema",
+    ),
+    "checkpoint": Option(
+        "The saved step of a run to draw with; the last one by default.",
+        Annotated[int, "[0, inf)"],
+    ),
+    "guide": Option(
+        "A run, WORKDIR or WORKDIR@STEP, whose model guides in place of the negative prompt.",
+        str, at_load=True,
+    ),
+    "lora_scale": of_group("lora", Lora)["scale"]._replace(
+        help="Strength of a run of LoRA: 0 draws like the model that it adapts.", at_load=True
+    ),
+    "unet_weights": Option(
+        "Where the weights that a run of LoRA adapts lie now, if not where its config says.",
+        str, field="unet.weights", at_load=True,
+    ),
+    "text_weights": Option(
+        "Folder or Hugging Face name of the text encoder's weights.",
+        str, field="text.weights", at_load=True,
+    ),
+}  # fmt: skip
+"""The options of all systems. A system adds those of its sampler."""
+
+
+def read(options: Options, values: Values) -> dict[str, Any]:
+    """Return the values, typed and checked; text is parsed, and None leaves an option out.
+
+    Raises:
+        ValueError: For an unknown name, and for a value of another type or out of range.
+    """
+    typed = {}
+    for name, value in values.items():
+        if name not in options:
+            raise ValueError(f"there is no option {name!r}: {_hint(name, options)}")
+        if value is not None:
+            option = options[name]
+            typed[name] = ranges.typed(value, option.hint)
+            if typed[name] != option.default:
+                ranges.check_value(option.field or name, typed[name], option.hint)
+    return typed
+
+
+def choose(options: Options, values: Values) -> Choice:
+    """Return the Choice of these values. Raises ValueError as `read` does."""
+    typed = read(options, values)
+    overrides = {options[name].field: v for name, v in typed.items() if options[name].field}
+    weights = Weights(typed.get("ema", "ema"), typed.get("checkpoint"))
+    return Choice(overrides, weights, typed.get("guide", ""))
+
+
+def changes(options: Options, values: Values) -> Overrides:
+    """Return the overrides of these values that may change after a model is opened.
+
+    Raises ValueError as `read` does.
+    """
+    typed = read(options, values)
+    changeable = {n: v for n, v in typed.items() if options[n].field and not options[n].at_load}
+    return {options[name].field: value for name, value in changeable.items()}
+
+
+def override(s: Any, overrides: Overrides) -> Any:
+    """Return settings, a NamedTuple of groups, with overrides of their fields."""
+    for field, value in overrides.items():
+        group, _, name = field.partition(".")
+        s = s._replace(**{group: getattr(s, group)._replace(**{name: value})})
+    return s
+
+
+def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
+    """Return the values of each stage of a cascade; a list or tuple holds one value per stage.
+
+    Raises:
+        ValueError: For a list of another length.
+    """
+    for name, value in values.items():
+        if isinstance(value, list | tuple) and len(value) != num_stages:
+            raise ValueError(
+                f"{name} has {len(value)} values for {num_stages} stages: give one for all, or "
+                "one for each"
+            )
+    of_stage = lambda value, n: value[n] if isinstance(value, list | tuple) else value
+    return [{name: of_stage(v, n) for name, v in values.items()} for n in range(num_stages)]
+
+
+def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
+    """Return the overrides of each point of a sweep that differ between points, as text.
+
+    A point holds the overrides of each stage; different values of stages are joined by commas.
+    """
+    fields = dict.fromkeys(field for point in points for stage in point for field in stage)
+    values = lambda point, field: [stage.get(field) for stage in point]
+    differing = [f for f in fields if any(values(p, f) != values(points[0], f) for p in points)]
+    text = lambda row: ",".join(map(str, row if len(set(row)) > 1 else row[:1]))
+    return [{field: text(values(point, field)) for field in differing} for point in points]
+
+
+def _hint(name: str, names: Collection[str]) -> str:
+    close = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"

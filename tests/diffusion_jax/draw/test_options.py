@@ -1,0 +1,112 @@
+"""Options of drawing: one function types and checks flags, keywords, requests and sweeps."""
+
+from unittest import mock
+
+import pytest
+from absl import flags
+
+from diffusion_jax.draw import option_flags, options
+from diffusion_jax.draw.options import Choice, Weights
+from diffusion_jax.evaluate import sweep
+from imagen_jax import cascade
+from imagen_jax.settings import Sampler
+from sd_jax import drawing
+from sd_jax import settings as sd_settings
+
+
+def holders(**values):
+    return {name: mock.Mock(spec=flags.FlagHolder, value=value) for name, value in values.items()}
+
+
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [(cascade.OPTIONS, Sampler), (drawing.OPTIONS, sd_settings.Sampler)],
+    ids=["imagen", "sd"],
+)
+def test_every_setting_of_the_sampler_is_an_option(table, kind):
+    """Its help is the range of the config's field."""
+    names = {option.field: name for name, option in table.items()}
+    for field in kind._fields:
+        assert names[f"sampler.{field}"] == ("sampler" if field == "name" else field)
+    assert table["eta"].help == "Override sampler.eta of the config: a number in [0, 1]."
+    assert table["grid"].help.endswith("one of ldm, even, leading, trailing, linspace, karras, "
+                                       "exponential.")  # fmt: skip
+    assert "one of heun, euler," in table["sampler"].help and "apg, cfg_pp" in table["guiding"].help
+
+
+def test_values_and_text_have_the_type_of_their_option():
+    values = {"unit_start": "false", "offset": "0", "guidance_high": "inf", "rho": 7, "grid": "",
+              "steps": None, "ema": "raw", "checkpoint": "3", "vae_weights": "a.npz"}  # fmt: skip
+    choice = drawing.choose(**values)
+    overrides = {"sampler.unit_start": False, "sampler.offset": 0, "sampler.rho": 7.0,
+                 "sampler.guidance_high": float("inf"), "sampler.grid": ""}  # fmt: skip
+    assert choice == Choice({**overrides, "vae.weights": "a.npz"}, Weights("raw", 3), "")
+    assert type(choice.overrides["sampler.rho"]) is float
+    assert options.changes(drawing.OPTIONS, values) == overrides  # The VAE is read when it opens.
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stepz": 3}, "there is no option 'stepz': did you mean steps"),
+        ({"steps": 0}, "sampler.steps is 0: it must be above 0"),
+        ({"steps": "2.5"}, "sampler.steps is '2.5': it must be a whole number"),
+        ({"steps": True}, "sampler.steps is True: it must be a whole number"),
+        ({"eta": "one"}, "sampler.eta is 'one': it must be a number"),
+        ({"eta": 2}, "sampler.eta is 2.0: it must be from 0 to 1"),
+        ({"sampler": "huen"}, "sampler.name is 'huen': did you mean 'heun'"),
+        ({"negative_prompt": 3}, "sampler.negative_prompt is 3: it must be a text"),
+        ({"aug_sigma": "0"}, "super_resolution.aug_sigma is 0.0: it must be above 0"),
+        ({"checkpoint": 1.5}, "checkpoint is 1.5: it must be a whole number"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(values, message):
+    with pytest.raises(ValueError, match=message):
+        cascade.choose(**values)
+
+
+def test_commas_are_points_of_one_model():
+    table = cascade.OPTIONS
+    axes = holders(
+        sampler=["ddim(eta=0.5),heun(churn=3,s_noise=1)"], steps=["4", "8"],
+        negative_prompt=["ugly, grey"],
+    )  # fmt: skip
+    points = option_flags.points(table, axes, 1)
+    rows = [tuple(stage.values()) for (stage,) in points]
+    assert rows == [
+        ("ddim(eta=0.5)", "4", "ugly, grey"), ("ddim(eta=0.5)", "8", "ugly, grey"),
+        ("heun(churn=3,s_noise=1)", "4", "ugly, grey"),
+        ("heun(churn=3,s_noise=1)", "8", "ugly, grey"),
+    ]  # fmt: skip
+    varied = options.varied([[options.changes(table, stage) for stage in p] for p in points])
+    assert varied[1] == {"sampler.name": "ddim(eta=0.5)", "sampler.steps": "8"}
+    row = {"checkpoint": 3, "ema": "ema", **varied[1]}
+    assert sweep.point_name(row) == "step_00000003_ema_sampler_ddim_eta_0.5__steps_8"
+    assert sweep.label(row) == "step 3, ema, sampler ddim(eta=0.5), steps 8"
+
+
+def test_commas_are_stages_of_a_cascade_and_repeated_flags_points():
+    points = option_flags.points(cascade.OPTIONS, holders(steps=["30,20", "10"], eta=["1"]), 2)
+    overrides = [[options.changes(cascade.OPTIONS, stage) for stage in p] for p in points]
+    assert overrides == [
+        [{"sampler.steps": 30, "sampler.eta": 1.0}, {"sampler.steps": 20, "sampler.eta": 1.0}],
+        [{"sampler.steps": 10, "sampler.eta": 1.0}, {"sampler.steps": 10, "sampler.eta": 1.0}],
+    ]
+    assert options.varied(overrides) == [{"sampler.steps": "30,20"}, {"sampler.steps": "10"}]
+
+
+def test_flags_of_stages_hold_one_value_for_all_or_one_for_each():
+    flags_given = holders(steps=["30", "20"], eta=["1"], negative_prompt=["a, b"], guide=[])
+    assert option_flags.by_stage(cascade.OPTIONS, flags_given, 2) == [
+        {"steps": "30", "eta": "1", "negative_prompt": "a, b", "guide": None},
+        {"steps": "20", "eta": "1", "negative_prompt": "a, b", "guide": None},
+    ]
+    assert option_flags.each("batch_size", ["3"], int, 2) == [3, 3]
+    assert option_flags.each("batch_size", [], int, 2) == [None, None]
+    with pytest.raises(ValueError, match="--batch_size has 2 values for 3 stages: give one for"):
+        option_flags.each("batch_size", ["3", "4"], int, 3)
+
+
+def test_what_is_read_when_a_model_opens_is_no_axis():
+    with pytest.raises(ValueError, match="--guide is given 2 times, but it cannot vary"):
+        option_flags.points(cascade.OPTIONS, holders(guide=["a", "b"]), 1)
