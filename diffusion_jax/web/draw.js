@@ -1,11 +1,11 @@
-// The view that draws: a form, pictures as they appear, grids of two settings.
+// The drawing view: a form, pictures while they are drawn, grids of two settings.
 // The address after # holds the whole form, so that a link draws the same pictures again.
 
 import {element, short} from "/plots.js";
 import {$, get, open, options, post} from "/results.js";
 
 const MAIN = ["guidance", "steps", "sampler"];
-const UNASKED = 16;  // Pictures that a link that is followed draws by itself.
+const AUTOMATIC = 16;  // A link to at most this many pictures draws them without a click.
 let models = [], job = null;
 
 // --- The form ---------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ const lines = () => $("prompts").value.split("\n").map((line) => line.trim()).fi
 const values = (id) => $(id).value ? $(`${id}-values`).value.split(";").map((v) => v.trim())
   .filter(Boolean) : [""];
 
-function asked() {
+function requested() {
   const count = Number($("count").value), first = Number($("seed").value);
   const seeds = Array.from({length: count}, (_, n) => first + n), wanted = [];
   const set = (picture, axis, value) => {
@@ -107,18 +107,18 @@ function asked() {
 
 // --- Links ------------------------------------------------------------------------------------
 
-const KEPT = ["model", "checkpoint", "ema", "count", "seed", "x", "x-values", "y", "y-values"];
+const IN_LINK = ["model", "checkpoint", "ema", "count", "seed", "x", "x-values", "y", "y-values"];
 
 function hash(changes = {}) {
   const query = new URLSearchParams();
-  for (const id of KEPT) {
+  for (const id of IN_LINK) {
     const value = id in changes ? changes[id] : $(id).value;
     if (value !== "" && value !== "-") query.set(id, value);
   }
   for (const line of changes.prompts ?? lines()) query.append("prompt", line);
   const chosen = changes.choices ?? choices();
   for (const [name, value] of Object.entries(chosen)) {
-    if (!KEPT.includes(name)) query.set(`set.${name}`, value);
+    if (!IN_LINK.includes(name)) query.set(`set.${name}`, value);
   }
   return `#draw?${query}`;
 }
@@ -127,7 +127,7 @@ function restore(query) {
   if (query.has("model")) $("model").value = query.get("model");
   if (!$("model").value) throw new Error(`there is no model ${query.get("model")} here`);
   showModel();
-  for (const id of KEPT.slice(1)) if (query.has(id)) $(id).value = query.get(id);
+  for (const id of IN_LINK.slice(1)) if (query.has(id)) $(id).value = query.get(id);
   if (query.has("prompt")) $("prompts").value = query.getAll("prompt").join("\n");
   for (const [key, value] of query) {
     if (key.startsWith("set.") && control(key.slice(4))) control(key.slice(4)).value = value;
@@ -146,16 +146,16 @@ function say(text, wrong = false) {
 async function draw(event) {
   event?.preventDefault();
   if (job) await cancel();
-  const wanted = asked();
+  const wanted = requested();
   history.replaceState(null, "", hash());
-  say("Sending");
+  say("Sending the request");
   if (innerWidth < 800) $("results").scrollIntoView();
   try {
     const sent = wanted.map(({model, prompt, seed, choices}) => ({model, prompt, seed, choices}));
-    const made = await post("/api/draw", sent);
-    wanted.forEach((picture, n) => Object.assign(picture, made.pictures[n]));
+    const answer = await post("/api/draw", sent);
+    wanted.forEach((picture, n) => Object.assign(picture, answer.pictures[n]));
     layOut(wanted);
-    watch(made.job, wanted);
+    watch(answer.job, wanted);
   } catch (error) {
     say(error.message, true);
   }
@@ -185,7 +185,7 @@ function watch(name, wanted) {
     const looking = Object.keys(now.looks).length;
     say({waiting: now.ahead ? `Waiting: ${now.ahead} before this` : "Waiting",
       drawing: looking ? `Drawing: ${done} of ${total} done, noise level ${short(now.level)}`
-        : `Drawing: ${done} of ${total} done; new settings compile first`,
+        : `Drawing: ${done} of ${total} done; new settings are compiled first`,
       done: `${total} ${total === 1 ? "picture" : "pictures"}`,
       cancelled: `Cancelled: ${done} of ${total} done`, failed: now.error}[now.state],
     now.state === "failed");
@@ -273,10 +273,10 @@ function detail(picture) {
       .join(", ")),
     element("p", {}, element("a", {href: link, target: "_blank", rel: "noopener"}, "Link to this picture"),
       done ? " · " : "", done ? element("a", {href: picture.url, download: file}, "Save as PNG") : ""),
-    element("p", {class: "note"}, "The same picture in a terminal:"),
+    element("p", {class: "note"}, "To draw the same picture in a terminal:"),
     element("pre", {tabindex: 0}, picture.command),
     element("div", {class: "buttons"},
-      element("button", {type: "button", onclick: () => copy(picture.command, "The command")}, "Copy command"),
+      element("button", {type: "button", onclick: () => copy(picture.command, "Command")}, "Copy command"),
       element("button", {type: "button", class: "primary", onclick: () => $("detail").close()}, "Close")));
   $("detail").showModal();
 }
@@ -284,7 +284,7 @@ function detail(picture) {
 async function copy(text, what) {
   try {
     await navigator.clipboard.writeText(text);
-    say(`${what} is copied`);
+    say(`${what} copied`);
   } catch {
     say(text);
   }
@@ -296,8 +296,8 @@ async function follow(query) {
   if (!query) return;
   try {
     restore(new URLSearchParams(query));
-    const pictures = asked().length;
-    if (pictures <= UNASKED) await draw();
+    const pictures = requested().length;
+    if (pictures <= AUTOMATIC) await draw();
     else say(`${pictures} pictures: press Draw`);
   } catch (error) {
     say(error.message, true);
@@ -305,14 +305,14 @@ async function follow(query) {
 }
 
 async function start() {
-  const {models: found, package: name} = await get("/api/models");
-  models = found;
+  const {models: loaded, package: name} = await get("/api/models");
+  models = loaded;
   options($("model"), models.map((one) => one.name));
   showModel();
   $("model").addEventListener("change", showModel);
   $("form").addEventListener("submit", draw);
   $("cancel").addEventListener("click", cancel);
-  $("link").addEventListener("click", () => copy(`${location.origin}/${hash()}`, "The link"));
+  $("link").addEventListener("click", () => copy(`${location.origin}/${hash()}`, "Link"));
   $("prompts").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) $("form").requestSubmit();
   });

@@ -1,4 +1,4 @@
-"""The page of runs as one file: what the live page shows of them, with its data and pictures."""
+"""The page of runs as one file, which holds the data and pictures that the live page shows."""
 
 import base64
 import json
@@ -18,25 +18,30 @@ _ALONE = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
-_SAMPLES = 12  # Pictures that training drew, of each run.
+_SAMPLES = 12  # Pictures of each training.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
-    """Writes the page of a workdir into it, and says where."""
+    """Write the page of a workdir into it; return its path."""
     out = files.path(workdir) / PAGE
     files.write_whole(out, page([workdir]))
     return out
 
 
 def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
-    """The HTML, which asks for nothing else; FileNotFoundError for a folder that is no run.
+    """Return the HTML, which loads nothing else.
 
-    `bands` are of FID over CLIP score.
+    Args:
+        workdirs: The runs.
+        bands: Bands of FID over CLIP score to draw behind the curves.
+
+    Raises:
+        FileNotFoundError: If a folder is no run.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
-    found = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
+    sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
     for name, (folder,) in named.items():
-        if not (files.path(folder) / log.METRICS).exists() and name not in dict(found):
+        if not (files.path(folder) / log.METRICS).exists() and name not in dict(sweeps):
             raise FileNotFoundError(
                 f"{folder} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
                 "it is no workdir"
@@ -44,14 +49,14 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
     content = {
         "title": " and ".join(named),
         "bands": [band._asdict() for band in bands],
-        "/api/sweeps": results.sweeps(found, _inlined),
+        "/api/sweeps": results.sweeps(sweeps, _inlined),
         "/api/training": results.training(named, _inlined, _SAMPLES),
     }
-    # In a script no text ends it.
-    kept = json.dumps(content, allow_nan=False).replace("<", r"\u003c")
+    # Without "<" no text can end the script.
+    data = json.dumps(content, allow_nan=False).replace("<", r"\u003c")
     code = "".join(_read(name) for name in ("plots.js", "results.js"))
     code = re.sub(r"^(import .*\n|export )", "", code, flags=re.MULTILINE)
-    script = f'<script type="application/json" id="kept">{kept}</script>\n'
+    script = f'<script type="application/json" id="kept">{data}</script>\n'
     script += f'<script type="module">\n{code}</script>'
     parts = {
         '<meta charset="utf-8">': f'<meta charset="utf-8">\n{_ALONE}',
@@ -59,8 +64,8 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
         '<script type="module" src="/draw.js"></script>': script,
     }
     html = _read("page.html")
-    for live, frozen in parts.items():
-        html = html.replace(live, frozen)
+    for of_live_page, of_file in parts.items():
+        html = html.replace(of_live_page, of_file)
     return html
 
 

@@ -1,4 +1,4 @@
-"""The queue of the page: one thread draws, job after job, and says how far it is."""
+"""The queue of the page: one thread draws job after job and reports its progress."""
 
 import base64
 import collections
@@ -18,33 +18,34 @@ from PIL import Image
 from diffusion_jax.draw.loaded import Cancelled, Loaded, png
 
 WAITING = 16
-"""Jobs that may wait, and pictures that one may have; more is refused."""
+"""Jobs that may wait; more are refused."""
 PICTURES = 100
-_TOGETHER = 8  # Pictures of the same settings that are drawn at once.
-_BETWEEN = 0.15  # Seconds from one look at what is drawn to the next.
-_LOOK = 256  # Pixels of a side of such a look, at most.
-_KEPT = 2**29  # Bytes of pictures that stay in memory.
-_JOBS = 200
-_ALONE = 10.0  # Seconds after which a job ends that nobody watches.
+"""Pictures that one job may have."""
+_BATCH_SIZE = 8  # Pictures with the same settings are drawn together.
+_LOOK_EVERY = 0.15  # Seconds between two looks at a drawing in progress.
+_LOOK_SIZE = 256  # The largest side of a look in pixels.
+_MAX_BYTES = 2**29  # Of pictures that stay in memory.
+_MAX_JOBS = 200
+_UNWATCHED = 10.0  # Seconds after which a job that no tab watches ends.
 
 
 class Picture(NamedTuple):
-    """All that makes a picture: its link."""
+    """What determines a picture, as in its link."""
 
     model: str
     prompt: str
     seed: int
     choices: tuple[tuple[str, Any], ...]
-    """Names and values of `sample`'s flags, in the order of their names."""
+    """Names and values of `sample`'s flags, sorted by name."""
 
 
 class Full(Exception):
-    """The queue takes no more."""
+    """Raised when the queue is full."""
 
 
 @dataclasses.dataclass
 class Job:
-    """Pictures that one tab asked for, and how far they are."""
+    """Pictures that a tab requested, and their progress."""
 
     pictures: Sequence[Picture]
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
@@ -52,18 +53,20 @@ class Job:
     """"waiting", "drawing", "done", "cancelled" or "failed"."""
     drawn: int = 0
     looks: dict[int, str] = dataclasses.field(default_factory=dict)
-    """What the pictures being drawn look like by now: PNG in base64."""
+    """What the pictures being drawn look like now, by index: PNG in base64."""
     level: float = 0.0
+    """Their noise level."""
     error: str = ""
     version: int = 0
+    """The number of changes."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
-    """When the last watcher left."""
+    """The time at which the last watcher left."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Somebody watches it as long as this is open."""
+        """A context in which a tab watches the job."""
         self.watchers += 1
         try:
             yield
@@ -73,27 +76,27 @@ class Job:
 
     @property
     def unwanted(self) -> bool:
-        """Whether it was cancelled, or all who watched it are gone for some time."""
-        alone = not self.watchers and time.monotonic() - self.left > _ALONE
+        """Whether it was cancelled, or no tab has watched it for some time."""
+        alone = not self.watchers and time.monotonic() - self.left > _UNWATCHED
         return self.cancelled or alone
 
     def change(self, **values: Any) -> None:
-        """Sets fields, and lets those who watch know."""
+        """Set fields, and let watchers know."""
         for name, value in values.items():
             setattr(self, name, value)
         self.version += 1
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will happen."""
+        """Whether it was drawn, cancelled or failed."""
         return self.state in ("done", "cancelled", "failed")
 
 
 class Queue:
-    """Jobs, first come first served, drawn by one thread; and the pictures drawn last."""
+    """Jobs, drawn by one thread in order of arrival, and the pictures drawn last."""
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
-        """`models` by the names that pictures give; the thread runs as long as the process."""
+        """Start the thread, which runs as long as the process; `models` are by name."""
         self._models = models
         self._files: collections.OrderedDict[Picture, tuple[bytes, ...]] = collections.OrderedDict()
         self._bytes = 0
@@ -102,40 +105,40 @@ class Queue:
         threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, pictures: Sequence[Picture]) -> Job:
-        """A job at the end of the queue; Full where there is no place."""
+        """Append a job of these pictures. Raises Full if too many jobs wait."""
         job = Job(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
-                raise Full(f"{WAITING} drawings wait already: try again when some are done")
+                raise Full(f"{WAITING} drawings are waiting already: try again when some are done")
             ended = [name for name, other in self.jobs.items() if other.ended]
-            for name in ended[: max(0, len(self.jobs) + 1 - _JOBS)]:
+            for name in ended[: max(0, len(self.jobs) + 1 - _MAX_JOBS)]:
                 del self.jobs[name]
             self.jobs[job.name] = job
             self._lock.notify()
         return job
 
     def cancel(self, job: Job) -> None:
-        """Ends a job at its next evaluation, or before it begins."""
+        """End a job at its next evaluation of the network, or before it begins."""
         job.cancelled = True
         with self._lock:
             self._waiting()
 
     def ahead(self, job: Job) -> int:
-        """How many are drawn before a job that waits."""
+        """Return the number of jobs ahead of a waiting one."""
         with self._lock:
             self._waiting()
             earlier = itertools.takewhile(lambda other: other is not job, self.jobs.values())
             return sum(not other.ended for other in earlier)
 
     def files(self, picture: Picture) -> tuple[bytes, ...] | None:
-        """The PNGs of a picture that was drawn, one a stage, if they are kept."""
+        """Return the PNGs of a picture, one per stage, if it is in memory."""
         with self._lock:
             if picture in self._files:
                 self._files.move_to_end(picture)
             return self._files.get(picture)
 
     def _waiting(self) -> list[Job]:
-        """Those that wait, without those that nobody wants any more, which end here."""
+        """Return the waiting jobs; unwanted ones are cancelled."""
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
             if job.unwanted:
@@ -143,7 +146,7 @@ class Queue:
         return [job for job in waiting if not job.ended]
 
     def _next(self) -> Job:
-        """The first that waits, once there is one."""
+        """Wait for a job and return it."""
         with self._lock:
             job = self._lock.wait_for(self._waiting)[0]
             job.change(state="drawing")
@@ -159,7 +162,7 @@ class Queue:
                 job.change(state="cancelled", looks={})
             except (ValueError, OSError) as error:
                 job.change(state="failed", error=str(error), looks={})
-            except Exception as error:  # The queue must go on, whatever a device raises.
+            except Exception as error:  # The queue must survive whatever a device raises.
                 logging.exception("a drawing failed")
                 first = (str(error).splitlines() or [""])[0]
                 job.change(state="failed", error=f"{type(error).__name__}: {first}", looks={})
@@ -170,51 +173,51 @@ class Queue:
             numbered, lambda item: (item[1].model, item[1].choices)
         ):
             rows = list(group)
-            for start in range(0, len(rows), _TOGETHER):
-                self._draw_rows(job, name, dict(choices), rows[start : start + _TOGETHER])
+            for start in range(0, len(rows), _BATCH_SIZE):
+                self._draw_rows(job, name, dict(choices), rows[start : start + _BATCH_SIZE])
 
     def _draw_rows(
         self, job: Job, name: str, choices: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
-        """Pictures of the same settings, those that are kept left out."""
+        """Draw pictures with the same settings, except those in memory."""
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
             raise Cancelled
         if rows:
-            made = self._models[name].draw(
+            drawn = self._models[name].draw(
                 [picture.prompt for _, picture in rows],
                 seeds=[picture.seed for _, picture in rows],
                 progress=_Looks(job, [n for n, _ in rows]),
                 **choices,
             )
-            sizes = zip(*made.smaller, made.images, strict=True)
+            sizes = zip(*drawn.smaller, drawn.images, strict=True)
             for (_, picture), images in zip(rows, sizes, strict=True):
                 self._keep(picture, tuple(map(png, images)))
-        drawn = sum(self.files(picture) is not None for picture in job.pictures)
-        job.change(drawn=drawn, looks={})
+        count = sum(self.files(picture) is not None for picture in job.pictures)
+        job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keeps a picture, in place of those that were asked for the longest time ago."""
+        """Keep a picture in memory, in place of those least recently requested."""
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
             self._bytes += sum(map(len, files)) - sum(map(len, before))
-            while self._bytes > _KEPT and len(self._files) > 1:
+            while self._bytes > _MAX_BYTES and len(self._files) > 1:
                 self._bytes -= sum(map(len, self._files.popitem(last=False)[1]))
 
 
 class _Looks:
-    """Shows a job, not too often, what its pictures look like; raises where nobody wants it.
+    """Shows a job what its pictures look like, at intervals; raises Cancelled if it is unwanted.
 
-    A batch begins where the side of its images changes, as from stage to stage of a cascade, or
-    where the level is again that of the first batch of this side.
+    A batch begins when the size of the images changes, as between stages of a cascade, or when the
+    noise level rises to the first level of this size again.
     """
 
     def __init__(self, job: Job, numbers: Sequence[int]) -> None:
         self._job, self._numbers, self._last = job, numbers, 0.0
         self._side, self._drawing, self._level = 0, 0, float("inf")
         self._tops: dict[int, float] = {}
-        self._done = collections.Counter[int]()  # Images of the batches before this, by side.
+        self._done = collections.Counter[int]()  # Images of the earlier batches, by side.
 
     def __call__(self, images: np.ndarray, level: float) -> None:
         if self._job.unwanted:
@@ -225,7 +228,7 @@ class _Looks:
             self._done[self._side] += self._drawing
             self._side, self._drawing = side, len(images)
         self._level = level
-        if time.monotonic() - self._last < _BETWEEN:
+        if time.monotonic() - self._last < _LOOK_EVERY:
             return
         shown = zip(self._numbers[self._done[side] :], images, strict=False)
         looks = {n: base64.b64encode(png(_small(image))).decode() for n, image in shown}
@@ -234,5 +237,5 @@ class _Looks:
 
 
 def _small(image: np.ndarray) -> np.ndarray:
-    """An image of a look's size, of means over its pixels."""
-    return np.asarray(Image.fromarray(image).reduce(-(-max(image.shape[:2]) // _LOOK)))
+    """Return an image reduced to the size of a look, by means over pixels."""
+    return np.asarray(Image.fromarray(image).reduce(-(-max(image.shape[:2]) // _LOOK_SIZE)))

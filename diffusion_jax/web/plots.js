@@ -1,4 +1,4 @@
-// Curves as SVG: lines with points that can be chosen, by mouse and by keyboard.
+// Curves as SVG: lines whose points can be chosen by mouse and keyboard.
 
 const NS = "http://www.w3.org/2000/svg";
 const WIDTH = 400, HEIGHT = 260, LEFT = 56, RIGHT = 16, TOP = 14, BOTTOM = 44;
@@ -16,7 +16,7 @@ export function element(name, attributes = {}, ...children) {
   return made;
 }
 
-// No two alike: hues by the golden angle, each turn a little darker or lighter.
+// Distinct colours: hues by the golden angle, each turn a little darker or lighter.
 export function colour(n) {
   return `hsl(${(211 + 137.508 * n) % 360} 62% ${[47, 40, 56][Math.floor(n / 7) % 3]}%)`;
 }

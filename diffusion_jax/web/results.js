@@ -1,19 +1,19 @@
-// The views of what runs hold, sweeps and training, and how one turns from view to view.
-// In a page that is frozen into a file all of it stands in the file, and nothing is drawn.
+// The views of sweeps and of training, and the switch between views.
+// A page that is frozen into a file holds all of its data, and draws nothing.
 
 import {element, plot, short} from "/plots.js";
 
 export const $ = (id) => document.getElementById(id);
-const kept = JSON.parse($("kept")?.textContent ?? "null");  // What a frozen page shows, by address.
+const frozen = JSON.parse($("kept")?.textContent ?? "null");  // The data of a frozen page, by address.
 
-export const get = async (path) => kept ? kept[path] : answer(await fetch(path));
+export const get = async (path) => frozen ? frozen[path] : answer(await fetch(path));
 export const post = async (path, body) => answer(await fetch(path, {
   method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(body ?? null)}));
 
 async function answer(response) {
-  const said = await response.json();
-  if (!response.ok) throw new Error(said.error);
-  return said;
+  const content = await response.json();
+  if (!response.ok) throw new Error(content.error);
+  return content;
 }
 
 export function options(select, values, chosen) {
@@ -47,12 +47,12 @@ async function showSweeps() {
     "No sweep yet: the command evaluate makes them."));
 }
 
-// The columns of the chosen sweeps by the axis that they share in a figure.
+// The columns of the chosen sweeps, by the axis on which a figure shows them.
 function axes() {
-  const points = chosen().flatMap((sweep) => sweep.points), found = {guidance: ["guidance"]};
+  const points = chosen().flatMap((sweep) => sweep.points), byAxis = {guidance: ["guidance"]};
   for (const [column, {axis}] of Object.entries(results.metrics))
-    if (points.some((p) => column in p.scores)) (found[axis] ??= []).push(column);
-  return found;
+    if (points.some((p) => column in p.scores)) (byAxis[axis] ??= []).push(column);
+  return byAxis;
 }
 
 function showAxes() {
@@ -63,20 +63,20 @@ function showAxes() {
 }
 
 function showSweep() {
-  const [x, y] = [$("sweep-x").value, $("sweep-y").value], found = axes(), all = Object.keys(found).slice(1);
-  const lower = (axis) => results.metrics[found[axis][0]].lower, distance = all.find(lower);
+  const [x, y] = [$("sweep-x").value, $("sweep-y").value], byAxis = axes(), all = Object.keys(byAxis).slice(1);
+  const lower = (axis) => results.metrics[byAxis[axis][0]].lower, distance = all.find(lower);
   const pairs = y !== EVERY ? [[x, y]] : all.filter((one) => one !== x).map((one) => [x, one]);
-  // A distance over what grows with guidance is the curve that papers show.
+  // Papers show a distance over a score that grows with guidance.
   if (y === EVERY && x === "guidance" && distance)
     pairs.unshift(...all.filter((one) => !lower(one)).map((one) => [one, distance]));
-  $("sweep-plots").replaceChildren(...pairs.map(([across, up]) => figure(found, across, up)));
+  $("sweep-plots").replaceChildren(...pairs.map(([across, up]) => figure(byAxis, across, up)));
   const unlike = chosen().length === results.sweeps.length ? results.unlike : [];
   $("unlike").replaceChildren(...unlike.map((line) => element("p", {class: "error"}, `Not comparable. ${line}`)));
   $("tables").replaceChildren(...chosen().flatMap(pointsTable));
-  showPoint(...best(all.flatMap((axis) => found[axis])));
+  showPoint(...best(all.flatMap((axis) => byAxis[axis])));
 }
 
-// The point that the fewest others surpass, over all scores.
+// The point that is beaten least often, over all scores and points.
 function best(columns) {
   const each = chosen().flatMap((sweep) => sweep.points.map((point) => [sweep, point]));
   const sign = (column) => results.metrics[column].lower ? 1 : -1;
@@ -86,8 +86,8 @@ function best(columns) {
   return each.map((one) => [beaten(one), one]).reduce((a, b) => b[0] < a[0] ? b : a)[1];
 }
 
-function figure(found, x, y) {
-  const [xs, ys] = [found[x], found[y]], lines = [];
+function figure(byAxis, x, y) {
+  const [xs, ys] = [byAxis[x], byAxis[y]], lines = [];
   for (const [a, b] of xs.flatMap((a) => ys.map((b) => [a, b]))) {
     for (const sweep of chosen()) for (const label of new Set(sweep.points.map((p) => p.label))) {
       const own = sweep.points.filter((p) => p.label === label && a in p.scores && b in p.scores)
@@ -104,7 +104,7 @@ function figure(found, x, y) {
   const names = lines.map((line) => line.parts.filter((part) => !shared(part)).join(", "));
   lines.forEach((line, n) => line.name = lines.length === 1 ? line.label
     : names.every(Boolean) ? names[n] : line.parts.join(", "));
-  const bands = xs[0] === "clip_score" && ys[0] === "fid" ? kept?.bands : [];
+  const bands = xs[0] === "clip_score" && ys[0] === "fid" ? frozen?.bands : [];
   return plot({title: x === "guidance" ? y : `${y} over ${x}`, x, y, lines, bands});
 }
 
@@ -137,12 +137,12 @@ function showPoint(sweep, point) {
   const cards = Object.entries(point.cards).map(([name, card]) => element("details", {},
     element("summary", {}, `How it was scored: ${card.extractor ?? name}`), table(Object.entries(card))));
   $("point").replaceChildren(
-    point.sheet ? sheet(point.sheet, "Drawn") : element("p", {class: "note"}, "No pictures of this point were kept."),
+    point.sheet ? sheet(point.sheet, "Drawn") : element("p", {class: "note"}, "The pictures of this point were not saved."),
     sweep.real ? sheet(sweep.real, "Real pictures") : "",
     element("div", {}, element("h2", {}, `${sweep.run}, ${point.label}, guidance ${point.guidance}`),
       table(columns.map((c) => [titled(c), score(point, c)])),
-      point.choices && !kept ? element("div", {class: "buttons"},
-        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with this")) : "",
+      point.choices && !frozen ? element("div", {class: "buttons"},
+        element("button", {type: "button", onclick: () => drawLike(sweep, point)}, "Draw with these settings")) : "",
       ...cards));
 }
 
@@ -158,7 +158,7 @@ function drawLike(sweep, point) {
 const last = (values) => values.at(-1);
 const median = (values) => [...values].sort((a, b) => a - b)[values.length >> 1];
 const TOTAL = /^heldout\/.*\/loss$/;
-// Title, whether a key of the metrics belongs to it, logarithmic, and what is said of each curve.
+// Title, test of a metric's key, whether logarithmic, and label and function of a curve's number.
 const FIGURES = [
   ["Loss", (key) => key === "loss", true, "Median", median],
   ["Loss by noise level", (key) => key.startsWith("loss/"), true],
@@ -172,7 +172,7 @@ let before = "", timer;
 async function followTraining() {
   before = "";
   await showTraining();
-  if (!kept) timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
+  if (!frozen) timer = setInterval(() => document.hidden || showTraining().catch(() => {}), 3000);
 }
 
 async function showTraining() {
@@ -185,7 +185,7 @@ async function showTraining() {
     element("strong", {}, run.name),
     element("span", {}, `step ${run.step.toLocaleString("en")} of ${run.steps.toLocaleString("en")}`),
     element("progress", {max: run.steps || 1, value: run.step, "aria-label": `${run.name}: steps done`}),
-    run.live && !kept ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
+    run.live && !frozen ? element("span", {class: "live"}, `training, ${hours(run.seconds)} left`)
       : element("span", {class: "note"}, run.step >= run.steps ? "finished" : "not running"))));
   $("curves").replaceChildren(...FIGURES.flatMap((one) => curves(now.runs, ...one)));
   showSamples(now.runs);
@@ -215,13 +215,13 @@ function showSamples(runs) {
       oninput: () => {
         const [step, source] = run.samples[Number(slider.value)];
         image.src = source;
-        image.alt = `What ${run.name} drew at step ${step}`;
+        image.alt = `Samples of ${run.name} at step ${step}`;
         label.textContent = `step ${step.toLocaleString("en")}`;
         slider.setAttribute("aria-valuetext", label.textContent);
       }});
     slider.value = follows ? end : at[id].value;
     slider.dispatchEvent(new Event("input"));
-    return [element("h2", {}, `What ${run.name} drew at fixed seeds, `, label),
+    return [element("h2", {}, `Samples of ${run.name} at fixed seeds, `, label),
       element("div", {class: "panel"}, slider, element("div", {class: "scroll"}, image))];
   }));
 }
@@ -229,8 +229,8 @@ function showSamples(runs) {
 // --- Views ------------------------------------------------------------------------------------
 
 const SHOW = {sweeps: showSweeps, training: followTraining};
-const VIEWS = [...(kept ? [] : ["draw"]), ...Object.keys(SHOW)];
-const FIRST = kept && !kept["/api/sweeps"].sweeps.length ? "training" : VIEWS[0];
+const VIEWS = [...(frozen ? [] : ["draw"]), ...Object.keys(SHOW)];
+const FIRST = frozen && !frozen["/api/sweeps"].sweeps.length ? "training" : VIEWS[0];
 
 async function turn(view) {
   for (const name of VIEWS) {
@@ -246,7 +246,7 @@ async function turn(view) {
   }
 }
 
-// Shows the view that the address names; `drawing` gives the address of what is drawn, and follows one.
+// Show the view that the address names. `drawing` returns and follows addresses of drawings.
 export async function open(title, drawing) {
   document.title = $("title").textContent = title;
   const follow = async () => {
@@ -275,7 +275,7 @@ export async function open(title, drawing) {
   await follow();
 }
 
-if (kept) {
+if (frozen) {
   for (const id of ["tab-draw", "view-draw", "detail"]) $(id).remove();
-  open(kept.title);
+  open(frozen.title);
 }

@@ -1,4 +1,4 @@
-"""What training and evaluation wrote into runs, for the page: sweeps, curves, pictures."""
+"""Results of training and evaluation for the page: sweeps, curves and pictures of runs."""
 
 import itertools
 import math
@@ -17,74 +17,80 @@ from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
 Workdirs = Mapping[str, Sequence[str]]
 Show = Callable[[pathlib.Path], str]
-"""Gives the address at which the page finds a picture."""
+"""Returns the address of a picture for the page."""
 _SAMPLES = "samples"
-_POINTS = 400  # Of a curve.
-_LIVE = 120  # Seconds since its last line in which a training counts as running.
-_READ: dict[Any, tuple[Any, Any]] = {}  # Of each file what it held, with its time and size then.
+_MAX_POINTS = 400  # Of a curve.
+_LIVE = 120  # A training whose last line is this many seconds old still counts as running.
+_CACHE: dict[Any, tuple[Any, Any]] = {}  # By file: its time and size, and its content.
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """The stages of each model by a name: its last folder's, with a number where two are alike."""
-    found: dict[str, list[str]] = {}
+    """Return the stages of each model by a unique name, made from its last workdir."""
+    models: dict[str, list[str]] = {}
     for stages in workdirs:
         name = first = pathlib.Path(stages[-1]).name or stages[-1]
-        numbers = itertools.count(len(found) + 1)
-        while name in found:
+        numbers = itertools.count(len(models) + 1)
+        while name in models:
             name = f"{first}_{next(numbers)}"
-        found[name] = list(stages)
-    return found
+        models[name] = list(stages)
+    return models
 
 
 def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
-    """The sweeps that these models drew, which lie in their first stages' folders with others."""
-    found = []
+    """Return the sweeps of these models, with their names.
+
+    A sweep of a cascade is in the workdir of its first stage, beside sweeps of that stage alone.
+    """
+    drawn = []
     for name, stages in workdirs.items():
-        wanted = _folders(stages) if len(stages) > 1 else None
-        found += [(name, one) for one in sweep.read_all(stages[0]) if _stages(one) == wanted]
-    return found
+        cascade = _folders(stages) if len(stages) > 1 else None
+        drawn += [(name, one) for one in sweep.read_all(stages[0]) if _stages(one) == cascade]
+    return drawn
 
 
-def sweeps(found: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Sweeps by their run's name: points with scores, settings, pictures and cards."""
-    found = [(name, one) for name, one in found if one.rows]
+def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
+    """Return what the page shows of sweeps: points with scores, settings, pictures and cards."""
+    filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
                  "lower": metric.lower_is_better}
         for column, metric in table.shown().items()
     }  # fmt: skip
     return {
-        "sweeps": [_sweep(name, one, show) for name, one in found],
+        "sweeps": [_sweep(name, one, show) for name, one in filled],
         "metrics": metrics,
-        "unlike": _unlike([one for _, one in found]),
+        "unlike": _unlike([one for _, one in filled]),
     }
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """What the runs logged, how far they are, what they drew, and how their configs differ.
+    """Return what the page shows of runs: curves, progress, pictures, differences of configs.
 
-    `most` pictures of each, where it is given, from the first to the last.
+    Args:
+        workdirs: The stages of each model, by its name.
+        show: Returns the address of a picture.
+        most: The number of pictures per run, spread from the first to the last; all if None.
     """
-    every = _runs(workdirs)
-    configs = {name: claims.flat(_config(workdir)) for name, workdir in every.items()}
+    by_name = _runs(workdirs)
+    configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
     keys = sorted({key for config in configs.values() for key in config})
     differ = [
         {"field": key, "values": [_plain(config.get(key)) for config in configs.values()]}
         for key in keys
         if len({_plain(config.get(key)) for config in configs.values()}) > 1
     ]
-    read = [_training(name, workdir, show, most) for name, workdir in every.items()]
-    return {"runs": read, "names": list(configs), "differing": differ}
+    shown = [_training(name, workdir, show, most) for name, workdir in by_name.items()]
+    return {"runs": shown, "names": list(configs), "differing": differ}
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """The run of each stage, once, by its own folder's name."""
-    every = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
-    return {name: workdir for name, (workdir,) in named([[w] for w in every]).items()}
+    """Return the workdir of each stage once, by the name of its folder."""
+    unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
+    return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 
 
 def _stages(one: SweepResult) -> list[str] | None:
-    """The folders' names of the stages that drew a sweep, as its cards say; None of one model."""
+    """Return the folder names of the stages that drew a sweep; None for a single model."""
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
         if len(models) > 1:
@@ -96,13 +102,13 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
     return [pathlib.Path(workdir).name for workdir in workdirs]
 
 
-def _unlike(found: Sequence[SweepResult]) -> list[str]:
-    """A line for each field for which scores of these sweeps cannot be compared.
+def _unlike(every: Sequence[SweepResult]) -> list[str]:
+    """Return a line for each field whose differences make scores of sweeps incomparable.
 
-    Extractors count apart, and of one those that pair texts from those that compare with images.
+    Only cards of the same extractor are compared, with reference images or without.
     """
     groups: dict[tuple[str, bool], list[Card]] = {}
-    for card in (scored.card for one in found for scored in one.scored.values()):
+    for card in (scored.card for one in every for scored in one.scored.values()):
         groups.setdefault((card["extractor"], bool(card.get("reference"))), []).append(card)
     return [
         f"{extractor}: {field} differs ({', '.join(dict.fromkeys(map(str, values)))})"
@@ -124,17 +130,21 @@ def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
 
 
 def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
-    """A point; without choices where the table does not say what one model drew it with."""
+    """Return what the page shows of a point.
+
+    Its `choices` are None for a cascade and for one of several models, whose settings the table
+    does not hold in full.
+    """
     numbers = {column: _number(row, column) for column in row}
     scores = {column: number for column, number in numbers.items() if number is not None}
     axes = {sweep.axis_label(axis).replace(" ", "_"): row[axis] for axis in sweep.axes(row)}
     weights = {"ema": row["ema"], "checkpoint": row["checkpoint"]}
     alone = not row.get("model") and _stages(one) is None
-    scale, path = f"{float(row['guidance']):g}", sweep.sheet_of(one, row)
-    drawn = {"guidance": scale, "model": row.get("model"), "checkpoint": row["checkpoint"],
+    guidance, path = f"{float(row['guidance']):g}", sweep.sheet_of(one, row)
+    drawn = {"guidance": guidance, "model": row.get("model"), "checkpoint": row["checkpoint"],
              "average": row["ema"], "later stages": row.get("later"),
              **{name.replace("_", " "): value for name, value in axes.items()}}  # fmt: skip
-    prefix = f"{sweep.point_name(row)}_guidance_{scale}_"
+    prefix = f"{sweep.point_name(row)}_guidance_{guidance}_"
     return {
         "label": sweep.label(row),
         "guidance": float(row["guidance"]),
@@ -147,7 +157,7 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
 
 
 def _number(row: sweep.Row, column: str) -> float | None:
-    """A finite score, an end of its interval, or the scale; None where there is none."""
+    """Return a finite score, an end of its interval or the guidance; None for other columns."""
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None
@@ -165,7 +175,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
     curves = {}
     for key in keys:
         pairs = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        every = -(-len(pairs) // _POINTS)
+        every = -(-len(pairs) // _MAX_POINTS)
         curves[key] = list(_means(pairs, every))
     last = rows[-1]["step"] if rows else 0
     planned = _config(workdir).get("steps", 0)
@@ -185,7 +195,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
 
 
 def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Means over neighbours, so that a curve has some hundreds of points."""
+    """Yield means over `every` neighbours, so that a curve has a few hundred points."""
     for i in range(0, len(pairs), max(1, every)):
         part = pairs[i : i + every]
         yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)
@@ -199,7 +209,7 @@ def _seconds_left(
 
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
-    """What training drew, by its step."""
+    """Return the sheets that training drew, by step."""
     paths = (files.path(workdir) / _SAMPLES).glob("step_*.png")
     return {int(p.stem.removeprefix("step_")): p for p in paths if p.stem[5:].isdigit()}
 
@@ -211,17 +221,17 @@ def _config(workdir: str) -> dict[str, Any]:
         return {}
 
 
-def _read(read: Callable[[Any], Any], of: Any, path: pathlib.Path) -> Any:
-    """read(of), which is read again only where the file at `path` has changed."""
+def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
+    """Return read(source), cached until the file at `path` changes."""
     stat = path.stat()
     stamp = stat.st_mtime_ns, stat.st_size
-    if path not in _READ or _READ[path][0] != stamp:
-        _READ[path] = stamp, read(of)
-    return _READ[path][1]
+    if path not in _CACHE or _CACHE[path][0] != stamp:
+        _CACHE[path] = stamp, read(source)
+    return _CACHE[path][1]
 
 
 def _plain(value: Any) -> str:
-    """A value without the marks of Python; of a hash the beginning, for files hold it whole."""
+    """Return a value as plain text, with hashes cut short."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
     if isinstance(value, list):

@@ -157,7 +157,7 @@ def test_a_job_that_nobody_watches_ends(site, slow):
     wait_for(lambda: first.state == "drawing")
     with second.watched():
         for job in (first, second, third):
-            job.left -= jobs._ALONE
+            job.left -= jobs._UNWATCHED
         assert site.queue.ahead(third) == 2 and third.state == "cancelled"
         slow.go.release(3)
         wait_for(lambda: second.ended)
@@ -168,7 +168,7 @@ def test_a_job_that_nobody_watches_ends(site, slow):
 
 def test_the_pictures_that_were_asked_for_last_are_kept(site, monkeypatch):
     pictures = [site.picture(asked(seed=n)) for n in range(3)]
-    monkeypatch.setattr(jobs, "_KEPT", 20)
+    monkeypatch.setattr(jobs, "_MAX_BYTES", 20)
     for picture in pictures[:2]:
         site.queue._keep(picture, (b"12345", b"12345"))
     assert site.queue.files(pictures[0])
