@@ -35,7 +35,7 @@ from imagen_jax.settings import Sampler, Settings, SuperResolution, check
 from imagen_jax.weights.initial import read_unet
 
 OPTIONS: Options = {
-    **options.OF_RUNS,
+    **options.SHARED,
     "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
     **options.of_group("sampler", Sampler),
 }

@@ -26,7 +26,7 @@ from sd_jax.weights import published, trained
 from sd_jax.weights.published import NO_FACTS, File
 
 OPTIONS: Options = {
-    **options.OF_RUNS,
+    **options.SHARED,
     "vae_weights": Option(
         "Another VAE: a file, a diffusers directory or a workdir.",
         str, field="vae.weights", at_load=True,

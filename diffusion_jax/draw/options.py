@@ -73,7 +73,7 @@ def of_group(group: str, kind: type) -> dict[str, Option]:
     }  # fmt: skip
 
 
-OF_RUNS: Options = {
+SHARED: Options = {
     "ema": Option(
         "The average of a run's weights to draw with: a decay such as 0.9999, a width such as "
         '0.05, "ema" (the largest) or "raw".',
