@@ -126,7 +126,7 @@ def test_a_later_stage_starts_from_pictures_on_disk(drawn, enlarger, tmp_path):
     [
         ("base base", (), "{base} is a base model, which enlarges nothing"),
         ("larger larger", (), "{larger} draws 64 pixels and {larger} enlarges 16 to 64: name a"),
-        ("larger", (), "{larger} enlarges images of 16x16: name a model that draws such before it"),
+        ("larger", (), "{larger} enlarges images of 16x16: name a model that draws them first"),
         ("larger", ("--low_res={large}",), "{larger} enlarges images of 16x16 and got 64x64"),
         ("larger", ("--low_res={small}", "--low_res={small}"), "2 pictures and 1 texts"),
         ("base", ("--low_res={small}",), "{base} is a base model, which starts from no image"),
