@@ -185,7 +185,7 @@ rcp D/none | D/none
 coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not exist
 coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files
 scaling --mfu=2 | mfu
-slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | Slurm has GPUs
+slurm --job.accelerator=v5e:2x2 --job.workdir=/shared/x | choose GPUs for Slurm
 slurm --job.accelerator=h100:12 --job.workdir=/shared/x | hosts have 8 GPUs
 slurm --job.acelerator=h100:8 | did you mean accelerator
 gke --job.image=x --job.workdir=/shared/x | choose a folder in a bucket
