@@ -1,5 +1,6 @@
 """Names and shapes of whole models in three dialects, both ways, and what is refused."""
 
+import functools
 import gzip
 import json
 import pathlib
@@ -20,6 +21,8 @@ TABLES = json.loads(gzip.decompress((FIXTURES / "param_tables" / "sd.json.gz").r
 V1 = UNet(num_heads=8, linear_projections=False)
 MLPERF = UNet(norm_groups=16)
 LINEAR = dict(num_heads=-1, num_head_channels=16, use_linear_in_transformer=True)
+# The shapes of whole models, traced once for all dialects.
+abstract_unet, abstract_vae = map(functools.cache, (names.abstract_unet, names.abstract_vae))
 
 
 def shapes_in_torch(table, abstract):
@@ -40,7 +43,7 @@ def shapes_in_torch(table, abstract):
 def test_whole_unets_have_the_reference_names_shapes_and_counts(
     name, unet, text_width, parameters, dialect
 ):
-    abstract = names.abstract_unet(unet, text_width)
+    abstract = abstract_unet(unet, text_width)
     shapes, count = shapes_in_torch(names.unet_table(abstract, unet, dialect), abstract)
     assert count == parameters and len(shapes) == 686
     assert shapes == TABLES[f"{name}_{dialect}"]
@@ -48,7 +51,7 @@ def test_whole_unets_have_the_reference_names_shapes_and_counts(
 
 @pytest.mark.parametrize("dialect", ["ldm", "diffusers"])
 def test_the_whole_vae_has_the_reference_names_shapes_and_count(dialect):
-    abstract = names.abstract_vae(VAE())
+    abstract = abstract_vae(VAE())
     shapes, count = shapes_in_torch(names.vae_table(abstract, VAE(), dialect), abstract)
     assert count == 83_653_863 and len(shapes) == 248
     assert shapes == TABLES[f"vae_{dialect}"]
