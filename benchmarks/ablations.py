@@ -270,16 +270,15 @@ def drawn(
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
     spent = []
 
-    def draw(prompts, seeds, scale):
+    def draw(prompts, seeds, guidance):
         start = time.process_time()
-        images = point.draw(prompts, [s + 10_000 * seed for s in seeds], scale)
+        images = point.draw(prompts, [s + 10_000 * seed for s in seeds], guidance)
         spent.append((time.process_time() - start) / len(seeds))
         return images
 
     draw(scorer.prompts[:batch_size], range(batch_size), s.sampler.guidance)  # Compiles.
     spent.clear()
-    scale = s.sampler.guidance
-    scores = scoring.score_now(scorer, draw, (scale,), batch_size)
+    scores = scoring.score_now(scorer, draw, (s.sampler.guidance,), batch_size)
     logging.info("%s: %s", variant.key, scores)
     row = {name.rpartition("/")[2]: value for name, value in scores.items()}
     return {"steps": steps, "picture_ms": 1e3 * statistics.median(spent)} | row

@@ -124,7 +124,7 @@ def draw_batches(
     `pictures` holds pictures and masks by their names in sampling. Where guidance changes nothing,
     the negative prompt is not even encoded.
     """
-    s = model.settings.sampler
+    s: settings.Sampler = model.settings.sampler
     negative_prompt = s.negative_prompt if negative_prompt is None else negative_prompt
     guidance = s.guidance if guidance is None else guidance
     batch = {**sampling.prompts(model.encoder, prompts, negative_prompt), **(pictures or {})}

@@ -59,7 +59,7 @@ def make_task(s: AutoencoderSettings) -> Task:
         metrics = {"reconstruction": error, "kl": kl, "latent_std": z.std()}
         return error + s.reconstruction.kl * kl, metrics
 
-    def sample(params, frozen, batch, keys, scale):
+    def sample(params, frozen, batch, keys, guidance):
         moments: Any = s.vae.apply(params, batch["image"], method="encode")
         mean, _ = vae_module.mean_and_std(moments)
         images: Any = s.vae.apply(params, mean, method="decode")

@@ -63,13 +63,13 @@ def score_now(
     place of the scores: {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}
-    for scale in guidance:
-        name = f"guidance_{scale:g}"
-        compute = loop.drawing(scorer, draw, scale, batch_size)
+    for value in guidance:
+        name = f"guidance_{value:g}"
+        compute = loop.drawing(scorer, draw, value, batch_size)
         features = loop.collect(len(scorer.prompts), batch_size, compute, name)
         bad = int((~features["fine"]).sum())
         if bad:
-            logging.warning("%d images at guidance %g are not finite: no scores of it", bad, scale)
+            logging.warning("%d images at guidance %g are not finite: no scores of it", bad, value)
         row = {"images_not_finite": float(bad)} if bad else scorers.columns(scorer.score(features))
         scores |= {f"evaluation/{name}/{column}": value for column, value in row.items()}
     return scores
