@@ -138,5 +138,5 @@ def test_numbers_that_do_not_fit_are_errors(model):
     images = np.zeros((2, 6, 4, 3), np.uint8)
     with pytest.raises(ValueError, match="2 images and 1 seeds: give one for each"):
         drawing.draw(model, ["a"], [0], images=images)
-    with pytest.raises(ValueError, match="the images' height is 5: latents are images 2 times"):
+    with pytest.raises(ValueError, match="the images' height is 5: it must be a multiple of 2"):
         drawing.draw(model, ["a"], [0], images=images[:1, :5])

@@ -98,7 +98,7 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
         ),
         (("--model={d}",), "there is nothing to draw: give --prompt=TEXT or --prompts=FILE"),
         (("--model={d}", "--prompts=nope.txt"), "nope.txt"),
-        (("--model={d}", "--prompt=a", "--height=9"), "sampler.height is 9: latents are images 2"),
+        (("--model={d}", "--prompt=a", "--height=9"), "sampler.height is 9: it must be a mult"),
         (("--model={d}", "--prompt=a", "--sampler=ddimm"), "sampler.name is 'ddimm': did you mean"),
         (("--model={d}", "--prompt=a", "--steps=1001"), "sampler.steps is 1001: it must be"),
         (("--model=nope", "--prompt=a"), "nope"),
