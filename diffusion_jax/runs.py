@@ -1,8 +1,8 @@
-"""The folder of a run: its config, which outlives the code, and the names of what else lies there.
+"""Workdirs: the config of a run, its lock, and the names of its folders.
 
-config.json holds the whole config, also what its file omitted, and the version of configs. Fields
-that came later have their defaults when it is read back; those that were renamed or removed are in
-CHANGES.
+config.json holds the whole config with all defaults, and the version of configs. When it is read
+back, fields that were added later take their defaults, and renamed or removed fields are upgraded
+(see config.versions).
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from diffusion_jax.machine.exits import Busy
 CONFIG = "config.json"
 CHECKPOINTS = "checkpoints"
 EVALUATION = "evaluation"
-# What a run may change when it is continued: none of it changes what is learned.
+# Fields that a continued run may change, because they do not affect what is learned.
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
          "optimizer.snapshot_every", "optimizer.snapshot_dtype", "sampler.", "evaluation.",
@@ -35,9 +35,12 @@ _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_
 def claim(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], *, write: bool = True
 ) -> None:
-    """Writes the config into a new workdir; ValueError if another config made the workdir.
+    """Write the config into a new workdir, or compare it with the config of an existing one.
 
-    Fields that change nothing of what is learned may differ: how long, how often, on which mesh.
+    Fields that do not affect what is learned may differ, such as the number of steps or the mesh.
+
+    Raises:
+        ValueError: If the workdir was made with another config, or is not a folder.
     """
     _check_folder(workdir)
     path = files.path(workdir) / CONFIG
@@ -59,9 +62,10 @@ def claim(
 
 @contextlib.contextmanager
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """A context in which this run alone writes into a workdir, which is made if need be.
+    """Hold the lock of a workdir, which is created if necessary. All processes must enter it.
 
-    Every process must enter it alike; the first holds the lock. Busy if another run does.
+    Raises:
+        Busy: If another run holds the lock.
     """
     _check_folder(workdir)
     lock, errors = writer.Writer(workdir), {Busy: "", ValueError: ""}
@@ -79,20 +83,21 @@ def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _check_folder(workdir: str | os.PathLike[str]) -> None:
-    """ValueError for a file, and for a bucket that cannot be written to."""
+    """Raise ValueError for a path inside a file, and for a bucket that is not writable."""
     if files.remote(workdir):
-        if jax.process_index() == 0:  # The others end with it.
+        if jax.process_index() == 0:  # If it fails, the other processes end too.
             files.check_writable(workdir, "--workdir")
         return
     if any(path.is_file() for path in (pathlib.Path(workdir), *pathlib.Path(workdir).parents)):
-        raise ValueError(f"workdir {workdir} is a file, or in one: name a folder")
+        raise ValueError(f"workdir {workdir} is a file, or inside one: name a folder")
 
 
 def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:
-    """The config of a workdir as today's code writes it, whichever earlier code wrote it.
+    """Return the config of a workdir, upgraded to today's fields.
 
-    FileNotFoundError if there is none; ValueError if today's code cannot do what it says, or it is
-    not of the system that is asked for.
+    Raises:
+        FileNotFoundError: If the workdir has no config.
+        ValueError: If this code cannot run the config, or if it is of another system than `system`.
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():

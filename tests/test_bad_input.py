@@ -57,8 +57,8 @@ train --nosuch=1 | Unknown command line flag 'nosuch'
 train word | unknown arguments ['word']
 train --config=configs/sd_quickstart.py | the config is of the system sd_jax, not imagen_jax
 sd_train --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
-train --workdir=D/file | workdir D/file is a file, or in one: name a folder
-train --workdir=D/file/in | workdir D/file/in is a file, or in one: name a folder
+train --workdir=D/file | workdir D/file is a file, or inside one: name a folder
+train --workdir=D/file/in | workdir D/file/in is a file, or inside one: name a folder
 train --workdir= | --workdir is empty
 train --workdir=/proc/none/x | /proc/none
 train --workdir=D/damaged | D/damaged/config.json: Expecting property name
@@ -92,7 +92,7 @@ train --config.sampler.sigma_max=inf | sampler.sigma_max is inf: it must be abov
 train --config.sampler.guidance_low=5.0 --config.sampler.guidance_high=2.0 | guidance_high is 2.0
 train --config.sampler.name=huen | sampler.name is 'huen': did you mean 'heun'?
 train --config.prompts=(1,2) | prompts is (1, 2): it must be a tuple, each a text
-train --config.prompts=() | prompts is empty: give texts to draw on the way
+train --config.prompts=() | prompts is empty: give texts to draw during training
 train --config.text.encoder=t6 | text.encoder is 't6': choose from hashed, t5
 train --config.text.encoder=t5 | weights
 train --config.evaluation.guidance=() --config.evaluation.every=8 | evaluation.guidance is empty

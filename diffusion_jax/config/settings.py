@@ -1,8 +1,8 @@
-"""The groups that the configs of all systems have, with their defaults, and checks of values.
+"""The config groups shared by all systems, and how a config group becomes a typed tuple.
 
-A config is written in configs/ as plain values, of which it may omit those with a default. Below
-the entry points nobody sees it: functions take these tuples or single values. A field's range
-stands in its annotation (see ranges), as an interval of numbers or as a table of names.
+Configs hold plain values and can omit fields that have a default. Only the entry points see a
+config: all other functions take these tuples or single values. The annotation of a field holds its
+range, an interval of numbers or a table of names (see ranges).
 """
 
 import dataclasses
@@ -187,7 +187,7 @@ class Data(NamedTuple):
 
     @property
     def embedded(self) -> bool:
-        """Whether `text` names embeddings in files beside the images, and no captions."""
+        """Whether `text` names embeddings beside the images instead of captions."""
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
@@ -195,13 +195,17 @@ class Data(NamedTuple):
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A config's own values, and its groups."""
+    """Split a config into the fields outside groups, and its groups."""
     groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
     return {key: value for key, value in config.items() if key not in groups}, groups
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """A config group as a NamedTuple or a network; ValueError as of `complete` and `check`."""
+    """Return a config group as a NamedTuple or network.
+
+    Raises:
+        ValueError: For unknown or missing fields, and values out of range.
+    """
     values = {k: plain(value) for k, value in complete(ranges.defaults(kind), group, name).items()}
     ranges.check(kind, values, name)
     if dataclasses.is_dataclass(kind):
@@ -210,36 +214,41 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
 
 
 def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A config group with the defaults of what it omits, in the order of `fields`.
+    """Return a config group with the defaults of the fields that it omits.
 
-    `fields` are the group's, with their defaults; `name` is the group's, "" for a config's own
-    values. ValueError for unknown fields, and for omitted ones without a default.
+    Args:
+        fields: The group's fields with their defaults, in order; MISSING for none.
+        group: The values of the config.
+        name: The group's name for messages; "" for fields outside groups.
+
+    Raises:
+        ValueError: For unknown fields, and for omitted fields without a default.
     """
     dot = f"{name}." if name else ""
     unknown = sorted(group.keys() - fields.keys())
     if unknown:
         close = difflib.get_close_matches(unknown[0], list(fields), n=1)
-        hint = f"did you mean {dot}{close[0]}?" if close else f"known are {', '.join(fields)}"
+        hint = f"did you mean {dot}{close[0]}?" if close else f"choose from {', '.join(fields)}"
         raise ValueError(f"unknown config field {dot}{unknown[0]}: {hint}")
     missing = [f for f in sorted(fields) if fields[f] is dataclasses.MISSING and f not in group]
     if missing:
         raise ValueError(f"the config lacks {', '.join(dot + field for field in missing)}")
     values = {**fields, **group}
-    for field, value in group.items():  # A file may say 0 of what the command line makes 0.5.
+    for field, value in group.items():  # A file can hold 0 for a field that takes 0.5.
         if isinstance(fields[field], float) and type(value) is int:
             values[field] = float(value)
     return values
 
 
 def check_prompts(run: Run, data: Data) -> None:
-    """ValueError if there is nothing to draw on the way."""
+    """Raise ValueError if sampling during training has no prompts."""
     if not data.embedded and run.sample_every and not run.prompts:
         raise ValueError(
-            "prompts is empty: give texts to draw on the way, such as "
+            "prompts is empty: give texts to draw during training, such as "
             "--config.prompts=\"('a red dog',)\", or set sample_every=0"
         )
 
 
 def plain(value: Any) -> Any:
-    """A list, which is what JSON makes of a tuple, as a tuple again, at any depth."""
+    """Convert lists, which JSON makes of tuples, to tuples at any depth."""
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value

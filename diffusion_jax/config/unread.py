@@ -1,6 +1,6 @@
-"""Which fields of a config nothing reads: those of another sampler, objective or data source.
+"""Find config fields that nothing reads, such as those of another sampler or objective.
 
-Settings that are watched note what is read of them, so that no table says who reads what.
+Watched settings record which fields are read, so that no table has to list the readers.
 """
 
 from collections.abc import Callable, Collection
@@ -10,10 +10,15 @@ from diffusion_jax.config import ranges
 
 
 def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """The same settings, and what says which fields of these groups were not read so far.
+    """Return settings that record reads, and a function that returns the unread fields so far.
 
-    It gives {"sampler.eta": 0.5} of the fields that are not at their default. A group that is
-    taken apart as a whole counts as read.
+    Args:
+        s: The settings.
+        names: The groups to watch.
+
+    Returns:
+        The settings, and a function that returns {"sampler.eta": 0.5} for unread fields that differ
+        from their default. A group that is unpacked as a whole counts as read.
     """
     groups = {name: getattr(s, name) for name in names if hasattr(s, name)}
     read: dict[str, set[str]] = {name: set() for name in groups}
@@ -31,24 +36,21 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
 
 
 def _watch(group: Any, read: set[str]) -> Any:
-    """The same NamedTuple, which adds to `read` the names that it is asked for."""
+    """Return the same NamedTuple, which adds the names of read fields to `read`."""
     kind: Any = type(group)
 
     class Watched(kind):
-        """Notes what is read."""
+        """A NamedTuple that records reads."""
 
         def __getattribute__(self, name: str) -> Any:
-            """The field."""
             read.add(name)
             return super().__getattribute__(name)
 
         def __iter__(self) -> Any:
-            """The values of all fields."""
             read.add("__iter__")
             return super().__iter__()
 
         def __reduce__(self) -> Any:
-            """A copy is not watched."""
-            return kind, tuple(group)
+            return kind, tuple(group)  # A copy does not record reads.
 
     return Watched(*group)

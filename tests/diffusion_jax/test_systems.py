@@ -60,7 +60,7 @@ def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeyp
         ("c.system = 'imagen'", "system is 'imagen': did you mean 'imagen_jax'?"),
         ("c.system = 'sd_jax.vea'", "system is 'sd_jax.vea': did you mean 'sd_jax.vae'?"),
         ("c.unet.kind = 'effcient'", "unet.kind is 'effcient': did you mean 'efficient'?"),
-        ("c.vae = dict(width=8)", "unknown config field vae: known are unet, text, diffusion"),
+        ("c.vae = dict(width=8)", "unknown config field vae: choose from unet, text, diffusion"),
     ],
 )
 def test_a_mistake_in_a_file_is_named(monkeypatch, file, line, message):

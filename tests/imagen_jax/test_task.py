@@ -304,7 +304,7 @@ def test_levels_come_from_the_sampler_or_from_the_schedule():
         (
             "prompts",
             (),
-            'prompts is empty: give texts to draw on the way, such as --config.prompts="(',
+            'prompts is empty: give texts to draw during training, such as --config.prompts="(',
         ),
     ],
 )
