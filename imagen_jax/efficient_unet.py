@@ -14,23 +14,21 @@ from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts
-from diffusion_jax.nn.layers import KEEPS, conv, dense, with_remat
+from diffusion_jax.config.ranges import Amount, Count, Counts
+from diffusion_jax.nn.layers import conv, dense, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, HalvingConv, ResBlock, check_width
+from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, check_width
 
 
-class EfficientUNet(nn.Module):
+class EfficientUNet(Network):
     """Network F(x, time | text, low-res image); its fields are the `unet` group of a config.
 
     The attention's context is as wide as the text. The deepest level does not halve the resolution.
     """
 
-    image_size: Count
     embed_dim: Count = 128
     channel_mult: Counts = (1, 2, 4, 8, 8)
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
@@ -38,7 +36,6 @@ class EfficientUNet(nn.Module):
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
     """Levels whose residual blocks are followed by attention, both on the way down and up."""
     attention: str = "fused"
-    head_dim: Count = 64
     num_heads: Amount = 0
     """Number of attention heads, which overrides `head_dim`; 0 for heads of `head_dim`."""
     text_pooling: str = "attention"
@@ -50,14 +47,6 @@ class EfficientUNet(nn.Module):
     scale_shift: bool = True
     scale_skips: bool = True
     """Whether to scale the shortcuts of residual blocks by 1 / sqrt(2)."""
-    noise_aug: bool = False
-    """Whether the low-res image is noisy; a second time input gives its noise level."""
-    remat: bool = False
-    remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
-    attention_impl: str = "auto"
-    """Implementation of attention, see attention.attend."""
-    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

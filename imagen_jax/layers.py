@@ -3,7 +3,7 @@
 Images are NHWC. Shapes: B batch, H W pixels, C channels, E time embedding.
 """
 
-from typing import Any
+from typing import Annotated, Any
 
 import flax.linen as nn
 import jax
@@ -12,8 +12,24 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from diffusion_jax.config.ranges import DTYPES, Count
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import GroupNorm, conv, dense, uniform
+from diffusion_jax.nn.layers import KEEPS, GroupNorm, conv, dense, uniform
+
+
+class Network(nn.Module):
+    """Fields that all UNets of Imagen share."""
+
+    image_size: Count
+    head_dim: Count = 64
+    noise_aug: bool = False
+    """Whether the low-res image is noisy; a second time input gives its noise level."""
+    remat: bool = False
+    remat_keeps: Annotated[str, KEEPS] = "nothing"
+    """With remat, the values to store instead of recomputing them: a key of nn.layers.KEEPS."""
+    attention_impl: str = "auto"
+    """Implementation of attention, see attention.attend."""
+    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
 
 class ResBlock(nn.Module):

@@ -18,24 +18,23 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import DTYPES, Count, Counts, Decay
+from diffusion_jax.config.ranges import Count, Counts, Decay
 from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import attend, counts_keys, valid_first
-from diffusion_jax.nn.layers import KEEPS, with_remat
+from diffusion_jax.nn.layers import with_remat
 from diffusion_jax.nn.magnitude import MPConv, mp_cat, mp_fourier, mp_silu, mp_sum, normalize
 from imagen_jax.attention import check_attention, check_heads
 from imagen_jax.conditioning import check_low_res, required, with_low_res
-from imagen_jax.layers import check_resolutions
+from imagen_jax.layers import Network, check_resolutions
 
 ATTENTION = ("fused", "cross", "self")
 _BRANCH = 0.3  # Weight of a residual or attention branch in the sum with its input.
 _CLIP = 256  # Activations are clipped to this magnitude.
 
 
-class MagnitudeUNet(nn.Module):
+class MagnitudeUNet(Network):
     """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
 
-    image_size: Count
     patch: Count = 1
     """Side of the patches that pixels are gathered into first; resolutions then count patches."""
     embed_dim: Count = 192
@@ -45,18 +44,9 @@ class MagnitudeUNet(nn.Module):
     attention: Annotated[str, ATTENTION] = "fused"
     """Whether pixels attend to pixels and text ("fused"), to text ("cross"), or to pixels ("self",
     as in the paper)."""
-    head_dim: Count = 64
     cond_dim: Count = 512
     dropout: Decay = 0.0
     low_res: bool = False
-    noise_aug: bool = False
-    """Whether the low-res image is noisy; a second time input gives its noise level."""
-    remat: bool = False
-    remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
-    attention_impl: str = "auto"
-    """Implementation of attention, see attention.attend."""
-    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

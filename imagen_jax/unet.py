@@ -14,21 +14,19 @@ from typing import Annotated
 
 import flax.linen as nn
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from diffusion_jax.config.ranges import DTYPES, Amount, Count, Counts, Decay
+from diffusion_jax.config.ranges import Amount, Count, Counts, Decay
 from diffusion_jax.nn import ops
-from diffusion_jax.nn.layers import KEEPS, GroupNorm, blocks_per_level, conv, with_remat
+from diffusion_jax.nn.layers import GroupNorm, blocks_per_level, conv, with_remat
 from imagen_jax.attention import BLOCKS, check_attention, check_heads
 from imagen_jax.conditioning import check_conditioning, condition, with_low_res
-from imagen_jax.layers import ConvTranspose, ResBlock, check_resolutions, check_width
+from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_resolutions, check_width
 
 
-class UNet(nn.Module):
+class UNet(Network):
     """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
 
-    image_size: Count
     patch: Count = 1
     """Side of the patches that pixels are gathered into first (Hoogeboom et al. 2023); resolutions
     then count patches. NeMo's models have 1."""
@@ -37,7 +35,6 @@ class UNet(nn.Module):
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (8, 16, 32)
     attention: str = "fused"
-    head_dim: Count = 64
     cond_dim: Count = 512
     text_pooling: str = "attention"
     learned_time_dim: Amount = 0
@@ -52,14 +49,6 @@ class UNet(nn.Module):
     convolution."""
     dropout: Decay = 0.0
     low_res: bool = False
-    noise_aug: bool = False
-    """Whether the low-res image is noisy; a second time input gives its noise level."""
-    remat: bool = False
-    remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
-    attention_impl: str = "auto"
-    """Implementation of attention, see attention.attend."""
-    dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     @nn.compact
     def __call__(

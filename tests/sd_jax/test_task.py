@@ -253,7 +253,10 @@ def test_ddim_starts_at_n01_and_steps_as_ldm_does():
             {"data__source": "webdataset", "data__text": "npy"},
             "data.text is 'npy': Stable Diff",
         ),
-        ({"sample_every": 1, "prompts": ()}, "prompts is empty: give texts to draw during training"),
+        (
+            {"sample_every": 1, "prompts": ()},
+            "prompts is empty: give texts to draw during training",
+        ),
         ({"unet__head_dim": 7}, "unet.head_dim 7 does not divide the width 32"),
         ({"optimizer__schedule": "linear"}, "optimizer.schedule is 'linear': choose from constant"),
     ],

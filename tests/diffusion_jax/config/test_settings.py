@@ -46,7 +46,7 @@ def test_the_configs_own_values_are_read_without_its_groups():
         (
             {"width": 1, "sizes": (), "qqq": 0},
             "unet",
-            "unknown config field unet.qqq: known are width, sizes",
+            "unknown config field unet.qqq: choose from width, sizes",
         ),
         ({}, "unet", "the config lacks unet.sizes, unet.width"),
         ({"width": 1}, "", "the config lacks sizes"),
