@@ -18,8 +18,7 @@ import numpy as np
 
 from diffusion_jax import finetune
 from diffusion_jax.data import sources
-from diffusion_jax.data.pictures import Pictures
-from diffusion_jax.data.pipeline import training_batches
+from diffusion_jax.data.pipeline import Batches, training_batches
 from diffusion_jax.machine import sharding
 from diffusion_jax.precache import lookup
 from diffusion_jax.task import to_range
@@ -35,41 +34,48 @@ _SHOWN = 8  # Pictures whose texts are drawn where the prompts cannot be.
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Open the text encoder, the data and the model; ValueError or OSError if one is missing."""
-    # The text encoder; with `embedded` its outputs lie beside the pictures, and it is not opened.
-    embedded, guidance = s.data.embedded, s.sampler.guidance
-    encoder = lookup.open_encoder(s.text, embedded)
+    # The text encoder, which is not opened if its outputs lie beside the pictures (`embedded`).
+    encoder = lookup.open_encoder(s.text, s.data.embedded)
 
-    # The data: this process's rows of each batch.
-    shape = (s.text.max_tokens, s.text.width) if embedded else None
-    pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
-    batches = training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
-
-    # What is drawn during training: the prompts, or the texts of the first pictures, for a model
-    # that needs their small images, or where no encoder is at hand to read the prompts.
-    open_prompts = functools.partial(lookup.open_prompts, s.text, encoder, embedded)
-    factor, prompts = s.super_resolution.factor, s.run.prompts
-    if factor == 1 and (not embedded or (prompts and s.text.weights)):
-        examples = loop.Examples(open_prompts(prompts)(prompts), prompts, guidance)
-    else:
-        examples = _first_pictures(batches.pictures, encoder, factor, guidance)
+    # The data, and what is drawn during training.
+    batches = open_batches(s, encoder, mesh)
+    examples = _examples(s, encoder, batches)
 
     # The model, from random numbers or from given weights, all of which or a LoRA of it is trained.
     read = lambda: _read_weights(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
+    open_prompts = _open_prompts(s, encoder)
     return loop.Inputs(task, batches, examples, start=start, base=base, open_prompts=open_prompts)
 
 
-def _first_pictures(
-    pictures: Pictures, encoder: TextEncoder, factor: int, guidance: float
-) -> loop.Examples:
-    """Return the texts of the first pictures, and their small images if `factor` is above 1."""
-    images, texts = pictures.read(np.arange(min(_SHOWN, len(pictures))))
+def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
+    """Open the training data of a config: this process's rows of each batch."""
+    shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
+    pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
+    return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
+
+
+def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
+    """Return the config's prompts, or the texts of the first pictures if prompts cannot be drawn.
+
+    A super-resolution model needs small images as well, so it takes those of the first pictures.
+    Prompts also need an encoder, which runs on stored embeddings may lack.
+    """
+    factor, prompts = s.super_resolution.factor, s.run.prompts
+    if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):
+        texts = _open_prompts(s, encoder)(prompts)(prompts)
+        return loop.Examples(texts, prompts, s.sampler.guidance)
+    images, texts = batches.pictures.read(np.arange(min(_SHOWN, len(batches.pictures))))
     batch = encoder.tokenize(texts)
     if factor > 1:
         batch["low_res"] = np.asarray(super_resolution.shrink(to_range(images), factor))
     captions = [t if isinstance(t, str) else f"text of picture {i}" for i, t in enumerate(texts)]
-    return loop.Examples(batch, tuple(captions), guidance)
+    return loop.Examples(batch, tuple(captions), s.sampler.guidance)
+
+
+def _open_prompts(s: Settings, encoder: TextEncoder) -> loop.OpenPrompts:
+    return functools.partial(lookup.open_prompts, s.text, encoder, s.data.embedded)
 
 
 def _read_weights(path: str, unet: Any, text_width: int) -> Any:
