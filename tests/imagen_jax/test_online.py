@@ -116,7 +116,7 @@ def test_the_shipped_config_is_nemos():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ({"encoder": "t6"}, "text.encoder is 't6': choose from hashed, t5, clip,"),
+        ({"encoder": "t6"}, "text.encoder is 't6': choose from hashed, t5, minilm, clip"),
         ({"dtype": "float16"}, "text.dtype is 'float16': did you mean 'bfloat16'"),
     ],
 )
