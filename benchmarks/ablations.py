@@ -40,6 +40,7 @@ from diffusion_jax.diffusion import guidance, objective, samplers
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import scorers
+from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.machine import files, sharding
 from diffusion_jax.train import loop, optimizer, scoring
 from diffusion_jax.train.command import exit_if_stopped
@@ -327,7 +328,7 @@ if __name__ == "__main__":
             variants = select(_ONLY.value)
             seeds = [int(seed) for seed in _SEEDS.value]
         root, size = pathlib.Path(str(measure.WORKDIR.value)), Size(_STEPS.value, _CHANNELS.value)
-        scorer = scorers.of_digits(SIDE)
+        scorer = open_scorer(SIDE)
         for seed, variant in itertools.product(seeds, variants):
             found = result(root, variant, seed, scorer, size)
             measure.say({"axis": variant.axis, "variant": variant.name, **found})

@@ -36,7 +36,7 @@ def get_config() -> ConfigDict:
     c.optimizer.update(
         lr=2e-3, schedule="cosine", warmup=100, b2=0.99, ema_decays=(0.999,), ema_warmup=True
     )
-    c.data.update(source="digits", path="", text="txt", threads=1)
+    c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=1)
 
     c.evaluation.guidance = (2.0,)
     c.log_every, c.sample_every = 50, 600

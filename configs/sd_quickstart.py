@@ -49,7 +49,7 @@ def get_config() -> ConfigDict:
         ema_decays=(0.999,),
         ema_warmup=True,
     )
-    c.data.update(source="digits", path="", threads=1)
+    c.data.update(source="diffusion_jax.examples.digits", path="", threads=1)
 
     c.evaluation.guidance = (2.0,)
     c.log_every, c.sample_every = 50, 750

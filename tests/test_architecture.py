@@ -31,13 +31,13 @@ ALLOWED = {
     "weights": {"", "config", "machine"},
     "text": {"", "config", "machine", "weights"},
     "data": {"", "config", "machine"},
-    "precache": {"", "config", "machine", "data", "examples", "text", "weights"},
+    "precache": {"", "config", "machine", "data", "text", "weights"},
     "train": {"", "config", "machine", "data", "draw", "evaluate", "nn", "text", "weights"},
     "start": {"", "config", "machine", "data", "train", "weights"},
     "draw": {"", "config", "machine", "diffusion", "text", "precache", "weights"},
     "metrics": {"", "config", "machine", "data", "text", "weights"},
-    "examples": {"", "config", "machine", "data"},
-    "evaluate": {"", "config", "machine", "data", "draw", "examples", "metrics", "text"},
+    "examples": {"", "config", "machine", "data", "evaluate", "metrics"},
+    "evaluate": {"", "config", "machine", "data", "draw", "metrics", "text"},
     "web": {"", "config", "machine", "draw", "evaluate", "metrics", "weights"},
 }
 # Files of data/ that may name the examples.

@@ -17,7 +17,7 @@ from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, 
 
 CROPS = ("center", "random")
 UNCAPTIONED = ("error", "drop", "empty")
-CAPTIONED = ("digits", "arrow", "tfds")
+CAPTIONED = ("arrow", "tfds")
 """Data sources that have captions whatever data.text says."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold embeddings made before training, one text each."""

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-VERSION = 2
+VERSION = 3
 """The version written today. Configs of version 0 hold neither a version nor a system."""
 # The systems of version-0 configs: the first of these groups that a config has decides.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
+# Data sources of version 2 that moved out of data/, and the modules that they are now.
+_SOURCES = {"digits": "diffusion_jax.examples.digits"}
 
 
 class Change(NamedTuple):
@@ -35,6 +37,7 @@ class Change(NamedTuple):
 CHANGES: tuple[Change, ...] = (
     # "precomputed" meant stored embeddings, which data.text now names; NeMo's come from T5.
     Change(2, "text.encoder", values={"precomputed": "t5"}),
+    Change(3, "data.source", values=_SOURCES),
 )
 
 
@@ -56,7 +59,8 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
         if version >= change.version or field not in place:
             continue
         if change.values:
-            place[field] = change.values.get(place[field], place[field])
+            renamed = [new for old, new in change.values.items() if place[field] == old]
+            place[field] = renamed[0] if renamed else place[field]
             continue
         value = place.pop(field)
         if change.learned and value not in change.learned:
@@ -67,4 +71,16 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
         if change.renamed:
             group, _, field = change.renamed.rpartition(".")
             (config.setdefault(group, {}) if group else config)[field] = value
+    if version < 3:
+        _rename_mixed_sources(config)
     return config
+
+
+def _rename_mixed_sources(config: dict[str, Any]) -> None:
+    """Apply _SOURCES to the parts (weight, source, path, text) of data.mixture, in place."""
+    match config.get("data"):
+        case {"mixture": [*parts]}:
+            for part in parts:
+                match part:
+                    case [_, str(source), *_]:
+                        part[1] = _SOURCES.get(source, source)

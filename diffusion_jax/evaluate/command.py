@@ -52,7 +52,7 @@ class Subject(NamedTuple):
     workdir: pathlib.Path
     """Receives the files of sweeps, under evaluation/."""
     source: str
-    """The source of the training data; "digits" have prompts and a judge of their own."""
+    """The source of the training data, which may have its own prompts and judge."""
     size: int
     """The side of its pictures."""
     batch_size: int
@@ -145,7 +145,6 @@ def command(
     open_subjects: Callable[[Sequence[Sequence[Weights]]], Sequence[Subject]],
     guidance: Sequence[float],
     write_page: Callable[[pathlib.Path], pathlib.Path],
-    digits_guidance: Sequence[float] = (1, 1.5, 2, 3, 4),
 ) -> None:
     """Run `python -m SYSTEM.evaluate --workdir=FOLDER`, with the caller's docstring as its --help.
 
@@ -154,7 +153,6 @@ def command(
             ValueError and OSError become a one-line message and exit code 2.
         guidance: The guidance to score at by default.
         write_page: Writes the page of a workdir and returns its path.
-        digits_guidance: The default for coloured digits.
     """
     f = sweep_flags.define(guidance)
 
@@ -171,10 +169,9 @@ def command(
                 files.check_writable(f["out"].value, "--out")
                 subjects = [s._replace(workdir=files.path(f["out"].value)) for s in subjects]
             scorer = _scorer(subjects, f)
-        default = digits_guidance if "digits" in scorer.cards else guidance
         plan = Sweep(
-            chosen or default, f["seed"].value, f["batch_size"].value, f["save_images"].value,
-            f["name"].value, f["size"].value,
+            chosen or scorer.guidance or guidance, f["seed"].value, f["batch_size"].value,
+            f["save_images"].value, f["name"].value, f["size"].value,
         )  # fmt: skip
         with cli.bad_input():
             plans = [rehearse(subject, scorer, plan) for subject in subjects]
@@ -311,12 +308,15 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
     value = lambda name: f[name].value
     size, sources = value("size") or common_size(subjects), {s.source for s in subjects}
     source = sources.pop() if len(sources) == 1 else ""
-    if source == "digits" and not value("prompts"):
+    own = None if value("prompts") else scorers.own_scorer(source)
+    if own is not None:
         scorers.check_unused("--", {name: holder.value for name, holder in f.items()})
-        return scorers.of_digits(size, value("num_seen"), value("num_heldout"), value("metrics"))
+        return own(size, value("num_seen"), value("num_heldout"), value("metrics"))
     for name in ("num_seen", "num_heldout"):
         if f[name].present:
-            logging.warning("--%s is for the prompts of the digits: it has no effect here", name)
+            logging.warning(
+                "--%s is for a data source with its own prompts: it has no effect here", name
+            )
     prompts = prompt_files.read(value("prompts"), value("num_prompts")) if value("prompts") else []
     names = ("prompts", "reference", "inception", "clip", "clip_reference", "dinov2",
              "dinov2_reference", "judge", "metrics")  # fmt: skip

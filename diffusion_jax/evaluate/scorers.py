@@ -1,6 +1,5 @@
 """Scorers: the prompts of an evaluation, and the judges that score the pictures drawn from them."""
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -10,8 +9,7 @@ from jaxtyping import Float, UInt8
 
 from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.data import prompts as prompt_files
-from diffusion_jax.examples.digits import judge as judges
-from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.data import sources
 from diffusion_jax.machine import sheets
 from diffusion_jax.metrics import (
     cards,
@@ -42,7 +40,6 @@ _NO_FEATURES = (
     "with python -m diffusion_jax.metrics stats --keep_features"
 )
 _SHOWN = 42  # Number of pictures on a sheet.
-_REAL = 4_000  # Number of real digits that generated ones are compared with.
 
 
 class Judge(NamedTuple):
@@ -70,6 +67,7 @@ class Scorer:
         groups: Mapping[str, slice] | None = None,
         shown: Sequence[int] = range(_SHOWN),
         real: Real | None = None,
+        guidance: Sequence[int | float] = (),
     ):
         """Combine prompts and judges.
 
@@ -80,13 +78,14 @@ class Scorer:
             groups: slices of the prompts that metrics may be restricted to (see Metric.group).
             shown: rows of prompts whose pictures are on the sheet.
             real: returns real pictures for prompts; None if there are none.
+            guidance: the default guidance scales of a sweep; () for those of the system.
 
         Raises:
             ValueError: the judges do not support a metric.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
-        self._judges = dict(judges)
+        self._judges, self.guidance = dict(judges), guidance
         self._owners = {name: key for key, judge in judges.items() for name in judge.features}
         self._metrics = self._chosen(metrics)
 
@@ -167,37 +166,43 @@ def columns(scores: Scores) -> dict[str, float]:
     return {name: value for row in scores.values() for name, value in row.items()}
 
 
+def own_scorer(source: str) -> Callable[..., Scorer] | None:
+    """Return the `open_scorer` of a source's module; None if the source provides no scorer."""
+    return getattr(sources.own_module(source), "open_scorer", None)
+
+
 def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
     """Return the scorer of a config's evaluation group.
 
     Args:
         source: data.source of the scored run.
         size: side of the pictures.
-        prompts: the prompts; if empty, those of the digits, which have a judge of their own.
+        prompts: the prompts; if empty, the data source must provide prompts and a judge.
         evaluation: the config's evaluation group.
 
     Raises:
-        ValueError: there are no prompts and the source is not "digits", or the group's files do
-            not match.
+        ValueError: there are no prompts and the source provides none, or the group's files do not
+            match.
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
-    if source != "digits":
+    own = own_scorer(source)
+    if own is None:
         raise ValueError(
-            f"the run's data.source is {source!r}, but only 'digits' has built-in prompts and a "
-            "judge: set prompts to a file, with a reference and Inception's weights, or a CLIP"
+            f"the run's data.source is {source!r}, which provides no prompts and no judge: set "
+            "prompts to a file, with a reference and Inception's weights, or a CLIP"
         )
     check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
-    return of_digits(size, metrics=evaluation.metrics)
+    return own(size, metrics=evaluation.metrics)
 
 
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
-    """Raise ValueError if a setting is given that the digits' built-in prompts do not use."""
+    """Raise ValueError if a setting is given that the data source's own scorer does not use."""
     for name in _OF_PROMPTS:
         if settings[name]:
             raise ValueError(
-                f"{prefix}{name} needs a file of prompts, since the digits' built-in prompts have "
-                f"a judge of their own: set {prefix}prompts=FILE, too, or remove {prefix}{name}"
+                f"{prefix}{name} needs a file of prompts, since the run's data source has its own "
+                f"prompts and judge: set {prefix}prompts=FILE, too, or remove {prefix}{name}"
             )
 
 
@@ -302,41 +307,3 @@ def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),
     )
     return Judge(cards.make_card(clip.image, **card), ("clip",), extract)
-
-
-def of_digits(
-    size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
-) -> Scorer:
-    """Return the scorer of the coloured digits, on prompts of training and held-out ones.
-
-    Args:
-        size: side of the pictures.
-        num_seen: number of pictures per prompt of training.
-        num_heldout: number of pictures per held-out prompt.
-        metrics: keys of METRICS.
-    """
-    judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
-    prompts = seen + digits.heldout_prompts() * num_heldout
-    real_prompts = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
-    real = judge.features(judges.real_pictures(size, real_prompts))
-    right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
-    card = cards.make_card(
-        judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
-        reference=f"held-out digits, n {_REAL}",
-    ) | {
-        "images_seen": len(seen),
-        "images_heldout": len(prompts) - len(seen),
-        "judge_accuracy_on_real": round(float(right_on_real), 4),
-    }  # fmt: skip
-    extract = lambda images, prompts: (
-        judge.features(images), judges.compare(judge(images), prompts)
-    )  # fmt: skip
-    every = max(1, len(seen) // 24)
-    return Scorer(
-        prompts,
-        {"digits": Judge(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
-        metrics,
-        groups={"seen": slice(len(seen)), "heldout": slice(len(seen), None)},
-        shown=[*range(0, len(seen), every), *range(len(seen), len(seen) + 18)],
-        real=lambda shown: (judges.real_pictures(size, shown), shown),
-    )

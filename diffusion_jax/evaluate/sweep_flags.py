@@ -64,8 +64,8 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             [],
             "Scores to compute, such as fid,kid; by default all that the files allow.",
         ),
-        count("num_seen", 1, "Digits: images of each prompt that training showed."),
-        count("num_heldout", 8, "Digits: images of each prompt that training never showed."),
+        count("num_seen", 1, "Quick start: images of each prompt that training showed."),
+        count("num_heldout", 8, "Quick start: images of each prompt that training never showed."),
     ]
     return {holder.name: holder for holder in holders}
 

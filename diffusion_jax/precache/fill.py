@@ -14,7 +14,6 @@ from diffusion_jax.config.settings import Data, Evaluation, Text
 from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import sources
 from diffusion_jax.engines import ALONE, Engine
-from diffusion_jax.examples.digits import pictures as digits
 from diffusion_jax.machine import files
 from diffusion_jax.precache import cost, encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry
@@ -164,8 +163,8 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
     scored = settings.read(Evaluation, config.get("evaluation", {}), "evaluation")
     if scored.every and scored.prompts:
         prompts += prompt_files.read(scored.prompts, scored.num_prompts)
-    elif scored.every and source == "digits":
-        prompts += [*digits.seen_prompts(), *digits.heldout_prompts()]
+    elif scored.every:
+        prompts += sources.own_prompts(source)
     return prompts
 
 

@@ -21,7 +21,7 @@ RUN = Run(steps=4, batch_size=8, seed=5, log_every=4, sample_every=0, save_every
 
 
 def records(every=2, count=12, levels=3):
-    data = Data("digits", threads=0, heldout=0.01)
+    data = Data("diffusion_jax.examples.digits", threads=0, heldout=0.01)
     pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh(1, 1, 1)
     batches = pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh)
     return heldout.open_records(Heldout(every, count, levels), batches, TASK.measure), batches
@@ -91,7 +91,7 @@ def test_training_writes_it_for_parameters_and_averages_every_few_steps(tmp_path
 
 
 def test_it_must_have_something_that_was_held_out():
-    data = Data("digits", threads=0)
+    data = Data("diffusion_jax.examples.digits", threads=0)
     pictures, mesh = digits.Digits(toy.SIZE), sharding.make_mesh()
     with pipeline.training_batches(pictures, toy.ENCODER.tokenize, RUN, data, mesh) as batches:
         with pytest.raises(

@@ -34,7 +34,7 @@ def test_a_config_comes_back_from_its_workdir_whole(tmp_path):
     assert loaded["sampler"]["guidance_high"] == float("inf")
     assert (loaded["unet"]["channel_mult"], loaded["unet"]["dropout"]) == ([1], 0.0)
     assert systems.read(loaded, "imagen_jax") == systems.read(config(), "imagen_jax")
-    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (2, "imagen_jax")
+    assert (stored(tmp_path / "a" / "run")["version"], loaded["system"]) == (3, "imagen_jax")
 
 
 def test_the_config_may_claim_its_own_workdir_again(tmp_path):
@@ -51,7 +51,8 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
     with pytest.raises(ValueError) as error:
         runs.claim(tmp_path, other)
     assert str(error.value) == (
-        f"{tmp_path} was made with another config (data.source: 'digits' there, 'folder' wanted; "
+        f"{tmp_path} was made with another config (data.source: "
+        "'diffusion_jax.examples.digits' there, 'folder' wanted; "
         "unet.cond_dim: 64 there, 32 wanted; unet.dropout: 0.0 there, 0.5 wanted): "
         "choose another --workdir, or give the config that it was made with"
     )
@@ -122,8 +123,8 @@ def test_a_config_without_a_version_says_its_system_by_its_groups(tmp_path, modu
 
 
 def test_a_later_version_is_an_error(tmp_path):
-    write(tmp_path, config(), version=3)
-    with pytest.raises(ValueError, match="the config is of version 3, and this code reads 2"):
+    write(tmp_path, config(), version=4)
+    with pytest.raises(ValueError, match="the config is of version 4, and this code reads 3"):
         runs.load(tmp_path)
 
 
@@ -186,6 +187,19 @@ def test_precomputed_embeddings_were_t5s(tmp_path):
     runs.claim(tmp_path, captions)
     with pytest.raises(ValueError, match=r"text\.weights: '' there, 't5-11b' wanted"):
         runs.claim(tmp_path, {**captions, "text": {**now["text"], "weights": "t5-11b"}})
+
+
+@pytest.mark.parametrize("version", [0, 2])
+def test_the_digits_have_moved_out_of_the_table_of_sources(tmp_path, version):
+    now = config(data__mixture=[(1, "diffusion_jax.examples.digits", "digits", "txt")])
+    mixture = [(1, "digits", "digits", "txt")]
+    old = {**now, "data": {**now["data"], "source": "digits", "mixture": mixture}}
+    write(tmp_path, old, version=version)
+    loaded = runs.load(tmp_path)["data"]
+    assert loaded["source"] == "diffusion_jax.examples.digits"
+    assert loaded["mixture"] == [[1, "diffusion_jax.examples.digits", "digits", "txt"]]
+    runs.claim(tmp_path, now)  # The run goes on.
+    assert stored(tmp_path)["data"] == loaded
 
 
 def test_the_table_is_for_earlier_versions_alone(tmp_path, changes):

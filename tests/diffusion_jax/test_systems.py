@@ -19,7 +19,7 @@ def get_config(steps="10"):
     c.unet = dict(image_size=16, attention_resolutions=(8, 16))
     c.text = dict(encoder="hashed", width=32)
     c.optimizer = dict(lr=1.0, warmup=0)
-    c.data = dict(source="digits", max_aspect=2)
+    c.data = dict(source="diffusion_jax.examples.digits", max_aspect=2)
     return c
 """
 

@@ -48,7 +48,7 @@ def test_t5_is_sharded_unchanged_and_in_no_checkpoint(folder, tmp_path, monkeypa
         return placed[-1]
 
     monkeypatch.setattr(loop, "place_all", place_all)
-    digits = open_pictures(Data("digits"), toy.SIZE)
+    digits = open_pictures(Data("diffusion_jax.examples.digits"), toy.SIZE)
     batches = pipeline.make_batches(digits, encoder.tokenize, batch_size=8, seed=0)
     examples = loop.Examples(encoder.tokenize(s.run.prompts), s.run.prompts, 2.0)
     with batches:

@@ -50,7 +50,7 @@ def path(tmp_path_factory, weights):
 
 def first_batch(s):
     encoder = lookup.open_encoder(s.text)
-    pictures = open_pictures(Data("digits"), 16)
+    pictures = open_pictures(Data("diffusion_jax.examples.digits"), 16)
     with pipeline.make_batches(pictures, encoder.tokenize, batch_size=8, seed=0) as batches:
         return encoder, next(batches)
 

@@ -27,7 +27,7 @@ def settings(**changes):
     )  # fmt: skip
     c.text.update(encoder="hashed", width=32, max_tokens=6, drop_prob=0.5)
     c.sampler.update(name="dpmpp_2m", steps=16, sigma_min=0.02, sigma_max=40.0, threshold="none")
-    c.data.update(source="digits", text="txt")
+    c.data.update(source="diffusion_jax.examples.digits", text="txt")
     c.prompts = ("a red seven on gray paper",)
     for name, value in changes.items():
         group, _, field = name.rpartition("__")
@@ -360,7 +360,8 @@ def test_an_encoder_reads_captions_wherever_they_stand(text):
         ({"source": "folder", "text": "t5.npz"}, True),
         ({"source": "arrayrecord", "text": "safetensors"}, True),
         ({"source": "synthetic", "text": "npy"}, True),
-        ({"source": "digits", "text": "npy"}, False),
+        ({"source": "my_package.my_source", "text": "npy"}, True),
+        ({"source": "arrow", "text": "npy"}, False),
         ({"source": "tfds", "text": "npy"}, False),
         ({"source": "mixture", "mixture": ((1, "folder", "a", "npy"),)}, True),
         ({"source": "mixture", "mixture": ((1, "folder", "a", "txt"),), "text": "npy"}, False),

@@ -75,7 +75,7 @@ def test_tensorboard_has_every_line_of_the_metrics_once(interrupted):
         assert points(folder, tag) == expected
     config = hparams(folder)
     assert (config["batch_size"], config["unet.embed_dim"], config["data.source"]) == (
-        8, 32, "digits",
+        8, 32, "diffusion_jax.examples.digits",
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ def a_source_of_ones_own(path, monkeypatch):
 def test_every_source_trains_and_gives_samples(tmp_path, monkeypatch, kind):
     """Through the command's own data and examples, with a system that compiles in a second."""
     data = {
-        "digits": lambda: {"source": "digits"},
+        "digits": lambda: {"source": "diffusion_jax.examples.digits"},
         "synthetic": lambda: {"source": "synthetic"},
         "folder": lambda: a_folder(tmp_path / "data", embeddings=False),
         "embeddings": lambda: a_folder(tmp_path / "data", embeddings=True),

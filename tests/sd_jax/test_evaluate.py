@@ -15,8 +15,9 @@ from diffusion_jax import runs
 from diffusion_jax.draw import program
 from diffusion_jax.draw.options import Weights
 from diffusion_jax.evaluate import command as evaluation
-from diffusion_jax.evaluate import scorers, sweep
+from diffusion_jax.evaluate import sweep
 from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.machine import sheets
 from diffusion_jax.precache import lookup
 from diffusion_jax.train import checkpoint, optimizer
@@ -52,7 +53,7 @@ def evaluated(workdir):
     weights = [Weights("ema", step) for step in STEPS]
     subject = evaluate.open_run(str(workdir), [{"steps": 3}], weights)
     asked = evaluation.Sweep((2.0, 4.0), batch_size=64, name="both")
-    out = evaluation.evaluate([subject], scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    out = evaluation.evaluate([subject], open_scorer(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         return list(csv.DictReader(file)), out
 
@@ -63,7 +64,7 @@ def test_the_scores_are_the_judges_of_the_very_pictures(evaluated, workdir):
     points = [(row["checkpoint"], float(row["guidance"])) for row in rows]
     assert points == [("2", 2), ("2", 4), ("4", 2), ("4", 4)]
     model = drawing.load(workdir, *drawing.choose(steps=3, checkpoint=4))
-    scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
+    scorer = open_scorer(tiny.SIZE, num_heldout=1)
     texts = sampling.prompts(model.encoder, scorer.prompts, "")
     scales = np.full(len(scorer.prompts), 4, np.float32)
     drawn = program.in_batches(model.draw, model.params, texts, range(len(scales)), scales, 64)
@@ -99,7 +100,7 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     assert (theirs.size, theirs.name) == (16, "theirs")
     both = [evaluate.open_run(str(workdir), [{"steps": 2}]), theirs]
     asked = evaluation.Sweep((2.0,), batch_size=64, size=tiny.SIZE, name="beside")
-    out = evaluation.evaluate(both, scorers.of_digits(tiny.SIZE, num_heldout=1), asked)
+    out = evaluation.evaluate(both, open_scorer(tiny.SIZE, num_heldout=1), asked)
     with (out / sweep.TABLE).open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["model"], row["checkpoint"]) for row in rows] == [
@@ -110,7 +111,7 @@ def test_a_published_model_stands_beside_a_run(workdir, published, tmp_path):
     assert (card["sampler"], card["resized"]) == ("ddim", "Pillow's bicubic from 16x16")
     assert card["models"][0]["grid"] == "leading"
     model = drawing.load(folder, *drawing.choose(steps=2))
-    scorer = scorers.of_digits(tiny.SIZE, num_heldout=1)
+    scorer = open_scorer(tiny.SIZE, num_heldout=1)
     numbers = range(len(scorer.prompts))
     drawn = drawing.draw_batches(model, scorer.prompts, numbers, guidance=2.0, batch_size=64)
     bicubic, pictures = Image.Resampling.BICUBIC, sheets.to_uint8(np.concatenate(list(drawn)))

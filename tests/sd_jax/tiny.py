@@ -37,7 +37,7 @@ def config(vae="vae.safetensors", **changes):
     c.latents.update(image_size=SIZE, scale=0.5)
     c.sampler.update(name="ddim", steps=4, guidance=3.0)
     c.optimizer.update(warmup=3, lr=1e-3)
-    c.data.update(source="digits", path="", threads=1)
+    c.data.update(source="diffusion_jax.examples.digits", path="", threads=1)
     c.update(steps=2, batch_size=8, sample_every=0, save_every=2, log_every=1)
     for name, value in changes.items():
         group, _, field = name.rpartition("__")

@@ -203,7 +203,7 @@ def _count(text: str) -> int:
 
 
 def _add_source(arg, max_broken: float = 1.0) -> None:
-    arg("--source", choices=tuple(sources.SOURCES), required=True)
+    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or a module of your own")
     arg("--path", required=True, help="data.path of a config")
     arg("--text", default="txt", help="data.text of a config")
     arg(

@@ -1,12 +1,19 @@
 """The table of data sources, by their names in configs; modules are imported on use.
 
-A source is a module with a function open_source(data, shapes) and a line in SOURCES. The function
-returns Records, which are decoded here, or Pictures.
+A source is a module with a function open_source(data, shapes), which returns Records, which are
+decoded here, or Pictures. A config names a source by its name in SOURCES, or by its module:
+data.source="my_package.my_source". Such a module may also define
+
+    prompts() -> list[str]                                        the prompts of its evaluation
+    open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   their scorer (evaluate.scorers)
+
+Then its runs are scored without a file of prompts; diffusion_jax/examples/digits is an example.
 """
 
 import functools
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 from diffusion_jax import engines
@@ -17,7 +24,6 @@ from diffusion_jax.data.pictures import Decoded, Mixture, Pictures, Shapes
 from diffusion_jax.data.records import Records
 
 SOURCES = {
-    "digits": "diffusion_jax.examples.digits.pictures:open_source",
     "folder": "diffusion_jax.data.sources.folder:open_source",
     "webdataset": "diffusion_jax.data.sources.webdataset:open_source",
     "arrayrecord": "diffusion_jax.data.sources.arrayrecord:open_source",
@@ -79,10 +85,33 @@ def named(name: str) -> Data:
         ValueError: the source is unknown.
     """
     source, _, location = name.partition(":")
-    one_of("data source", source, SOURCES)
+    if own_module(source) is None:
+        one_of("data source", source, SOURCES)
     path, _, text = location.partition("::")
     data = Data(source, path, uncaptioned="drop", max_broken=1.0)
     return data._replace(text=text) if text else data
+
+
+def own_module(source: str) -> ModuleType | None:
+    """Import the module that `source` names; return None for a name in SOURCES.
+
+    Raises:
+        ValueError: the module cannot be imported, or defines no `open_source`.
+    """
+    if "." not in source:
+        return None
+    try:
+        module = importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        raise ValueError(f"data.source is {source!r}, which cannot be imported: {error}") from error
+    if not hasattr(module, "open_source"):
+        raise ValueError(f"data.source is {source!r}, a module that defines no open_source")
+    return module
+
+
+def own_prompts(source: str) -> list[str]:
+    """Return the prompts that a source's module provides for evaluation, [] if there are none."""
+    return getattr(own_module(source), "prompts", list)()
 
 
 def _open_whole(data: Data, shapes: Shapes) -> Pictures:
@@ -105,11 +134,19 @@ def _open_pictures(data: Data, shapes: Shapes) -> Pictures:
 
 
 def _open(data: Data, shapes: Shapes) -> Records | Pictures:
-    if data.source not in SOURCES:
-        names = ", ".join(SOURCES)
-        raise ValueError(f"the data source {data.source!r} is unknown: the sources are {names}")
-    module, _, function = SOURCES[data.source].partition(":")
-    return getattr(importlib.import_module(module), function)(data, shapes)
+    return _opener(data.source)(data, shapes)
+
+
+def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
+    if module := own_module(source):
+        return module.open_source
+    if source not in SOURCES:
+        raise ValueError(
+            f"the data source {source!r} is unknown: choose from {', '.join(SOURCES)}, or name a "
+            "module of your own that defines open_source, such as my_package.my_source"
+        )
+    module, _, function = SOURCES[source].partition(":")
+    return getattr(importlib.import_module(module), function)
 
 
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:

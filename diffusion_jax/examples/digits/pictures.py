@@ -121,8 +121,16 @@ def render(
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
 
-def open_source(_: Data, shapes: Shapes) -> Pictures:
-    """The training pictures, of the side that a task takes."""
+def open_source(data: Data, shapes: Shapes) -> Pictures:
+    """Return the training pictures at the size that the task takes.
+
+    Raises ValueError if the config wants embeddings or moments: the digits have captions.
+    """
+    if shapes.embeddings or shapes.moments:
+        raise ValueError(
+            f"data.source is {data.source!r}, which has images with captions only, and data.text "
+            f"is {data.text!r}: set data.text=txt"
+        )
     return Digits(shapes.size)
 
 

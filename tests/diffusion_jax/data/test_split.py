@@ -87,7 +87,10 @@ def test_unusable_records_are_left_out_of_what_is_held_out():
 
 @pytest.mark.parametrize("share", [0.0, 0.25])
 def test_training_never_meets_what_is_held_out(share):
-    run, data = Run(steps=1, batch_size=8), Data("digits", threads=0, heldout=share)
+    run, data = (
+        Run(steps=1, batch_size=8),
+        Data("diffusion_jax.examples.digits", threads=0, heldout=share),
+    )
     tokenize = lambda texts: {"length": np.array([len(text) for text in texts])}
     mesh = sharding.make_mesh()
     with pipeline.training_batches(Numbered(64), tokenize, run, data, mesh) as batches:

@@ -7,6 +7,7 @@ from diffusion_jax.config.settings import Evaluation
 from diffusion_jax.evaluate import scorers
 from diffusion_jax.examples.digits import judge as judges
 from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.examples.digits.scorer import open_scorer
 from diffusion_jax.metrics import frechet
 from diffusion_jax.train import scoring
 from tests.diffusion_jax.metrics import toy
@@ -17,7 +18,7 @@ PROMPTS = ["a red seven on gray paper", "a white two", "three"]
 
 @pytest.fixture(scope="module")
 def judge():
-    return scorers.of_digits(16)
+    return open_scorer(16)
 
 
 def pictures(prompts):
@@ -83,9 +84,7 @@ def test_half_of_what_fid_needs_is_refused(arguments, message):
 
 
 def test_pictures_without_prompts_of_their_own_need_some():
-    with pytest.raises(
-        ValueError, match=r"data\.source is 'folder', but only 'digits' has built-in prompts"
-    ):
+    with pytest.raises(ValueError, match=r"data\.source is 'folder', which provides no prompts"):
         scorers.open_scorer("folder", 64, [], toy.wanted())
 
 
@@ -114,4 +113,4 @@ def test_a_file_that_the_digits_are_not_compared_with_is_an_error():
     for name in ("reference", "dinov2", "dinov2_reference", "judge"):
         evaluation = Evaluation(**{name: "s3://bkt/no_such"})
         with pytest.raises(ValueError, match=rf"evaluation\.{name} needs a file of prompts"):
-            scorers.open_scorer("digits", 16, [], evaluation)
+            scorers.open_scorer("diffusion_jax.examples.digits", 16, [], evaluation)

@@ -53,7 +53,7 @@ def test_a_plan_may_be_empty(tmp_path):
 
 
 def test_given_captions_come_before_those_of_the_data():
-    digits = open_pictures(Data("digits"), 16)
+    digits = open_pictures(Data("diffusion_jax.examples.digits"), 16)
     captions = plan.Captions(["one", "two"], digits, len(digits), 2)
     texts = captions.read(np.arange(1, 600))
     assert texts == ["two", *digits.texts(np.arange(598))]

@@ -35,7 +35,7 @@ def tiny():
         attention_resolutions=(), head_dim=32, cond_dim=32, dtype="float32",
     )  # fmt: skip
     c.text.update(encoder="hashed", width=32, max_tokens=6)
-    c.data.update(source="digits", path="", text="txt", threads=0)
+    c.data.update(source="diffusion_jax.examples.digits", path="", text="txt", threads=0)
     c.batch_size, c.prompts = 8, ("a red seven on gray paper",)
     return c
 
@@ -105,7 +105,7 @@ def test_training_can_start_there(converted):
         s.optimizer.ema_decays,
     )
     abstract = jax.eval_shape(create, jax.random.key(0))
-    digits = open_pictures(Data("digits"), 16)
+    digits = open_pictures(Data("diffusion_jax.examples.digits"), 16)
     tokenize = lookup.open_encoder(s.text).tokenize
     batches = pipeline.make_batches(digits, tokenize, batch_size=8, seed=c.seed, num_threads=0)
     checkpoints = checkpoint.Checkpointer(converted / runs.CHECKPOINTS, keep_last=1)

@@ -132,8 +132,9 @@ def test_download_runs_img2dataset_or_says_how_to_get_it(tmp_path, monkeypatch, 
 def test_bad_input_is_one_message(tmp_path, capsys):
     assert run("index", f"--path={tmp_path}/gone") == 2
     assert capsys.readouterr().err.startswith(f"error: no data at {tmp_path}/gone: check")
-    assert run("validate", "--source=digits", "--path=x", "--out=o") == 2
-    assert "the data source 'digits' has no image files" in capsys.readouterr().err
+    source = "diffusion_jax.examples.digits"
+    assert run("validate", f"--source={source}", "--path=x", "--out=o") == 2
+    assert f"the data source {source!r} has no image files" in capsys.readouterr().err
     assert run("index", "--path=x", "--more=y") == 2
     assert "unknown arguments --more=y" in capsys.readouterr().err
     for part in ("3", "4/4", "a/b"):

@@ -184,7 +184,13 @@ def test_another_style_is_matched_by_the_words_that_tell():
 @pytest.mark.slow
 def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
     """The real command on the digits: real pictures first, damaged ones far below."""
-    arguments = ("train_judge", "--data=digits", "--size=32", "--seen=12800", f"--out={tmp_path}")
+    arguments = (
+        "train_judge",
+        "--data=diffusion_jax.examples.digits",
+        "--size=32",
+        "--seen=12800",
+        f"--out={tmp_path}",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.argv", ["metrics", *arguments])
         command.flags.FLAGS(["metrics", *arguments[1:]])
@@ -199,6 +205,7 @@ def test_a_trained_judge_falls_for_what_is_wrong(tmp_path, capsys):
 
 def test_a_set_has_a_name_of_one_line():
     assert sources.named("folder:photos::jsonl:text")[:3] == ("folder", "photos", "jsonl:text")
-    assert sources.named("digits")[:3] == ("digits", "", "txt")
+    digits = "diffusion_jax.examples.digits"
+    assert sources.named(digits)[:3] == (digits, "", "txt")
     with pytest.raises(ValueError, match="data source is 'photos'"):
         sources.named("photos")

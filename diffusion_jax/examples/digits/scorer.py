@@ -1,0 +1,54 @@
+"""The scorer of the quick start: what the judge reads in the images, and their Fréchet distance."""
+
+import itertools
+from collections.abc import Sequence
+
+from diffusion_jax.data import prompts as prompt_files
+from diffusion_jax.evaluate.scorers import Judge, Scorer
+from diffusion_jax.examples.digits import judge as judges
+from diffusion_jax.examples.digits import pictures as digits
+from diffusion_jax.metrics import cards
+from diffusion_jax.metrics.features import gaussian
+from diffusion_jax.metrics.stats_files import Stats
+
+_REAL = 4_000  # Real images that the generated ones are compared with.
+_GUIDANCE = (1, 1.5, 2, 3, 4)
+
+
+def open_scorer(
+    size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
+) -> Scorer:
+    """Return the scorer of the coloured digits.
+
+    Args:
+        size: The side of the images in pixels.
+        num_seen: Images of each prompt that training shows.
+        num_heldout: Images of each prompt held out of training.
+        metrics: Keys of METRICS; () for all that the judge allows.
+    """
+    judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
+    prompts = seen + digits.heldout_prompts() * num_heldout
+    of_seen = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
+    real = judge.features(judges.real_pictures(size, of_seen))
+    right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
+    card = cards.make_card(
+        judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
+        reference=f"held-out digits, n {_REAL}",
+    ) | {
+        "images_seen": len(seen),
+        "images_heldout": len(prompts) - len(seen),
+        "judge_accuracy_on_real": round(float(right_on_real), 4),
+    }  # fmt: skip
+    extract = lambda images, prompts: (
+        judge.features(images), judges.compare(judge(images), prompts)
+    )  # fmt: skip
+    every = max(1, len(seen) // 24)
+    return Scorer(
+        prompts,
+        {"digits": Judge(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
+        metrics,
+        groups={"seen": slice(len(seen)), "heldout": slice(len(seen), None)},
+        shown=[*range(0, len(seen), every), *range(len(seen), len(seen) + 18)],
+        real=lambda shown: (judges.real_pictures(size, shown), shown),
+        guidance=_GUIDANCE,
+    )
