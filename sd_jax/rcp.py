@@ -1,20 +1,20 @@
-"""Compares runs of the MLPerf benchmark with the reference's convergence.
+"""Compare runs of the MLPerf benchmark with the convergence of the reference.
 
     python -m sd_jax.rcp runs/mlperf/0 runs/mlperf/1 ... --out=convergence
 
-Each argument is a result file of mllog lines, of any program, or a folder that holds result.txt
-(a workdir of sd_jax.mlperf) or result_*.txt (a submission). It prints each run's samples to target,
-their olympic mean and MLPerf's verdict (ruleset 5.0.0), then FID and CLIP beside the reference's
-curves. --out gets fid.png and clip.png. The exit code is 1 where the verdict is a fail.
+Each argument is a file of mllog lines, written by any program, or a folder with result.txt (a
+workdir of sd_jax.mlperf) or result_*.txt (a submission). The command prints the samples to target
+of each run, their olympic mean, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP beside the
+curves of the reference. --out gets fid.png and clip.png. The exit code is 1 if the verdict is FAIL.
 
     python -m sd_jax.rcp runs/mlperf/* --package=submission --system=our_system.json
 
-also writes the submission of ten runs as MLCommons' package checker reads it: the logs, the
-system's description (what logs and manifests say of it, and the fields of --system), the code.
+also writes the submission of ten runs in the layout of MLCommons' package checker: the logs, the
+system's description (from the logs, the manifests and the fields of --system) and the code.
 
     python -m sd_jax.rcp runs/*/* --tables
 
-prints convergence by batch size and the mean curves alone, in Markdown, of runs of any batch sizes.
+prints only Markdown tables of convergence and mean scores by batch size, for any batch sizes.
 """
 
 import pathlib
@@ -31,7 +31,7 @@ _FAILED_EXIT = 1
 
 
 def main(argv: list[str]) -> None:
-    """Reads, prints, and writes into --out."""
+    """Read the results, print the report, and write into --out."""
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):
         if len(argv) < 2:
@@ -52,23 +52,23 @@ def main(argv: list[str]) -> None:
 
 
 def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None) -> None:
-    """Writes the submission of these logs, and says what it still lacks.
+    """Write the submission of these logs and print what it still lacks.
 
-    `described` is a file with fields of the system's description.
+    `described` is a JSON file with fields of the system's description.
     """
     system = pretrained.read_json(described) if described else {}
     folder, empty = package.write(out, paths, system)
     for path in paths:
         if package.values(mllog.read(path), "cache_clear") != [True]:
-            print(f"{path} says that the caches were not cleared (--cache_cleared): no closed run")
+            print(f"{path}: the caches were not cleared (--cache_cleared), as the rules require")
     if empty:
         print(f"{folder}/systems: fill in {', '.join(empty)}, or give them with --system")
     print(f"{folder}: python -m mlperf_logging.package_checker {folder} training {rules.VERSION}")
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "Folder for fid.png and clip.png; default: none.")
-    flags.DEFINE_string("package", None, "Folder for the submission of ten runs; default: none.")
-    flags.DEFINE_bool("tables", False, "Print convergence by batch size, and nothing else.")
-    flags.DEFINE_string("system", None, "JSON: fields of the system's description.")
+    flags.DEFINE_string("out", None, "Folder for fid.png and clip.png.")
+    flags.DEFINE_string("package", None, "Folder for the submission of ten runs.")
+    flags.DEFINE_bool("tables", False, "Print only tables of convergence by batch size.")
+    flags.DEFINE_string("system", None, "JSON file with fields of the system's description.")
     cli.run(main)

@@ -1,4 +1,4 @@
-"""Runs MLPerf's text-to-image benchmark (Stable Diffusion v2, training 5.0.0), log and all.
+"""Run MLPerf's text-to-image benchmark (Stable Diffusion v2, training 5.0.0) and write its log.
 
     python -m sd_jax.mlperf --config=configs/sd2_mlperf.py:512 --workdir=runs/mlperf/0 \\
         --config.data.path=laion/moments --config.vae.weights=512-base-ema.ckpt \\
@@ -7,13 +7,13 @@
         --config.evaluation.inception=pt_inception-2015-12-05-6726825d.pth \\
         --config.evaluation.clip=clip-vit-h-14
 
-Trains, evaluates after every 512,000 images (config.evaluation.every, rounded up to whole steps),
-and stops when FID and CLIP score meet both targets in one evaluation, or after config.steps. The
-number behind the config's name is the global batch size, from which the learning rate follows.
+The run evaluates after every 512,000 images (config.evaluation.every, rounded up to whole steps).
+It stops when FID and CLIP score meet both targets in one evaluation, or after config.steps. The
+number after the config's name is the global batch size, which also sets the learning rate.
 
-The workdir, which all hosts must see, gets what sd_jax.train writes, and result.txt, which
-MLPerf's own checkers read and python -m sd_jax.rcp compares with the reference. The same command
-again goes on wherever it was killed. docs/mlperf.md leads from a bare machine to a result.
+The workdir, which all hosts must share, gets the files of sd_jax.train and result.txt. MLPerf's
+own checkers read result.txt, and python -m sd_jax.rcp compares it with the reference. After a kill,
+the same command continues the run. docs/mlperf.md leads from a bare machine to a result.
 """
 
 import pathlib
@@ -26,33 +26,33 @@ from diffusion_jax.machine import files
 from sd_jax.mlperf import mllog, run
 
 _CONFIG = cli.define_config("configs/sd2_mlperf.py:BATCH_SIZE.")
-_WORKDIR = flags.DEFINE_string(
-    "workdir", None, "The folder of this run; made if need be.", required=True
-)
+_WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing.", required=True)
 _MODE = flags.DEFINE_enum(
     "mode", run.INLINE, run.MODES,
-    "inline: train and evaluate in turn. train: train alone, to the end, keeping the checkpoints; "
-    "then evaluate: score these, until one meets the targets, in time that does not count.",
+    "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
+    "evaluate: score these checkpoints until one meets the targets; this time does not count.",
 )  # fmt: skip
 _SEED = flags.DEFINE_integer(
-    "seed", None, "Takes the place of the config's. Default: drawn from the system for a new run."
+    "seed", None, "Overrides the config's seed. Default: drawn from the system for a new run."
 )
 _EVAL_BATCH = flags.DEFINE_integer(
     "eval_batch", 8, "Images that a device draws at once.", lower_bound=1
 )
-_DIVISION = flags.DEFINE_enum("division", "closed", ["closed", "open"], "That of the submission.")
+_DIVISION = flags.DEFINE_enum(
+    "division", "closed", ["closed", "open"], "The division of the submission."
+)
 _ORG = flags.DEFINE_string("org", "none", "The submitter.")
 _PLATFORM = flags.DEFINE_string("platform", "none", "The system's name.")
 _STATUS = flags.DEFINE_enum(
     "status", "onprem", ["onprem", "cloud", "research"], "The system's availability."
 )
 _CLEARED = flags.DEFINE_bool(
-    "cache_cleared", False, "Say that the systems' caches were cleared: the rules ask for it."
+    "cache_cleared", False, "Log that the systems' caches were cleared, which the rules require."
 )
 
 
 def main(argv: list[str]) -> None:
-    """Checks everything, then trains and evaluates."""
+    """Check everything, then train and evaluate."""
     init_start = int(time.time() * 1000)
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
@@ -61,8 +61,8 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if files.remote(workdir):
             raise ValueError(
-                f"--workdir={_WORKDIR.value}: the benchmark's log grows line by line, which no "
-                "bucket's file can; name a folder, and copy it there afterwards"
+                f"--workdir={_WORKDIR.value}: the benchmark appends to its log, and files in "
+                "buckets cannot grow; name a local folder, and copy it to the bucket afterwards"
             )
     submission = run.Submission(
         _DIVISION.value, _ORG.value, _PLATFORM.value, _STATUS.value, _CLEARED.value

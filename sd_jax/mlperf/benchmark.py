@@ -1,7 +1,7 @@
-"""MLPerf's measure of a model: FID and CLIP score of 30,000 captions' images.
+"""The scores of the MLPerf benchmark: FID and CLIP score of images of 30,000 captions.
 
-Images go from the sampler to both networks without leaving the devices, so that FID sees what was
-drawn, not rounded to 8 bits.
+Images go from the sampler to Inception and CLIP without leaving the devices, so FID scores float
+images that were never rounded to 8 bits.
 """
 
 import contextlib
@@ -44,16 +44,16 @@ _WHOLE: sharding.Rules = [(".*", sharding.FSDP)]
 
 
 class Evaluate(NamedTuple):
-    """What scores a model."""
+    """The functions that score a model."""
 
     score: Callable[[Params, int], Scores]
-    """Of the parameters and their step."""
+    """(params, step) -> {"FID", "CLIP"}."""
     warm_up: Callable[[Params], None]
-    """Compiles and runs its programs, for one batch that is dropped."""
+    """(params): compile and run the programs on one batch, whose scores are discarded."""
 
 
 class Judge(NamedTuple):
-    """The captions that images are drawn of, and what scores them."""
+    """The captions to draw, and the networks and statistics that score the images."""
 
     captions: list[str]
     real: frechet.Reference
@@ -62,9 +62,10 @@ class Judge(NamedTuple):
 
 
 def open_judge(evaluation: Evaluation) -> Judge:
-    """Reads captions, statistics and weights; ValueError or FileNotFoundError if they cannot be.
+    """Read the captions, reference statistics and network weights that a config names.
 
-    The first `num_prompts` rows of the table are drawn: all of MLPerf's.
+    The judge has the first `num_prompts` captions of the table (all 30,000 in the benchmark).
+    Raises ValueError or FileNotFoundError if a file is missing, unreadable or does not fit.
     """
     for name in ("prompts", "reference", "inception", "clip"):
         if not getattr(evaluation, name):
@@ -76,7 +77,7 @@ def open_judge(evaluation: Evaluation) -> Judge:
     if not 2 <= evaluation.num_prompts <= len(captions):
         raise ValueError(
             f"evaluation.num_prompts is {evaluation.num_prompts}, and {evaluation.prompts} holds "
-            f"{len(captions)}: take 2 or more, and no more than there are"
+            f"{len(captions)} captions: choose from 2 to {len(captions)}"
         )
     inception = extractors.load_inception(evaluation.inception)
     stats = stats_files.read(evaluation.reference)
@@ -91,12 +92,15 @@ def make_evaluate(
     s: Settings, task: Task, encoder: TextEncoder, judge: Judge, mesh: Mesh,
     workdir: pathlib.Path, batch_size: int,
 ) -> Evaluate:  # fmt: skip
-    """What gives {"FID", "CLIP"} of parameters and their step, the same in every process.
+    """Return functions that score a checkpoint, with the same result in every process.
 
-    Features are kept below `workdir` batch by batch, so that a kill loses no more than one;
-    ValueError if there are such of other captions, networks, seed or sampler. Noise is a function
-    of (seed, step, number of the caption): neither the number of devices nor `batch_size`, which
-    must divide over them, changes an image. Both scores are NaN if an image is not finite.
+    Features are saved in `workdir` after each batch, so that a kill loses at most one batch. The
+    noise depends on (seed, step, caption number) alone, so an image depends neither on the number
+    of devices nor on `batch_size`, which must be a multiple of it. Both scores are NaN if an image
+    is not finite.
+
+    Raises:
+        ValueError: If `workdir` holds features of other captions, networks, seed or sampler.
     """
     texts = sampling.prompts(encoder, judge.captions, s.sampler.negative_prompt)
     ids = judge.clip.tokenize(judge.captions)
@@ -108,7 +112,7 @@ def make_evaluate(
     loop.claim(folder, {"mlperf": _card(s, judge)})
 
     def computing(params: Params, step: int, beat: Callable[[], None]) -> Callable:
-        # The weights that are not trained lie on the devices for as long as an evaluation takes.
+        # The frozen weights stay on the devices only during an evaluation.
         frozen = sharding.place_all(task.frozen, mesh, task.rules)
         placed = {k: sharding.place_all(v.params, mesh, _WHOLE) for k, v in networks.items()}
 
@@ -142,7 +146,7 @@ def make_evaluate(
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:
-    """All that features depend on besides the model's weights."""
+    """Everything that the features depend on, except the model's weights."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
         "images": len(judge.captions),
@@ -155,7 +159,10 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 
 
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
-    """The jitted program: texts to pixels on 0 ... 255, those cut off, and which are finite."""
+    """Return the jitted program that draws texts.
+
+    It returns the pixels in [0, 255], the same pixels floored, and which images are finite.
+    """
     where = sharding.batch_sharding(mesh)
 
     def draw(params, frozen, texts, places, step):
@@ -163,7 +170,7 @@ def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
         keys = jax.vmap(lambda i: jax.random.fold_in(noise, i))(places)
         images = task.sample(params, frozen, texts, keys, jnp.full(len(places), guidance))
         pixels = jnp.clip((images.astype(jnp.float32) + 1) / 2, 0, 1) * 255
-        # The reference's pictures for CLIP are cut off to 8 bits, not rounded.
+        # The reference truncates the images for CLIP to 8 bits instead of rounding them.
         return pixels, jnp.floor(pixels), jnp.isfinite(images).all((1, 2, 3))
 
     draw = sharding.ambient(mesh, draw)
@@ -175,7 +182,7 @@ def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
         total = len(judge.captions)
         logging.error("%d of %d images of step %d are not finite: no score", broken, total, step)
         return {"FID": math.nan, "CLIP": math.nan}
-    # Moments in float64, never the few-images formula: the rules know covariances alone.
+    # The rules define FID by covariances (in float64 here), also for few images.
     fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)
     clip = METRICS["clip_score"].score(features["clip"][:, None])
     return {"FID": fid.value, "CLIP": clip.value}

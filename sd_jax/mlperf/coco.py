@@ -1,4 +1,7 @@
-"""COCO-2014's validation set as MLPerf evaluates on it: 30,000 captions, their images squashed."""
+"""The COCO-2014 validation set of the MLPerf benchmark: 30,000 captions and their images.
+
+The images are resized to squares without keeping the aspect ratio.
+"""
 
 import csv
 import io
@@ -20,7 +23,7 @@ _COLUMNS = ("image_id", "id", "caption")
 
 
 class Caption(NamedTuple):
-    """One of COCO's captions."""
+    """A caption of COCO, with its number and the number of its image."""
 
     image_id: int
     id: int
@@ -28,33 +31,39 @@ class Caption(NamedTuple):
 
 
 def read_annotations(path: pathlib.Path) -> list[Caption]:
-    """Every caption of captions_val2014.json, in its order; ValueError if it is another file."""
+    """Return the captions of captions_val2014.json, in the order of the file.
+
+    Raises ValueError if the file has another format.
+    """
     try:
         content = json.loads(path.read_bytes())
         rows = [Caption(*(a[name] for name in _COLUMNS)) for a in content["annotations"]]
     except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is none of COCO's files of captions: {error!r}") from error
+        raise ValueError(f"{path} is not a COCO captions file: {error!r}") from error
     return [row._replace(caption=row.caption.replace("\n", "").strip()) for row in rows]
 
 
 def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
-    """MLPerf's subset: shuffled, the first caption of each image, the first `number`, by id.
+    """Return the subset of captions that MLPerf evaluates on, sorted by id.
 
-    The shuffle is that of pandas' sample(frac=1, random_state=2023). ValueError if there are fewer
-    images.
+    Shuffle the captions, keep the first of each image, and take the first `number`. The shuffle
+    equals sample(frac=1, random_state=2023) of pandas. Raises ValueError if there are fewer than
+    `number` images.
     """
     order = np.random.RandomState(SEED).permutation(len(captions))
     of_image: dict[int, Caption] = {}
     for i in order.tolist():
         of_image.setdefault(captions[i].image_id, captions[i])
     if len(of_image) < number:
-        raise ValueError(f"{number} captions of different images are asked for, and there are "
-                         f"{len(of_image)}")  # fmt: skip
+        raise ValueError(
+            f"{number} captions of different images are needed, and the file has captions of "
+            f"{len(of_image)} images"
+        )
     return sorted(list(of_image.values())[:number], key=lambda row: row.id)
 
 
 def to_tsv(captions: Sequence[Caption]) -> str:
-    """The table, as pandas writes it: a header, tabs, quotes only where they are needed."""
+    """Return the captions as a table with tabs and a header, byte for byte as pandas writes it."""
     buffer = io.StringIO()
     writer = csv.writer(buffer, delimiter="\t", lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -63,7 +72,10 @@ def to_tsv(captions: Sequence[Caption]) -> str:
 
 
 def read_tsv(path: pathlib.Path) -> list[Caption]:
-    """The table again; ValueError that names a missing column, or the first row that is none."""
+    """Read a table that `to_tsv` wrote.
+
+    Raises ValueError that names a missing column or the first malformed row.
+    """
     if not path.is_file():
         raise FileNotFoundError(f"no file of captions at {path}")
     with path.open(encoding="utf-8", newline="") as file:
@@ -81,19 +93,22 @@ def _caption(path: pathlib.Path, number: int, row: Mapping[str, Any]) -> Caption
     try:
         caption = Caption(int(row["image_id"]), int(row["id"]), row["caption"])
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{path}, row {number} is no caption: {error}") from error
+        raise ValueError(f"{path}, row {number} is malformed: {error}") from error
     if not caption.caption:
         raise ValueError(f"{path}, row {number} has no caption")
     return caption
 
 
 def image_name(image_id: int) -> str:
-    """The name of an image's file, such as COCO_val2014_000000000042.jpg."""
+    """Return the file name of an image, such as COCO_val2014_000000000042.jpg."""
     return f"COCO_val2014_{image_id:012}.jpg"
 
 
 def squash(contents: bytes, size: int = SIZE) -> bytes:
-    """A JPEG of `size` by `size` pixels, bicubic, whatever the aspect; Pillow's own quality, 75."""
+    """Resize an image file to size x size pixels, whatever its aspect ratio, as a JPEG.
+
+    The resize is bicubic, the quality is Pillow's default of 75.
+    """
     with untrusted.open_image(contents) as image:
         small = image.resize((size, size), Image.Resampling.BICUBIC)
     buffer = io.BytesIO()
@@ -104,24 +119,25 @@ def squash(contents: bytes, size: int = SIZE) -> bytes:
 def squash_all(
     captions: Sequence[Caption], images: pathlib.Path, out: pathlib.Path, threads: int = 8
 ) -> int:
-    """Squashes the captions' images from a folder or val2014.zip into `out`; how many were done.
+    """Squash the images of the captions, from a folder or val2014.zip, into `out`.
 
-    Those in `out` are left alone. FileNotFoundError names the first image that is not there.
+    Images that `out` already holds are skipped. Returns the number of images written. Raises
+    FileNotFoundError that names the first missing image.
     """
     out.mkdir(parents=True, exist_ok=True)
     names = [image_name(row.image_id) for row in captions]
     missing = [name for name in names if not (out / name).exists()]
-    logging.info("%d of %d images are there", len(names) - len(missing), len(names))
+    logging.info("%d of %d images exist", len(names) - len(missing), len(names))
     read = _reader(images)
-    done = lambda name: files.write_whole(out / name, squash(read(name)))
-    with ThreadPoolExecutor(threads) as pool:  # Pillow works outside Python's lock.
-        for _ in progress.reported(pool.map(done, missing), len(missing), "images"):
+    write = lambda name: files.write_whole(out / name, squash(read(name)))
+    with ThreadPoolExecutor(threads) as pool:  # Pillow releases the GIL.
+        for _ in progress.reported(pool.map(write, missing), len(missing), "images"):
             pass
     return len(missing)
 
 
 def _reader(images: pathlib.Path) -> Callable[[str], bytes]:
-    """read(name) of a folder, or of a zip whatever its folders."""
+    """Return read(name) for a folder, or for a zip, in which the image may lie in any folder."""
     if images.is_dir():
         return lambda name: (images / name).read_bytes()
     if not zipfile.is_zipfile(images):

@@ -16,23 +16,23 @@ _LABELS = {"FID": "FID", "CLIP": "CLIP score"}
 
 
 def check_alike(runs: Sequence[Result]) -> int:
-    """The batch size of all runs; ValueError if they differ."""
+    """Return the batch size shared by all runs. Raises ValueError if they differ."""
     sizes = {run.batch_size: run.name for run in runs}
     if len(sizes) > 1:
         (a, first), (b, second) = list(sizes.items())[:2]
         raise ValueError(
-            f"{first} is of batch size {a} and {second} of {b}: compare runs of one batch size"
+            f"{first} has batch size {a} and {second} has {b}: compare runs of one batch size"
         )
     return runs[0].batch_size
 
 
 def describe(runs: Sequence[Result], verdict: Verdict) -> str:
-    """The report, for people."""
+    """Return the report as text."""
     return "\n".join([*_runs(runs), "", *_verdict(runs, verdict), "", *_curves(runs)])
 
 
 def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
-    """fid.png and clip.png into a folder, made if need be."""
+    """Write fid.png and clip.png into a folder, created if missing."""
     out.mkdir(parents=True, exist_ok=True)
     for metric, label in _LABELS.items():
         lines, bands = plotted(runs, metric)
@@ -41,14 +41,17 @@ def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """The runs in one colour, the target, and the range of the reference's runs."""
+    """Return the lines and bands of a figure: the runs, the target, the range of the reference."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     scores = curve.fid if metric == "FID" else curve.clip
     images = (curve.images / 1e6).tolist()
     band = Band(f"MLPerf reference, batch {size}", images, scores.min(0), scores.max(0))
     x, y = [], []
     for run in runs:
-        x += [*(n / 1e6 for n in run.evaluations), math.nan]  # Which parts one from the next.
+        x += [
+            *(n / 1e6 for n in run.evaluations),
+            math.nan,
+        ]  # NaN interrupts the line between runs.
         y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
     target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
     name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -73,19 +76,21 @@ def _verdict(runs: Sequence[Result], verdict: Verdict) -> list[str]:
     lines = [f"{len(runs)} runs, mean without the fastest and the slowest {verdict.mean:,.0f}"]
     if reference := verdict.reference:
         mean, lowest, origin = reference
-        lines.append(f"reference {origin}: mean {mean:,.0f}, and not below {lowest:,.0f}")
+        lines.append(f"reference {origin}: mean {mean:,.0f}; runs pass from {lowest:,.0f} on")
     lines.append(f"{'PASS' if verdict.passed else 'FAIL'}: {verdict.reason}")
     if verdict.passed and verdict.scale > 1:
-        lines.append(f"scores are multiplied by {verdict.scale:.4f}: faster than the mean")
+        lines.append(
+            f"scores are multiplied by {verdict.scale:.4f}, as the runs are faster than the mean"
+        )
     if len(runs) < rules.RUNS:
-        lines.append(f"a submission has {rules.RUNS} runs: this is a forecast")
+        lines.append(f"a submission needs {rules.RUNS} runs: this verdict is a forecast")
     return lines
 
 
 def _curves(runs: Sequence[Result]) -> list[str]:
-    """FID and CLIP at each of the reference's evaluations that a run has too."""
+    """Compare FID and CLIP at each evaluation that the reference and a run share."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
-    lines = [f"beside the reference of batch size {size}, its mean (and lowest to highest run):"]
+    lines = [f"runs beside the reference of batch size {size}, its mean (lowest to highest run):"]
     lines.append("    images       FID             reference     CLIP                    reference")
     for column, images in enumerate(curve.images.tolist()):
         fid, clip = (_near(runs, metric, images) for metric in _LABELS)
@@ -100,9 +105,9 @@ def _curves(runs: Sequence[Result]) -> list[str]:
 
 
 def _near(runs: Sequence[Result], metric: str, images: int) -> list[float]:
-    """The runs' scores at the evaluation nearest to so many images, where one is within a tenth.
+    """Return the scores of the runs' evaluations nearest to `images`, within a tenth of it.
 
-    Runs evaluate at multiples of their batch size, so rarely at exactly so many images.
+    Runs evaluate at multiples of their batch size, so rarely at exactly `images`.
     """
     nearest = [min(run.evaluations, key=lambda n: abs(n - images), default=0) for run in runs]
     pairs = zip(runs, nearest, strict=True)

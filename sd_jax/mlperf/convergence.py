@@ -1,8 +1,9 @@
-"""Whether runs converge as MLPerf's reference does: its points and its test, through rcp_checker.
+"""MLPerf's convergence test: runs may not converge faster than the reference.
 
-Of ten runs the fastest and the slowest are dropped, and the mean of the others may not be
-significantly below the reference's at the same batch size. The reference's points, their pruning
-and the limit of the t-test are MLCommons' own code and data (mlperf_logging.rcp_checker).
+The test drops the fastest and the slowest of ten runs. The mean samples to target of the others
+may not be significantly below the reference's mean at the same batch size. MLCommons' package
+(mlperf_logging.rcp_checker) holds the reference convergence points, prunes them and computes the
+limit of the t-test.
 """
 
 import csv
@@ -20,28 +21,28 @@ from sd_jax.mlperf import mllog, rules
 
 
 class Result(NamedTuple):
-    """A benchmark run as its log tells it, over or not."""
+    """A finished or unfinished benchmark run, read from its log."""
 
     name: str
-    """The workdir, or the file of another program."""
+    """The workdir, or the path of another program's log."""
     batch_size: int
     status: str
-    """"running" until there is a run_stop, which says "success" or "aborted"."""
+    """"running" until the log has a run_stop event, then "success" or "aborted"."""
     evaluations: dict[int, dict[str, float]]
     """{samples: {"FID": ..., "CLIP": ...}}, ascending; a score may still be missing."""
     samples_to_target: int | None
-    """Samples at the first evaluation that meets both targets; None unless it succeeded."""
+    """Samples at the first evaluation that meets both targets; None if the run did not succeed."""
 
 
 class Reference(NamedTuple):
-    """The samples to target of the reference's runs at one batch size."""
+    """Samples to target of the reference runs at one batch size."""
 
     mean: float
-    """Without the fastest and the slowest run."""
+    """The mean without the fastest and the slowest run."""
     lowest: float
-    """The lowest mean of a submission's runs that is not significantly faster."""
+    """The lowest mean of a submission that passes: it is not significantly faster."""
     origin: str
-    """How it follows from the published points, for people."""
+    """How the values follow from the published points, in words."""
 
 
 class Verdict(NamedTuple):
@@ -50,14 +51,14 @@ class Verdict(NamedTuple):
     passed: bool
     reason: str
     mean: float
-    """Olympic, in samples; infinite where runs did not converge."""
+    """The olympic mean in samples; infinite if runs did not converge."""
     reference: Reference | None = None
     scale: float = 1.0
-    """A submission's score is multiplied by it: above 1 for runs faster than the reference."""
+    """The factor on a submission's score; above 1 for runs faster than the reference."""
 
 
 class Curve(NamedTuple):
-    """Reference runs of one batch size: scores of each run at each evaluation."""
+    """The scores of the reference runs of one batch size, [run, evaluation]."""
 
     images: Int[np.ndarray, "E"]
     fid: Float[np.ndarray, "R E"]
@@ -65,47 +66,51 @@ class Curve(NamedTuple):
 
 
 def find(paths: Sequence[str | os.PathLike[str]]) -> list[pathlib.Path]:
-    """The result files that are named, or lie in a named folder as result.txt or result_*.txt.
+    """Return the result files at `paths`: files, or folders with result.txt or result_*.txt.
 
-    FileNotFoundError if a path has none.
+    Raises FileNotFoundError if a path has none.
     """
     results = []
     for path in map(pathlib.Path, paths):
-        here = [*path.glob(mllog.RESULT), *sorted(path.glob("result_*.txt"))]
-        here = here if path.is_dir() else [path]
-        if not here or not here[0].is_file():
+        logs = [*path.glob(mllog.RESULT), *sorted(path.glob("result_*.txt"))]
+        logs = logs if path.is_dir() else [path]
+        if not logs or not logs[0].is_file():
             raise FileNotFoundError(
                 f"no result at {path}: give a file of mllog lines, or a folder that holds "
                 f"{mllog.RESULT} or result_*.txt"
             )
-        results += here
+        results += logs
     return results
 
 
 def read(path: str | os.PathLike[str]) -> Result:
-    """Reads a result file; ValueError if it holds no batch size, which every run logs first."""
+    """Read a result file. Raises ValueError if it lacks the batch size."""
     path = pathlib.Path(path)
     events = mllog.read(path)
     sizes = [event.value for event in events if event.key == "global_batch_size"]
     if not sizes:
-        raise ValueError(f"{path} logs no global_batch_size: it is no result of a benchmark run")
+        raise ValueError(f"{path} logs no global_batch_size: it is not the log of a benchmark run")
     name = str(path.parent if path.name == mllog.RESULT else path)
     status, evaluations = mllog.status(events), mllog.evaluations(events)
     return Result(name, int(sizes[-1]), status, evaluations, _samples_to_target(path, status))
 
 
 def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
-    """The test of MLPerf's rules on each run's samples to target; None for one without.
+    """Test runs of one batch size by MLPerf's rules.
 
-    One run may fail to converge. A batch size that the reference lacks is interpolated; below its
-    smallest, runs pass that are no faster than that one; above its largest there is no passing.
+    One run may fail to converge. The reference is interpolated between its batch sizes. Below the
+    smallest of them, runs are compared with the smallest; above the largest, no run passes.
+
+    Args:
+        batch_size: The global batch size of the runs.
+        samples: Samples to target of each run, None for a run that did not converge.
     """
     mean = olympic_mean([math.inf if n is None else n for n in samples])
     if (lost := list(samples).count(None)) > 1 or not math.isfinite(mean):
         return Verdict(False, f"{lost} of {len(samples)} runs did not converge", mean)
     reference = reference_at(batch_size)
     if reference is None:
-        reason = f"no reference of batch size {batch_size}: one would have to be submitted"
+        reason = f"MLPerf has no reference for batch size {batch_size}: submit one first"
         return Verdict(False, reason, mean)
     passed = mean >= reference.lowest
     reason = "no faster than the reference" if passed else "faster than the reference allows"
@@ -113,13 +118,13 @@ def judge(batch_size: int, samples: Sequence[int | None]) -> Verdict:
 
 
 def olympic_mean(values: Sequence[float | int]) -> float:
-    """The mean without the lowest and the highest; of fewer than three values, of all."""
+    """Return the mean without the lowest and highest value; of one or two values, their mean."""
     ordered = sorted(values)
     return float(np.mean(ordered[1:-1] if len(ordered) > 2 else ordered))
 
 
 def reference_at(batch_size: int) -> Reference | None:
-    """The reference at any batch size; None above its largest."""
+    """Return the reference at a batch size; None above the largest batch size that it has."""
     checker = _rcp_checker().RCP_Checker("training", rules.VERSION, rules.NAME, False)
     points = sorted(checker.pruned_rcp_data.values(), key=lambda point: point["BS"])
     at_least = [point for point in points if point["BS"] >= batch_size]
@@ -129,7 +134,7 @@ def reference_at(batch_size: int) -> Reference | None:
     point, size = at_least[0], at_least[0]["BS"]
     origin = f"of batch size {size}"
     if size > batch_size and not below:
-        origin += ", the smallest there is"
+        origin += ", the smallest one"
     elif size > batch_size:
         origin = f"interpolated between batch sizes {below[-1]['BS']} and {size}"
         _, point = checker._create_interp_rcp(batch_size, below[-1], point)
@@ -137,7 +142,10 @@ def reference_at(batch_size: int) -> Reference | None:
 
 
 def read_curves() -> dict[int, Curve]:
-    """The reference's FID and CLIP at every evaluation, by batch size (1.25e-7 a sample)."""
+    """Return the curves of the reference runs by batch size.
+
+    Their learning rate is 1.25e-7 per sample of the batch.
+    """
     with rcp.PATH.open() as file:
         columns = ("global_batch_size", "run", "images", "fid", "clip")
         rows = np.array([[float(row[c]) for c in columns] for row in csv.DictReader(file)])
@@ -146,7 +154,7 @@ def read_curves() -> dict[int, Curve]:
 
 
 def nearest_curve(batch_size: int) -> tuple[int, Curve]:
-    """The curve of the batch size that is nearest by ratio, and that batch size."""
+    """Return the reference batch size nearest to `batch_size` by ratio, and its curve."""
     curves = read_curves()
     size = min(curves, key=lambda size: abs(math.log(size / batch_size)))
     return size, curves[size]
@@ -157,14 +165,14 @@ def _rcp_checker() -> Any:
 
 
 def _samples_to_target(path: pathlib.Path, status: str) -> int | None:
-    if status != mllog.SUCCESS:  # Of which the checker would only warn.
+    if status != mllog.SUCCESS:  # The checker would only warn.
         return None
     try:
         _, samples, *_ = _rcp_checker().read_submission_file(path, rules.VERSION, False)
-    except ValueError:  # The least of none: no evaluation meets the targets after all.
+    except ValueError:  # min() of an empty list: no evaluation meets the targets.
         return None
     except KeyError as error:
-        missing = f"an evaluation of {path} has no {error}, which MLCommons' checker reads of each"
+        missing = f"an evaluation in {path} lacks {error}, which MLCommons' checker needs"
         raise ValueError(missing) from error
     return int(samples)
 

@@ -1,8 +1,8 @@
-"""The files that MLCommons publishes for the benchmark, fetched and verified.
+"""Download and verify the files that MLCommons publishes for the benchmark.
 
-A set is published as NAME.uri, which holds the address of its folder, and NAME.md5, the hashes and
-names of the files there; MLCommons' own downloader reads the same two. Hashes that the benchmark's
-rules and authors state take the place of those of the list.
+MLCommons publishes a set as two files, which its own downloader reads too: NAME.uri holds the
+address of the set's folder, NAME.md5 the hashes and names of the files in it. A hash that the
+benchmark's rules or authors state takes precedence over the one in NAME.md5.
 """
 
 import json
@@ -34,9 +34,9 @@ SETS: Mapping[str, Mapping[str, str]] = {
         )
     },
 }
-"""The sets, and the hashes of the files that they must hold at least."""
+"""The sets, each with the files that it must hold and their hashes."""
 VERIFIED = ".verified.json"
-"""In a set's folder: {name: [hash, bytes]} of the files whose hashes were compared."""
+"""The file in a set's folder that records the verified files, {name: [hash, bytes]}."""
 _FLAGS = (
     ("data.path", MOMENTS, "*.tar"), ("vae.weights", VAE, "*.ckpt"),
     ("text.weights", CLIP, "*.bin"), ("evaluation.prompts", PROMPTS, "*.tsv"),
@@ -45,14 +45,19 @@ _FLAGS = (
 )  # fmt: skip
 _FOLDERS = (MOMENTS, CLIP)
 CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-_LAST = ("open_clip_config.json", "tokenizer.json")  # They say that all is there.
+_LAST = (
+    "open_clip_config.json",
+    "tokenizer.json",
+)  # Downloaded last: they exist once the download is complete.
 _TOKENIZER = ("config.json", "vocab.json", "merges.txt", *_LAST)
 
 
 def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
-    """The address of a set's folder, and the hash of each file in it by its path there.
+    """Return the address of a set's folder, and the hashes of its files by their relative paths.
 
-    OSError where they cannot be had; ValueError if they are no such lists, or lack a known file.
+    Raises:
+        OSError: If the lists cannot be downloaded.
+        ValueError: If they are malformed, or lack a file of SETS.
     """
     stem = f"{source.rstrip('/')}/stable-diffusion-{name}"
     with tempfile.TemporaryDirectory() as folder:
@@ -63,13 +68,17 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
         digest, _, path = line.strip().partition(" ")
         path = pathlib.PurePosixPath(path.lstrip(" *"))
         if len(digest) != 32 or path.is_absolute() or ".." in path.parts or not path.name:
-            raise ValueError(f"{stem}.md5: {line!r} is no line of md5sum, or leads out of the set")
+            raise ValueError(
+                f"{stem}.md5: {line!r} is not a line of md5sum, or its path leaves the set"
+            )
         hashes[str(path)] = digest
     names = {path.rpartition("/")[2] for path in hashes}
     if missing := [known for known in SETS[name] if known not in names]:
-        raise ValueError(f"{stem}.md5 lists {len(hashes)} files, and no {missing[0]} among them")
+        raise ValueError(f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}")
     if "://" not in uri:
-        raise ValueError(f"{stem}.uri holds no address of a folder, but {uri.strip()[:80]!r}")
+        raise ValueError(
+            f"{stem}.uri must hold the address of a folder, and holds {uri.strip()[:80]!r}"
+        )
     known = SETS[name]
     hashes = {path: known.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
     return uri.strip().rstrip("/"), hashes
@@ -78,10 +87,14 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
 def download(
     name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
 ) -> int:
-    """Fetches what of a set is not in OUT/NAME; the number of its files.
+    """Download the files of a set that `out`/NAME lacks; return the number of files in the set.
 
-    A file that was not fetched here is hashed once, all are with `verify`, and one that is not
-    whole is a ValueError. OSError for what cannot be fetched; what has arrived is kept.
+    Existing files are hashed once, or again with `verify`. Complete files are kept when a later one
+    fails.
+
+    Raises:
+        ValueError: If the hash of an existing file differs.
+        OSError: If a file cannot be downloaded.
     """
     base, hashes = read_list(source, name)
     folder = out / name
@@ -93,14 +106,16 @@ def download(
         seen[key] = [hashes[key], path.stat().st_size]
         files.write_whole(record, json.dumps(seen, indent=1))
 
-    for path in missing(folder, hashes, there=True):
+    for path in missing(folder, hashes, present=True):
         key = path.relative_to(folder).as_posix()
         if seen.get(key) == [hashes[key], path.stat().st_size]:
             continue
         try:
             fetch.check(path, hashes[key])
         except ValueError as error:
-            raise ValueError(f"{error}: half a file, or another; remove it, and go on") from error
+            raise ValueError(
+                f"{error}: the file is incomplete or another one; remove it and try again"
+            ) from error
         verified(path)
     for parent, paths in _by_folder(missing(folder, hashes)):
         sums = {path.name: hashes[path.relative_to(folder).as_posix()] for path in paths}
@@ -110,41 +125,41 @@ def download(
 
 
 def missing(
-    folder: pathlib.Path, hashes: Mapping[str, str], there: bool = False
+    folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False
 ) -> list[pathlib.Path]:
-    """The files of a set that are not in its folder, or those that are `there`."""
-    return [folder / path for path in hashes if (folder / path).is_file() is there]
+    """Return the files of a set that its folder lacks, or with `present` those that it has."""
+    return [folder / path for path in hashes if (folder / path).is_file() is present]
 
 
 def fetch_tokenizer(out: pathlib.Path) -> None:
-    """Adds the configs and the tokenizer of the CLIP, which its set lacks, from the Hub.
+    """Download the config and tokenizer of CLIP from the Hub; MLCommons' set lacks them.
 
-    OSError that names the command where that fails.
+    Raises OSError that names the files to copy by hand if the download fails.
     """
     folder = out / CLIP
     if all((folder / name).is_file() for name in _LAST):
         return
-    import huggingface_hub  # Imports a hundred modules, and only a download needs it.
+    import huggingface_hub  # Slow to import; only a download needs it.
 
     try:
         with tempfile.TemporaryDirectory() as temporary:
-            there = files.remote(folder)
-            place = temporary if there else folder
+            bucket = files.remote(folder)
+            place = temporary if bucket else folder
             huggingface_hub.snapshot_download(
                 CLIP_ON_HUB, allow_patterns=list(_TOKENIZER), local_dir=place
             )
-            if there:
+            if bucket:
                 for name in _TOKENIZER:
-                    (there / name).send(pathlib.Path(place, name))
+                    (bucket / name).send(pathlib.Path(place, name))
     except Exception as error:  # Networks fail in many ways.
         raise OSError(
-            f"the tokenizer of {CLIP_ON_HUB} could not be had ({type(error).__name__}): put "
-            f"{', '.join(_TOKENIZER)} of it into {folder}"
+            f"the tokenizer of {CLIP_ON_HUB} could not be downloaded ({type(error).__name__}): "
+            f"copy its {', '.join(_TOKENIZER)} into {folder}"
         ) from error
 
 
 def config_flags(out: pathlib.Path) -> list[str]:
-    """The flags of sd_jax.mlperf that name what is in OUT."""
+    """Return the flags of sd_jax.mlperf that name the files in `out`."""
     flags = []
     for flag, name, pattern in _FLAGS:
         for path in sorted((out / name).rglob(pattern))[:1]:

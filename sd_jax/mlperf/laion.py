@@ -1,4 +1,4 @@
-"""LAION-400M's tables of URLs: the rows with a licence, which are the ones MLPerf trains on."""
+"""Filter LAION-400M's tables of URLs for rows with a licence, the data set of MLPerf."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -10,17 +10,17 @@ import pyarrow.parquet
 from diffusion_jax.machine import files
 
 COLUMNS = ("SAMPLE_ID", "URL", "TEXT", "HEIGHT", "WIDTH", "LICENSE", "NSFW", "similarity")
-"""The columns kept: URL and TEXT for img2dataset, the others for the .json beside each image."""
+"""The columns to keep: URL and TEXT for img2dataset, the others for each image's .json file."""
 NONE = "?"
-"""The licence of the rows that are left out."""
-_BATCH = 65_536  # Rows in memory at once, and of a group in the file that is written.
+"""The licence value of rows without a licence, which are dropped."""
+_BATCH = 65_536  # Rows in memory at once, and rows of a row group in the new file.
 
 
 def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, int]:
-    """Writes the rows of a parquet file whose LICENSE is not "?"; (rows kept, rows read).
+    """Copy the rows of a parquet file whose LICENSE is not "?"; return (rows kept, rows read).
 
-    The file is read page by page and written as it comes, whole or not at all. ValueError if a
-    column is missing, or it is no parquet file.
+    The file is read page by page. `target` appears only once it is complete. Raises ValueError if
+    `source` is not a parquet file or lacks a column.
     """
     with files.whole(target) as temporary, _open(source) as file:
         _check_columns(source, file.schema_arrow.names)
@@ -30,18 +30,18 @@ def filter_licensed(source: pathlib.Path, target: pathlib.Path) -> tuple[int, in
 def filter_table(
     source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int
 ) -> dict[str, int]:
-    """`filter_licensed` of one of the tables of a folder, into another; the rows it counted."""
+    """Filter the table names[number] of a folder into another folder; return the row counts."""
     kept, total = filter_licensed(source / names[number], out / names[number])
     return {"kept": kept, "read": total}
 
 
 def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
     try:
-        # A stream of pages: by default a whole group of rows, often a gigabyte, would be read.
+        # Stream pages: by default pyarrow reads a whole row group, often a gigabyte.
         opened = path.open("rb") if files.remote(path) else path
         return pyarrow.parquet.ParquetFile(opened, pre_buffer=False, buffer_size=2**20)
     except pa.ArrowInvalid as error:
-        raise ValueError(f"{path} is no parquet file: {error}") from error
+        raise ValueError(f"{path} is not a parquet file: {error}") from error
 
 
 def _check_columns(path: pathlib.Path, names: list[str]) -> None:
@@ -60,12 +60,12 @@ def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
 
 
 def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The rows that stay, some ten thousand at a time: few of a batch do."""
+    """Yield the rows to keep, joined over batches, because few rows of a batch remain."""
     waiting: list[pa.RecordBatch] = []
     for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
         licence = batch.column(batch.schema.get_field_index("LICENSE"))
         keep = pyarrow.compute.call_function("not_equal", [licence, pa.scalar(NONE)])
-        # No entry is not "?": the reference, which is pandas', keeps such rows.
+        # Keep rows without an entry: in the pandas of the reference, NaN != "?" is true.
         keep = pyarrow.compute.fill_null(keep, True)
         waiting.append(batch.filter(keep).select(list(COLUMNS)))
         if sum(part.num_rows for part in waiting) >= _BATCH:

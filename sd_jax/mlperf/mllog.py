@@ -1,7 +1,8 @@
-"""Result files, lines of mllog: read from any program, and written by ours, also across kills.
+"""Result files, which consist of mllog lines: read any program's, write ours across restarts.
 
-Process 0 alone writes. What a kill left half said (a block without its end, an evaluation without
-its scores, steps after the last checkpoint) is taken out when the run goes on, and said anew.
+Only process 0 writes. When a killed run continues, `recover` removes incomplete entries from its
+log (a block without its end, an evaluation without its scores, steps after the last checkpoint),
+and the run logs them again.
 """
 
 import importlib
@@ -31,32 +32,34 @@ class Event(NamedTuple):
 
 
 def open_log(workdir: pathlib.Path) -> Any:
-    """MLCommons' MLLogger, which writes `WORKDIR/result.txt` behind what it holds, line by line.
+    """Return MLCommons' MLLogger, which appends lines to `workdir`/result.txt.
 
-    Those of other processes than 0 write nothing. ModuleNotFoundError with a remedy.
+    Only process 0 writes. Raises ModuleNotFoundError if the package mlperf-logging is missing.
     """
     mllog, path = package("mllog.mllog"), workdir / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     first = jax.process_index() == 0
-    logger = logging.Logger("mllog", logging.INFO)  # In no tree: it says nothing elsewhere.
+    logger = logging.Logger(
+        "mllog", logging.INFO
+    )  # Without a parent, so that it writes nowhere else.
     logger.addHandler(logging.FileHandler(path) if first else logging.NullHandler())
     return mllog.MLLogger(logger, root_dir=str(pathlib.Path(__file__).parents[2]))
 
 
 def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
-    """Cuts a run's file down to what is whole and of at most `samples` images; the events left.
+    """Cut a run's log to complete entries of at most `samples` images; return its events.
 
-    To be called before the file is opened. Empty for a run without a checkpoint: it starts anew,
-    its clock too. ValueError for a file that is not all lines of mllog.
+    Call this before opening the log. A run without a checkpoint (samples=0) starts from an empty
+    log, with a new clock. Raises ValueError if a line of the file is not mllog's.
     """
     path = workdir / RESULT
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")
-    lines = text[: text.rfind("\n") + 1].splitlines()  # The last one may be half a line.
+    lines = text[: text.rfind("\n") + 1].splitlines()  # The last line may be incomplete.
     events = _parse(lines, path)
     if len(events) < len(lines):
-        raise ValueError(f"{path} holds lines that are none of mllog: move it elsewhere")
+        raise ValueError(f"{path} holds lines that are not mllog's: move the file away")
     whole = _whole(events, samples)
     if jax.process_index() == 0:
         files.write_whole(path, "".join(f"{line}\n" for line in lines[:whole]))
@@ -64,19 +67,22 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """The lines of mllog in any log, whatever stands before them; ValueError for a damaged one."""
+    """Return the events of all mllog lines in a log, which may have prefixes.
+
+    Raises ValueError if one is malformed.
+    """
     text = pathlib.Path(path).read_text(encoding="utf-8", errors="replace")
     return _parse(text.splitlines(), path)
 
 
 def status(events: Sequence[Event]) -> str:
-    """The status at "run_stop", "success" or "aborted"; "running" without one."""
+    """Return the status of the last "run_stop" event: "success" or "aborted"; else "running"."""
     stops = [event.metadata.get("status") for event in events if event.key == "run_stop"]
     return str(stops[-1]) if stops else RUNNING
 
 
 def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
-    """{samples: {metric: score}} of the events "eval_accuracy", ascending."""
+    """Return {samples: {metric: score}} of the "eval_accuracy" events, in ascending order."""
     scores: dict[int, dict[str, float]] = {}
     for event in events:
         if event.key == "eval_accuracy":
@@ -86,16 +92,16 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """{samples: milliseconds} at which training had seen so many."""
+    """Return the times in milliseconds at which training blocks ended, by samples seen."""
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
 
 
 def package(module: str) -> Any:
-    """A module of MLCommons' package; ModuleNotFoundError that names the remedy if it is absent."""
+    """Import a module of MLCommons' package; if it is missing, the error says how to install it."""
     try:
         return importlib.import_module(f"mlperf_logging.{module}")
     except ModuleNotFoundError as error:
-        remedy = "the benchmark needs a package of MLCommons: pip install mlperf-logging"
+        remedy = "the benchmark needs MLCommons' package: pip install mlperf-logging"
         raise ModuleNotFoundError(remedy) from error
 
 
@@ -107,12 +113,14 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
                 event = json.loads(line.partition(_TOKEN)[2])
                 events.append(Event(*(event[field] for field in Event._fields)))
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number} is no line of mllog: {error}") from error
+                raise ValueError(
+                    f"{path}, line {number} is a malformed line of mllog: {error}"
+                ) from error
     return events
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
-    """The number of events before the first that is incomplete, or about more images."""
+    """Return the number of complete events of at most `samples` images at the start of the log."""
     whole = 0
     for i, event in enumerate(events, 1):
         if not samples or event.metadata.get("samples_count", 0) > samples:

@@ -1,4 +1,4 @@
-"""A submission as MLCommons' package checker reads it: ten logs, the system, the code.
+"""Write a submission in the layout of MLCommons' package checker: ten logs, the system, the code.
 
 ORG/systems/PLATFORM.json
 ORG/results/PLATFORM/stable_diffusion/result_0.txt ... result_9.txt
@@ -23,7 +23,7 @@ STATUS = {
     "cloud": "Available cloud",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""The availability of a system: as the log says it, and as its description does."""
+"""The availability of a system: its names in the log, and those in the system's description."""
 FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes",
     "host_processors_per_node", "host_processor_model_name", "host_processor_core_count",
@@ -36,7 +36,7 @@ FIELDS = (
     "accelerator_interconnect_topology", "cooling", "hw_notes", "framework",
     "other_software_stack", "operating_system", "sw_notes",
 )  # fmt: skip
-"""Of a system's description, all of which the checker wants."""
+"""The fields of a system's description; the checker requires all of them."""
 _CODE = ("diffusion_jax", "sd_jax", "configs", "launch")
 _ALIKE = ("submission_org", "submission_platform", "submission_division", "submission_status")
 
@@ -44,10 +44,18 @@ _ALIKE = ("submission_org", "submission_platform", "submission_division", "submi
 def write(
     out: pathlib.Path, results: Sequence[pathlib.Path], system: Mapping[str, Any]
 ) -> tuple[pathlib.Path, list[str]]:
-    """The submission of these logs, and the fields of its system that nobody filled in yet.
+    """Write the submission of ten logs into a folder below `out`.
 
-    `system` are fields that logs and manifests do not hold. ValueError for logs that are no
-    submission, before anything is written.
+    Args:
+        out: The folder that gets the submitter's folder.
+        results: The logs of the runs.
+        system: Fields of the system's description that logs and manifests lack.
+
+    Returns:
+        The submitter's folder, and the fields of the system's description that are still empty.
+
+    Raises:
+        ValueError: If the logs do not form a submission; nothing is written then.
     """
     logs = {path: mllog.read(path) for path in results}
     header = check(logs)
@@ -58,7 +66,7 @@ def write(
         texts[name] = path.read_bytes()
     code = f"benchmarks/{rules.NAME}/implementations/{platform}"
     texts |= {f"{code}/{name}": content for name, content in _sources()}
-    described = {field: "" for field in FIELDS} | _known(header, results[0]) | dict(system)
+    described = {field: "" for field in FIELDS} | _logged_fields(header, results[0]) | dict(system)
     described["sw_notes"] = described["sw_notes"] or f"code sha256 {_digest(texts, code)}"
     texts[f"systems/{platform}.json"] = json.dumps(described, indent=1).encode() + b"\n"
     for name, content in texts.items():
@@ -69,13 +77,15 @@ def write(
 
 
 def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
-    """What all logs say of the submission; ValueError where they are none together."""
+    """Return the header that all logs share. Raises ValueError if they do not form a submission."""
     if len(logs) != rules.RUNS:
-        raise ValueError(f"a submission has {rules.RUNS} runs, and these are {len(logs)}")
+        raise ValueError(
+            f"a submission has {rules.RUNS} runs: give {rules.RUNS} logs, not {len(logs)}"
+        )
     header = {key: _same(logs, key) for key in _ALIKE}
     if "none" in (header["submission_org"], header["submission_platform"]):
         raise ValueError(
-            "the runs do not say whose they are: sd_jax.mlperf takes --org=NAME --platform=NAME"
+            "the logs lack the submitter: run sd_jax.mlperf with --org=NAME --platform=NAME"
         )
     if header["submission_status"] not in STATUS:
         raise ValueError(
@@ -85,31 +95,33 @@ def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
     seeds = Counter(seed for events in logs.values() for seed in values(events, "seed"))
     if doubled := [seed for seed, count in seeds.items() if count > 1]:
         raise ValueError(
-            f"two of the runs have the seed {doubled[0]}: the rules want one of its own for each "
-            "(sd_jax.mlperf draws it from the system without --seed)"
+            f"two of the runs have the seed {doubled[0]}, and the rules require different ones: "
+            "run sd_jax.mlperf without --seed, so that it draws the seed from the system"
         )
     return header
 
 
 def values(events: Sequence[Event], key: str) -> list[Any]:
-    """What a log says under a key."""
+    """Return the values that a log holds under a key."""
     return [event.value for event in events if event.key == key]
 
 
 def _same(logs: Mapping[pathlib.Path, Sequence[Event]], key: str) -> str:
-    said = {path: values(events, key) for path, events in logs.items()}
-    if missing := [path for path, found in said.items() if not found]:
-        raise ValueError(f"{missing[0]} says no {key}: it is no whole log of a run")
-    all_said = {str(found[-1]): path for path, found in said.items()}
-    if len(all_said) > 1:
-        (a, first), (b, second) = list(all_said.items())[:2]
-        raise ValueError(f"{key} is {a} in {first} and {b} in {second}: a submission has one")
-    return next(iter(all_said))
+    logged = {path: values(events, key) for path, events in logs.items()}
+    if missing := [path for path, of_log in logged.items() if not of_log]:
+        raise ValueError(f"{missing[0]} lacks {key}: it is not the complete log of a run")
+    paths = {str(of_log[-1]): path for path, of_log in logged.items()}
+    if len(paths) > 1:
+        (a, first), (b, second) = list(paths.items())[:2]
+        raise ValueError(
+            f"{key} is {a} in {first} and {b} in {second}: all logs of a submission must agree"
+        )
+    return next(iter(paths))
 
 
-def _known(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
-    """The fields that the log says, and the manifest beside it."""
-    known = {
+def _logged_fields(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
+    """Return the fields of the system that the log and the manifest beside it hold."""
+    fields = {
         "submitter": header["submission_org"],
         "system_name": header["submission_platform"],
         "division": header["submission_division"],
@@ -117,10 +129,10 @@ def _known(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
     }
     manifest = result.parent / MANIFEST
     if not manifest.exists():
-        return known
+        return fields
     run = pretrained.read_json(manifest)["runs"][-1]
     devices, versions = run["devices"], run["versions"]
-    return known | {
+    return fields | {
         "number_of_nodes": str(devices["processes"]),
         "accelerators_per_node": str(devices["count"] // devices["processes"]),
         "accelerator_model_name": devices["kind"],
@@ -130,7 +142,7 @@ def _known(header: Mapping[str, str], result: pathlib.Path) -> dict[str, Any]:
 
 
 def _sources() -> Iterator[tuple[str, bytes]]:
-    """The code that ran, as it is here."""
+    """Yield the names and contents of the source files."""
     root = pathlib.Path(__file__).parents[2]
     paths = [path for folder in _CODE for path in sorted((root / folder).rglob("*"))]
     for path in [*paths, root / "requirements.txt", root / "README.md", root / "docs/mlperf.md"]:

@@ -7,47 +7,53 @@ from typing import Any
 from sd_jax.settings import Settings
 
 NAME, VERSION = "stable_diffusion", "5.0.0"
-"""The benchmark's name, and that of the last rules that have it."""
+"""The name of the benchmark, and the last version of the rules that includes it."""
 TARGETS = {"FID": 90.0, "CLIP": 0.15}
 """One evaluation must score at most this FID and at least this CLIP score."""
 RUNS = 10
-"""A submission has so many."""
+"""The number of runs in a submission."""
 EVERY = 512_000
 """Images between evaluations, rounded up to whole steps."""
 
 
 def meets_targets(scores: Mapping[str, float]) -> bool:
-    """Whether one evaluation's {"FID", "CLIP"} reach both; a missing score or NaN does not."""
+    """Return whether the scores {"FID", "CLIP"} of one evaluation meet both targets.
+
+    A missing score or NaN meets none.
+    """
     if not scores.keys() >= TARGETS.keys():
         return False
     return scores["FID"] <= TARGETS["FID"] and scores["CLIP"] >= TARGETS["CLIP"]
 
 
 def steps_between(s: Settings) -> int:
-    """Steps from one evaluation to the next."""
+    """Return the number of steps from one evaluation to the next."""
     return -(-s.evaluation.every // s.run.batch_size)
 
 
 def check(s: Settings) -> None:
-    """ValueError for a config that no benchmark can be run with."""
+    """Raise ValueError for a config that cannot run the benchmark."""
     if s.evaluation.every < 1 or len(s.evaluation.guidance) != 1:
         raise ValueError(
             f"evaluation.every is {s.evaluation.every} and evaluation.guidance "
-            f"{s.evaluation.guidance}: the benchmark evaluates every {EVERY} images, at one scale"
+            f"{s.evaluation.guidance}: the benchmark evaluates every {EVERY} images, at one "
+            "guidance scale"
         )
     if s.run.steps < steps_between(s):
         raise ValueError(
-            f"steps is {s.run.steps}, and the first evaluation is after {steps_between(s)}: raise "
-            "it, to about ten times that"
+            f"steps is {s.run.steps}, and the first evaluation is after {steps_between(s)} steps: "
+            "raise it to about ten times that number"
         )
     if s.unet_weights:
-        raise ValueError(f"unet.weights is {s.unet_weights!r}: a run starts from random numbers")
+        raise ValueError(
+            f"unet.weights is {s.unet_weights!r}: leave it empty: runs start from random weights"
+        )
     if not s.vae_weights:
-        raise ValueError("vae.weights is empty: the evaluation's images are drawn with the VAE")
+        raise ValueError("vae.weights is empty: name the VAE, which decodes the images to evaluate")
 
 
 def departures(s: Settings) -> list[str]:
-    """A line for each value with which a config is no run of the closed division."""
+    """Return a line for each value that the rules of the closed division do not allow."""
     o = s.optimizer
     rules = [
         ("optimizer.b1", o.b1, 0.9), ("optimizer.b2", o.b2, 0.999), ("optimizer.eps", o.eps, 1e-8),
@@ -69,9 +75,9 @@ def departures(s: Settings) -> list[str]:
 
 
 def hyperparameters(s: Settings) -> dict[str, Any]:
-    """The config's values that a log must hold, under the rules' names for them.
+    """Return the hyperparameters that a log must hold, under the names of the rules.
 
-    The learning rate is that after the warm-up, already multiplied by the batch size.
+    The learning rate is the one after the warm-up, already multiplied by the batch size.
     """
     o = s.optimizer
     return {

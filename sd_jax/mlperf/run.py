@@ -1,7 +1,6 @@
-"""A run of the benchmark: blocks of training and evaluations in turn, each said in its log.
+"""A run of the benchmark: training blocks alternate with evaluations, all recorded in its log.
 
-What is done is read from the log and the checkpoints alone, so that a run goes on wherever it was
-killed.
+The log and the checkpoints alone say what is done, so a killed run continues where it stopped.
 """
 
 import contextlib
@@ -40,7 +39,7 @@ MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 
 
 class Submission(NamedTuple):
-    """The log's header, as far as no config holds it: whose run it is, and of which division."""
+    """The part of the log's header that no config holds: the submitter, division and system."""
 
     division: str
     org: str
@@ -50,7 +49,7 @@ class Submission(NamedTuple):
 
 
 class OpenRun(NamedTuple):
-    """A run whose config, networks and log are open and checked, but not its data."""
+    """A run with its config, networks and log opened and checked; its data are still closed."""
 
     s: Settings
     config: Mapping[str, Any]
@@ -63,11 +62,11 @@ class OpenRun(NamedTuple):
     log: Any
     """MLCommons' MLLogger."""
     events: list[Event]
-    """The lines that its log held when it was opened."""
+    """The events that the log held when it was opened."""
 
     @property
     def interval(self) -> int:
-        """Steps from one evaluation to the next."""
+        """The number of steps from one evaluation to the next."""
         return rules.steps_between(self.s)
 
     @property
@@ -76,11 +75,11 @@ class OpenRun(NamedTuple):
         return self.s.run.steps // self.interval * self.interval
 
     def samples(self, step: int) -> int:
-        """Images seen at a step."""
+        """Return the number of images seen at a step."""
         return step * self.s.run.batch_size
 
     def at(self, step: int) -> dict[str, Any]:
-        """The metadata of what the log says of a step."""
+        """Return the metadata of a step's log entries."""
         return {"samples_count": self.samples(step)}
 
 
@@ -88,10 +87,18 @@ def go(
     config: ConfigDict, workdir: pathlib.Path, mode: str, seed: int | None, eval_batch: int,
     submission: Submission, init_start: int,
 ) -> str:  # fmt: skip
-    """Begins a run or goes on with it; its status then. Bad input ends the command.
+    """Start or continue a run; return its status at the end.
 
-    Without `seed` it is that of the workdir's run, or a new one of the system's. A device draws
-    `eval_batch` images at once. `init_start` is when the command began, in milliseconds.
+    Bad input ends the command with exit code 2.
+
+    Args:
+        config: The whole config.
+        workdir: The workdir, shared by all processes.
+        mode: One of MODES.
+        seed: The seed; None for the seed in the workdir, or for a new one drawn from the system.
+        eval_batch: Images that a device draws at once in an evaluation.
+        submission: The header of the log.
+        init_start: The start of the command in milliseconds since the epoch.
     """
     with contextlib.ExitStack() as held:
         with cli.bad_input(ModuleNotFoundError):
@@ -115,11 +122,11 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> Conf
 def _open(
     config: ConfigDict, workdir: pathlib.Path, mode: str, held: contextlib.ExitStack
 ) -> OpenRun:
-    """The run, whose workdir is `held`; ValueError or OSError if something cannot be."""
+    """Open a run and lock its workdir until `held` closes; ValueError or OSError on bad input."""
     s = read_settings(config.to_dict())
     rules.check(s)
     for departure in rules.departures(s):
-        logging.warning("no closed run: %s", departure)
+        logging.warning("not allowed in the closed division: %s", departure)
     mesh = sharding.make_mesh(*s.mesh)
     s = s._replace(optimizer=optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh))
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
@@ -127,7 +134,7 @@ def _open(
     held.enter_context(runs.writing(workdir))
     runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
-    if jax.process_count() > 1:  # All have read the log before the first goes on with it.
+    if jax.process_count() > 1:  # All processes must read the log before process 0 appends to it.
         multihost_utils.sync_global_devices("log")
     log = mllog.open_log(workdir)
     return OpenRun(s, config.to_dict(), workdir, mode, mesh, encoder, vae_params, task, log, events)
@@ -135,21 +142,21 @@ def _open(
 
 def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
     if run.mode == EVALUATE and not run.events:
-        raise ValueError(f"{run.workdir} holds no checkpoint yet: first --mode=train")
+        raise ValueError(f"{run.workdir} holds no checkpoint: run with --mode=train first")
     judge = benchmark.open_judge(run.s.evaluation)
     if not judge.inception.official:
-        logging.warning("no closed run: evaluation.inception is not the public file")
+        logging.warning("not allowed in the closed division: inception is not the public file")
     size = images_per_device * run.mesh.size
     return benchmark.make_evaluate(run.s, run.task, run.encoder, judge, run.mesh, run.workdir, size)
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
-    """The whole of the run, or what is left of it; its status then."""
+    """Do what is left of the run; return its status at the end."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
     program = _warm_up(run, evaluate)
     if not run.events:
-        _say_header(run, submission, init_start)
+        _log_header(run, submission, init_start)
     with cli.bad_input():
         batches = train.open_batches(run.s, run.encoder, run.vae_params, run.mesh)
     with batches:
@@ -163,7 +170,7 @@ def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init
 
 
 def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
-    """The compiled step; it and evaluation run once, on made-up data, before the clock starts."""
+    """Compile the training step; run it and the evaluation once, before the clock starts."""
     s, (_, row) = run.s, example(run.s, run.encoder)
     rows = (
         s.run.batch_size
@@ -179,8 +186,8 @@ def _warm_up(run: OpenRun, evaluate: Evaluate | None) -> loop.Program:
     return program
 
 
-def _say_header(run: OpenRun, submission: Submission, init_start: int) -> None:
-    """All that does not depend on the data, up to the start of the clock."""
+def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
+    """Log everything up to the start of the clock that does not depend on the data."""
     log, header = run.log, submission._asdict()
     log.event("cache_clear", header.pop("cache_cleared"))
     log.event("submission_benchmark", rules.NAME)
@@ -195,16 +202,16 @@ def _say_header(run: OpenRun, submission: Submission, init_start: int) -> None:
 
 
 def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
-    """Evaluation after evaluation, until one meets the targets or the steps are over.
+    """Evaluate until one evaluation meets the targets or the steps are over; return the status.
 
-    `reach` trains to a step. "running" if a checkpoint is not there then.
+    `reach` trains to a step. The status is "running" if a checkpoint is still missing then.
     """
     done = mllog.evaluations(run.events)
     for step in range(run.interval, run.last + 1, run.interval):
         if run.samples(step) not in done:
             reach(step)
             if step > _trained(run.workdir):
-                logging.warning("no checkpoint of step %d yet: go on with --mode=train", step)
+                logging.warning("step %d has no checkpoint yet: continue with --mode=train", step)
                 return mllog.RUNNING
             done[run.samples(step)] = _scores(run, evaluate, step)
         if rules.meets_targets(done[run.samples(step)]):
@@ -213,9 +220,9 @@ def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> s
 
 
 def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> None:
-    """Trains to a step, with a block in the log and a checkpoint for each interval.
+    """Train to a step, with a block in the log and a checkpoint for each interval.
 
-    SIGTERM saves and exits with 143.
+    On SIGTERM, save a checkpoint and exit with code 143.
     """
     first = _trained(run.workdir)
     if first >= step:
@@ -233,10 +240,10 @@ def _train(run: OpenRun, batches: Batches, program: loop.Program, step: int) -> 
 
 
 def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
-    """Lets the loop say in the log where blocks end, of which `passed` are over."""
+    """Return a callback of the loop that logs the ends of blocks after the first `passed` ones."""
     steps = itertools.count((passed + 1) * run.interval, run.interval)
 
-    def say(draw, params):
+    def log_block(draw, params):
         del draw, params
         step = next(steps)
         run.log.end("block_stop", metadata=run.at(step))
@@ -244,11 +251,11 @@ def _blocks(run: OpenRun, passed: int, last: int) -> loop.Scoring:
             run.log.start("block_start", metadata=run.at(step))
         return {}
 
-    return loop.Scoring(run.samples(run.interval), say)
+    return loop.Scoring(run.samples(run.interval), log_block)
 
 
 def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
-    """The scores of a checkpoint, which are in the log then."""
+    """Score the checkpoint of a step and log the scores."""
     run.log.start("eval_start", metadata=run.at(step))
     shapes = jax.eval_shape(run.task.init, jax.random.key(0))
     placed = sharding.placed(shapes, sharding.shardings(shapes, run.mesh, run.task.rules))
@@ -262,7 +269,7 @@ def _scores(run: OpenRun, evaluate: Evaluate, step: int) -> dict[str, float]:
 
 
 def _stop(run: OpenRun, status: str, step: int) -> str:
-    """Ends the clock: now, or where evaluation came later, at the time the step was reached."""
+    """Log run_stop, with the time at which training reached the evaluated step."""
     reached = mllog.block_ends(run.events) if run.mode == EVALUATE else {}
     time_ms = reached.get(run.samples(step))
     run.log.end("run_stop", time_ms=time_ms, metadata={"status": status, **run.at(step)})
@@ -270,6 +277,6 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 
 def _trained(workdir: pathlib.Path) -> int:
-    """The step of the newest sound checkpoint; 0 without one."""
+    """Return the step of the newest sound checkpoint, 0 without one."""
     folder = workdir / runs.CHECKPOINTS
     return restore.newest_sound(folder) if restore.steps(folder) else 0

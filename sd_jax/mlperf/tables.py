@@ -1,4 +1,4 @@
-"""MLPerf's tables of convergence by batch size, from the logs of runs."""
+"""Tables of convergence by batch size, as MLPerf publishes them, from the logs of runs."""
 
 import collections
 import statistics
@@ -15,7 +15,7 @@ _CURVES = ("samples", "global batch size", "runs", *(f"mean {name}" for name in 
 
 
 def markdown(runs: Sequence[Result]) -> str:
-    """Samples to the first evaluation that meets both targets, then the mean scores of each."""
+    """Return two Markdown tables: samples to target, and mean scores at each evaluation."""
     by_size = collections.defaultdict(list)
     for run in sorted(runs, key=lambda run: run.batch_size):
         by_size[run.batch_size].append(run)
@@ -35,14 +35,22 @@ def _convergence(size: int, runs: Sequence[Result]) -> list[str]:
     spread = f"{statistics.stdev(reached):,.0f}" if len(reached) > 1 else "-"
     counts = collections.Counter(reached).items()
     steps = f"{mean / size:,.0f}"
-    told = ", ".join(f"{count} x {samples:,}" for samples, count in counts)
-    return [*cells, f"{mean:,.0f}", spread, f"{reached[0]:,}", f"{reached[-1]:,}", steps, told]
+    by_samples = ", ".join(f"{count} x {samples:,}" for samples, count in counts)
+    return [
+        *cells,
+        f"{mean:,.0f}",
+        spread,
+        f"{reached[0]:,}",
+        f"{reached[-1]:,}",
+        steps,
+        by_samples,
+    ]
 
 
 def _curve(size: int, runs: Sequence[Result]) -> Iterator[list[str]]:
     for samples in sorted({n for run in runs for n in run.evaluations}):
-        there = [run.evaluations[samples] for run in runs if samples in run.evaluations]
-        whole = [scores for scores in there if scores.keys() >= rules.TARGETS.keys()]
+        at_samples = [run.evaluations[samples] for run in runs if samples in run.evaluations]
+        whole = [scores for scores in at_samples if scores.keys() >= rules.TARGETS.keys()]
         if whole:
             fid, clip = (statistics.fmean(s[name] for s in whole) for name in rules.TARGETS)
             yield [f"{samples:,}", f"{size:,}", str(len(whole)), f"{fid:.1f}", f"{clip:.3f}"]

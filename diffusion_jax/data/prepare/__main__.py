@@ -1,9 +1,9 @@
-"""Prepares data sets: fetch, download, reshard, index, merge, validate, emoji.
+"""Prepare data sets: fetch, download, reshard, index, merge, validate, emoji.
 
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
-Every command writes files whole, leaves alone those that are there, and so may be killed and run
-again. docs/data.md shows each.
+Every command writes complete files and skips existing ones, so a killed command can run again.
+docs/data.md shows each.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _DAMAGED_EXIT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs a command; bad input is one message and exit code 2."""
+    """Run a command; bad input gives a one-line message and exit code 2."""
     cli.start(alone=True)
     args, more = _parser().parse_known_args(arguments)
     if more and args.command != "download":
@@ -44,7 +44,9 @@ def _fetch(args: argparse.Namespace) -> int:
         sums |= fetch.read_sums(files.path(path).read_text())
     if args.hash:
         if len(urls) > 1:
-            raise ValueError(f"--hash is that of one file, and --url names {len(urls)}")
+            raise ValueError(
+                f"--hash is the hash of one file, and --url names {len(urls)}: use --sums"
+            )
         sums |= fetch.read_sums(f"{args.hash}  {fetch.name(urls[0])}")
     if args.dry_run:
         for url in urls:
@@ -127,7 +129,7 @@ def _open(args: argparse.Namespace) -> Records:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Prepares data sets; docs/data.md shows how.")
+    parser = argparse.ArgumentParser(description="Prepare data sets; docs/data.md shows how.")
     commands = parser.add_subparsers(dest="command", required=True)
 
     def add(name, run, help):
@@ -135,68 +137,79 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command.add_argument
 
-    arg = add("fetch", _fetch, "Files from the web, checked by their hashes.")
-    arg("--url", action="append", required=True, help="may be repeated, and have braces as in "
+    arg = add("fetch", _fetch, "Download files and check their hashes.")
+    arg("--url", action="append", required=True, help="a URL, may be repeated; braces expand as in "
         "https://host/part-{00000..00031}.parquet")  # fmt: skip
     arg("--out", required=True, help="folder for the files")
-    arg("--sums", action="append", default=[], help="a file of sha1sum, sha256sum or sha512sum")
-    arg("--hash", help="of the one file: sha1, sha256 or sha512")
-    arg("--threads", type=_count, default=4, help="files at once")
-    arg("--verify", action="store_true", help="also hash the files that are there")
-    arg("--dry_run", action="store_true", help="print the URLs and hashes")
+    arg(
+        "--sums",
+        action="append",
+        default=[],
+        help="a file written by sha1sum, sha256sum or sha512sum",
+    )
+    arg("--hash", help="the hash of a single file: sha1, sha256 or sha512")
+    arg("--threads", type=_count, default=4, help="downloads at once")
+    arg("--verify", action="store_true", help="also hash existing files")
+    arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
-    arg = add("download", _download, "Tables of URLs to tars, by img2dataset; others of its "
-              "arguments are passed on.")  # fmt: skip
-    arg("--urls", required=True, help="a parquet file, or a folder of these")
+    arg = add("download", _download, "Download tables of URLs into tars with img2dataset; its "
+              "other arguments are passed on.")  # fmt: skip
+    arg("--urls", required=True, help="a parquet file, or a folder of parquet files")
     arg("--out", required=True, help="folder of the tars")
     arg("--url_column", default="URL")
     arg("--caption_column", default="TEXT")
-    arg("--size", type=int, default=0, help="of the smaller side; 0 leaves images as they are")
-    arg("--num", type=int, default=10_000, help="images a tar")
+    arg("--size", type=int, default=0, help="pixels of the smaller side; 0 keeps images unchanged")
+    arg("--num", type=int, default=10_000, help="images per tar")
     arg("--processes", type=_count, default=16)
-    arg("--threads", type=_count, default=64, help="of each process")
+    arg("--threads", type=_count, default=64, help="threads of each process")
     arg("--distributor", choices=("multiprocessing", "pyspark", "ray"), default="multiprocessing")
-    arg("--dry_run", action="store_true", help="print img2dataset's call and do not run it")
+    arg("--dry_run", action="store_true", help="only print the img2dataset command")
 
-    arg = add("reshard", _reshard, "Any source to shards of equal size.")
+    arg = add("reshard", _reshard, "Write any source as shards of equal size.")
     _add_source(arg)
     arg("--out", required=True, help="folder of the shards")
-    arg("--num", type=int, default=1000, help="records a shard")
+    arg("--num", type=int, default=1000, help="records per shard")
     arg("--format", choices=reshard.FORMATS, default="webdataset")
-    arg("--part", default="0/1", help="I/N: write every Nth shard only, from shard I")
+    arg("--part", default="0/1", help="I/N: write only every Nth shard, starting at shard I")
     engines.add_arguments(arg)
 
-    arg = add("index", _index, "Makes what training opens tars by, and counts what they hold.")
+    arg = add("index", _index, "Index tars for training and count their records.")
     arg("--path", required=True, help="a tar, a folder, a pattern, a wdinfo.pkl, or a URL")
-    arg("--text", default="txt", help="data.text of a config that reads them")
+    arg("--text", default="txt", help="data.text of the config that reads the tars")
     arg("--threads", type=_count, default=8)
     engines.add_arguments(arg)
 
-    arg = add("merge", _merge, "Tars of images and tars of embeddings to tars of both.")
-    arg("--images", required=True, help="as --path of index")
-    arg("--embeddings", required=True, help="likewise; .npy, .npz, .safetensors, or NeMo's .pickle")
+    arg = add("merge", _merge, "Join tars of images and tars of embeddings.")
+    arg("--images", required=True, help="tars, as --path of index")
+    arg(
+        "--embeddings",
+        required=True,
+        help="tars of .npy, .npz, .safetensors or NeMo's .pickle files",
+    )
     arg("--out", required=True, help="folder of the tars")
-    arg("--key", default="", help="of the array in pickles, such as embeddings_t5_xxl/encodings")
+    arg("--key", default="", help="the array in pickles, such as embeddings_t5_xxl/encodings")
     engines.add_arguments(arg)
 
-    arg = add("validate", _validate, "Reads a data set: counts, sizes, broken records, samples.")
+    arg = add(
+        "validate", _validate, "Read a data set and report counts, sizes, broken records, samples."
+    )
     _add_source(arg, Data._field_defaults["max_broken"])
     arg("--out", required=True, help="folder for report.json and samples.png")
-    arg("--num", type=int, default=0, help="records to read, drawn at random; 0 for all")
+    arg("--num", type=int, default=0, help="number of random records to read; 0 for all")
     arg("--threads", type=_count, default=4)
     engines.add_arguments(arg)
 
-    arg = add("emoji", _emoji, "Captioned emoji on coloured backgrounds, as tars.")
-    arg("--out", required=True, help="folder for train/, never_shown/ and the prompts of both")
-    arg("--style", action="append", help="openmoji (the default), noto:FILE, twemoji:FILE; may be "
-        "repeated. FILE is what npm pack emoji-datasource-google, or -twitter, writes")  # fmt: skip
+    arg = add("emoji", _emoji, "Write captioned emoji on coloured backgrounds as tars.")
+    arg("--out", required=True, help="folder for train/, never_shown/ and their prompts")
+    arg("--style", action="append", help="openmoji (default), noto:FILE or twemoji:FILE; may be "
+        "repeated. FILE is written by npm pack emoji-datasource-google or -twitter")  # fmt: skip
     arg("--size", type=_count, default=64, help="side in pixels")
-    arg("--variants", type=_count, default=4, help="of each composition, moved a little")
+    arg("--variants", type=_count, default=4, help="pictures of each composition, moved a little")
     return parser
 
 
 def _count(text: str) -> int:
-    """A whole number above 0; argparse names the flag of any other."""
+    """Parse a whole number above 0; argparse names the flag if it is not."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
     return number
@@ -208,7 +221,7 @@ def _add_source(arg, max_broken: float = 1.0) -> None:
     arg("--text", default="txt", help="data.text of a config")
     arg(
         "--max_broken", type=float, default=max_broken,
-        help="share of damaged records that is no error",
+        help="the largest share of damaged records that is no error",
     )  # fmt: skip
 
 

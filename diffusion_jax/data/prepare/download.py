@@ -1,4 +1,4 @@
-"""Downloading images with img2dataset, which is run as a program of its own."""
+"""Download images with img2dataset, which runs as a separate program."""
 
 import argparse
 import pathlib
@@ -13,11 +13,11 @@ _INSTALL = """img2dataset is not installed. It pins old packages, so give it an 
 
 
 def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
-    """The call of img2dataset: tables of URLs to tars of images with texts, resumable.
+    """Return the img2dataset command that downloads tables of URLs into tars of images and texts.
 
-    `args` are those of `prepare download`, `more` others of img2dataset. A size of 0 keeps the
-    images as they are (NeMo's choice); else larger ones are shrunk until the smaller side has so
-    many pixels.
+    `args` are the arguments of `prepare download`, `more` further arguments of img2dataset. Size 0
+    keeps the images unchanged, as NeMo does; other sizes shrink images whose smaller side is
+    larger. The same command continues an interrupted download.
     """
     resize = [
         "--resize_mode=keep_ratio",
@@ -44,9 +44,10 @@ def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
 
 def download(call: Sequence[str], dry_run: bool = False) -> int:
-    """Prints the call and runs it, unless `dry_run`; returns its exit code.
+    """Print the command and, unless `dry_run`, run it; return its exit code.
 
-    FileNotFoundError, saying how to install it, if it is not there, or if there are no URLs.
+    Raises FileNotFoundError if the table of URLs or img2dataset is missing; the message says how to
+    install img2dataset.
     """
     print(shlex.join(call), flush=True)
     if dry_run:

@@ -1,7 +1,7 @@
-"""Files from the web, each whole and with the right hash under its name, or not there at all.
+"""Download files; a file appears under its name only once it is complete and its hash is right.
 
-What has arrived before a kill stays in a hidden `.part` file and is not asked for again; of what
-goes into a bucket, whole files.
+A killed download leaves a hidden `.part` file and continues from it. Downloads into a bucket
+restart an incomplete file.
 """
 
 import hashlib
@@ -25,11 +25,14 @@ _ATTEMPTS = 4
 
 
 def expand(urls: Sequence[str]) -> list[str]:
-    """URLs with braces as in a shell, "part-{00000..00031}.parquet"; ValueError for another."""
+    """Expand braces in URLs as a shell does: "part-{00000..00031}.parquet".
+
+    Raises ValueError for a malformed URL, and for URLs with the same file name.
+    """
     every = [url for pattern in urls for url in tars.expand(pattern)]
     for url in every:
         if not re.match(r"\w+://.*[^/]$", url):
-            raise ValueError(f"{url} is no URL of a file: it must be https://HOST/.../FILE")
+            raise ValueError(f"{url} is not the URL of a file: write https://HOST/.../FILE")
     names = [name(url) for url in every]
     if doubled := {one for one in names if names.count(one) > 1}:
         raise ValueError(f"several URLs end in {min(doubled)}: fetch them into different folders")
@@ -37,12 +40,15 @@ def expand(urls: Sequence[str]) -> list[str]:
 
 
 def read_sums(text: str) -> dict[str, str]:
-    """{file name: hash} of lines as sha1sum, sha256sum or sha512sum write; ValueError else."""
+    """Return {file name: hash} from the output of sha1sum, sha256sum or sha512sum.
+
+    Raises ValueError for other lines.
+    """
     sums = {}
     for line in filter(str.strip, text.splitlines()):
         match = re.fullmatch(r"([0-9a-fA-F]+) [ *](.+)", line.rstrip())
         if match is None or len(match[1]) not in _ALGORITHMS:
-            raise ValueError(f"{line!r} is no line of sha1sum, sha256sum or sha512sum")
+            raise ValueError(f"{line!r} is not a line of sha1sum, sha256sum or sha512sum")
         sums[match[2].rpartition("/")[2]] = match[1].lower()
     return sums
 
@@ -57,22 +63,34 @@ def fetch(
     timeout: float = 60.0,
     finished: Callable[[pathlib.Path], None] = lambda path: None,
 ) -> list[pathlib.Path]:
-    """Downloads what is not in `out`; the paths of all.
+    """Download the files that `out` lacks; return the paths of all files.
 
-    `sums` are hashes by file name; a file without one is taken as it comes, and the log says so,
-    unless none at all are given. `verify` also hashes the files that are there, and `finished` is
-    told each that was fetched. OSError or ValueError names what failed.
+    Args:
+        urls: URLs with different file names.
+        out: The folder, created if missing.
+        sums: Hashes by file name; files without one are accepted with a warning. None checks no
+            hash and does not warn.
+        threads: Downloads at once.
+        verify: Whether to hash existing files too.
+        timeout: Seconds without data after which a connection fails.
+        finished: Called with the path of each downloaded file.
+
+    Raises:
+        OSError: If a download fails.
+        ValueError: If a hash differs.
     """
-    known, sums = sums is not None, sums or {}
+    checked, sums = sums is not None, sums or {}
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / name(url) for url in urls]
-    there = files.present(paths)
-    for path in sorted(there) if verify else ():
+    present = files.present(paths)
+    for path in sorted(present) if verify else ():
         check(path, sums.get(path.name))
-    missing = [(u, p) for u, p in zip(urls, paths, strict=True) if p not in there]
-    logging.info("%d of %d files are there", len(there), len(paths))
-    if known and (unknown := [path.name for _, path in missing if path.name not in sums]):
-        logging.warning("no hash of %s: it is taken as it comes", ", ".join(unknown[:3]))
+    missing = [(u, p) for u, p in zip(urls, paths, strict=True) if p not in present]
+    logging.info("%d of %d files exist", len(present), len(paths))
+    if checked and (unknown := [path.name for _, path in missing if path.name not in sums]):
+        logging.warning(
+            "there is no hash for %s: downloading without a check", ", ".join(unknown[:3])
+        )
     with ThreadPoolExecutor(threads) as pool:
         get = lambda url, path: _fetch(url, path, sums.get(path.name), timeout)
         fetched = pool.map(lambda one: get(*one), missing)
@@ -83,21 +101,21 @@ def fetch(
 
 
 def file_hash(path: pathlib.Path, algorithm: str) -> str:
-    """The digest of a file's content, in hexadecimal."""
+    """Return the hash of a file's content in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def name(url: str) -> str:
-    """The name of a URL's file."""
+    """Return the file name of a URL."""
     return url.partition("?")[0].rpartition("/")[2]
 
 
 def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> None:
-    if there := files.remote(path):  # Where nothing can be appended to.
+    if bucket := files.remote(path):  # Files in buckets cannot be appended to.
         with tempfile.TemporaryDirectory() as folder:
             _fetch(url, local := pathlib.Path(folder, path.name), digest, timeout)
-            return there.send(local)
+            return bucket.send(local)
     part = path.with_name(f".{path.name}.part")
     for attempt in range(_ATTEMPTS):
         try:
@@ -118,9 +136,9 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
-    """Appends what is missing; from the beginning where the server cannot give a range."""
+    """Append the rest of a file, or download it anew if the server cannot send a range."""
     done = part.stat().st_size if part.exists() else 0
-    if not re.match("(https?|ftp|file):", url):  # gs://, s3:// and others, which fsspec reads.
+    if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
         with storage.open_file(url) as stored, part.open("ab") as file:
             stored.seek(done)
             return _copy(stored, file, url, stored.size)
@@ -129,11 +147,13 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
         response = urllib.request.urlopen(request, timeout=timeout)
     except HTTPError as error:
         error.close()
-        if error.code == 416:  # Nothing is left of it.
+        if error.code == 416:  # The file is complete.
             return
         raise
     with response:
-        whole = getattr(response, "status", None) != 206  # A part of it, as asked.
+        whole = (
+            getattr(response, "status", None) != 206
+        )  # 206: the server sends the requested range.
         total = int(response.headers.get("Content-Length") or 0) + (0 if whole else done)
         with part.open("wb" if whole else "ab") as file:
             _copy(response, file, url, total)
@@ -146,11 +166,14 @@ def _copy(response, file, url: str, total: int) -> None:
         file.write(chunk)
         meter.reach(file.tell() // _CHUNK)
     if total and file.tell() < total:
-        raise OSError(f"it ended after {file.tell()} of {total} bytes")
+        raise OSError(f"the download ended after {file.tell()} of {total} bytes")
 
 
 def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
-    """ValueError for a file of another hash, of md5's, sha1's, sha256's or sha512's length."""
+    """Raise ValueError if a file has another hash than `digest`.
+
+    The length of `digest` says whether it is md5, sha1, sha256 or sha512; None skips the check.
+    """
     if digest is None:
         return
     algorithm = _ALGORITHMS[len(digest)]

@@ -1,4 +1,4 @@
-"""What training opens tars by, made before: the index of each tar, the list of records."""
+"""Make the index of each tar and the list of records before training, which reads tars by them."""
 
 import collections
 import functools
@@ -16,12 +16,12 @@ _PART = 64  # Tars that are indexed together, by several threads.
 
 
 def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
-    """Makes the indices of tars that have none, and the list for `text`; counts all that they hold.
+    """Index the tars that have no index, and write the list of records with `text`.
 
-    Errors are those of tars.find.
+    Returns the numbers of tars, records, files and truncated tars. Raises the errors of tars.find.
     """
     names = tars.find(path)
-    # Counts need every index, also those that are there: no part is ever done before.
+    # The counts need every index, including existing ones, so no part counts as done.
     home = files.path(names[0]).parent
     if storage.is_url(names[0]) and not files.is_store(names[0]):
         home = pathlib.Path(tempfile.gettempdir())
@@ -39,11 +39,11 @@ def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
 
 
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Indexes one part of the tars."""
+    """Index one part of the tars."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
-        for found in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):
-            records = len(set(found.record.tolist()))
-            counts.update(tars=1, records=records, files=len(found.record))
-            counts["truncated"] += bool(found.truncated)
+        for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):
+            records = len(set(one.record.tolist()))
+            counts.update(tars=1, records=records, files=len(one.record))
+            counts["truncated"] += bool(one.truncated)
     return counts

@@ -1,7 +1,7 @@
-"""Images from some tars and embeddings from others, joined into tars that training reads.
+"""Join images from some tars and embeddings from others into tars for training.
 
 NeMo's precaching writes members `SOURCE_TAR/KEY.pickle`. They become `KEY.npy` beside the images of
-the source; the pickles are opened by an unpickler that makes arrays, dictionaries and nothing else.
+the source tar. The unpickler creates arrays and dictionaries only, and runs no code of the file.
 """
 
 import bisect
@@ -35,24 +35,38 @@ _ARRAYS = {
 
 _ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
                  ("suffix", "S32")])  # fmt: skip
-"""An embedding's place: a hash of its name without suffix, its tar, and the range of its bytes."""
+"""A row per embedding: the hash of its name without suffix, its tar and its byte range."""
 
 
 def merge(
     images: str, embeddings: str, out: pathlib.Path, key: str = "", engine: Engine = ALONE
 ) -> dict[str, int]:
-    """Writes a tar for each tar of `images` into `out`, those that are there not again.
+    """Write a merged tar into `out` for each tar of images; existing ones are skipped.
 
-    Both are what tar_files.find takes. An embedding belongs to a record of its own
-    name in the tar that its folder is called after, or without a folder in any tar. `key` names the
-    array in pickles (see read_pickle). Returns counts: "merged" records, and "no_embedding" ones,
-    which are left out. ValueError if nothing fits, Busy if another merge writes into `out`.
+    An embedding belongs to the record of the same name in the tar that its folder is named after.
+    An embedding without a folder belongs to a record in any tar.
+
+    Args:
+        images: Tars of images, as tar_files.find reads them.
+        embeddings: Tars of embeddings, likewise.
+        out: The folder of the merged tars.
+        key: The name of the array in pickles, see read_pickle.
+        engine: Distributes the work.
+
+    Returns:
+        The numbers of "merged" records and of records with "no_embedding", which are dropped.
+
+    Raises:
+        ValueError: If no embedding belongs to any record.
+        Busy: If another merge writes into `out`.
     """
     tars = tar_files.find(images)
     stored, stamps = tar_files.find_stamped(embeddings)
     names = [pathlib.PurePath(tar).name for tar in tars]
     if len(set(names)) < len(tars):
-        raise ValueError(f"several tars of {images} have one name: merge their folders one by one")
+        raise ValueError(
+            f"several tars of {images} have the same name: merge each folder separately"
+        )
     named = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
     places = _Places(out / f"places-{named}.tmp", len(stored))
     with writer.Writer(out):
@@ -69,17 +83,18 @@ def merge(
         files.remove_tree(places.folder)
     if counts["no_embedding"] and not counts["merged"]:
         raise ValueError(
-            f"no embedding in {embeddings} belongs to a record of {images}: the former are called "
-            f"{', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
+            f"no embedding in {embeddings} belongs to a record of {images}: the first embeddings "
+            f"are {', '.join(itertools.islice((stem for stem, *_ in _members(stored[0])), 3))}"
         )
     return dict(counts)
 
 
 def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
-    """The array at `key` ("embeddings_t5_xxl/encodings") of nested dictionaries in a pickle.
+    """Return the embeddings in a pickle of nested dictionaries, without running code of the file.
 
-    Without `key` the one called "encodings", or the only one. Nothing of the file is run.
-    ValueError if it holds no such array, or anything but arrays and plain values.
+    `key` is the path of the array, such as "embeddings_t5_xxl/encodings". By default it is the
+    array called "encodings", or the only array. Raises ValueError if there is no such array, or if
+    the pickle holds anything but arrays and plain values.
     """
     try:
         tree = _ArrayUnpickler(io.BytesIO(contents)).load()
@@ -89,21 +104,23 @@ def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
     names = [name for name in arrays if name == key or (not key and _last(name) == "encodings")]
     names = names or ([] if key else list(arrays))
     if len(names) != 1:
-        raise ValueError(f"the pickle holds {', '.join(arrays) or 'no arrays'}: name one as key")
+        raise ValueError(
+            f"the pickle holds {', '.join(arrays) or 'no arrays'}: name one with --key"
+        )
     array = arrays[names[0]]
     if array.ndim != 2 or not np.issubdtype(array.dtype, np.floating):
-        found = f"{array.dtype}{list(array.shape)}"
-        raise ValueError(f"{names[0]} in the pickle is {found}, not floats [tokens, width]")
+        actual = f"{array.dtype}{list(array.shape)}"
+        raise ValueError(f"{names[0]} in the pickle is {actual}: expected floats [tokens, width]")
     return array
 
 
 class _ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        if name == "_reconstruct":  # Numpy's takes memory for whatever shape the file says.
-            return lambda *_: np.ndarray((0,), "b")  # The true one is in the array's state.
+        if name == "_reconstruct":  # numpy's would allocate any shape that the file names.
+            return lambda *_: np.ndarray((0,), "b")  # The array's state holds the real shape.
         if (module, name) in _ARRAYS:
             return super().find_class(module, name)
-        raise ValueError(f"it names {module}.{name}, which embeddings do not need")
+        raise ValueError(f"it refers to {module}.{name}, and embeddings consist of arrays only")
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -119,33 +136,33 @@ def _last(name: str) -> str:
 
 
 class _Places(NamedTuple):
-    """Where all embeddings lie, in tables that are read by ranges of keys (machine/tables.py)."""
+    """The places of all embeddings, in tables read by ranges of keys (machine/tables.py)."""
 
     folder: pathlib.Path
     tars: int
     ranges: int = 0
 
     def listed(self, tar: int) -> pathlib.Path:
-        """The table of one tar."""
+        """Return the path of the unsorted table of one tar."""
         return self.folder / f"listed-{tar:08}"
 
     def sorted(self, number: int) -> pathlib.Path:
-        """A range of all of them."""
+        """Return the path of a sorted range of all rows."""
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Makes a range; of several embeddings of one name the last counts."""
+        """Write a sorted range; of embeddings with the same name, keep the last."""
         paths = map(self.listed, range(self.tars))
         rows = tables.read_range(paths, _ROW, number, self.ranges)
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        """The row of an embedding, None if there is none."""
+        """Return the row of an embedding, None if it does not exist."""
         key = np.frombuffer(_hash(stem), tables.KEY)[0]
         rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
-        found = at < len(rows) and rows["key"][at] == key
-        return rows[at].copy() if found else None  # A view would keep the file open.
+        exists = at < len(rows) and rows["key"][at] == key
+        return rows[at].copy() if exists else None  # A view would keep the file open.
 
 
 def _hash(stem: str) -> bytes:
@@ -153,29 +170,29 @@ def _hash(stem: str) -> bytes:
 
 
 def _raw(name: str) -> bytes:
-    """The bytes of a member's name, which need not be UTF-8."""
+    """Return the bytes of a member's name, which may not be valid UTF-8."""
     return name.encode(errors="surrogateescape")
 
 
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """list(i) writes the table of tar i of the embeddings."""
+    """Return list(i), which writes the table of tar i of the embeddings."""
     tars = tar_files.find(embeddings)
 
     def write(number: int) -> None:
-        found = []
+        rows = []
         for stem, offset, size, suffix in _members(tars[number]):
             if len(_raw(suffix)) > _ROW["suffix"].itemsize:
                 raise ValueError(f"{tars[number]} holds {stem}.{suffix}: shorten its suffix")
-            found.append((_hash(stem), number, offset, size, _raw(suffix)))
-        tables.write(places.listed(number), np.array(found, _ROW))
+            rows.append((_hash(stem), number, offset, size, _raw(suffix)))
+        tables.write(places.listed(number), np.array(rows, _ROW))
 
     return write
 
 
 def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
-    """The name without suffix, offset, size and suffix of each embedding in a tar."""
+    """Yield (name without suffix, offset, size, suffix) of each embedding in a tar."""
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
         for member in filter(tarfile.TarInfo.isfile, opened):
             stem, suffix = tar_files.split(member.name)
@@ -186,7 +203,7 @@ def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
 def _open_join(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], collections.Counter[str]]:
-    """join(i) writes tar i of the images, with their embeddings."""
+    """Return join(i), which writes tar i of the images with their embeddings."""
     tars, stored = tar_files.find(images), tar_files.find(embeddings)
 
     def write(number: int) -> collections.Counter[str]:
@@ -206,7 +223,7 @@ def _joined(
     key: str,
     counts: collections.Counter[str],
 ) -> Iterator[dict[str, bytes]]:
-    """The records of a tar that have embeddings, with them."""
+    """Yield the records of a tar that have an embedding, with it."""
     path = pathlib.PurePath(tar)
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
         members = filter(tarfile.TarInfo.isfile, opened)

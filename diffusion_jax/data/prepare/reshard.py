@@ -1,7 +1,7 @@
-"""Any source, written again as shards of equal size: webdataset tars or ArrayRecord files.
+"""Write any source as shards of equal size: webdataset tars or ArrayRecord files.
 
-Shard i holds the records i * N to (i + 1) * N - 1 of the source, without those that cannot be used,
-so that shards may be written in any order, by several processes, and again after a kill.
+Shard i holds the usable ones of the source's records i * N to (i + 1) * N - 1. So shards can be
+written in any order and by several processes, and a killed command can continue.
 """
 
 import collections
@@ -42,15 +42,30 @@ def reshard(
     processes: int = 1,
     engine: Engine = ALONE,
 ) -> collections.Counter[str]:
-    """Writes this process's shards of `num` records that are not there; returns counts by reason.
+    """Write the missing shards of this process, of `num` records each.
 
-    "written" counts records, the others those left out. `identity` says what is written, as JSON;
-    ValueError if `out` holds shards of something else.
+    Args:
+        records: The source.
+        out: The folder of the shards.
+        num: Records per shard.
+        format: One of FORMATS.
+        identity: JSON values that identify the source.
+        process: The number of this process.
+        processes: The number of processes that share the work.
+        engine: Distributes the shards of this process.
+
+    Returns:
+        The number of "written" records, and of dropped ones by reason.
+
+    Raises:
+        ValueError: If `out` holds shards of another source, or an argument is out of range.
     """
     if format not in _WRITERS:
         raise ValueError(f"format is {format!r}: choose from {', '.join(FORMATS)}")
     if num < 1 or not 0 <= process < processes:
-        raise ValueError(f"num {num} must be above 0, process {process} below {processes}")
+        raise ValueError(
+            f"num is {num} and must be above 0; process is {process} and must be below {processes}"
+        )
     claims.claim(
         out / MANIFEST, {**identity, "records": len(records), "num": num, "format": format}
     )
@@ -74,7 +89,7 @@ def _write(
 
 
 def image_kind(image: bytes) -> str | None:
-    """The suffix for the contents of an image file, or None if they are none."""
+    """Return the suffix for the content of an image file; None for unknown formats."""
     kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
     return None if kind == "webp" and image[8:12] != b"WEBP" else kind
 
@@ -94,7 +109,7 @@ def _encoded(
 
 
 def _encode(row: int, record: Record) -> dict[str, bytes] | str:
-    """The files of a record by their suffixes, or the reason why it is left out."""
+    """Return the files of a record by their suffixes, or the reason to drop the record."""
     if isinstance(record.text, Unusable):
         return record.text.reason
     kind = image_kind(record.image)

@@ -1,4 +1,4 @@
-"""A report on a data set: counts, sizes, lengths of texts, broken records, a sheet of samples."""
+"""Report on a data set: counts, image sizes, text lengths, broken records, a sheet of samples."""
 
 import collections
 import contextlib
@@ -30,7 +30,7 @@ _QUANTILES = {"min": 0.0, "p5": 0.05, "median": 0.5, "p95": 0.95, "max": 1.0}
 
 
 class _Facts(NamedTuple):
-    """Size, text and format of one record; `reason` is empty if it can be used."""
+    """Size, text and format of one record; `reason` is empty for usable records."""
 
     reason: str
     name: str
@@ -41,9 +41,9 @@ class _Facts(NamedTuple):
     num_bytes: int = 0
     format: str = ""
     words: tuple[str, ...] = ()
-    """Those of a caption, in lower case."""
+    """The words of a caption in lower case."""
     hashes: tuple[bytes, ...] = ()
-    """Of the image's file, and of the words."""
+    """Hashes of the image file and of the words."""
 
 
 def validate(
@@ -54,14 +54,20 @@ def validate(
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
 ) -> dict[str, Any]:
-    """A report for JSON, of all records or of `num` drawn at random; each is decoded whole.
+    """Decode the records and return a report of JSON values.
 
-    "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes are pixels;
-    "duplicates" are images' files that an earlier record holds too, "words" the most frequent;
-    "different_texts" differ in more than capitals and punctuation.
+    In the report, "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes
+    are in pixels. "duplicates" counts image files that occurred in an earlier record, "words" holds
+    the most frequent words, and "different_texts" ignores capitals and punctuation.
 
-    Counts of some thousand records at a time lie in `folder` meanwhile, which is empty and, for
-    Beam's workers, one that they see; memory holds different words and sizes, not records.
+    Args:
+        records: The data set.
+        num: The number of records to draw at random; 0 for all.
+        threads: Records decoded at once.
+        seed: Seed of the random choice.
+        folder: An empty folder for intermediate counts, which Beam's workers must share; None for a
+            temporary one. Memory holds the different words and sizes, not the records.
+        engine: Distributes the work.
     """
     with contextlib.ExitStack() as stack:
         folder = folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -85,7 +91,7 @@ def validate(
 
 
 class _Parts(NamedTuple):
-    """The records that are read, in parts, and the files of each."""
+    """The records to read, split into parts, and the intermediate files of each part."""
 
     folder: pathlib.Path
     total: int
@@ -114,7 +120,7 @@ class _Parts(NamedTuple):
 
 
 def _write_part(records: Records, parts: _Parts, number: int) -> None:
-    """Reads some thousand records; writes what they count, and a table of the usable images."""
+    """Read the records of a part; write their counts and the hashes of usable images and texts."""
     rows = parts.rows(number)
     chunks = [rows[i : i + _CHUNK] for i in range(0, len(rows), _CHUNK)]
     look = lambda chunk: [_look(record) for record in records.read(chunk)]
@@ -140,7 +146,7 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
 
 
 def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
-    """How many different images, or texts, there are in a range of their hashes."""
+    """Count the different images, or texts, in a range of their hashes."""
     which, part = divmod(number, ranges := tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
     rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
@@ -151,7 +157,7 @@ def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
 def _report(
     sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]
 ) -> dict[str, Any]:
-    """What the parts say together."""
+    """Return the report on the summed counts of all parts."""
     smaller, aspect = collections.Counter(), collections.Counter()
     for size, count in sums["sizes"].items():
         low, high = sorted(map(int, size.split("x")))
@@ -177,7 +183,7 @@ def _report(
 
 
 def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Usable ones of `num` records drawn at random, cut to 128 x 128, over their captions."""
+    """Return a sheet of the usable ones of `num` random records, 128 x 128, with their captions."""
     images, captions = [], []
     for record in records.read(_draw(len(records), min(num, len(records)), seed)):
         if isinstance(record.text, transforms.Unusable):
@@ -189,13 +195,13 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
         text = record.text
         captions.append(text if isinstance(text, str) else f"text {np.shape(text)}")
     if not images:
-        raise ValueError(f"none of {num} records drawn at random is an image that can be decoded")
+        raise ValueError(f"none of {num} random records has an image that can be decoded")
     return sheets.contact_sheet(np.stack(images), captions)
 
 
 @functools.cache
 def _draw(length: int, num: int, seed: int) -> Sequence[int]:
-    """Different numbers below `length` in their order, at random; no table of all."""
+    """Return `num` random numbers below `length`, sorted and without repetition."""
     return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 
@@ -217,7 +223,7 @@ def _look(record: Record) -> _Facts:
 
 
 def _quantiles(counts: Mapping[Any, int]) -> dict[str, float]:
-    """Those of values that occur so often, between neighbours as np.quantile has them."""
+    """Return quantiles of values from their counts, interpolated as np.quantile does."""
     if not counts:
         return {}
     values = np.array(sorted(counts), float)

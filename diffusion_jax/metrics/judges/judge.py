@@ -1,9 +1,9 @@
-"""A judge of one's own: two small towers that a captioned set alone has taught (see train_judge).
+"""A judge trained on your own captioned data: two small towers, trained in train.py.
 
-An image and its caption become unit vectors that lie near each other (InfoNCE, as CLIP: Radford et
-al. 2021). Scores are a Frechet distance of the images' vectors, fd_judge, and r1_judge: the share
-of pictures to which, of all captions that the judge knows, their own is the nearest. They compare
-with scores by the same judge alone, whose hash the card holds; they are no FID and no CLIP score.
+As in CLIP (Radford et al. 2021), the towers map an image and its caption to nearby unit vectors.
+The judge gives two scores: fd_judge, the Frechet distance of the images' vectors, and r1_judge, the
+share of images whose own caption is the nearest of all captions that the judge knows. Compare them
+only with scores of the same judge, whose hash the card holds; they are neither FID nor CLIP scores.
 """
 
 import hashlib
@@ -27,9 +27,9 @@ from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import hashed
 
 WIDTH = 128
-"""Of the vectors."""
+"""The width of the vectors."""
 GRID = 16
-"""Cells of a side after the first convolution, whatever the size of the images."""
+"""The side of the feature map after the first convolution, for images of any size."""
 _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "judge.json",
     "judge.safetensors",
@@ -37,17 +37,17 @@ _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "captions.json",
 )
 _SIGNS = 256
-_ROWS = 100  # Images, or texts, at once.
+_ROWS = 100  # Images or texts in a batch.
 
 
 class ImageTower(nn.Module):
-    """A picture [B, S, S, 3] in [-1, 1], S a multiple of GRID, to a vector: a small ResNet."""
+    """A small ResNet from images [B, S, S, 3] in [-1, 1], S a multiple of GRID, to vectors."""
 
     widths: Sequence[int] = (32, 96, 192)
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
-        """Vectors, not normalised."""
+        """Return vectors [B, WIDTH] that are not normalised."""
         patch = x.shape[1] // GRID
         norm = lambda h: nn.silu(nn.GroupNorm(16)(h))
         kernel, stride = (2 * patch - 1, 2 * patch - 1), (patch, patch)
@@ -61,14 +61,14 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Hashed words [B, L], 0 where there is none, to a vector: a transformer of two layers."""
+    """A two-layer transformer from hashed words [B, L], padded with 0, to vectors."""
 
     width: int = 256
     depth: int = 2
 
     @nn.compact
     def __call__(self, ids: UInt32[Array, "B L"]) -> Float[Array, "B D"]:
-        """Vectors, not normalised."""
+        """Return vectors [B, WIDTH] that are not normalised."""
         mask = ids != 0
         h = nn.Dense(self.width)(hashed.embeddings(ids, mask, _SIGNS))  # [B, L, width]
         seen = nn.make_attention_mask(mask, mask)
@@ -91,7 +91,7 @@ Read = Callable[
 
 
 class Pair(NamedTuple):
-    """Real pictures with their captions."""
+    """Real images with their captions."""
 
     images: UInt8[np.ndarray, "N S S 3"]
     captions: list[str]
@@ -102,23 +102,23 @@ class Judge(NamedTuple):
 
     image: Extractor
     text: Extractor
-    """Takes ids of words [B, L]."""
+    """The text tower; it takes hashed words [B, L]."""
     max_tokens: int
     candidates: list[str]
-    """The captions that a picture's own is told from."""
+    """The captions among which an image's own must be the nearest."""
     reference: Pair
-    """Held-out pictures that drawn ones are compared with."""
+    """Held-out images that generated ones are compared with."""
     test: Pair
-    """Others, whose scores say what a perfect model would get."""
+    """Other held-out images; their scores are those of a perfect model."""
     card: dict[str, Any]
-    """What it was trained on, and its scores of real and damaged pictures."""
+    """The training data and settings, and the scores of real and damaged images."""
 
 
 def of_params(
     params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
     card: dict[str, Any],
 ) -> Judge:  # fmt: skip
-    """A judge of the towers' parameters {"image", "text"}, for images brought to side `size`."""
+    """Return a judge with the parameters {"image", "text"}, which resizes images to `size`."""
     params = jax.tree.map(np.asarray, params)
     digest = _digest(params)
 
@@ -138,12 +138,12 @@ def of_params(
 
 
 def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Vectors of length 1."""
+    """Scale vectors to length 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def save(judge: Judge, out: str | os.PathLike[str]) -> None:
-    """Writes a judge's folder; its card last, so that a folder with a card is whole."""
+    """Write a judge's folder. The card comes last, so a folder with a card is complete."""
     out = files.path(out)
     out.mkdir(parents=True, exist_ok=True)
     params = {"image": judge.image.params, "text": judge.text.params}
@@ -161,11 +161,14 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
 
 
 def load(folder: str | os.PathLike[str]) -> Judge:
-    """The judge that `metrics train_judge` wrote; FileNotFoundError or ValueError if it is none."""
+    """Load a judge that `metrics train_judge` wrote.
+
+    Raises FileNotFoundError if the folder has no card, ValueError if its files are damaged.
+    """
     folder = files.local(folder)
     if not (folder / _CARD).is_file():
         raise FileNotFoundError(
-            f"{folder} holds no judge ({_CARD}): make one with python -m diffusion_jax.metrics "
+            f"{folder} holds no judge ({_CARD}): train one with python -m diffusion_jax.metrics "
             "train_judge --data=SOURCE:PATH --out=FOLDER"
         )
     try:
@@ -181,9 +184,9 @@ def load(folder: str | os.PathLike[str]) -> Judge:
         judge = of_params(
             params, card["size"], card["max_tokens"], candidates, (reference, test), card
         )
-    except Exception as error:  # Damaged files fail in many ways of their own.
+    except Exception as error:  # Damaged files fail in many ways.
         raise ValueError(
-            f"{folder} holds no whole judge: {type(error).__name__}: {error}"
+            f"{folder} holds a damaged judge: {type(error).__name__}: {error}"
         ) from error
     if judge.image.weights != card["weights"]:
         raise ValueError(f"{folder / _WEIGHTS} is damaged: its hash is not the one in {_CARD}")
@@ -191,15 +194,15 @@ def load(folder: str | os.PathLike[str]) -> Judge:
 
 
 def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
-    """The images' own."""
+    """Return the vectors of images."""
     return in_parts(extractors.on_host(judge.image), images)
 
 
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
-    """read(images, captions): the images' vectors, and 1 for each whose own caption is nearest.
+    """Return read(images, captions) -> (vectors [B, D], 1 if the own caption is nearest [B, 1]).
 
-    Each is told from the judge's candidates and `prompts`, of which the captions are. Captions of
-    the same tokens are one.
+    The candidates are the judge's captions and `prompts`, which must include the captions. Captions
+    with the same tokens count as one.
     """
     of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
     tokens = lambda texts: hashed.tokenize(texts, judge.max_tokens)["text_ids"]
@@ -211,9 +214,9 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     place = {ids: i for i, ids in enumerate(different)}
 
     def read(images, own):
-        found = in_parts(of_image, images)
+        vectors = in_parts(of_image, images)
         rows = np.array([place[ids.tobytes()] for ids in tokens(own)])
-        return found, nearest(found, texts, rows)[:, None].astype(np.float64)
+        return vectors, nearest(vectors, texts, rows)[:, None].astype(np.float64)
 
     return read
 
@@ -221,7 +224,7 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
 def nearest(
     images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], own: np.ndarray
 ) -> Bool[np.ndarray, "N"]:
-    """Whether, of all texts, the image's own (its row) is the nearest; a tie is none."""
+    """Return whether text `own` of each image is nearer than all other texts."""
     cosines = images @ texts.T
     rows = np.arange(len(images))
     mine = cosines[rows, own].copy()
@@ -230,7 +233,7 @@ def nearest(
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
-    """Real pictures as a model that draws them `size` pixels wide can at best draw them."""
+    """Shrink real images to `size`, the best that a model of this size can draw."""
     if size >= images.shape[1]:
         return images
     shrink = jax.jit(preprocess.bicubic_square(size))
@@ -241,7 +244,10 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 def real_pictures(
     judge: Judge, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
-    """show(prompts): a held-out picture of each prompt, of another where there is none of it."""
+    """Return show(prompts), which returns a held-out image of each prompt and its caption.
+
+    A prompt without a held-out image gets the image of another caption.
+    """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])
     captions = [caption for pair in pairs for caption in pair.captions]
@@ -257,7 +263,7 @@ def real_pictures(
 
 
 def in_parts(run: Callable[[Any], np.ndarray], rows: Any) -> np.ndarray:
-    """run of a hundred rows at a time."""
+    """Call `run` on batches of rows and join the results."""
     return np.concatenate([run(rows[i : i + _ROWS]) for i in range(0, len(rows), _ROWS)])
 
 
@@ -266,7 +272,7 @@ def _flat(params: Any) -> Sequence[tuple[tuple[str, ...], np.ndarray]]:
 
 
 def _digest(params: Any) -> str:
-    """A hash of names and values."""
+    """Return a hash of the parameters' names and values."""
     whole = hashlib.sha256()
     for name, array in _flat(params):
         whole.update("/".join(name).encode() + np.ascontiguousarray(array).tobytes())

@@ -1,9 +1,9 @@
-"""Trains a judge (see judge) on a captioned set, in minutes, and shows what it falls for.
+"""Train a judge (see judge.py) on a captioned set, in minutes, and test what it detects.
 
-One in ten of the captions, chosen by a hash of their text, is held out with its pictures, so that
-no caption of the test was ever shown. Half of these are the reference of fd_judge, the other half
-is scored as it is and damaged: blurred, under noise, with captions shuffled, and where another set
-is given, that set's pictures.
+A hash of the text holds out one in ten captions, with its images, so training never sees a caption
+of the test. Half of the held-out images are the reference of fd_judge. The other half is the test:
+the judge scores it unchanged, blurred, with noise, with shuffled captions, and optionally with the
+images of another set in its place.
 """
 
 import functools
@@ -29,38 +29,48 @@ from diffusion_jax.metrics.judges.judge import Judge, Pair
 from diffusion_jax.text import hashed
 
 HELD_OUT = 0.1
-"""The share of captions that are held out."""
+"""The share of captions to hold out."""
 MAX_RECORDS = 200_000
-_KEPT = 1_000  # Pictures of the reference, and of the test.
+_KEPT = 1_000  # Images in the reference and in the test, at most.
 _CANDIDATES = 5_000
 _BATCH = 128
 _MAX_TOKENS = 64
 
 
 class Split(NamedTuple):
-    """Numbers of pictures, and the captions."""
+    """The indices of the images in each part, and the captions."""
 
     training: Int[np.ndarray, "N"]
     reference: Int[np.ndarray, "R"]
     test: Int[np.ndarray, "T"]
     captions: list[str]
-    """The different ones, in their first order."""
+    """The different captions, in the order of their first images."""
 
 
 def train(
     data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = ""
 ) -> Judge:
-    """A judge of the set "SOURCE:PATH::TEXT", after `seen` pictures of its training part.
+    """Train a judge on a captioned set and score it on the held-out part.
 
-    `size` is the side at which it looks at pictures, a multiple of 16. `other` names a set of the
-    same captions in another style. ValueError or OSError for sets that cannot be.
+    Args:
+        data: The set, "SOURCE:PATH::TEXT".
+        size: The side to which the judge resizes images, a multiple of 16.
+        seen: Images of training, counted with repetition.
+        seed: Seed of the parameters and of the order of images.
+        other: A set with the same captions in another style, for the test.
+
+    Raises:
+        ValueError: If `size` is wrong, or a set is unreadable or too small.
+        OSError: If a set is missing.
     """
     if size % judge.GRID or size < 2 * judge.GRID:
-        raise ValueError(f"--size={size}: a judge looks at a multiple of {judge.GRID}, from 32 on")
+        raise ValueError(
+            f"--size={size}: the size of a judge must be a multiple of {judge.GRID}, 32 or more"
+        )
     pictures = sources.open_pictures(sources.named(data), size)
     parts = split(pictures)
     longest = max(len(text.split()) for text in parts.captions)
-    max_tokens = min(_MAX_TOKENS, 2 * longest)  # "don't" and "t-shirt" are two.
+    max_tokens = min(_MAX_TOKENS, 2 * longest)  # Words such as "t-shirt" give two tokens.
     params = fit(Subset(pictures, parts.training), size, max_tokens, seen, seed)
     pairs = _read(pictures, parts.reference), _read(pictures, parts.test)
     card = {
@@ -75,7 +85,10 @@ def train(
 
 
 def split(pictures: Pictures) -> Split:
-    """What is held out: a function of each caption, so that no caption is on both sides."""
+    """Split the images by a hash of their captions, so no caption is in two parts.
+
+    Raises ValueError if a part is too small.
+    """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
     texts = [str(text) for text in pictures.texts(rows)]
     share = {text: _hashed(text) for text in texts}
@@ -90,13 +103,13 @@ def split(pictures: Pictures) -> Split:
     if few < 2 or len(training) < _BATCH:
         raise ValueError(
             f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
-            f"judge on: {_BATCH} pictures and some 50 captions are the least"
+            f"judge: give at least {_BATCH} pictures and about 50 captions"
         )
     return Split(training, _spread(reference, _KEPT), _spread(test, _KEPT), list(share))
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
-    """The parameters of both towers, {"image", "text"}, after `seen` pictures."""
+    """Train both towers on `seen` images; return their parameters {"image", "text"}."""
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     tx = optax.chain(
@@ -106,7 +119,7 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
     params = {
         "image": judge.IMAGE.init(keys[0], jnp.zeros((1, size, size, 3)))["params"],
         "text": judge.TEXT.init(keys[1], jnp.zeros((1, max_tokens), jnp.uint32))["params"],
-        "scale": jnp.log(1 / 0.07),  # CLIP's first.
+        "scale": jnp.log(1 / 0.07),  # CLIP's initial value.
     }
     prepare = preprocess.bicubic_square(size)
 
@@ -133,7 +146,7 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
 def contrast(
     params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]
 ) -> Float[Array, ""]:
-    """InfoNCE in both directions; rows of equal captions share what is right."""
+    """Return the InfoNCE loss in both directions; rows with equal captions share the target."""
     towers: tuple[Any, Any] = (judge.IMAGE, judge.TEXT)
     images = judge.unit(towers[0].apply({"params": params["image"]}, x))
     texts = judge.unit(towers[1].apply({"params": params["text"]}, ids))
@@ -145,7 +158,7 @@ def contrast(
 
 
 def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
-    """Both scores, with intervals, of the test's pictures as they are and damaged."""
+    """Return both scores, with intervals, of the test images, unchanged and damaged."""
     images, captions = made.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
     sets: dict[str, Pair] = {
@@ -164,63 +177,63 @@ def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
 
 
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
-    """The columns of fd_judge and r1_judge of pictures with their captions."""
+    """Return the columns of fd_judge and r1_judge for images with captions."""
     vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
 
 
 def blurred(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
-    """Convolved with a Gaussian whose deviation is a share of the side."""
+    """Blur images with a Gaussian; `share` is its standard deviation relative to the side."""
     sigma = share * images.shape[1]
     return ndimage.gaussian_filter(images, (0, sigma, sigma, 0))
 
 
 def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
-    """With normal noise whose deviation is a share of white."""
+    """Add normal noise; `share` is its standard deviation relative to the value of white."""
     noise = np.random.RandomState(0).standard_normal(images.shape) * 255 * share
     return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
 
 
 def _same_captions(other: str, made: Judge) -> Pair:
-    """The pictures of another set that the test's captions describe, with these captions.
+    """Return the images of another set that match captions of the test, with these captions.
 
-    Words that all captions of a set share, such as its style, say nothing of a picture: captions
-    are the same if the rest is. ValueError if none is.
+    Words that all captions of a set share, such as its style, are ignored in the comparison. Raises
+    ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), made.card["size"])
     rows = np.arange(min(len(pictures), MAX_RECORDS))
     texts = [str(text) for text in pictures.texts(rows)]
-    found = dict(zip(_telling(texts, texts), rows.tolist(), strict=True))
+    row_of = dict(zip(_telling(texts, texts), rows.tolist(), strict=True))
     pairs = [
-        (found[words], caption)
+        (row_of[words], caption)
         for words, caption in zip(_telling(made.test.captions, made.candidates), made.test.captions,
                                   strict=True)
-        if words in found
+        if words in row_of
     ]  # fmt: skip
     if not pairs:
-        raise ValueError(f"--other={other}: no picture has a caption of the test's")
+        raise ValueError(f"--other={other}: no image has a caption of the test")
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
 
 
 def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """The words of each that not all of `among` have."""
+    """Return the words of each caption that are not in all of `among`."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 
 
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
-    """Those that can be used."""
+    """Read the usable images of these rows."""
     _, images, texts = pictures.usable(rows)
     return Pair(images, [str(text) for text in texts])
 
 
 def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
-    """At most so many of them, evenly from first to last."""
+    """Return at most `most` of the rows, evenly spaced."""
     count = min(len(rows), most)
     return rows[np.arange(count) * len(rows) // count] if count else rows
 
 
 def _hashed(text: str) -> float:
-    """A number in [0, 1), a function of the text."""
+    """Hash a text to a number in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=7).digest(), "little") / 2**56

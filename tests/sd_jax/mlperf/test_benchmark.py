@@ -152,5 +152,7 @@ def test_departures_from_the_rules_are_named():
     ]
     with pytest.raises(ValueError, match="steps is 999, and the first evaluation is after 1000"):
         rules.check(s)
-    with pytest.raises(ValueError, match=r"unet.weights is .a.: a run starts from random numbers"):
+    with pytest.raises(
+        ValueError, match=r"unet.weights is .a.: leave it empty: runs start from random"
+    ):
         rules.check(s._replace(run=s.run._replace(steps=1000), unet_weights="a"))

@@ -54,8 +54,8 @@ def test_the_report_and_its_files(tmp_path):
     verdict = convergence.judge(comparison.check_alike(runs), [r.samples_to_target for r in runs])
     text = comparison.describe(runs, verdict)
     assert "PASS: no faster than the reference" in text
-    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701, and not below" in text
-    assert "a submission has 10 runs: this is a forecast" in text
+    assert "interpolated between batch sizes 256 and 2048: mean 2,034,701; runs pass from" in text
+    assert "a submission needs 10 runs: this verdict is a forecast" in text
     rows = [line for line in text.splitlines() if " (" in line and " to " in line][-3:]
     assert [row.split()[0] for row in rows] == ["512,000", "2,560,000", "3,072,000"]
     assert rows[1].startswith(" 2,560,000     89.00     83.7 (")
@@ -93,7 +93,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     with pytest.raises(ValueError, match="logs no global_batch_size"):
         convergence.read(tmp_path / "log")
     (tmp_path / "log").write_text("step 1\n:::MLLOG {\n")
-    with pytest.raises(ValueError, match="line 2 is no line of mllog"):
+    with pytest.raises(ValueError, match="line 2 is a malformed line of mllog"):
         convergence.read(tmp_path / "log")
 
 

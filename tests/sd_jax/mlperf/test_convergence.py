@@ -36,7 +36,7 @@ BETWEEN = "interpolated between batch sizes 256 and 2048"
 @pytest.mark.parametrize(
     "batch_size, runs, origin",
     [
-        (128, 18, "of batch size 256, the smallest there is"),
+        (128, 18, "of batch size 256, the smallest one"),
         (256, 18, "of batch size 256"),
         (512, 20, BETWEEN),
         (1024, 20, BETWEEN),

@@ -153,9 +153,9 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
     ("suffix", "content", "message"),
     [
         ("md5", b"<html>", "'<html>' is no line of md5sum"),
-        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or leads out of the set"),
+        ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path leaves the set"),
         ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, and no 512-base-ema.ckpt among"),
-        ("uri", b"<html>", "holds no address of a folder, but '<html>'"),
+        ("uri", b"<html>", "must hold the address of a folder, and holds '<html>'"),
     ],
 )
 def test_a_list_of_another_kind_is_named(server, tmp_path, suffix, content, message):
@@ -194,5 +194,7 @@ def test_the_tokenizer_comes_from_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     download.fetch_tokenizer(tmp_path)  # All there.
     (tmp_path / CLIP / "tokenizer.json").unlink()
-    with pytest.raises(OSError, match=r"could not be had \(TypeError\): put config.json, "):
+    with pytest.raises(
+        OSError, match=r"could not be downloaded \(TypeError\): copy its config.json, "
+    ):
         download.fetch_tokenizer(tmp_path)

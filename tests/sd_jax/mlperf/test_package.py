@@ -86,7 +86,7 @@ def test_caches_that_were_not_cleared_are_pointed_out(runs, tmp_path, capsys):
     other = write_run(tmp_path / "9", seed=7, cleared=False)
     rcp.pack(tmp_path / "packed", [*runs[:9], other], None)
     said = capsys.readouterr().out
-    assert f"{other} says that the caches were not cleared (--cache_cleared)" in said
+    assert f"{other}: the caches were not cleared (--cache_cleared)" in said
     assert said.count("were not cleared") == 1
     system = json.loads((tmp_path / "packed/us/systems/eight_h100.json").read_text())
     assert system["sw_notes"].startswith("code sha256 ")
@@ -99,9 +99,9 @@ def test_runs_that_are_no_submission_are_refused_before_anything_is_written(runs
         assert not (tmp_path / "packed").exists()
         return str(error.value)
 
-    assert refused(runs[:9]) == "a submission has 10 runs, and these are 9"
+    assert refused(runs[:9]) == "a submission has 10 runs: give 10 logs, not 9"
     twin = write_run(tmp_path / "twin", seed=103)
-    assert "two of the runs have the seed 103: the rules want" in refused([*runs[:9], twin])
+    assert "two of the runs have the seed 103, and the rules require" in refused([*runs[:9], twin])
     them = write_run(tmp_path / "them", seed=1, org="them")
     assert "submission_org is us in" in refused([*runs[:9], them])
     nobody = [write_run(tmp_path / f"n{i}", seed=i, org="none") for i in range(10)]

@@ -107,7 +107,7 @@ def test_what_cannot_be_fetched_is_said(server, tmp_path):
         fetch.expand(["https://host/folder/"])
     with pytest.raises(ValueError, match="several URLs end in a"):
         fetch.expand(["https://host/{1,2}/a"])
-    with pytest.raises(ValueError, match="'abc  file' is no line of sha1sum"):
+    with pytest.raises(ValueError, match="'abc  file' is not a line of sha1sum"):
         fetch.read_sums("abc  file\n")
 
 
@@ -133,4 +133,4 @@ def test_the_command(server, tmp_path, capsys):
     assert (tmp_path / "out" / "b").read_bytes() == CONTENT
     assert run(f"--url={server.url}/c", f"--hash={'0' * 64}")[0] == 2
     code, said = run(*urls, "--hash=0")
-    assert code == 2 and "--hash is that of one file, and --url names 2" in said.err
+    assert code == 2 and "--hash is the hash of one file, and --url names 2" in said.err

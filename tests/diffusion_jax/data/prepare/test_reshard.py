@@ -81,7 +81,7 @@ def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
         write(folder, tmp_path, num=5)
     with pytest.raises(ValueError, match="format is 'zip': choose from webdataset, arrayrecord"):
         write(folder, tmp_path, format="zip")
-    with pytest.raises(ValueError, match="num 4 must be above 0, process 2 below 2"):
+    with pytest.raises(ValueError, match="num is 4 and must be above 0; process is 2 and must be"):
         write(folder, tmp_path, process=2, processes=2)
 
 

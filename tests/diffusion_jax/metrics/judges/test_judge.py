@@ -111,7 +111,7 @@ def test_what_was_saved_is_read_back_and_damage_is_one_line(untrained, tmp_path)
     with pytest.raises(ValueError, match=r"judge\.safetensors is damaged"):
         judge.load(tmp_path / "judge")
     path.write_bytes(content[:50])
-    with pytest.raises(ValueError, match="holds no whole judge"):
+    with pytest.raises(ValueError, match="holds a damaged judge"):
         judge.load(tmp_path / "judge")
     with pytest.raises(FileNotFoundError, match="metrics train_judge"):
         judge.load(tmp_path)
