@@ -1,18 +1,18 @@
-"""What each objective, weighting, guidance, sampler and average is worth on the coloured digits.
+"""Compare objectives, weightings, networks, guidance, samplers and averages on coloured digits.
 
     python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md
     python -m benchmarks.ablations --workdir=runs/ablations --only=sampler,guidance/none --seeds=0
 
-Trains the quick start, half as long at a constant rate and without its weighting, under each
-objective and weighting and in another network, then draws with each guidance, sampler and average,
-and lets the digits' judge read the pictures. On each axis all else is the same. Time is equal by
-what it is made of, so that other work on the machine changes nothing: all trainings take as many
-steps of networks that cost as much, and all pictures as many rows of the network's input, of which
-a guided evaluation has two. The CPU seconds of this process that a step and a picture took are
-written beside.
+The base is the quick start with half its steps, a constant learning rate and no weighting. The
+benchmark trains it with each objective, weighting and network, draws with each guidance, sampler
+and average, and lets the digits' judge score the pictures. The variants of an axis differ in
+nothing else. All have the same budget, counted so that other work on the machine does not matter:
+trainings take the same number of steps of networks with equal cost, and pictures the same number of
+rows of the network's input, of which a guided evaluation has two. The CPU time of steps and
+pictures is measured too.
 
-Prints a line of JSON a row; each is kept in --workdir, and so are the trainings: started again it
-goes on, and other seeds, axes and variants add to what is there. --page writes all that is there.
+The output is a line of JSON per variant and seed. --workdir keeps results and trainings, so the
+same command continues, and other seeds, axes and variants add results. --page writes all results.
 """
 
 import bisect
@@ -51,41 +51,41 @@ from imagen_jax import train as imagen_train
 from imagen_jax.settings import Settings, read_settings
 
 STEPS, CHANNELS, BATCH = 600, 128, 64
-"""Of a training: half of the quick start's steps. With a third hardly a digit is learned."""
+"""The size of a training: half the quick start's steps. A third learns hardly any digits."""
 SIDE = 16
 """The side of the quick start's pictures."""
 ROWS = 24
-"""Of the network's input for a picture: the quick start's 12 steps with guidance."""
+"""Rows of the network's input per picture: the quick start takes 12 steps with guidance."""
 LEVELS = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Noise levels of the held-out v-loss, which all objectives can be compared by."""
+"""Noise levels of the held-out v-loss, which is comparable between all objectives."""
 GUIDE = "the run itself, at a third of its steps"
 
 
 class Size(NamedTuple):
-    """How long trainings are, and how large their network."""
+    """The steps of a training and the channels of the network."""
 
     steps: int
     channels: int
 
 
 class Variant(NamedTuple):
-    """A row of the table: what it has in place of the quick start's."""
+    """A row of the table: its changes to the base."""
 
     axis: str
     name: str
     trained: Mapping[str, Any] = {}
-    """Fields of the config."""
+    """Changed fields of the config."""
     drawn: Mapping[str, Any] = {}
-    """Values of cascade.OPTIONS."""
+    """Values of cascade.OPTIONS, which only affect drawing."""
 
     @property
     def run(self) -> str:
-        """The name of its training: the base's unless it is trained otherwise."""
+        """The name of the training; variants that only draw differently use the base's."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained else "base"
 
     @property
     def key(self) -> str:
-        """The name of its results: all axes share the base's."""
+        """The name of the results; all axes share those of the base."""
         return _file_name(f"{self.axis}_{self.name}") if self.trained or self.drawn else "base"
 
 
@@ -94,7 +94,7 @@ def _objective(predicts: str, levels: str, **more: Any) -> dict[str, Any]:
 
 
 def _magnitude(**more: Any) -> dict[str, Any]:
-    """The UNet that keeps magnitudes, and its optimizer's settings; a step costs as much."""
+    """Choose the magnitude-preserving UNet, whose steps cost as much, with its optimizer."""
     c = quickstart_mp.get_config().to_dict()
     names = ("lr", "weight_decay", "clip", "schedule")
     named = {f"optimizer.{name}": c["optimizer"][name] for name in names}
@@ -109,7 +109,13 @@ def _drawn(**choice: Any) -> dict[str, Any]:
     return {"drawn": choice}
 
 
-_ALIKE = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v")  # At these levels: ddim, plms.
+_ALIKE = (
+    "ddim",
+    "euler",
+    "euler_ancestral",
+    "ddpm",
+    "plms_v",
+)  # They equal ddim or plms on this grid.
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "objective": {
         "x0": {},
@@ -150,31 +156,34 @@ AXES: dict[str, dict[str, dict[str, Any]]] = {
     "average": {"decay 0.999": {}, "none": _drawn(ema="raw")}
     | {f"width {width}": _drawn(ema=width) for width in ("0.02", "0.05", "0.1", "0.15", "0.2")},
 }
-"""By axis and name; the first of each is the quick start's own."""
+"""The variants by axis and name; the first one of each axis is the base."""
 
 
 def select(only: Sequence[str]) -> list[Variant]:
-    """The variants of axes and AXIS/NAMEs, each with its axis's first; ValueError for others."""
+    """Return the variants that "AXIS" or "AXIS/NAME" select, and the base of each axis.
+
+    Raises ValueError for unknown names.
+    """
     wanted = [text.partition("/") for text in only] or [(axis, "", "") for axis in AXES]
     chosen: dict[tuple[str, str], Variant] = {}
     for axis, _, name in wanted:
         one_of("--only", axis, AXES)
         if name:
             one_of(f"--only={axis}/", name, AXES[axis])
-        for known in [next(iter(AXES[axis])), name] if name else AXES[axis]:
-            chosen[axis, known] = Variant(axis, known, **AXES[axis][known])
+        for variant in [next(iter(AXES[axis])), name] if name else AXES[axis]:
+            chosen[axis, variant] = Variant(axis, variant, **AXES[axis][variant])
     return list(chosen.values())
 
 
 def page(root: pathlib.Path) -> str:
-    """The page of all results in a folder."""
+    """Return the page on all results in a folder."""
     rows = []
     for axis, variants in AXES.items():
         for name, what in variants.items():
             key = Variant(axis, name, **what).key
             paths = sorted((root / "results").glob(f"{key}_*.json"))
-            found = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
-            results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in found}
+            own = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
+            results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in own}
             rows.append(ablations_page.Row(axis, name, results))
     return ablations_page.write(rows, measure.machine())
 
@@ -182,7 +191,7 @@ def page(root: pathlib.Path) -> str:
 def result(
     root: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer, size: Size
 ) -> dict[str, Any]:
-    """The scores of a variant at a seed, from its file if it has one."""
+    """Return the scores of a variant with a seed, from its file if it exists."""
     path = root / "results" / f"{variant.key}_{seed}.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -201,7 +210,7 @@ def result(
 def trained(
     workdir: pathlib.Path, changes: Mapping[str, Any], seed: int, size: Size
 ) -> dict[str, float]:
-    """Trains, or goes on, to the last step; the CPU milliseconds that a step took."""
+    """Train to the last step, or continue; return the CPU milliseconds of a step."""
     path = workdir / "cost.json"
     if path.exists():
         return json.loads(path.read_text())
@@ -220,15 +229,15 @@ def trained(
 
 
 def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, Any]:
-    """The quick start, shorter, with averages of two widths, and with these changes."""
+    """Return the config of a training: the quick start, shortened, with these changes."""
     c, steps = systems.complete(quickstart.get_config().to_dict()), size.steps
     c |= {"seed": seed, "steps": steps, "batch_size": BATCH, "log_every": steps, "keep_last": 1}
     c |= {"sample_every": 0, "save_every": -(-steps // 3), "keep_every": -(-steps // 3)}
     c["data"]["heldout"], c["heldout"]["records"] = 0.01, 64
-    c["diffusion"]["weight"] = "min_snr"  # Of config.diffusion.min_snr, which is 0: none.
-    # Only the base draws with other averages; a snapshot of the others' last step costs nothing.
+    c["diffusion"]["weight"] = "min_snr"  # With diffusion.min_snr at 0: no weighting.
+    # Only the base needs snapshots, for other averages; the others take one at the last step.
     every = steps if changes else 0
-    # At a constant learning rate, of which half as many steps learn more, and averages do more.
+    # With half the steps, a constant learning rate learns more, and averages matter more.
     c["optimizer"] |= {"schedule": "constant", "warmup": steps // 12}
     c["optimizer"] |= {"ema_widths": (0.05, 0.1), "snapshot_every": every}
     for name, value in changes.items():
@@ -239,26 +248,26 @@ def config_of(changes: Mapping[str, Any], seed: int, size: Size) -> dict[str, An
 
 
 class Clock(Trace):
-    """Notes the process's CPU seconds at the start of each step."""
+    """A trace that records the process's CPU time at the start of each step."""
 
     starts: list[float]
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """A step."""
+        """Record the start of a step."""
         self.starts = [*getattr(self, "starts", []), time.process_time()]
         with super().step(number) as results:
             yield results
 
     def mean(self) -> float:
-        """Seconds of a step: starts run ahead of what is computed, so that no single one counts."""
+        """Return the mean seconds of a step; single starts run ahead of the computation."""
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
 
 def drawn(
     workdir: pathlib.Path, variant: Variant, seed: int, scorer: scorers.Scorer
 ) -> dict[str, float]:
-    """The judge's scores, the steps that ROWS allow, and the CPU milliseconds of a picture."""
+    """Draw and score; return the scores, the steps that ROWS allow and the CPU ms of a picture."""
     chosen = dict(variant.drawn)
     if chosen.get("guide") == GUIDE:
         chosen["guide"] = f"{workdir}@{restore.steps(workdir / runs.CHECKPOINTS)[0]}"
@@ -269,29 +278,29 @@ def drawn(
     subject = evaluate.open_subject([str(workdir)], [[values]], [[Weights(ema)]])
     point = subject.points[0]()
     batch_size = program.even_batch_size(subject.batch_size, len(scorer.prompts))
-    spent = []
+    seconds = []
 
     def draw(prompts, seeds, guidance):
         start = time.process_time()
         images = point.draw(prompts, [s + 10_000 * seed for s in seeds], guidance)
-        spent.append((time.process_time() - start) / len(seeds))
+        seconds.append((time.process_time() - start) / len(seeds))
         return images
 
     draw(scorer.prompts[:batch_size], range(batch_size), s.sampler.guidance)  # Compiles.
-    spent.clear()
+    seconds.clear()
     scores = scoring.score_now(scorer, draw, (s.sampler.guidance,), batch_size)
     logging.info("%s: %s", variant.key, scores)
     row = {name.rpartition("/")[2]: value for name, value in scores.items()}
-    return {"steps": steps, "picture_ms": 1e3 * statistics.median(spent)} | row
+    return {"steps": steps, "picture_ms": 1e3 * statistics.median(seconds)} | row
 
 
 def steps_for(s: Settings) -> int:
-    """The most steps of a sampler and its guidance that ROWS allow; at least one."""
+    """Return the largest number of steps that ROWS allow, at least 1."""
     return max(1, bisect.bisect_right(range(1, ROWS + 1), ROWS, key=functools.partial(rows, s)))
 
 
 def rows(s: Settings, steps: int) -> int:
-    """The rows of the network's input that a picture takes: the sampler runs on zeros, counting."""
+    """Count the rows of the network's input for a picture by running the sampler on zeros."""
     sampler, goal, taken = s.sampler._replace(steps=steps), objective.make(s.diffusion), []
     sigmas, at = samplers.sampling_grid(goal.noise, sampler)
     guide = guidance.make(sampler, guidance.Model(goal.precond(at), sigmas))
@@ -303,7 +312,7 @@ def rows(s: Settings, steps: int) -> int:
         return jnp.zeros_like(x)
 
     x = jnp.zeros((1, 1, 1, 1))
-    with jax.disable_jit():  # Loops run as Python's.
+    with jax.disable_jit():  # Loops run in Python.
         samplers.make(sampler)(denoise, x, sigmas, lambda i: x)
     return sum(taken)
 
@@ -313,14 +322,16 @@ def _file_name(text: str) -> str:
 
 
 if __name__ == "__main__":
-    _ONLY = flags.DEFINE_list("only", [], "Axes, or AXIS/NAMEs; default: all.")
-    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Of trainings and pictures.")
-    _STEPS = flags.DEFINE_integer("steps", STEPS, "Of a training.", lower_bound=3)
-    _CHANNELS = flags.DEFINE_integer("channels", CHANNELS, "Of the network.", lower_bound=32)
-    _PAGE = flags.DEFINE_string("page", None, "Writes the tables of all results here.")
+    _ONLY = flags.DEFINE_list("only", [], "Axes, or AXIS/NAME; default: all.")
+    _SEEDS = flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds of trainings and pictures.")
+    _STEPS = flags.DEFINE_integer("steps", STEPS, "Steps of a training.", lower_bound=3)
+    _CHANNELS = flags.DEFINE_integer(
+        "channels", CHANNELS, "Channels of the network.", lower_bound=32
+    )
+    _PAGE = flags.DEFINE_string("page", None, "File for the page with the tables of all results.")
 
     def main(argv: list[str]) -> None:
-        """Trains, draws and scores what is missing, prints all asked for, writes the page."""
+        """Train, draw and score missing variants, print all selected ones, write the page."""
         if len(argv) > 1:
             raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
         cli.start(alone=True)
@@ -330,8 +341,8 @@ if __name__ == "__main__":
         root, size = pathlib.Path(str(measure.WORKDIR.value)), Size(_STEPS.value, _CHANNELS.value)
         scorer = open_scorer(SIDE)
         for seed, variant in itertools.product(seeds, variants):
-            found = result(root, variant, seed, scorer, size)
-            measure.say({"axis": variant.axis, "variant": variant.name, **found})
+            row = result(root, variant, seed, scorer, size)
+            measure.say({"axis": variant.axis, "variant": variant.name, **row})
         if _PAGE.value:
             files.write_whole(_PAGE.value, page(root))
 

@@ -1,4 +1,4 @@
-"""The page of the ablations: tables with intervals over seeds, and what they say."""
+"""Write the page of the ablations: tables with intervals over seeds, and the conclusions."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -12,29 +12,29 @@ MEASURES = {
     "fd_digits": ("FD", 1.0, True),
     "v_loss": ("v-loss", 1.0, True),
 }
-"""By column of a result: its head, what it is multiplied by, and whether less is better."""
+"""By column of a result: its heading, its factor, and whether lower is better."""
 NOTES = {
-    "objective": "What the network predicts, with its levels of training: x0 with ln sigma of mean "
-    "-0.4 and EDM with -1.2, deviation 1.2 both; eps and v with the cosine schedule, as DDPM; flow "
-    "with logit-normal times.",
-    "weighting": "How much an error counts at its level, of the same x0.",
-    "network": "Both as large, to draw the same x0: the quick start's UNet, and the one that keeps "
-    "magnitudes (EDM2's, config G), which comes with EDM2's optimizer; then EDM2's objective too, "
-    "EDM with a learned uncertainty.",
-    "guidance": "Names with their scales. The interval is sigma from 1 to 10; autoguidance is led "
-    "by the run itself at a third of its steps.",
-    "sampler": "At the same levels from 40 to 0.4, and then to 0. Restart goes back from 0.5 to 2 "
-    "once, in 2 steps.",
-    "average": "Of the weights that draw, all of the same trainings: a constant decay with its "
-    "warm-up, or the width of a [power function](evaluation.md#averages-of-any-width); 0.05 and "
-    "0.1 were kept, the others are made of snapshots.",
+    "objective": "The target of the network, with its noise levels in training: x0 with ln sigma "
+    "of mean -0.4 and EDM with -1.2, both with standard deviation 1.2; eps and v with the cosine "
+    "schedule of DDPM; flow with logit-normal times.",
+    "weighting": "The weight of the loss by noise level, for an x0 target.",
+    "network": "Networks of the same size with an x0 target: the quick start's UNet, and the "
+    "magnitude-preserving UNet of EDM2 (config G) with EDM2's optimizer; then the latter with "
+    "EDM2's objective too, EDM with a learned uncertainty.",
+    "guidance": "Guidance methods with their scales. The interval is sigma from 1 to 10. The guide "
+    "of autoguidance is the run itself at a third of its steps.",
+    "sampler": "All samplers take the same levels from 40 to 0.4, and then 0. Restart goes back "
+    "from 0.5 to 2 once, in 2 steps.",
+    "average": "The average of the weights to draw with, from the same trainings: a constant decay "
+    "with warm-up, or a [power function](evaluation.md#averages-of-any-width) of some width. "
+    "Training kept the widths 0.05 and 0.1; the others come from snapshots.",
 }
-"""What the names on an axis stand for."""
-_TIMES = {"step_ms": "ms a step", "steps": "steps", "picture_ms": "ms a picture"}
+"""The meaning of the names on each axis."""
+_TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
 
 
 class Row(NamedTuple):
-    """A variant, and its results by seed."""
+    """A variant and its results by seed."""
 
     axis: str
     name: str
@@ -42,19 +42,19 @@ class Row(NamedTuple):
 
 
 class Interval(NamedTuple):
-    """A mean over seeds, and half of its 95 % interval by Student's t; inf of one seed."""
+    """A mean over seeds and half its 95 % interval by Student's t (inf for one seed)."""
 
     mean: float
     half: float
 
     @property
     def is_noise(self) -> bool:
-        """Whether 0 lies in it."""
+        """Whether the interval contains 0."""
         return abs(self.mean) <= self.half
 
 
 def interval(values: Sequence[float]) -> Interval:
-    """Of independent values of one normal distribution."""
+    """Return the interval for independent values of one normal distribution."""
     n, mean = len(values), statistics.fmean(values)
     if n < 2:
         return Interval(mean, float("inf"))
@@ -62,7 +62,7 @@ def interval(values: Sequence[float]) -> Interval:
 
 
 def difference(row: Row, base: Row, measure: str) -> Interval | None:
-    """A row's values less the base's of the same seeds; None where there are none."""
+    """Return the difference of a row and the base over their common seeds, None without any."""
     pairs = [
         (result[measure], base.results[seed][measure])
         for seed, result in row.results.items()
@@ -72,7 +72,7 @@ def difference(row: Row, base: Row, measure: str) -> Interval | None:
 
 
 def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
-    """The page of all axes that have results beside those of their first row."""
+    """Return the page on all axes that have results for the base and another row."""
     if not any(row.results for row in rows):
         return _NOTHING
     by_axis = {row.axis: [r for r in rows if r.axis == row.axis and r.results] for row in rows}
@@ -85,16 +85,16 @@ def write(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
 
 
 def _setup(rows: Sequence[Row]) -> dict[str, Any]:
-    """What all results have in common, for the introduction."""
+    """Return the values of the introduction."""
     results = [result for row in rows for result in row.results.values()]
     of = lambda name: sorted(result[name] for result in results if result.get(name))
-    said = lambda values: f"{values[0]:.3g} to {values[-1]:.3g}" if values else "not measured"
+    span = lambda values: f"{values[0]:.3g} to {values[-1]:.3g}" if values else "not measured"
     return {
         "seeds": len({seed for row in rows for seed in row.results}),
         "parameters": max(of("parameters"), default=0),
         "train_steps": max(of("train_steps"), default=0),
-        "step_ms": said(of("step_ms")),
-        "picture_ms": said(of("picture_ms")),
+        "step_ms": span(of("step_ms")),
+        "picture_ms": span(of("picture_ms")),
     }
 
 
@@ -112,17 +112,17 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row, base: Row, measure: str) -> str:
-    """Mean and interval, in bold where the difference from the base is outside the noise."""
+    """Return mean and interval, in bold if the difference from the base exceeds the noise."""
     values = [r[measure] for r in row.results.values() if measure in r]
     if not values:
         return ""
     _, factor, _ = MEASURES[measure]
-    text = _said(interval(values), factor)
+    text = _shown(interval(values), factor)
     apart = None if row is base else difference(row, base, measure)
     return f"**{text}**" if apart and not apart.is_noise else text
 
 
-def _said(of: Interval, factor: float, sign: str = "") -> str:
+def _shown(of: Interval, factor: float, sign: str = "") -> str:
     decimals = ".1f" if factor > 1 else ".3g"
     half = f" ± {factor * of.half:{decimals}}" if of.half < float("inf") else ""
     return f"{factor * of.mean:{sign}{decimals}}{half}"
@@ -138,7 +138,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """By each measure the best row and by how much, and which rows are within the noise."""
+    """Return a line per measure: the best row, its gain, and the rows within the noise."""
     base, lines = rows[0], []
     for measure, (head, factor, less) in MEASURES.items():
         apart = {row.name: difference(row, base, measure) for row in rows[1:]}
@@ -150,53 +150,53 @@ def _verdict(rows: Sequence[Row]) -> str:
         outside = [n for n, d in apart.items() if not d.is_noise]
         better = [n for n in outside if gain(apart[n]) > 0]
         head = head.removesuffix(", %")
-        by = f"{_said(best, factor, '+')}{' points' if factor > 1 else ''}"
+        by = f"{_shown(best, factor, '+')}{' points' if factor > 1 else ''}"
         won = f"*{name}*, by {by}" if gain(best) > 0 else f"*{base.name}*"
         noise = " (within the noise)" if gain(best) > 0 and best.is_noise else ""
-        said = [f"{head}: best is {won}{noise}"]
+        parts = [f"{head}: best is {won}{noise}"]
         if better:
-            said.append(f"better than *{base.name}* outside the noise: {', '.join(better)}")
+            parts.append(f"better than *{base.name}* outside the noise: {', '.join(better)}")
         if worse := [n for n in outside if n not in better]:
-            said.append(f"worse outside the noise: {', '.join(worse)}")
+            parts.append(f"worse outside the noise: {', '.join(worse)}")
         if within := [n for n in apart if n not in outside]:
-            said.append(f"no difference shown: {', '.join(within)}")
-        lines.append(f"- {'; '.join(said)}.")
+            parts.append(f"no difference shown: {', '.join(within)}")
+        lines.append(f"- {'; '.join(parts)}.")
     return "\n".join(lines)
 
 
 _NOTHING = """# Ablations
-Nothing has been run yet. `python -m benchmarks.ablations --workdir=runs/ablations
---page=docs/ablations.md` trains, draws, judges and writes this page
+There are no results yet. `python -m benchmarks.ablations --workdir=runs/ablations
+--page=docs/ablations.md` trains, draws, scores and writes this page
 ([benchmarks.md](benchmarks.md#ablations)).
 """
 _INTRODUCTION = """# Ablations
 
-What won here, on the coloured digits in a network of {parameters:,} parameters trained for
-{train_steps:,} steps of 64 pictures, and by how much: no more is claimed of larger models.
-`python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md` trained, drew,
-judged and wrote this page; started again it goes on, and `--only=sampler,guidance/none
---seeds=3,4` add to it. {device}, jax {jax}.
+This page shows which choices are best on the coloured digits, for a network of {parameters:,}
+parameters trained for {train_steps:,} steps of 64 pictures, and by how much. It says nothing about
+larger models. `python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md`
+trains, draws, scores and writes this page. The same command continues after an interruption, and
+`--only=sampler,guidance/none --seeds=3,4` adds results. Machine: {device}, jax {jax}.
 
-**Each axis changes one thing** of the quick start in half of its steps, at a constant learning
-rate and without the weighting that it has since this page was first written (its objective,
-guidance 2, DDIM with eta 1 in 12 steps, an average of decay 0.999), the first row of each table.
-The rate is constant because in first trials, a third of the steps with a rate that fell to zero,
-hardly a digit was learned; it was chosen before any rows were compared. An objective comes with
-the noise levels and the grid of sampling that are its own. Scores are the judge's
-(`diffusion_jax/examples/digits/judge.py`): the share of pictures with digit, ink and paper as
-asked, one for each of the 272 prompts seen in training and 8 for each of the 18 never shown; FD is
-the Fréchet distance of the judge's features from real pictures; the v-loss is the held-out one at
-sigma 0.2, 0.5, 1, 2 and 5, by which objectives compare
-([evaluation.md](evaluation.md#a-held-out-loss)), of the weights that drew.
+**Each axis changes one thing.** The first row of each table is the base: the quick start with half
+its steps, a constant learning rate and no weighting, which the quick start got later. The base has
+the quick start's objective, guidance 2, DDIM with eta 1 in 12 steps, and an average of decay 0.999.
+The learning rate is constant because first trials, with a third of the steps and a rate that fell
+to zero, learned hardly any digits; it was chosen before any rows were compared. Each objective has
+its own noise levels and sampling grid. The judge (`diffusion_jax/examples/digits/judge.py`) gives
+the share of pictures with digit, ink and paper right, for one picture of each of the 272 prompts
+seen in training, and 8 of each of the 18 prompts never shown. FD is the Fréchet distance of the
+judge's features from real pictures. The v-loss is the held-out loss at sigma 0.2, 0.5, 1, 2 and 5,
+by which objectives are comparable ([evaluation.md](evaluation.md#a-held-out-loss)), for the weights
+that draw.
 
-**Time is equal** by what it is made of, so that other work on the machine changes nothing: all
-trainings take the same number of steps of networks that cost as much, and a picture takes at most
-24 rows of the network's input, of which a guided evaluation has two, an unguided one one; samplers
-with two evaluations a step get fewer steps. Measured beside, in the process's own CPU time, which
-other work on the machine does stretch: a step took {step_ms} ms, a picture {picture_ms} ms.
+**All rows have the same budget**, counted so that other work on the machine does not matter. All
+trainings take the same number of steps of networks with equal cost. A picture takes at most 24 rows
+of the network's input: a guided evaluation has two rows, an unguided one has one. Samplers with two
+evaluations per step get fewer steps. The measured times are CPU times of the process, which other
+work on the machine can increase: a step took {step_ms} ms, a picture {picture_ms} ms.
 
-**Intervals** are 95 % by Student's t over {seeds} seeds, each with its own initial weights, data
-order, noise and pictures. Bold is what differs from the first row outside the noise: the interval
-of the difference, seed by seed, leaves out zero. Of rows that differ in nothing one in twenty is
-bold by chance. Times are medians, in milliseconds of CPU time.
+**Intervals** are 95 % intervals by Student's t over {seeds} seeds. Each seed has its own initial
+weights, data order, noise and pictures. Bold values differ from the first row by more than the
+noise: the interval of the difference, seed by seed, excludes zero. Among rows without a real
+difference, one in twenty is bold by chance. Times are medians, in milliseconds of CPU time.
 """

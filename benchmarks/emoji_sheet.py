@@ -1,4 +1,4 @@
-"""Draws README's emoji: prompts never shown, taken by lot, and under each the real picture of it.
+"""Draw README's emoji: random prompts held out of training, and the real picture below each.
 
     python -m benchmarks.emoji_sheet --model=models/emoji32 --model=models/emoji64_sr \\
         --data=data/emoji/never_shown --out=docs/images/emoji.png
@@ -12,15 +12,21 @@ from diffusion_jax import cli
 from diffusion_jax.data import sources
 from diffusion_jax.machine import sheets
 
-_MODEL = flags.DEFINE_multi_string("model", ["models/emoji32"], "Folders of runs, as they draw.")
-_DATA = flags.DEFINE_string("data", "data/emoji/never_shown", "What `prepare emoji` held out.")
+_MODEL = flags.DEFINE_multi_string(
+    "model", ["models/emoji32"], "Workdirs, in the order of the cascade."
+)
+_DATA = flags.DEFINE_string(
+    "data", "data/emoji/never_shown", "The folder never_shown of `prepare emoji`."
+)
 _OUT = flags.DEFINE_string("out", None, "The PNG file to write.", required=True)
-_SEED = flags.DEFINE_integer("seed", 0, "Of the lot; pictures have the seeds 0, 1, 2, ...")
+_SEED = flags.DEFINE_integer(
+    "seed", 0, "Seed of the choice of prompts; pictures have the seeds 0, 1, 2, ..."
+)
 _COLUMNS, _ROWS = 8, 2
 
 
 def main(argv: list[str]) -> None:
-    """Draws and writes."""
+    """Draw the pictures and write the sheet."""
     del argv
     cli.start(alone=True)
     with cli.bad_input():
@@ -34,7 +40,7 @@ def main(argv: list[str]) -> None:
     images, captions = [], []
     for row in np.split(np.arange(len(prompts)), _ROWS):
         images += [*drawn[row], *real[row]]
-        # All are of one style, and a caption has room for three lines.
+        # All have the same style, and a caption has room for three lines.
         captions += [text.replace(", noto style", "") for text in prompts[row]]
         captions += ["(real)"] * len(row)
     sheets.write_png(_OUT.value, sheets.contact_sheet(np.stack(images), captions, _COLUMNS))

@@ -1,10 +1,10 @@
-"""What a run on the coloured digits draws in few steps: every sampler's seconds beside its score.
+"""Compare samplers with few steps on a run of the coloured digits: time and score of each.
 
     python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
 
-Prints a table: for each sampler and number of steps the milliseconds that a picture takes (of CPU
-time on a CPU, else of the clock) and the share of the prompts seen in training, one picture each,
-that were drawn as asked, digit, ink and paper, by the judge. What is not said is the run's.
+The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
+CPU, wall time elsewhere) and the share of pictures in which the judge finds digit, ink and paper
+right, with one picture of each prompt seen in training. All other settings are those of the run.
 """
 
 import time
@@ -22,13 +22,13 @@ from diffusion_jax.examples.digits import pictures as digits
 from imagen_jax import cascade
 
 _RUN = flags.DEFINE_string("run", None, "The workdir of a run on the digits.", required=True)
-_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Numbers of steps.")
-_NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Names.")
-_GRID = flags.DEFINE_string("grid", None, "The noise levels, in place of the run's.")
+_STEPS = flags.DEFINE_list("steps", ["2", "3", "4", "6", "8", "12"], "Numbers of steps to compare.")
+_NAMES = flags.DEFINE_list("samplers", list(SAMPLERS), "Samplers to compare.")
+_GRID = flags.DEFINE_string("grid", None, "The grid of noise levels; default: the run's.")
 
 
 def main(argv: list[str]) -> None:
-    """Draws, judges, prints."""
+    """Draw with each sampler, score the pictures, print the table."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start(alone=True)
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
         steps = [int(number) for number in _STEPS.value]
     judge, prompts = judges.fit_judge(), digits.seen_prompts()
     clock = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    measure.say("| sampler | steps | ms a picture | as asked |\n|---|---|---|---|")
+    measure.say("| sampler | steps | ms per picture | all right |\n|---|---|---|---|")
     for name in _NAMES.value:
         for number in steps:
             sampler: dict[str, Any] = {"sampler": name, "steps": number, "grid": _GRID.value}

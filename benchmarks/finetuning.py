@@ -1,13 +1,12 @@
-"""A new word from ten pictures: what fine-tuning learns of it, and what it forgets.
+"""Measure what fine-tuning on ten pictures of a new word learns, and what it forgets.
 
     python -m benchmarks.finetuning pictures --out=runs/pink
     python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
 
-The first writes ten digits in an ink that the quick start never sees, and their captions. The
-second draws with models of the quick start and has its judge, who is told of the ink, read the
-pictures: the shares of which digit, ink and paper are right, of the new word on all digits and
-papers (40 of its 50 prompts are new to fine-tuning too) and of the words from before.
-See docs/finetuning.md.
+The first command writes ten digits, with captions, in an ink that the quick start has never seen.
+The second draws with models of the quick start, and its judge, which knows the new ink, scores the
+pictures: the shares with digit, ink and paper right for the new word on all digits and papers (40
+of these 50 prompts are new to fine-tuning too), and for the old words. See docs/finetuning.md.
 """
 
 import argparse
@@ -28,12 +27,12 @@ _OLD_EVERY, _NEW_IMAGES = 2, 2
 
 
 def ten_prompts() -> list[Prompt]:
-    """Each digit once, on every paper twice."""
+    """Return prompts with each digit once and each paper twice."""
     return [Prompt(i, INK, list(digits.PAPERS)[i % len(digits.PAPERS)]) for i in range(10)]
 
 
 def write_pictures(out: pathlib.Path) -> None:
-    """Ten PNG files with their captions beside them."""
+    """Write ten PNG files with their captions."""
     glyphs, random = digits.load("train"), np.random.RandomState(0)
     out.mkdir(parents=True, exist_ok=True)
     for prompt in ten_prompts():
@@ -45,8 +44,8 @@ def write_pictures(out: pathlib.Path) -> None:
 
 
 def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
-    """The shares of pictures that are right: of the new word, and of `old` prompts."""
-    from imagen_jax import cascade  # Slow to import, and only drawing needs it.
+    """Return the shares of right pictures for prompts with the new word and for `old` prompts."""
+    from imagen_jax import cascade  # Slow to import; only drawing needs it.
 
     stages, judge = [cascade.load_model(workdir)], judges.fit_judge()
     new = [Prompt(digit, INK, paper) for digit in range(10) for paper in digits.PAPERS]
@@ -63,7 +62,7 @@ def score(workdir: str, old: Sequence[str]) -> dict[str, float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs one of the two commands."""
+    """Run one of the two commands."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=("pictures", "score"))
     parser.add_argument("--out", type=pathlib.Path, default=pathlib.Path("runs/pink"))
@@ -72,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.command == "pictures":
         return write_pictures(args.out)
     old = digits.seen_prompts()[::_OLD_EVERY]
-    digits.INKS[INK] = COLOUR  # Which the judge is to know from here on.
+    digits.INKS[INK] = COLOUR  # From here on, the judge knows the new ink.
     for workdir in args.workdir:
         print(json.dumps({"workdir": workdir, **score(workdir, old)}), flush=True)
 

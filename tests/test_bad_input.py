@@ -152,8 +152,8 @@ precache --captions=D/binary.txt | --captions=D/binary.txt is no text in UTF-8
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: 0 is not above 0
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere
-digits --size=7 | --size=7: the side is a multiple of 8
-digits --num=0 | --num=0: write 1 picture or more
+digits --size=7 | --size=7: the side must be a multiple of 8
+digits --num=0 | --num=0: write at least 1 picture
 report D/metrics | D/metrics/metrics.jsonl, line 2 is damaged: '{"step": '
 report D/none | D/none holds neither metrics.jsonl nor evaluation/*/sweep.csv
 plan --target=h10:8 | h10

@@ -94,7 +94,7 @@ def test_the_page_says_what_differs_outside_the_noise_seed_by_seed():
     )
     assert "over 3 seeds" in text
     nothing = ablations_page.write(rows[-1:], {"device": "cpu", "jax": "0"})
-    assert "Nothing has been run yet" in nothing
+    assert "There are no results yet" in nothing
 
 
 @pytest.mark.slow

@@ -1,7 +1,7 @@
-"""The judge of the coloured digits: reads digit, ink and paper back from a picture.
+"""The judge of the coloured digits, which recognises digit, ink and paper in a picture.
 
-It is a support vector machine on real 8x8 glyphs, for the digit, and nearest colours, for the
-rest. No network and no download, and on real pictures it errs about once in a hundred.
+A support vector machine on real 8x8 glyphs recognises the digit, nearest colours give ink and
+paper. Nothing is downloaded. On real pictures about one in a hundred is misread.
 """
 
 import hashlib
@@ -15,23 +15,23 @@ from diffusion_jax.examples.digits import pictures as digits
 
 
 class Judge:
-    """Reads pictures of coloured digits; made by fit_judge."""
+    """A classifier of pictures of coloured digits; fit_judge fits one."""
 
-    # Its fields of a card.
+    # Fields of the card.
     name, preprocessing, official = "digits", "8x8 glyphs", False
 
     def __init__(self, svc: Any, weights: str):
-        """`svc` tells the digits of 8x8 glyphs, of which 16 is all ink; `weights` is its hash."""
+        """Wrap `svc`, which classifies 8x8 glyphs with values in [0, 16]; `weights` is its hash."""
         self._svc, self.weights = svc, weights
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
-        """The prompt that each picture shows."""
+        """Return the prompt that each picture shows."""
         papers, inks, mix = _read_colours(images)
         numbers = self._svc.predict(_glyphs(mix))
         return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
-        """The classifier's margin for each digit, then the mean colours of ink and paper."""
+        """Return the classifier's margin for each digit, and the mean colours of ink and paper."""
         _, _, mix = _read_colours(images)
         scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
         pixels, mix = images.astype(np.float32) / 255, mix[..., None]
@@ -40,25 +40,25 @@ class Judge:
 
 
 def fit_judge() -> Judge:
-    """A classifier of the training glyphs, which the generator sees too."""
-    from sklearn.svm import SVC  # Slow to import, and only the judge needs it.
+    """Fit a judge to the training glyphs, which the generator is trained on too."""
+    from sklearn.svm import SVC  # Slow to import.
 
     glyphs = digits.load("train")
     svc = SVC(gamma=0.001)  # pyright: ignore[reportArgumentType]
     seen = 16 * glyphs.images.reshape(-1, 64)
-    # The hash is of what it was fitted to: the fit's last digits are the processor's.
+    # Hash the data instead of the fit, whose last digits depend on the processor.
     return Judge(svc.fit(seen, glyphs.digits), hashlib.sha256(seen.tobytes()).hexdigest())
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
-    """1 for each of digit, ink and paper that was read as its caption asks for, else 0."""
+    """Return 1 for each of digit, ink and paper that matches the caption, else 0."""
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)
     return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
 
 
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
-    """`compare` of the judge itself: every held-out glyph, going round the colours it may have."""
+    """Test the judge on every held-out glyph, in colours that rotate through its prompts."""
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
     of_digit = [[p for p in prompts if p.digit == digit] for digit in range(10)]
@@ -69,7 +69,7 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
 
 
 def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
-    """Held-out glyphs in the colours of the prompts, chosen with a fixed seed."""
+    """Draw a held-out glyph for each prompt, chosen with a fixed seed."""
     glyphs = digits.load("test")
     draw = np.random.RandomState(0)
     pictures = []
@@ -80,7 +80,7 @@ def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N siz
 
 
 def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
-    """Names of papers and inks, and how much ink each pixel has."""
+    """Return the names of papers and inks, and the share of ink in each pixel."""
     pixels = images.astype(np.float32)
     papers = _read_papers(pixels)
     return papers, *_read_inks(pixels, papers)
@@ -91,7 +91,10 @@ def _glyphs(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 64"]:
 
 
 def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
-    """The paper nearest to the median of the left and right edges, which ink seldom reaches."""
+    """Return the paper nearest to the median colour of the left and right edges.
+
+    Ink rarely reaches these edges.
+    """
     margin = pixels.shape[2] // 8  # One column of the 8x8 glyph.
     edges = np.concatenate([pixels[:, :, :margin], pixels[:, :, -margin:]], axis=2)
     median = np.median(edges, axis=(1, 2))  # [B, 3]
@@ -103,7 +106,10 @@ def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
 def _read_inks(
     pixels: Float[np.ndarray, "B H W 3"], papers: Sequence[str]
 ) -> tuple[list[str], Float[np.ndarray, "B H W"]]:
-    """The ink whose straight line to the paper passes nearest to all pixels, and where on it."""
+    """Return the ink whose line to the paper in RGB fits all pixels best, and the share of ink.
+
+    The share of a pixel is its place on that line, 0 at the paper and 1 at the ink.
+    """
     paper = np.array([digits.PAPERS[p] for p in papers], np.float32)[:, None, None]
     mixes, errors = [], []
     for name, ink in digits.INKS.items():
@@ -117,6 +123,6 @@ def _read_inks(
 
 
 def _shrink(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 8 8"]:
-    """Means over blocks, to 8x8."""
+    """Average blocks to 8x8."""
     b, h, w = mix.shape
     return mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4))

@@ -1,7 +1,7 @@
-"""Coloured digits: 1,797 real handwritten digits, drawn in one named colour on another.
+"""Coloured digits: 1,797 real handwritten digits, drawn in a named ink on a named paper.
 
-The glyphs come with scikit-learn (Alpaydin & Kaynak 1998), so nothing is downloaded. A prompt is a
-digit, an ink and a paper; every 17th prompt is never shown in training.
+The glyphs come with scikit-learn (Alpaydin & Kaynak 1998), so nothing is downloaded. A prompt names
+a digit, an ink and a paper. Every 17th prompt is held out of training.
 """
 
 import argparse
@@ -41,7 +41,7 @@ HELD_OUT_EVERY = 17
 
 
 class Prompt(NamedTuple):
-    """The digit and the colours of a picture; `caption` puts them into words."""
+    """The digit and the colours of a picture."""
 
     digit: int
     ink: str
@@ -49,45 +49,45 @@ class Prompt(NamedTuple):
 
 
 class Glyphs(NamedTuple):
-    """Grey digits, 0 for paper and 1 for ink, with what they mean."""
+    """Grey images of digits, 0 for paper and 1 for ink, and their digits."""
 
     images: Float[np.ndarray, "N 8 8"]
     digits: Int[np.ndarray, "N"]
 
 
 def caption(prompt: Prompt) -> str:
-    """For example "a red seven on gray paper"."""
+    """Return the caption of a prompt, such as "a red seven on gray paper"."""
     return f"a {prompt.ink} {DIGITS[prompt.digit]} on {prompt.paper} paper"
 
 
 def parse(text: str) -> Prompt:
-    """The inverse of `caption`; ValueError for a text that is none of the 290."""
+    """Return the prompt of a caption. Raises ValueError for other texts than the 290 captions."""
     if text not in _prompt_of_caption():
         raise ValueError(
-            f"{text!r} is no caption of the coloured digits: write 'a INK DIGIT on PAPER paper' "
-            f"with INK of {', '.join(INKS)}, DIGIT of {', '.join(DIGITS)}, "
-            f"PAPER of {', '.join(PAPERS)}, and ink and paper of different names"
+            f"{text!r} is not a caption of the coloured digits: write 'a INK DIGIT on PAPER paper' "
+            f"with INK from {', '.join(INKS)}, DIGIT from {', '.join(DIGITS)}, "
+            f"PAPER from {', '.join(PAPERS)}, and different names for ink and paper"
         )
     return _prompt_of_caption()[text]
 
 
 def seen_prompts() -> list[str]:
-    """The 272 captions that training shows."""
+    """Return the 272 captions that training shows."""
     return [caption(p) for i, p in enumerate(_all_prompts()) if i % HELD_OUT_EVERY]
 
 
 def heldout_prompts() -> list[str]:
-    """The 18 captions that training never shows; each of their words occurs in seen ones."""
+    """Return the 18 captions held out of training; all of their words occur in seen captions."""
     return [caption(p) for p in _all_prompts()[::HELD_OUT_EVERY]]
 
 
 @functools.cache
 def load(split: str) -> Glyphs:
-    """The glyphs of "train" (70 % of each digit, drawn once with a fixed seed) or "test"."""
-    from sklearn.datasets import load_digits  # Slow to import, and only the digits need it.
+    """Return the glyphs of "train" (a fixed random 70 % of each digit) or "test" (the rest)."""
+    from sklearn.datasets import load_digits  # Slow to import.
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
-    random = np.random.RandomState(0)  # RandomState's stream never changes between versions.
+    random = np.random.RandomState(0)  # RandomState gives the same numbers in all versions.
     chosen = np.zeros(len(digits), bool)
     for digit in range(10):
         where = random.permutation(np.flatnonzero(digits == digit))
@@ -98,7 +98,7 @@ def load(split: str) -> Glyphs:
 
 
 def enlarge(glyphs: Float[np.ndarray, "N 8 8"], size: int) -> Float[np.ndarray, "N H W"]:
-    """Bicubic enlargement to size x size, clipped to [0, 1]: the share of ink in each pixel."""
+    """Enlarge glyphs to size x size (bicubic), clipped to [0, 1]: the share of ink per pixel."""
     resized = [Image.fromarray(g).resize((size, size), Image.Resampling.BICUBIC) for g in glyphs]
     return np.clip(np.stack([np.asarray(r) for r in resized]), 0, 1)
 
@@ -108,16 +108,16 @@ def colour(
     ink: Float[np.ndarray, "*B 3"],
     paper: Float[np.ndarray, "*B 3"],
 ) -> UInt8[np.ndarray, "*B H W 3"]:
-    """Paper where mix is 0, ink where it is 1, and the straight line of colours between."""
+    """Interpolate between the colour of the paper (mix 0) and that of the ink (mix 1)."""
     ink, paper = ink[..., None, None, :], paper[..., None, None, :]
-    # + 0.5 and the truncation of astype round, for all values are positive.
+    # astype truncates, so adding 0.5 rounds these positive values.
     return (mix[..., None] * (ink - paper) + (paper + np.float32(0.5))).astype(np.uint8)
 
 
 def render(
     glyph: Float[np.ndarray, "8 8"], ink: str, paper: str, size: int
 ) -> UInt8[np.ndarray, "H W 3"]:
-    """One glyph (0 to 1) in the named colours, size x size pixels."""
+    """Draw a glyph in the named colours, at size x size pixels."""
     return colour(enlarge(glyph[None], size)[0], _rgb(INKS, ink), _rgb(PAPERS, paper))
 
 
@@ -135,16 +135,16 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
 
 
 class Digits(Pictures):
-    """Every training glyph in every pair of colours that is seen with its digit.
+    """Every training glyph in every pair of colours that training shows with its digit.
 
-    Each picture is a function of its index alone.
+    A picture depends on its index alone.
     """
 
     def __init__(self, size: int = 16):
-        """`size` is the side of the pictures in pixels, a multiple of 8."""
+        """Prepare pictures of `size` x `size` pixels, a multiple of 8."""
         if size < 8 or size % 8:
             raise ValueError(
-                f"digits of size {size}: the size must be a multiple of 8, for example 16"
+                f"the size of digits is {size}: it must be a multiple of 8, for example 16"
             )
         glyphs = load("train")
         self._mix = enlarge(glyphs.images, size)
@@ -156,33 +156,33 @@ class Digits(Pictures):
         self._glyph_of, self._prompt_of = np.nonzero(shown)
 
     def __len__(self) -> int:
-        """The number of different pictures, about 34,000."""
+        """Return the number of different pictures, about 34,000."""
         return len(self._glyph_of)
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
-        """The pictures of these indices and their captions; nothing is cut, wherever it were."""
+        """Return the pictures and captions of `indices`; nothing is cropped to `places`."""
         prompts = self._prompt_of[indices]
         mix = self._mix[self._glyph_of[indices]]
         images = colour(mix, self._inks[prompts], self._papers[prompts])
         return images, [self._captions[p] for p in prompts]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """The captions of these indices, without making the pictures."""
+        """Return the captions of `indices` without drawing the pictures."""
         return [self._captions[p] for p in self._prompt_of[indices]]
 
 
 def write_examples(
     out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder"
 ) -> pathlib.Path:
-    """Writes `num` pictures with captions as a tiny data set and returns its path.
+    """Write `num` pictures with captions as a tiny data set; return its path.
 
-    A "folder" holds 00000.png, 00000.txt and so on, a "webdataset" is one tar of these files:
-    `out` itself if it ends in .tar, else out/00000.tar.
+    A "folder" holds 00000.png, 00000.txt and so on. A "webdataset" is one tar of these files: `out`
+    itself if it ends in .tar, else out/00000.tar.
     """
     digits = Digits(size)
-    # A prime step, so that glyphs and colours vary from the start.
+    # With a prime step, glyphs and colours vary from the start.
     images, captions = digits.read(np.arange(num) * 617 % len(digits))
     records, out = [], pathlib.Path(out)
     for i, (image, text) in enumerate(zip(images, captions, strict=True)):
@@ -198,17 +198,22 @@ def write_examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The command line: python -m diffusion_jax.data.digits --out=DIR."""
-    parser = argparse.ArgumentParser(description="Writes a tiny data set of coloured digits.")
-    parser.add_argument("--out", required=True, help="folder (or .tar) to write; made if missing")
-    parser.add_argument("--num", type=int, default=100, help="how many pictures")
-    parser.add_argument("--size", type=int, default=64, help="their side, a multiple of 8")
+    """Run the command line of diffusion_jax/data/digits.py."""
+    parser = argparse.ArgumentParser(
+        prog="python -m diffusion_jax.data.digits",
+        description="Write a tiny data set of coloured digits.",
+    )
+    parser.add_argument(
+        "--out", required=True, help="folder (or .tar) to write, created if missing"
+    )
+    parser.add_argument("--num", type=int, default=100, help="number of pictures")
+    parser.add_argument("--size", type=int, default=64, help="side in pixels, a multiple of 8")
     parser.add_argument("--format", choices=("folder", "webdataset"), default="folder")
     args = parser.parse_args(arguments)
     if args.num < 1:
-        parser.error(f"--num={args.num}: write 1 picture or more")
+        parser.error(f"--num={args.num}: write at least 1 picture")
     if args.size < 8 or args.size % 8:
-        parser.error(f"--size={args.size}: the side is a multiple of 8")
+        parser.error(f"--size={args.size}: the side must be a multiple of 8")
     try:
         path = write_examples(args.out, args.num, size=args.size, format=args.format)
     except OSError as error:
@@ -225,7 +230,7 @@ def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> Non
 
 @functools.cache
 def _all_prompts() -> list[Prompt]:
-    """The 290 prompts in the order that the held-out rule counts in."""
+    """Return the 290 prompts, in the order in which every 17th is held out."""
     pairs = [(ink, paper) for ink in INKS for paper in PAPERS if ink != paper]
     return [Prompt(digit, *pair) for digit, pair in itertools.product(range(10), pairs)]
 

@@ -29,7 +29,7 @@ def test_parse_undoes_caption_and_explains_other_texts():
     prompt = digits.Prompt(7, "red", "gray")
     assert digits.caption(prompt) == "a red seven on gray paper"
     assert digits.parse("a red seven on gray paper") == prompt
-    with pytest.raises(ValueError, match="'a white one on white paper' is no caption"):
+    with pytest.raises(ValueError, match="'a white one on white paper' is not a caption"):
         digits.parse("a white one on white paper")
 
 
@@ -88,7 +88,7 @@ def test_enlargement_is_bicubic_and_clipped():
 
 
 def test_a_size_that_is_no_multiple_of_8_is_refused():
-    with pytest.raises(ValueError, match="digits of size 20: the size must be a multiple of 8"):
+    with pytest.raises(ValueError, match="the size of digits is 20: it must be a multiple of 8"):
         digits.Digits(20)
 
 
