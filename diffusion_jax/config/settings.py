@@ -129,7 +129,7 @@ class Evaluation(NamedTuple):
     """Images from one to the next; 0 for never."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
     prompts: str = ""
-    """A file; "" stands for the prompts of the coloured digits."""
+    """A file of prompts; "" for the prompts that the data source itself provides."""
     num_prompts: Count = 1_000
     reference: str = ""
     """Statistics of real images; then weights of Inception and of CLIP: see evaluate."""

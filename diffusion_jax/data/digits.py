@@ -1,7 +1,9 @@
-"""Write a tiny data set of coloured digits, to try a source with.
+"""Write a tiny data set of coloured digits, to try a data source with.
 
-python -m diffusion_jax.data.digits --out=examples --num=100
-python -m diffusion_jax.data.digits --out=examples.tar --num=100 --format=webdataset
+    python -m diffusion_jax.data.digits --out=examples --num=100
+    python -m diffusion_jax.data.digits --out=examples.tar --num=100 --format=webdataset
+
+The first command writes images and captions as files, the second as one tar.
 """
 
 from diffusion_jax.examples.digits import pictures

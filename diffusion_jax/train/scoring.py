@@ -20,7 +20,7 @@ def open_scoring(
 
     Args:
       evaluation: the group.
-      source: data.source; digits are compared with digits.
+      source: data.source, whose own scorer is used if there is no file of prompts.
       size: the side of the pictures that the model draws.
       open_prompts: takes all prompts and returns the tokenizer for them.
 
