@@ -182,8 +182,8 @@ def page(root: pathlib.Path) -> str:
         for name, what in variants.items():
             key = Variant(axis, name, **what).key
             paths = sorted((root / "results").glob(f"{key}_*.json"))
-            own = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
-            results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in own}
+            matching = [p for p in paths if re.fullmatch(rf"{re.escape(key)}_\d+", p.stem)]
+            results = {int(p.stem.rpartition("_")[2]): json.loads(p.read_text()) for p in matching}
             rows.append(ablations_page.Row(axis, name, results))
     return ablations_page.write(rows, measure.machine())
 

@@ -73,14 +73,14 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
             )
         hashes[str(path)] = digest
     names = {path.rpartition("/")[2] for path in hashes}
-    if missing := [known for known in SETS[name] if known not in names]:
+    if missing := [file for file in SETS[name] if file not in names]:
         raise ValueError(f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}")
     if "://" not in uri:
         raise ValueError(
             f"{stem}.uri must hold the address of a folder, and holds {uri.strip()[:80]!r}"
         )
-    known = SETS[name]
-    hashes = {path: known.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
+    stated = SETS[name]
+    hashes = {path: stated.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
     return uri.strip().rstrip("/"), hashes
 
 
@@ -99,16 +99,16 @@ def download(
     base, hashes = read_list(source, name)
     folder = out / name
     record = folder / VERIFIED
-    seen = {} if verify or not record.is_file() else json.loads(record.read_text())
+    verified_files = {} if verify or not record.is_file() else json.loads(record.read_text())
 
     def verified(path: pathlib.Path) -> None:
         key = path.relative_to(folder).as_posix()
-        seen[key] = [hashes[key], path.stat().st_size]
-        files.write_whole(record, json.dumps(seen, indent=1))
+        verified_files[key] = [hashes[key], path.stat().st_size]
+        files.write_whole(record, json.dumps(verified_files, indent=1))
 
     for path in missing(folder, hashes, present=True):
         key = path.relative_to(folder).as_posix()
-        if seen.get(key) == [hashes[key], path.stat().st_size]:
+        if verified_files.get(key) == [hashes[key], path.stat().st_size]:
             continue
         try:
             fetch.check(path, hashes[key])

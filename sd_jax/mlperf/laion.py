@@ -31,8 +31,8 @@ def filter_table(
     source: pathlib.Path, out: pathlib.Path, names: Sequence[str], number: int
 ) -> dict[str, int]:
     """Filter the table names[number] of a folder into another folder; return the row counts."""
-    kept, total = filter_licensed(source / names[number], out / names[number])
-    return {"kept": kept, "read": total}
+    rows_kept, rows_read = filter_licensed(source / names[number], out / names[number])
+    return {"kept": rows_kept, "read": rows_read}
 
 
 def _open(path: pathlib.Path) -> pyarrow.parquet.ParquetFile:
@@ -51,12 +51,12 @@ def _check_columns(path: pathlib.Path, names: list[str]) -> None:
 
 def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
     fields = [file.schema_arrow.field(name) for name in COLUMNS]
-    kept = 0
+    rows_kept = 0
     with pyarrow.parquet.ParquetWriter(path, pa.schema(fields)) as writer:
         for table in _groups(file, pa.schema(fields)):
             writer.write_table(table)
-            kept += table.num_rows
-    return kept
+            rows_kept += table.num_rows
+    return rows_kept
 
 
 def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:

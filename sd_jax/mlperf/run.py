@@ -100,9 +100,9 @@ def go(
         submission: The header of the log.
         init_start: The start of the command in milliseconds since the epoch.
     """
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         with cli.bad_input(ModuleNotFoundError):
-            run = _open(_seeded(config, workdir, seed), workdir, mode, held)
+            run = _open(_seeded(config, workdir, seed), workdir, mode, stack)
             evaluate = None if mode == TRAIN else _open_evaluate(run, eval_batch)
         status = mllog.status(run.events)
         return status if status != mllog.RUNNING else _go_on(run, evaluate, submission, init_start)
@@ -120,9 +120,9 @@ def _seeded(config: ConfigDict, workdir: pathlib.Path, seed: int | None) -> Conf
 
 
 def _open(
-    config: ConfigDict, workdir: pathlib.Path, mode: str, held: contextlib.ExitStack
+    config: ConfigDict, workdir: pathlib.Path, mode: str, stack: contextlib.ExitStack
 ) -> OpenRun:
-    """Open a run and lock its workdir until `held` closes; ValueError or OSError on bad input."""
+    """Open a run and lock its workdir until `stack` closes; ValueError or OSError on bad input."""
     s = read_settings(config.to_dict())
     rules.check(s)
     for departure in rules.departures(s):
@@ -131,7 +131,7 @@ def _open(
     s = s._replace(optimizer=optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh))
     encoder, vae_params = lookup.open_encoder(s.text), read_vae(s.vae_weights, s.vae)
     task = make_task(s, encoder, vae_params)
-    held.enter_context(runs.writing(workdir))
+    stack.enter_context(runs.writing(workdir))
     runs.claim(workdir, config.to_dict())
     events = mllog.recover(workdir, _trained(workdir) * s.run.batch_size)
     if jax.process_count() > 1:  # All processes must read the log before process 0 appends to it.

@@ -45,9 +45,9 @@ def fit_judge() -> Judge:
 
     glyphs = digits.load("train")
     svc = SVC(gamma=0.001)  # pyright: ignore[reportArgumentType]
-    seen = 16 * glyphs.images.reshape(-1, 64)
+    pixels = 16 * glyphs.images.reshape(-1, 64)
     # Hash the data instead of the fit, whose last digits depend on the processor.
-    return Judge(svc.fit(seen, glyphs.digits), hashlib.sha256(seen.tobytes()).hexdigest())
+    return Judge(svc.fit(pixels, glyphs.digits), hashlib.sha256(pixels.tobytes()).hexdigest())
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:

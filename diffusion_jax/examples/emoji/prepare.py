@@ -108,8 +108,8 @@ def code_of(emoji: str, tone: str = "") -> str:
     """Return the hexadecimal code points of an emoji; the tone comes after the first one."""
     points = [f"{ord(sign):04X}" for sign in emoji]
     if tone:
-        rest = points[2:] if points[1:2] == ["FE0F"] else points[1:]
-        points = [points[0], TONES[tone], *rest]
+        others = points[2:] if points[1:2] == ["FE0F"] else points[1:]
+        points = [points[0], TONES[tone], *others]
     return "-".join(points)
 
 

@@ -71,9 +71,9 @@ class TextTower(nn.Module):
         """Return vectors [B, WIDTH] that are not normalised."""
         mask = ids != 0
         h = nn.Dense(self.width)(hashed.embeddings(ids, mask, _SIGNS))  # [B, L, width]
-        seen = nn.make_attention_mask(mask, mask)
+        attend = nn.make_attention_mask(mask, mask)
         for _ in range(self.depth):
-            h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h), mask=seen)
+            h = h + nn.MultiHeadDotProductAttention(num_heads=4)(nn.LayerNorm()(h), mask=attend)
             wide = nn.gelu(nn.Dense(2 * self.width)(nn.LayerNorm()(h)))
             h = h + nn.Dense(self.width)(wide)
         count = jnp.maximum(mask.sum(1, keepdims=True), 1)
@@ -176,9 +176,10 @@ def load(folder: str | os.PathLike[str]) -> Judge:
         flat = safetensors.numpy.load((folder / _WEIGHTS).read_bytes())
         params = traverse_util.unflatten_dict({tuple(k.split("/")): v for k, v in flat.items()})
         with open(folder / _HELD_OUT, "rb") as file:
-            held = untrusted.read_archive(file)
+            arrays = untrusted.read_archive(file)
         reference, test = (
-            Pair(held[name], held[f"{name}_captions"].tolist()) for name in ("reference", "test")
+            Pair(arrays[name], arrays[f"{name}_captions"].tolist())
+            for name in ("reference", "test")
         )
         candidates = untrusted.parse_json((folder / _CAPTIONS).read_bytes())
         judge = of_params(

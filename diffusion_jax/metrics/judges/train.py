@@ -79,9 +79,9 @@ def train(
     }  # fmt: skip
     drawn = np.random.RandomState(0).permutation(len(parts.captions))[:_CANDIDATES]
     candidates = [parts.captions[i] for i in sorted(drawn)]
-    made = judge.of_params(params, size, max_tokens, candidates, pairs, card)
-    card["scores"] = damaged_scores(made, other)
-    return made
+    trained = judge.of_params(params, size, max_tokens, candidates, pairs, card)
+    card["scores"] = damaged_scores(trained, other)
+    return trained
 
 
 def split(pictures: Pictures) -> Split:
@@ -157,12 +157,12 @@ def contrast(
     return -(target * both).sum(axis=1).mean() / 2
 
 
-def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
+def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
     """Return both scores, with intervals, of the test images, unchanged and damaged."""
-    images, captions = made.test
+    images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
     sets: dict[str, Pair] = {
-        "real": made.test,
+        "real": trained.test,
         "blurred by 1/32": Pair(blurred(images, 1 / 32), captions),
         "blurred by 1/16": Pair(blurred(images, 1 / 16), captions),
         "noise of 10 %": Pair(noisy(images, 0.1), captions),
@@ -170,9 +170,9 @@ def damaged_scores(made: Judge, other: str = "") -> dict[str, dict[str, float]]:
         "captions shuffled": Pair(images, shuffled),
     }
     if other:
-        sets["another style"] = _same_captions(other, made)
-    read = judge.reader(made, captions)
-    real = frechet.reference(judge.vectors(made, made.reference.images))
+        sets["another style"] = _same_captions(other, trained)
+    read = judge.reader(trained, captions)
+    real = frechet.reference(judge.vectors(trained, trained.reference.images))
     return {name: scores(read, real, pair) for name, pair in sets.items()}
 
 
@@ -195,22 +195,22 @@ def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarra
     return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
 
 
-def _same_captions(other: str, made: Judge) -> Pair:
+def _same_captions(other: str, trained: Judge) -> Pair:
     """Return the images of another set that match captions of the test, with these captions.
 
     Words that all captions of a set share, such as its style, are ignored in the comparison. Raises
     ValueError if no caption matches.
     """
-    pictures = sources.open_pictures(sources.named(other), made.card["size"])
+    pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = np.arange(min(len(pictures), MAX_RECORDS))
     texts = [str(text) for text in pictures.texts(rows)]
     row_of = dict(zip(_telling(texts, texts), rows.tolist(), strict=True))
+    words = _telling(trained.test.captions, trained.candidates)
     pairs = [
-        (row_of[words], caption)
-        for words, caption in zip(_telling(made.test.captions, made.candidates), made.test.captions,
-                                  strict=True)
-        if words in row_of
-    ]  # fmt: skip
+        (row_of[key], caption)
+        for key, caption in zip(words, trained.test.captions, strict=True)
+        if key in row_of
+    ]
     if not pairs:
         raise ValueError(f"--other={other}: no image has a caption of the test")
     return Pair(_read(pictures, np.array([row for row, _ in pairs])).images, [c for _, c in pairs])
