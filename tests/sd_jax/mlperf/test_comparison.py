@@ -26,7 +26,7 @@ def test_an_evaluation_without_a_score_is_an_error_where_the_run_says_it_succeed
     path = mllog_files.write(tmp_path / "r.txt", 512, PASSING)
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if '"value": 240.0' not in line))
-    with pytest.raises(ValueError, match=r"r.txt has no 'FID', which MLCommons' checker"):
+    with pytest.raises(ValueError, match=r"r.txt lacks 'FID', which MLCommons' checker"):
         convergence.read(path)
 
 
@@ -87,7 +87,7 @@ def test_what_cannot_be_compared_is_said(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no result at .*holds result.txt or result_"):
         convergence.find([tmp_path])
     a, b = (convergence.read(mllog_files.write(tmp_path / str(n), n, PASSING)) for n in (512, 1024))
-    with pytest.raises(ValueError, match=r"batch size 512 and .* of 1024: compare runs of one"):
+    with pytest.raises(ValueError, match=r"batch size 512 and .* has 1024: compare runs of one"):
         comparison.check_alike([a, b])
     (tmp_path / "log").write_text("step 1\n")
     with pytest.raises(ValueError, match="logs no global_batch_size"):

@@ -120,7 +120,7 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     path = tmp_path / VAE / "512-base-ema.ckpt"
     path.write_bytes(CHECKPOINT[:1000])
     with pytest.raises(
-        ValueError, match=r"512-base-ema.ckpt has the sha256 .*remove it, and go on"
+        ValueError, match=r"512-base-ema.ckpt has the sha256 .*remove it and try again"
     ):
         fetch(server, tmp_path)
     path.write_bytes(CHECKPOINT)
@@ -152,9 +152,9 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
 @pytest.mark.parametrize(
     ("suffix", "content", "message"),
     [
-        ("md5", b"<html>", "'<html>' is no line of md5sum"),
+        ("md5", b"<html>", "'<html>' is not a line of md5sum"),
         ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path leaves the set"),
-        ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, and no 512-base-ema.ckpt among"),
+        ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, but not 512-base-ema.ckpt"),
         ("uri", b"<html>", "must hold the address of a folder, and holds '<html>'"),
     ],
 )

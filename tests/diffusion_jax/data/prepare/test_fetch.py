@@ -103,7 +103,7 @@ def test_verify_reads_what_is_there(server, tmp_path):
 def test_what_cannot_be_fetched_is_said(server, tmp_path):
     with pytest.raises(OSError, match=r"/gone: HTTP Error 404"):
         fetch.fetch([f"{server.url}/gone"], tmp_path, {})
-    with pytest.raises(ValueError, match="no URL of a file"):
+    with pytest.raises(ValueError, match="not the URL of a file"):
         fetch.expand(["https://host/folder/"])
     with pytest.raises(ValueError, match="several URLs end in a"):
         fetch.expand(["https://host/{1,2}/a"])

@@ -65,7 +65,7 @@ def test_many_records_need_no_open_file_each(tars):
 
 def test_embeddings_that_fit_nothing_are_named(tars):
     tar_files.write(tars / "other.tar", [{"__key__": b"x/9999", "npy": b""}])
-    with pytest.raises(ValueError, match=r"no embedding in .* called x/9999"):
+    with pytest.raises(ValueError, match=r"no embedding in .* the first embeddings are x/9999"):
         merge.merge(str(tars / "images"), str(tars / "other.tar"), tars / "out")
 
 

@@ -96,8 +96,8 @@ def test_openmoji_is_drawn_from_its_package():
         ("noto", "noto:FILE"),
         ("apple:x.tgz", "write openmoji"),
         ("noto:missing.tgz", "missing.tgz"),
-        ("noto:broken.tgz", "no whole package of npm"),
-        ("twemoji:{package}", "holds no package/img/twitter/64"),
+        ("noto:broken.tgz", "not a complete npm package"),
+        ("twemoji:{package}", "has no folder package/img/twitter/64"),
     ],
 )
 def test_bad_styles_are_one_line_and_write_nothing(
