@@ -81,6 +81,5 @@ def _rename_mixed_sources(config: dict[str, Any]) -> None:
     match config.get("data"):
         case {"mixture": [*parts]}:
             for part in parts:
-                match part:
-                    case [_, str(source), *_]:
-                        part[1] = _SOURCES.get(source, source)
+                if isinstance(part, list) and len(part) > 1 and isinstance(part[1], str):
+                    part[1] = _SOURCES.get(part[1], part[1])

@@ -134,7 +134,7 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     with pytest.raises(ValueError, match="and should have"):
         fetch(server, tmp_path, verify=True)
     path.write_bytes(CHECKPOINT[:-1])
-    with pytest.raises(ValueError, match="half a file"):
+    with pytest.raises(ValueError, match="the file is incomplete"):
         fetch(server, tmp_path)
 
 
