@@ -150,6 +150,8 @@ def bad_input(
     try:
         yield
     except (*usual, *more) as error:
+        if distributed.is_disconnection(error):
+            raise
         _end(error, code)
 
 

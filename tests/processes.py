@@ -71,6 +71,13 @@ class Group:
         said = (path.read_text() for pair in self.outputs for path in pair if path.exists())
         return "\n".join(said)
 
+    def wait_for(self, condition):
+        """Wait until `condition` holds for the processes' output."""
+        deadline = time.monotonic() + PATIENCE
+        while not condition(self.said()):
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.01)
+
     def wait_for_step(self, workdir, step):
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:

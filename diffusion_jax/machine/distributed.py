@@ -1,9 +1,12 @@
-"""Several processes as one: who takes part, a start that ends, and one end for all.
+"""Start, run and end several processes together.
 
-A command is alone unless it is told otherwise: by --coordinator, --num_processes and --process_id
-(or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in the environment), or by the
-environment of Slurm's srun or of GKE's TPU pods with more than one process. On a TPU VM or under
-MPI, --distributed=on lets JAX find the others.
+A command is a single process by default. It joins others if --coordinator, --num_processes and
+--process_id are given (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set),
+or if the environment of Slurm's srun or of GKE's TPU pods has more than one process. On a TPU VM
+or under MPI, --distributed=on lets JAX find the others.
+
+JAX's coordination service ends all processes when one dies: at once where a collective operation
+or the connection to process 0 breaks, otherwise after a heartbeat timeout.
 """
 
 import contextlib
@@ -13,6 +16,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -22,86 +26,93 @@ import numpy as np
 from absl import flags, logging
 from jax.experimental import multihost_utils
 
-from diffusion_jax.machine import exits, meeting, peers
+from diffusion_jax.machine import exits
+from diffusion_jax.machine.last_words import LastWords
 
-_NEWS = 5.0  # Seconds until the death of a process is known to all, and more.
-_TEXT = 500  # Bytes of what a process says to all.
+_HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
+_GRACE = 2.0  # Seconds for other processes to report the same error before this one ends.
+_ABRUPTLY = "abruptly, usually because another process died"
+_TEXT = 500  # Bytes of a text that all processes see.
+_BROKEN = re.compile(r"\bgloo\b|\bnccl\b|coordination.?service", re.IGNORECASE)
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
 )
 _COORDINATOR = flags.DEFINE_string("coordinator", None, "HOST:PORT of process 0.")
-_PROCESSES = flags.DEFINE_integer("num_processes", None, "How many there are.", lower_bound=1)
-_PROCESS = flags.DEFINE_integer("process_id", None, "Which of them this is.", lower_bound=0)
+_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
+_PROCESS = flags.DEFINE_integer("process_id", None, "Number of this process.", lower_bound=0)
 _TIMEOUT = flags.DEFINE_integer(
-    "join_timeout", 300, "Seconds to wait for the others at the start.", lower_bound=1
+    "join_timeout", 300, "Seconds to wait for the other processes at the start.", lower_bound=1
 )
 
 
-class _Watch:
-    """The watch that this process keeps over others, and what it says then."""
+class _Farewell:
+    """What this process prints if it ends because another one did."""
 
-    def __init__(self) -> None:
-        self.others: peers.Peers | None = None
-        self.advice: Callable[[], str] = lambda: "Start all processes again."
-
-
-_watch = _Watch()
+    advice = "Start all processes again."
+    last_words: LastWords | None = None
 
 
 def join() -> None:
-    """Joins the other processes, if there are any; call it before anything touches a device.
+    """Join the other processes, if there are any. Call this before anything touches a device.
 
-    The first logs a table of processes and devices, and from then on what all do. ValueError if
-    it is not clear who takes part. If not all are there after --join_timeout seconds, this process
-    ends with code 1.
+    Process 0 logs a table of processes and devices; from then on the others log warnings only. If
+    some processes have not joined after --join_timeout seconds, this one ends with code 1.
+
+    Raises:
+        ValueError: The flags or variables are incomplete or differ between processes.
+        Busy: Another program holds the coordinator's port.
     """
     choice = _DISTRIBUTED.value
-    who = _explicit(os.environ) or _detected(os.environ)
-    if choice == "off" or (choice == "auto" and who is None):
+    identity = _explicit(os.environ) or _detected(os.environ)
+    if choice == "off" or (choice == "auto" and identity is None):
         return
-    who = who or {}
-    with _deadline(_TIMEOUT.value, who):
-        _meet(who)
-        jax.distributed.initialize(
-            **who,
-            # JAX would end the process by a signal, without a word on what to do.
-            initialization_timeout=_TIMEOUT.value + 60,
-        )
-        hosts = gather_text(socket.gethostname())  # The first thing that all do together.
-        if jax.process_count() > 1:
-            known = [who["coordinator_address"].rpartition(":")[0]] if "process_id" in who else []
-            _watch.others = peers.start(jax.process_index(), hosts, gather_text, known, _advice)
+    identity = identity or {}
+    with _deadline(_TIMEOUT.value, identity):
+        _initialize(identity)
+        hosts = gather_text(socket.gethostname())  # The first collective operation.
+    counts = gather_text(str(identity.get("num_processes", jax.process_count())))
+    if len(set(counts)) > 1:
+        each = ", ".join(f"{count} in process {process}" for process, count in enumerate(counts))
+        raise ValueError(f"num_processes is {each}: start all with the same --num_processes")
+    if jax.process_count() > 1:
+        _Farewell.last_words = LastWords(_farewell(_ABRUPTLY))
     logging.info("process %d of %d", jax.process_index(), jax.process_count())
     if jax.process_index():
-        logging.set_verbosity(logging.WARNING)  # The first says what all do.
+        logging.set_verbosity(logging.WARNING)  # Process 0 logs for all.
     logging.info("processes and devices\n%s", table(hosts, jax.devices()))
 
 
-def advise(advice: Callable[[], str]) -> None:
-    """What to say, beside what happened, when another process dies or a step hangs."""
-    _watch.advice = advice
+def advise(advice: str) -> None:
+    """Set the sentence that is printed if another process dies or a step hangs."""
+    _Farewell.advice = advice
+    if _Farewell.last_words:
+        _Farewell.last_words.replace(_farewell(_ABRUPTLY))
 
 
-def hanging() -> str:
-    """What is known of a step that hangs, and what to do about it, for a message."""
-    silent = _watch.others.silent() if _watch.others else ""
-    others = f"{silent}. " if silent else "All other processes answer. " if _watch.others else ""
-    return f"{others}{_advice()}"
+def advice() -> str:
+    """Return the sentence set by `advise`."""
+    return _Farewell.advice
+
+
+def is_disconnection(error: BaseException) -> bool:
+    """Return whether JAX raised this error because the link to another process broke."""
+    kinds = (ValueError, jax.errors.JaxRuntimeError)
+    return isinstance(error, kinds) and bool(_BROKEN.search(str(error)))
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
-    """A line for each process: its number, its host, its devices."""
+    """Return one line per process: its number, its host and its devices."""
     rows = [("process", "host", "devices")]
     for process, host in enumerate(hosts):
-        mine = [device for device in devices if device.process_index == process]
-        ids = ",".join(str(device.id) for device in mine)
-        rows.append((str(process), host, f"{len(mine)} x {mine[0].device_kind} (ids {ids})"))
+        local = [device for device in devices if device.process_index == process]
+        ids = ",".join(str(device.id) for device in local)
+        rows.append((str(process), host, f"{len(local)} x {local[0].device_kind} (ids {ids})"))
     width = max(len(host) for _, host, _ in rows)
-    return "\n".join(f"{number:>7}  {host:<{width}}  {what}" for number, host, what in rows)
+    return "\n".join(f"{number:>7}  {host:<{width}}  {text}" for number, host, text in rows)
 
 
 def gather_text(text: str) -> list[str]:
-    """What each process says, cut at 500 bytes; every process must call it alike."""
+    """Return the texts of all processes, each cut at 500 bytes. All processes must call this."""
     if jax.process_count() == 1:
         return [text]
     row = np.zeros(_TEXT, np.uint8)
@@ -113,9 +124,10 @@ def gather_text(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def sigterm() -> Iterator[Callable[[int], bool]]:
-    """stopping(step): whether SIGTERM has come, which then no longer ends the process.
+    """Yield stopping(step), which returns whether to stop at this step because of SIGTERM.
 
-    Of several processes one may get it alone, and all must stop at the same step.
+    Inside, SIGTERM does not end the process. With several processes, one SIGTERM stops all of them
+    at the same step.
     """
     if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
         yield multihost_utils.reached_preemption_sync_point
@@ -130,10 +142,10 @@ def sigterm() -> Iterator[Callable[[int], bool]]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """Ends several processes together: all wait for the last at success, none at a failure.
+    """End several processes together: on success all wait for the last, on failure none waits.
 
-    Without it the interpreter of a process that failed would wait for the others, which wait for
-    it, and end by a signal that hides the exit code.
+    Otherwise the interpreter of a failed process would wait for the others, which wait for it, and
+    end by a signal that hides its exit code.
     """
     try:
         yield
@@ -147,64 +159,83 @@ def together() -> Iterator[None]:
 
 
 def _fail(error: BaseException, code: int) -> None:
-    """Ends this process, and tells the others why."""
-    if _watch.others and isinstance(error, jax.errors.JaxRuntimeError):
-        _watch.others.wait_for_a_death(_NEWS)  # Of which the error is a consequence.
-    why = f"with code {code}, for the reason that it gave"
-    if not isinstance(error, SystemExit):
+    if is_disconnection(error):
+        text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+        print(_farewell(f"because it lost another process ({text})"), file=sys.stderr)
+    elif not isinstance(error, SystemExit):
         traceback.print_exc()
-        why = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-    if _watch.others:
-        _watch.others.leave(why, code)
+    if jax.process_index() == 0:  # The others do not outlive it.
+        time.sleep(_GRACE)
+    _cancel_last_words()
     _end(code)
 
 
 def _leave() -> None:
-    if _watch.others:
-        _watch.others.leave()
-        _watch.others = None
+    _cancel_last_words()
     jax.distributed.shutdown()
 
 
-def _advice() -> str:
-    return _watch.advice()
+def _cancel_last_words() -> None:
+    if _Farewell.last_words:
+        _Farewell.last_words.cancel()
+        _Farewell.last_words = None
 
 
-def _meet(who: Mapping[str, Any]) -> None:
-    """Compares who the processes are, where they were told of each other and not found by JAX."""
-    if "process_id" in who and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
-        meeting.meet(who["coordinator_address"], who["process_id"], who["num_processes"])
+def _farewell(how: str) -> str:
+    name = f"process {jax.process_index()} on {socket.gethostname()}"
+    return f"error: {name} has ended {how}. {_Farewell.advice}"
+
+
+def _initialize(identity: Mapping[str, Any]) -> None:
+    try:
+        jax.distributed.initialize(
+            **identity,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            initialization_timeout=_TIMEOUT.value + 60,  # JAX's own timeout aborts: ours is first.
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise exits.Busy(
+            f"JAX's coordination service cannot start on {socket.gethostname()} at "
+            f"{identity.get('coordinator_address', 'the address that JAX found')} ({error}): if "
+            "another program or an earlier run holds the port, choose another for all processes"
+        ) from error
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The arguments that flags or JAX's variables give; ValueError if they give a part alone."""
+    """Return JAX's arguments from flags and variables, or None if there are none.
+
+    Raises ValueError if some of them are missing.
+    """
     number = lambda name: int(environment[name]) if environment.get(name) else None
-    said = {
+    identity = {
         "coordinator_address": _COORDINATOR.value or environment.get("JAX_COORDINATOR_ADDRESS"),
         "num_processes": _PROCESSES.value or number("JAX_NUM_PROCESSES"),
         "process_id": number("JAX_PROCESS_ID") if _PROCESS.value is None else _PROCESS.value,
     }
-    if said["num_processes"] == 1 or all(value is None for value in said.values()):
+    if identity["num_processes"] == 1 or all(value is None for value in identity.values()):
         return None
-    missing = [name for name, value in said.items() if value is None]
+    missing = [name for name, value in identity.items() if value is None]
     if missing:
+        flag = {"coordinator_address": "--coordinator"}
+        names = ", ".join(flag.get(name, f"--{name}") for name in missing)
         raise ValueError(
-            f"of several processes {', '.join(missing)} is not said: give --coordinator=HOST:PORT, "
-            "--num_processes and --process_id together, or JAX_COORDINATOR_ADDRESS, "
-            "JAX_NUM_PROCESSES and JAX_PROCESS_ID"
+            f"{names} is missing: give --coordinator=HOST:PORT, --num_processes and --process_id "
+            "together, or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID"
         )
-    if said["process_id"] >= said["num_processes"]:
+    if identity["process_id"] >= identity["num_processes"]:
         raise ValueError(
-            f"process_id {said['process_id']} of {said['num_processes']} processes: they are "
-            f"numbered from 0 to {said['num_processes'] - 1}"
+            f"process_id is {identity['process_id']} of {identity['num_processes']} processes: it "
+            f"must be from 0 to {identity['num_processes'] - 1}"
         )
-    if not re.fullmatch(r".+:\d+", said["coordinator_address"]):
-        raise ValueError(f"coordinator {said['coordinator_address']!r} is not HOST:PORT")
-    return said | {"cluster_detection_method": "deactivate"}
+    if not re.fullmatch(r".+:\d+", identity["coordinator_address"]):
+        raise ValueError(
+            f"coordinator is {identity['coordinator_address']!r}: it must be HOST:PORT"
+        )
+    return identity | {"cluster_detection_method": "deactivate"}
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """The cluster that JAX is to ask, if the environment is that of several processes."""
+    """Return JAX's arguments for the cluster of this environment, None for a single process."""
     if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
         return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_ids(environment)}
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
@@ -214,7 +245,7 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
-    """All GPUs of the node for its only task, of which JAX would take the first alone."""
+    """Return all GPUs of a node for its only task, for which JAX would take the first alone."""
     alone = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
@@ -222,17 +253,17 @@ def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
 
 
 @contextlib.contextmanager
-def _deadline(seconds: int, who: Mapping[str, Any]) -> Iterator[None]:
-    """Ends the process with a message if what is inside takes longer."""
+def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
+    """End the process with a message if the block takes longer than this."""
 
     def give_up():
-        process = "this process" if "process_id" not in who else f"process {who['process_id']}"
-        others = f"all {who['num_processes']}" if "num_processes" in who else "all"
-        where = who.get("coordinator_address", "the address that JAX found")
+        process = f"process {identity.get('process_id', '(number not known yet)')}"
+        others = f"all {identity['num_processes']}" if "num_processes" in identity else "all"
+        address = identity.get("coordinator_address", "the address that JAX found")
         print(
-            f"error: {process} waited {seconds} s for {others} to meet at {where}: look whether "
-            "each was started, with the same number of processes and an id of its own, and "
-            "whether the port is open; --join_timeout waits longer",
+            f"error: {process} waited {seconds} s for {others} processes to join at {address}: "
+            "check that each was started, with the same --num_processes and a --process_id of its "
+            "own, and that the port is open, or wait longer with --join_timeout",
             file=sys.stderr,
         )
         _end(1)

@@ -98,7 +98,7 @@ def command(
 
             # Train. Known failures become one-line messages. Code 1 is for those that may be over
             # at the next start, which launchers then attempt.
-            distributed.advise(lambda: how_to_go_on(workdir))
+            distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
             )
@@ -139,9 +139,10 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
 
 def how_to_go_on(workdir: pathlib.Path) -> str:
     """Return a sentence on how to continue a run that ended early."""
-    steps = restore.steps(workdir / runs.CHECKPOINTS)
-    last = f"The last checkpoint is of step {steps[-1]}" if steps else "There is no checkpoint yet"
-    return f"{last}; the same command, in each process, continues: {shlex.join(sys.orig_argv)}"
+    return (
+        "The same command, in each process, continues from the last checkpoint in "
+        f"{workdir / runs.CHECKPOINTS}: {shlex.join(sys.orig_argv)}"
+    )
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:

@@ -134,7 +134,7 @@ def train(
     with contextlib.ExitStack() as stack:
         # Until the last save is complete, SIGTERM only sets a flag. A hung step ends the process.
         stopping = stack.enter_context(distributed.sigterm())
-        watchdog = Watchdog(run.step_timeout, distributed.hanging)
+        watchdog = Watchdog(run.step_timeout, distributed.advice)
         stack.callback(watchdog.close)
 
         # Set up the state: the newest checkpoint's, or a new one.

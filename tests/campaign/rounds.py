@@ -37,8 +37,8 @@ _WORDS = {
     "should have": "hash",
     "Timeout (": "watchdog",
     "is being written by": "lock",
-    "was last heard": "peers",
-    "it gave no sign": "peers",
+    "it lost another process": "lost process",
+    "usually because another process died": "lost process",
     "records were saved": "number of records",
 }
 

@@ -49,7 +49,7 @@ def main(argv):
         pictures, toy.ENCODER.tokenize, batch_size=run.batch_size, seed=run.seed,
         process_index=where[0], process_count=where[1],
     ) as batches:  # fmt: skip
-        distributed.advise(lambda: command.how_to_go_on(files.path(_WORKDIR.value)))
+        distributed.advise(command.how_to_go_on(files.path(_WORKDIR.value)))
         scoring = loop.Scoring(5 * run.batch_size, lambda draw, params: _die() or {})
         evaluation = scoring if doomed == "evaluation" else None
         inputs = loop.Inputs(toy.task(), batches, examples, evaluation)

@@ -33,10 +33,11 @@ def joined(monkeypatch):
 
     def join(environment, **given):
         asked = []
-        initialize = lambda *, initialization_timeout, **rest: asked.append(rest)
+        initialize = lambda *, initialization_timeout, heartbeat_timeout_seconds, **rest: (
+            asked.append(rest)
+        )
         with monkeypatch.context() as patch, flagsaver.as_parsed(**given):
             patch.setattr(jax.distributed, "initialize", initialize)
-            patch.setattr(distributed.meeting, "meet", lambda *_: None)
             patch.setattr(distributed.os, "environ", environment)
             distributed.join()
         return asked[0] if asked else None
@@ -94,12 +95,12 @@ def test_pods_of_a_tpu_slice_join(joined, environment):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"coordinator": "host:1", "num_processes": "2"}, "of several processes process_id is not"),
-        ({"process_id": "1"}, "coordinator_address, num_processes is not said: give --coordinator"),
+        ({"coordinator": "host:1", "num_processes": "2"}, "--process_id is missing: give --coord"),
+        ({"process_id": "1"}, "--coordinator, --num_processes is missing: give --coordinator"),
         ({"coordinator": "host:1", "num_processes": "2", "process_id": "2"},
-         "process_id 2 of 2 processes: they are numbered from 0 to 1"),
+         "process_id is 2 of 2 processes: it must be from 0 to 1"),
         ({"coordinator": "host", "num_processes": "2", "process_id": "1"},
-         "coordinator 'host' is not HOST:PORT"),
+         "coordinator is 'host': it must be HOST:PORT"),
     ],
 )  # fmt: skip
 def test_a_part_of_what_must_be_said_is_an_error(joined, flags, message):
