@@ -1,4 +1,4 @@
-"""Encodes the captions of a data set once, for training that looks them up.
+"""Encode the captions of a data set once, for training that looks them up.
 
     python -m diffusion_jax.precache --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.weights=weights/t5-11b-encoder \\
@@ -6,17 +6,16 @@
     python -m imagen_jax.train --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.store=embeddings --workdir=runs/base64
 
-The config and its changes are those of training: its `data` says where the captions are, its `text`
-which encoder reads them, and text.store the folder of the store. The config's prompts are encoded
-too. Each different caption is stored once, without padding, in 8 bits a channel.
+The config and its overrides are those of training: its `data` group says where the captions are,
+its `text` group names the encoder, and text.store is the folder of the store. The config's prompts
+are encoded too. Each distinct caption is stored once, without padding, in 8 bits per channel.
 
-First a table says what the store will take on disk and what encoding in training would cost
-instead; --dry_run ends there. Killed at any moment, the same command goes on; on a store that is
-finished it encodes only what the data have more. To share the work between machines or processes,
-run the command in each with --workers=N and its own --worker=0 ... N-1 (where jax.distributed is
-set up, it knows them), on a folder that all see; they may start, die and restart as they like.
---engine=beam has Apache Beam's workers do it (docs/data.md).
---verify reads all that is stored, and encodes again what is damaged.
+First the command prints an estimate of the store's size; --dry_run ends there. After a kill, the
+same command continues; on a finished store it encodes only new captions. To share the work between
+machines or processes, run the command in each with --workers=N and its own --worker=0 ... N-1 (with
+jax.distributed these are set already), on a folder that all of them see; workers may start, die and
+restart at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md). --verify
+reads the whole store, and encodes damaged shards again.
 """
 
 from absl import app, flags, logging
@@ -27,21 +26,29 @@ from diffusion_jax.precache import fill, shards, store
 
 _CONFIG = cli.define_config()
 _FORMAT = flags.DEFINE_enum(
-    "format", "int8", list(store.FORMATS), "What is stored: int8 errs by less than 1 %."
+    "format",
+    "int8",
+    list(store.FORMATS),
+    "How embeddings are stored; int8 has an error of less than 1 %.",
 )
-_CAPTIONS = flags.DEFINE_string("captions", None, "A file, one caption a line, not config.data.")
+_CAPTIONS = flags.DEFINE_string(
+    "captions", None, "A file with one caption per line, instead of config.data."
+)
 _SHARD = flags.DEFINE_integer(
-    "shard_captions", 16384, "Captions of a shard, the unit that a kill may lose.", lower_bound=1
+    "shard_captions",
+    16384,
+    "Captions per shard; a kill loses at most one shard per worker.",
+    lower_bound=1,
 )
-_BATCH = flags.DEFINE_integer(
-    "batch_tokens", 8192, "Tokens that a device encodes at once.", lower_bound=1
+_BATCH = flags.DEFINE_integer("batch_tokens", 8192, "Tokens per device and batch.", lower_bound=1)
+_VERIFY = flags.DEFINE_bool(
+    "verify", False, "Read the whole store, and encode damaged shards again."
 )
-_VERIFY = flags.DEFINE_bool("verify", False, "Read all that is stored, and mend what is damaged.")
 engines.define_flags()
 
 
 def main(argv: list[str]) -> None:
-    """Checks everything, prints the table, then encodes."""
+    """Check everything, print the estimate, then encode."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     cli.start()
@@ -52,7 +59,7 @@ def main(argv: list[str]) -> None:
         path = files.path(job.text.store)
         if not flags.FLAGS.dry_run:
             files.check_writable(path, "text.store")
-        print(fill.table(job, work.format), flush=True)
+        print(fill.estimate(job, work.format), flush=True)
     if flags.FLAGS.dry_run:
         return
     with cli.bad_input():

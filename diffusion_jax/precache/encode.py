@@ -67,22 +67,6 @@ def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N
     return np.minimum(lengths, encoder.max_tokens)
 
 
-def flops(encoder: TextEncoder) -> float:
-    """Floating-point operations to encode a caption padded to max_tokens, as XLA counts them."""
-    tokens = encoder.tokenize(["a caption"])
-    if encoder.cut:
-        tokens = {name: array[:, : encoder.max_tokens] for name, array in tokens.items()}
-    shape = lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
-    arguments = jax.tree.map(shape, (encoder.frozen, tokens))
-    cost = jax.jit(encoder.encode).lower(*arguments).cost_analysis() or {}
-    return cost.get("flops", 0.0)
-
-
-def num_parameters(encoder: TextEncoder) -> int:
-    """The number of parameters of the encoder."""
-    return sum(leaf.size for leaf in jax.tree.leaves(encoder.frozen))
-
-
 def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
     """Device: rows as stored, how many of each text are valid, and their errors."""
     text, mask = encoder.encode(frozen, batch)

@@ -15,10 +15,10 @@ from diffusion_jax.data import prompts as prompt_files
 from diffusion_jax.data import sources
 from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files
-from diffusion_jax.precache import cost, encode, index, lookup, plan, shards, store
+from diffusion_jax.precache import encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry
 
-_SAMPLE = 1024  # Captions that the table is measured on.
+_SAMPLE = 1024  # Captions that the estimate is based on.
 
 
 class Job(engines.Portable):
@@ -57,21 +57,19 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
     return engines.made_by(job, open_job, config, captions_file)
 
 
-def table(job: Job, format: str) -> str:
-    """The size of the store on disk, measured on a sample of captions, and the work it saves."""
+def estimate(job: Job, format: str) -> str:
+    """Return one line: the number of captions, and the store's size from a sample of them."""
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
-    store.keys_of(texts, job.identity)  # Each is a text.
-    return cost.table(
-        encode.lengths_of(job.encoder, texts),
-        width=job.encoder.width,
-        max_tokens=job.encoder.max_tokens,
-        format=format,
-        captions=total,
-        free=plan.free_bytes(files.path(job.text.store)),
-        flops=encode.flops(job.encoder),
-        parameters=encode.num_parameters(job.encoder),
+    store.keys_of(texts, job.identity)  # Raises ValueError for a caption that is not a text.
+    lengths = encode.lengths_of(job.encoder, texts)
+    size = total * store.bytes_per_caption(lengths.mean(), job.encoder.width, format)
+    free = plan.free_bytes(files.path(job.text.store))
+    return (
+        f"{total:,} captions of {lengths.mean():.1f} tokens on average ({lengths.max()} at most) "
+        f"in a sample of {len(texts):,}: the store takes at most {size / 1e9:,.3g} GB as {format}"
+        + ("" if free is None else f", and {free / 1e9:,.3g} GB are free")
     )
 
 

@@ -38,10 +38,25 @@ FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
 VERSION = 1
 _OPEN_SHARDS = 4096  # Mapped at once; Linux allows a process 65,530 maps.
+_SHARD_BYTES, _INDEX_BYTES = 32, 40  # Per text, beside its rows.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
     "don't; 3.14159 (x) [y] {z} <extra_id_0> </s> #@!?%$^*~`|\\/", "word " * 700,
 )  # fmt: skip
+
+
+def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
+    """Return the bytes of a store per caption, including its index.
+
+    Args:
+        tokens: The mean number of rows of a caption.
+        width: The width of a row.
+        format: A key of FORMATS.
+    """
+    row = np.dtype(FORMATS[format]).itemsize * width
+    if format == "int8":
+        row += 2 * quantize.num_groups(width)
+    return float(tokens * row + _SHARD_BYTES + _INDEX_BYTES)
 
 
 def command(path: str | os.PathLike[str], *more: str) -> str:

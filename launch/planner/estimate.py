@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import AbstractMesh
 
 from diffusion_jax.machine import sharding, traced_memory
-from diffusion_jax.precache import cost
+from diffusion_jax.precache import store
 from diffusion_jax.train import memory, optimizer
 from diffusion_jax.train.memory import Bytes
 from launch import accelerators
@@ -207,7 +207,7 @@ def disk(model: Model, pictures: int) -> dict[str, int]:
     run = memory.disk(model.run, model.optimizer, model.state)
     text = _CAPTION
     if "text" in model.example:
-        text = cost.bytes_per_caption(_TOKENS, model.example["text"].shape[-1], "int8")
+        text = store.bytes_per_caption(_TOKENS, model.example["text"].shape[-1], "int8")
     return {
         "checkpoint": run.checkpoint,
         "checkpoints_kept": run.checkpoints,

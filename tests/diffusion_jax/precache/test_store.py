@@ -48,6 +48,12 @@ def make(path, format="int8"):
     return path
 
 
+def test_bytes_are_rows_with_their_scales_and_the_index():
+    assert store.bytes_per_caption(20, 1024, "int8") == 20 * (1024 + 2 * 16) + 72
+    assert store.bytes_per_caption(20, 1024, "bfloat16") == 20 * 2048 + 72
+    assert store.bytes_per_caption(20, 1024, "float32") == 20 * 4096 + 72
+
+
 def test_a_store_of_an_earlier_version_opens(tmp_path):
     """Made at commit cc541fd: the digests of weights and tokenizer must still fit."""
     weights = tiny_weights.t5_folder(tmp_path / "t5")
