@@ -1,7 +1,7 @@
-"""Checksums of a folder's files, kept in it: whether it still holds what was written.
+"""Write and compare checksums of the files in a folder, to detect damage.
 
-Several processes share the work: each lists and compares every so many of the files. In a bucket
-they are those that the store itself keeps and tells in a list, and no file is read for them.
+Several processes share the work: each lists and compares its own part of the files. In a bucket the
+checksums are the store's own, which a listing returns, so that no file is read.
 """
 
 import errno
@@ -14,13 +14,13 @@ from collections.abc import Callable, Collection, Iterator
 from diffusion_jax.machine import files
 
 FOLDER = "checksums"
-"""The lists in a folder, one JSON file for each process: {path: [bytes, SHA-256]}."""
+"""The subfolder of the lists, one JSON file per process: {path: [bytes, SHA-256]}."""
 
 
 def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
-    """Lists part `part` of `parts` of the files of a folder.
+    """List part `part` of `parts` of the files in a folder.
 
-    Those ending in .tmp, which somebody is still writing, are left out.
+    Files that end in .tmp are unfinished, and are left out.
     """
     folder, look = files.path(folder), _look(folder)
     if there := files.remote(folder):
@@ -28,8 +28,8 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
     else:
         inside = lambda path: path.relative_to(folder).as_posix()
         names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
-    mine = lambda name: not name.startswith(f"{FOLDER}/") and not name.endswith(".tmp")
-    ordered = sorted(filter(mine, names), key=lambda name: name.split("/"))
+    is_listed = lambda name: not name.startswith(f"{FOLDER}/") and not name.endswith(".tmp")
+    ordered = sorted(filter(is_listed, names), key=lambda name: name.split("/"))
     (folder / FOLDER).mkdir(exist_ok=True)
     listed = {name: look(name, True) for name in ordered[part::parts]}
     files.write_whole(_list(folder, part, parts), json.dumps(listed, indent=1))
@@ -38,10 +38,13 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
 def read_back(
     folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Reads once more what `write` listed; OSError if it finds something else.
+    """Read the files that `write` listed again, from disk where the system can drop its cache.
 
-    From the disk where the system lets go of what it keeps in memory. Before each file `unless`
-    says whether the rest is left to whoever looks for damage next.
+    Args:
+        unless: Called before each file; if it returns True, the remaining files are not read.
+
+    Raises:
+        OSError: A file differs from its list.
     """
     folder, look = files.path(folder), _look(folder)
     listed = json.loads(_list(folder, part, parts).read_text())
@@ -49,41 +52,41 @@ def read_back(
         if unless():
             return
         if not files.remote(folder):
-            _let_go(folder / path)
-        if found := _difference(look, path, size, digest):
-            raise OSError(f"{folder / path} was read back wrong: {found}")
+            _drop_cache(folder / path)
+        if difference := _difference(look, path, size, digest):
+            raise OSError(f"{folder / path} was read back wrong: {difference}")
 
 
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """What first differs from the lists of a folder, for a message; None if nothing does.
+    """Return the first difference between a folder and its lists as a message, or None.
 
-    Only in the subfolders `items` if there are any, and only in part `part` of `parts` of the
-    files. A folder without lists is taken as it is: earlier code wrote none.
+    Only the subfolders `items` are compared, if any are given, and only part `part` of `parts` of
+    the files. A folder without lists counts as undamaged, because earlier code wrote none.
     """
-    found = next(damaged(folder, items, part, parts), None)
-    return found and f"{found[0]}: {found[1]}"
+    first = next(damaged(folder, items, part, parts), None)
+    return first and f"{first[0]}: {first[1]}"
 
 
 def damaged(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """(path, what is not as the lists of a folder say) of each file as in `damage`."""
+    """Yield (path, difference) for each file that differs from the lists; see `damage`."""
     folder, look, listed = files.path(folder), _look(folder), {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
-            found = json.loads(path.read_bytes())
-            listed |= {name: (int(size), str(digest)) for name, (size, digest) in found.items()}
+            entries = json.loads(path.read_bytes())
+            listed |= {name: (int(size), str(digest)) for name, (size, digest) in entries.items()}
         except (ValueError, TypeError, AttributeError):
-            yield f"{FOLDER}/{path.name}", "no list of files"
+            yield f"{FOLDER}/{path.name}", "not a list of files"
     names = [n for n in sorted(listed) if not items or n.partition("/")[0] in items][part::parts]
-    for whole in (False, True):  # Sizes first, which takes no time.
+    for whole in (False, True):  # Sizes first, because they are quick to compare.
         for name in list(names):
             size, digest = listed[name]
-            if found := _difference(look, name, size, digest if whole else None):
+            if difference := _difference(look, name, size, digest if whole else None):
                 names.remove(name)
-                yield name, found
+                yield name, difference
 
 
 def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
@@ -91,9 +94,10 @@ def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
 
 
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
-    """look(name, whole): a file's bytes and its checksum, which is asked for if `whole`.
+    """Return look(name, whole) -> (bytes, checksum) for the files of a folder.
 
-    SHA-256, or "crc32c:..." or "md5:..." of a store; "" if that tells none.
+    The checksum is a SHA-256, or a store's "crc32c:..." or "md5:..."; it is "" if the store has
+    none, or, on disk, unless `whole`.
     """
     if there := files.remote(folder):
         objects = there.objects()
@@ -112,13 +116,13 @@ def _difference(
     look: Callable[[str, bool], tuple[int, str]], name: str, size: int, digest: str | None
 ) -> str | None:
     try:
-        now, found = look(name, digest is not None)
+        now, current = look(name, digest is not None)
         if now != size:
-            return f"{now:,} bytes, and {size:,} were written"
-        # What was copied from a bucket, or into one, has a checksum of another kind.
-        kinds = {text.rpartition(":")[0] for text in (digest, found) if text}
-        if digest and found and len(kinds) == 1 and digest != found:
-            return "other bytes than were written"
+            return f"{now:,} bytes, but {size:,} were written"
+        # A folder copied from a bucket, or into one, has checksums of another kind.
+        kinds = {text.rpartition(":")[0] for text in (digest, current) if text}
+        if digest and current and len(kinds) == 1 and digest != current:
+            return "its bytes differ from those written"
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
         return f"cannot be read ({error.strerror})"
     return None
@@ -129,8 +133,8 @@ def _digest(path: pathlib.Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _let_go(path: pathlib.Path) -> None:
-    """Has the file on the disk, and not in memory, where the system can do that."""
+def _drop_cache(path: pathlib.Path) -> None:
+    """Flush the file to disk and drop it from memory, where the system can do that."""
     if not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""What a folder was begun with: a JSON file in it, compared by whoever goes on there."""
+"""Record the identity of the work in a folder, so that different work is refused there."""
 
 import json
 import os
@@ -15,17 +15,26 @@ def claim(
     free: tuple[str, ...] = (),
     write: bool = True,
 ) -> dict[str, Any]:
-    """Writes the identity into the file `path` of a new folder; returns what the file says.
+    """Write the identity into the JSON file `path`, or compare it with an existing file.
 
-    ValueError if the folder was begun with another identity, but for fields that are `free`.
-    Without `write`, as for all processes but one, the file is compared if it is there.
+    Args:
+        path: The file; its folder is made if need be.
+        identity: The values that make the work what it is, such as a config.
+        free: Prefixes of fields that may differ.
+        write: Whether to write a missing file. Only one process should.
+
+    Returns:
+        The identity in the file.
+
+    Raises:
+        ValueError: The file holds another identity.
     """
     path, now = files.path(path), json.loads(json.dumps(identity))
     if path.exists():
         before = json.loads(path.read_text())
         if different := unlike(before, now, free):
             raise ValueError(
-                f"{path.parent} was begun with something else ({different}): go on with that, or "
+                f"{path.parent} was started with other settings ({different}): use the same, or "
                 "write into another folder"
             )
         return before
@@ -36,9 +45,9 @@ def claim(
 
 
 def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
-    """The fields that differ, with both values, for a message; "" if there are none.
+    """Return a message with the fields that differ and both values; "" if there are none.
 
-    Fields of groups have dotted names; those that begin with one of `free` may differ.
+    Fields of groups have dotted names. Fields that begin with one of `free` may differ.
     """
     one, other = flat(before), flat(now)
     return "; ".join(
@@ -49,7 +58,7 @@ def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, .
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested keys joined by dots."""
+    """Return a nested mapping as a flat one, with keys joined by dots."""
     joined = {}
     for key, value in tree.items():
         nested = isinstance(value, Mapping)

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, written through CLU, whose TensorFlow is imported for them alone."""
+"""Write TensorBoard's event files through CLU. Only this module imports TensorFlow."""
 
 import contextlib
 import errno
@@ -14,19 +14,19 @@ from absl import logging
 from diffusion_jax.machine import files
 
 FOLDER = "tensorboard"
-"""The folder of event files beside the metrics; `tensorboard --logdir` looks into all below it."""
-_HPARAMS = "_hparams_/"  # Begins the tags of hparams, which each start writes again.
+"""The subfolder of event files in a workdir."""
+_HPARAMS = "_hparams_/"  # Prefix of the tags of hparams, which each start writes again.
 
 
 class _Nothing:
-    """A writer that writes nothing."""
+    """A writer that ignores all calls."""
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: None
 
 
 class _Files:
-    """CLU's writer, of whose files a full disk is an OSError as of any other."""
+    """CLU's writer, with an OSError if the disk is full."""
 
     def __init__(self, tf: Any, writer: Any) -> None:
         self._tf, self._writer = tf, writer
@@ -49,10 +49,10 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
-    """A clu.metric_writers.MetricWriter of event files in `folder`, closed at the end.
+    """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it.
 
-    What the files there hold of steps after `after` is dropped first, and all of it where that is
-    0. In processes but the first, and without TensorFlow, which is said, nothing is written.
+    Events of steps after `after` are removed from existing files first; with 0, all events are. In
+    processes other than 0, and without TensorFlow (with a warning), nothing is written.
     """
     writer = _Nothing() if jax.process_index() else _open(folder, after)
     try:
@@ -62,7 +62,7 @@ def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
 
 
 def _open(folder: pathlib.Path, after: int) -> Any:
-    # Or TensorFlow would say at each import that oneDNN may change its arithmetic: it does none.
+    # Otherwise TensorFlow logs at each import that oneDNN may change its arithmetic.
     os.environ.setdefault("TF_ENABLE_ONEDNN_OPTS", "0")
     try:
         import tensorflow as tf
@@ -71,7 +71,7 @@ def _open(folder: pathlib.Path, after: int) -> Any:
         hint = "pip install -r requirements.txt"
         logging.warning("no event files for TensorBoard: %s. %s", error, hint)
         return _Nothing()
-    tf.config.set_visible_devices([], "GPU")  # Or it would take all of their memory.
+    tf.config.set_visible_devices([], "GPU")  # Otherwise it takes all of their memory.
     for path in folder.glob("events.out.tfevents.*"):
         _drop_after(path, after)
     with _as_os_errors(tf):
@@ -79,7 +79,7 @@ def _open(folder: pathlib.Path, after: int) -> Any:
 
 
 def hparams(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config as hparams take it: numbers and texts, by their dotted names."""
+    """Return a config as TensorBoard's hparams: numbers and texts by dotted names."""
     leaves, _ = jax.tree.flatten_with_path(config, lambda v: not isinstance(v, Mapping))
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
     return {name(path): _simple(value) for path, value in leaves}
@@ -91,20 +91,20 @@ def _simple(value: Any) -> bool | int | float | str:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    """Rewrites an event file without what came after `step`; a torn end is left out."""
+    """Remove events after `step`, and a torn record at the end, from an event file."""
     import tensorflow as tf
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
-    kept = []
+    records = []
     for record in RawEventFileLoader(str(path)).Load() if step else ():
         event = Event.FromString(record)
         tags = [value.tag for value in event.summary.value]
         if event.step <= step and not any(tag.startswith(_HPARAMS) for tag in tags):
-            kept.append(record)
-    if not kept:
+            records.append(record)
+    if not records:
         path.unlink()
         return
     with files.whole(path) as temporary, tf.io.TFRecordWriter(str(temporary)) as out:
-        for record in kept:
+        for record in records:
             out.write(record)

@@ -1,14 +1,14 @@
-"""The exit codes by which a launcher knows whether to start a run again."""
+"""Exit codes, by which a launcher decides whether to start a run again."""
 
 REFUSED = 2
-"""Input that cannot be: the same command would be refused again."""
+"""Invalid input: the same command would fail again."""
 BUSY = 75
-"""Another process has what this one needs, maybe one that is about to end: it may be tried again.
+"""Another process holds the workdir or the port; a later try may succeed.
 
-EX_TEMPFAIL of sysexits.h; launchers count it as a crash, of which job.restarts are free."""
+EX_TEMPFAIL of sysexits.h. Launchers count it as a crash and restart up to job.restarts times."""
 PREEMPTED = 143
-"""SIGTERM ended the run: saved, and to be started again."""
+"""SIGTERM ended the run after saving; it should be started again."""
 
 
 class Busy(ValueError):
-    """A folder or a port that this process needs alone is another's now."""
+    """Another process holds a workdir or port that this one needs for itself."""

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: a kill at any moment leaves the old content or the new."""
+"""Write files atomically: a kill at any moment leaves the old content or the new."""
 
 import atexit
 import contextlib
@@ -14,88 +14,85 @@ from collections.abc import Callable, Iterable, Iterator
 from diffusion_jax.machine.remote import SCHEMES, Remote
 
 Path = str | os.PathLike[str]
-_KNOWN = (*SCHEMES, "http", "https")
+_SCHEMES = (*SCHEMES, "http", "https")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def path(name: Path) -> pathlib.Path:
-    """The path of a file or folder: of a name with "://" one into a bucket (see remote).
+    """Return the path of a file or folder; for a URL, a path into a bucket (see remote).
 
-    A pathlib.Path of a known URL, which has lost a "/", is taken as that too; other names may
-    hold a ":/", as SOURCE:/PATH does.
+    A pathlib.Path made from a URL, which has lost a "/", is recognised by its scheme. Other names
+    may hold a ":/", as in SOURCE:/PATH.
     """
     if isinstance(name, Remote):
         return name
     scheme, separator, rest = (text := os.fspath(name)).partition(":/")
-    is_url = separator and "/" not in scheme and (rest.startswith("/") or scheme in _KNOWN)
+    is_url = separator and "/" not in scheme and (rest.startswith("/") or scheme in _SCHEMES)
     return Remote(text) if is_url else pathlib.Path(name)
 
 
 def remote(name: Path) -> Remote | None:
-    """The same of a path into a bucket, None of a local one."""
-    there = path(name)
-    return there if isinstance(there, Remote) else None
+    """Return a path into a bucket, or None for a local path."""
+    place = path(name)
+    return place if isinstance(place, Remote) else None
 
 
 def is_store(name: Path) -> bool:
-    """Whether a path is in a bucket of a kind that can be written to."""
-    there = remote(name)
-    return bool(there and there.parts[0][:-1] in SCHEMES)
+    """Return whether a path is in a kind of bucket that can be written to."""
+    place = remote(name)
+    return bool(place and place.parts[0][:-1] in SCHEMES)
 
 
 def local(name: Path) -> pathlib.Path:
-    """The path, or of what lies in a bucket that of a copy here: see Remote.bring."""
-    there = remote(name)
-    return there.bring() if there else pathlib.Path(name)
+    """Return a local path; files in a bucket are copied into the cache (see Remote.bring)."""
+    place = remote(name)
+    return place.bring() if place else pathlib.Path(name)
 
 
 def kept(name: Path) -> pathlib.Path:
-    """The same for a file that is never written with other contents: copied once in a process."""
-    there = remote(name)
-    return _copy(there) if there else pathlib.Path(name)
+    """Return a local path of a file that never changes; it is copied once per process."""
+    place = remote(name)
+    return _copy(place) if place else pathlib.Path(name)
 
 
 def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
-    """Those that are there; of a bucket by a list of each folder, not a request for each file."""
+    """Return the paths that exist; buckets are listed per folder, not asked for each file."""
     paths = set(paths)
     folders = {path.parent for path in paths if isinstance(path, Remote)}
-    listed = {there for folder in folders for there in folder.iterdir()}
+    listed = {path for folder in folders for path in folder.iterdir()}
     return {path for path in paths if (path in listed or (not remote(path) and path.exists()))}
 
 
 def folder(name: Path, flag: str) -> pathlib.Path:
-    """The path of a folder to write into; ValueError as of `check_writable`."""
+    """Return the path of a folder to write into. Raises ValueError as `check_writable` does."""
     check_writable(name, flag)
     return path(name)
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """ValueError, with the flag that named it, if a folder, or the one to make it in, cannot be."""
-    if there := remote(folder):
+    """Raise ValueError, naming the flag, unless a folder can be written to or made."""
+    if place := remote(folder):
         try:
-            return there.check_writable()
+            return place.check_writable()
         except OSError as error:
             why = "is there such a bucket? " * isinstance(error, FileNotFoundError)
             raise ValueError(f"{flag}={folder} cannot be written to: {why}{error}") from error
     path = pathlib.Path(folder).absolute()
-    there = next(place for place in (path, *path.parents) if place.exists())
-    if not there.is_dir():
-        raise ValueError(f"{there} is a file: choose another {flag}")
-    if not os.access(there, os.W_OK):
-        raise ValueError(f"{there} cannot be written to: choose another {flag}")
+    existing = next(place for place in (path, *path.parents) if place.exists())
+    if not existing.is_dir():
+        raise ValueError(f"{existing} is a file: choose another {flag}")
+    if not os.access(existing, os.W_OK):
+        raise ValueError(f"{existing} cannot be written to: choose another {flag}")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error is that of a full disk or quota: what failed may be tried again."""
+    """Return whether an error is about a full disk or quota, so that a later try may succeed."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 @contextlib.contextmanager
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
-    """A context in which errors without a file name, as those of a failed write, get this one.
-
-    Those that name `hidden` too.
-    """
+    """Inside this context, OSErrors without a file name, or with that of `hidden`, name `path`."""
     try:
         yield
     except OSError as error:
@@ -105,21 +102,21 @@ def named(path: Path, hidden: Path = "") -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Replaces `path` (its folder must exist) by `content`; text is written as UTF-8."""
-    if there := remote(path):
-        there.write_bytes(content.encode() if isinstance(content, str) else content)
+    """Write `content` to `path`, whose folder must exist; text is written as UTF-8."""
+    if place := remote(path):
+        place.write_bytes(content.encode() if isinstance(content, str) else content)
         return
     with whole(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def write_new(path: Path, content: bytes | str) -> None:
-    """Writes a file whole unless it is there already: the first of several writers wins."""
-    if there := remote(path):
+    """Write a file unless it exists; the first of several writers wins."""
+    if place := remote(path):
         try:
-            there.write_bytes(content.encode() if isinstance(content, str) else content, new=True)
-        except OSError:  # Stores say in ways of their own that there is one.
-            if not there.exists():
+            place.write_bytes(content.encode() if isinstance(content, str) else content, new=True)
+        except OSError:  # The error for an existing object differs between stores.
+            if not place.exists():
                 raise
         return
     with whole(path, _link) as temporary:
@@ -130,18 +127,18 @@ def write_new(path: Path, content: bytes | str) -> None:
 def whole(
     path: Path, rename: Callable[[pathlib.Path, pathlib.Path], object] = pathlib.Path.replace
 ) -> Iterator[pathlib.Path]:
-    """A hidden path beside `path`: the file or folder written there takes its place at the end.
+    """Yield a hidden path beside `path`; a file or folder written there replaces `path` at the end.
 
-    In one atomic rename, and only when its content is on the disk, so that a power cut cannot leave
-    an empty file under the final name either. After an error nothing is left of it. The hidden name
-    ends in .tmp, whatever `path` ends in, so that nobody takes it for a finished one; hand a writer
-    that looks at suffixes an open file. For a bucket it is a local path, sent there at the end: a
-    file is whole there too; of a folder the files at its top are sent last.
+    The replacement is one atomic rename, after the content has reached the disk, so that even a
+    power cut cannot leave an empty file under the final name. After an error the hidden file is
+    deleted. Its name ends in .tmp, so that nobody takes it for a finished file; give a writer that
+    looks at suffixes an open file instead. For a bucket, the hidden path is a local one that is
+    uploaded at the end; the files at the top of a folder are sent last.
     """
-    if there := remote(path):
+    if place := remote(path):
         with tempfile.TemporaryDirectory() as folder:
-            yield (temporary := pathlib.Path(folder, f"{there.name}.tmp"))
-            there.send(temporary)
+            yield (temporary := pathlib.Path(folder, f"{place.name}.tmp"))
+            place.send(temporary)
         return
     target = pathlib.Path(path)
     # Two writers of one file, also on two hosts, must not share a temporary name.
@@ -161,23 +158,23 @@ def whole(
 
 
 def remove_tree(folder: Path) -> None:
-    """Deletes a folder and all in it, if it is there."""
-    if there := remote(folder):
-        there.rmtree()
+    """Delete a folder with its content, if it exists."""
+    if place := remote(folder):
+        place.rmtree()
     else:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 @functools.cache
-def _copy(there: Remote) -> pathlib.Path:
-    place = _scratch() / uuid.uuid4().hex
-    there.get(place)
-    return place
+def _copy(source: Remote) -> pathlib.Path:
+    target = _scratch() / uuid.uuid4().hex
+    source.get(target)
+    return target
 
 
 @functools.cache
 def _scratch() -> pathlib.Path:
-    """A folder for as long as this process lives."""
+    """Return a folder that is deleted when this process ends."""
     folder = pathlib.Path(tempfile.mkdtemp())
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder

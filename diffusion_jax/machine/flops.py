@@ -1,4 +1,4 @@
-"""The floating-point operations of a traced program: matrix products and convolutions."""
+"""Count the floating-point operations of a traced program's matrix products and convolutions."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -8,12 +8,12 @@ from jax.extend import core
 
 
 def count(jaxpr: core.Jaxpr) -> int:
-    """Two for each multiply-add of a dense matrix product or convolution, whatever its type.
+    """Return two operations per multiply-add of dense matrix products and convolutions.
 
-    Taps that fall on padding count, zeros between dilated pixels do not: so a strided convolution
-    costs as much backwards as forwards, and the numbers are those that papers give. Loops count as
-    often as they run (a `while` once, since nobody knows), and of branches the costliest. What a
-    kernel of attention computes again backwards does not count.
+    Taps on padding count; zeros between dilated pixels do not. So a strided convolution costs as
+    much backwards as forwards, as in papers. The body of a loop counts once per iteration (of a
+    `while` once, because the number is unknown), and the costliest branch of a `cond` counts. What
+    an attention kernel recomputes in its backward pass does not count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
@@ -30,14 +30,14 @@ def _of_equation(equation: core.JaxprEqn) -> int:
     if name == "cond":
         return max(inside)
     if name == "pallas_call":
-        # Splash attention, whose backward kernel has five products, the first for the second time.
+        # Splash attention: its backward kernel has five products, one of them recomputed.
         work = sum(inside) * math.prod(equation.params["grid_mapping"].grid)
         return work * 4 // 5 if "dkv" in equation.params["name"] else work
     return sum(inside) * _times(name, equation.params)
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
-    """How often an equation runs its programs, over all devices."""
+    """Return how often an equation runs its inner programs, over all devices."""
     if name == "scan":
         return params["length"]
     return params["mesh"].size if name == "shard_map" else 1
@@ -52,7 +52,7 @@ def _of_dot(equation: core.JaxprEqn) -> int:
 def _of_convolution(equation: core.JaxprEqn) -> int:
     kernel = _shape(equation.invars[1])
     outputs = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
-    taps = math.prod(kernel) // outputs  # Of one output: its window, and the channels in it.
+    taps = math.prod(kernel) // outputs  # Per output: window times input channels.
     zeros = math.prod(equation.params["lhs_dilation"])
     return 2 * math.prod(_shape(equation.outvars[0])) * taps // zeros
 
@@ -62,7 +62,7 @@ def _shape(variable: Any) -> tuple[int, ...]:
 
 
 def subjaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
-    """The programs that an equation runs: those of jit, scan, cond, custom_vjp and the like."""
+    """Yield the inner programs of an equation, such as jit, scan, cond or custom_vjp."""
     for value in equation.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
             inner: Any = getattr(item, "jaxpr", item)  # Of a ClosedJaxpr.

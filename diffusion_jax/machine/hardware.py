@@ -1,12 +1,12 @@
-"""The accelerators: their peak arithmetic, and the memory in use."""
+"""Peak arithmetic and memory of accelerators."""
 
 import os
 from typing import Any, NamedTuple
 
 import jax
 
-# Dense bfloat16 FLOP/s of one device as its maker gives them (without sparsity), by what is found
-# in `device_kind`. The first match counts, so that a variant stands before its family.
+# Dense bfloat16 FLOP/s of one device from its maker's data sheet (without sparsity), by a part of
+# `device_kind`. The first match counts, so variants stand before their family.
 PEAKS = {
     "H100 PCIe": 756e12,
     "H100 NVL": 835e12,
@@ -27,7 +27,7 @@ PEAKS = {
 
 
 class Memory(NamedTuple):
-    """Bytes in use on a device, the most that were, and the limit."""
+    """Bytes in use on a device, their peak so far, and the limit."""
 
     used: int
     peak: int
@@ -35,18 +35,18 @@ class Memory(NamedTuple):
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Dense bfloat16 FLOP/s of one device of this `jax.Device.device_kind`; None if unknown."""
+    """Return the dense bfloat16 FLOP/s of a device of this kind; None if unknown."""
     return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
 
 
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:
-    """Model FLOP utilization in [0, 1] of `flops` done by all devices together in `seconds`."""
+    """Return the model FLOP utilization in [0, 1] of `flops` on all devices in `seconds`."""
     peak = peak_flops(device_kind)
     return None if peak is None else flops / (seconds * peak * num_devices)
 
 
 def memory(device: Any) -> Memory | None:
-    """The memory of a jax.Device, or None where its backend does not say (the CPU)."""
+    """Return the memory of a jax.Device, or None if its backend does not report it (the CPU)."""
     stats = device.memory_stats() or {}
     if "bytes_in_use" not in stats or "bytes_limit" not in stats:
         return None
@@ -55,11 +55,11 @@ def memory(device: Any) -> Memory | None:
 
 
 def limit(device: Any) -> int:
-    """The bytes that arrays may take on a jax.Device of this process: of a CPU, its share."""
+    """Return the bytes that arrays may take on a local jax.Device; CPU devices share the host's."""
     stats = memory(device)
     return stats.limit if stats else host_memory() // jax.local_device_count()
 
 
 def host_memory() -> int:
-    """The bytes of this machine's memory."""
+    """Return the bytes of this machine's memory."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""The metrics and the manifest that a run writes."""
+"""Write the metrics and the manifest of a run."""
 
 import contextlib
 import datetime
@@ -27,16 +27,16 @@ _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "num
 
 
 class MetricWriter:
-    """The metrics of a run: metrics.jsonl, and TensorBoard's event files through CLU.
+    """Writer of a run's metrics: metrics.jsonl, and TensorBoard's event files through CLU.
 
-    The file holds one JSON object a line, with `step` first; NaN and infinities become null.
-    Only the first process writes. A line is on its way to the disk when its call returns.
+    metrics.jsonl holds one JSON object per line, with `step` first; NaN and infinities become null.
+    Only process 0 writes. Each line is flushed to the operating system at once.
     """
 
     def __init__(
         self, workdir: str | os.PathLike[str], config: Mapping[str, Any], resumed_from: int = 0
     ) -> None:
-        """Opens the files and drops what is after `resumed_from`, which will be written again.
+        """Open the files, and remove the metrics of steps after `resumed_from`.
 
         TensorBoard shows `config` as hparams.
         """
@@ -57,7 +57,7 @@ class MetricWriter:
         self._events.write_hparams(events.hparams(config))
 
     def write_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
-        """Numbers or arrays without axes, by name."""
+        """Write scalars by name."""
         values = {name: float(value) for name, value in scalars.items()}
         if self._file:
             with files.named(self._path):
@@ -67,30 +67,31 @@ class MetricWriter:
         self._events.flush()
 
     def write_images(self, step: int, images: Mapping[str, UInt8[np.ndarray, "N H W 3"]]) -> None:
-        """Writes images by name, to TensorBoard alone."""
+        """Write images by name, to TensorBoard only."""
         self._events.write_images(step, images)
         self._events.flush()
 
     def flush(self) -> None:
-        """Returns when all of it is there: in a bucket lines are sent every few seconds else."""
+        """Block until everything is uploaded. Otherwise buckets receive lines every few seconds."""
         self._mirror.send()
 
     def close(self) -> None:
-        """Closes the files; nothing can be written afterwards."""
+        """Close the files."""
         with files.named(self._path):
             self._opened.close()
 
 
 def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
-    """A line of metrics.jsonl."""
+    """Return a line of metrics.jsonl."""
     finite = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
     return json.dumps({"step": step, **finite}) + "\n"
 
 
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Sums and counts, added up over steps, as means: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
+    """Return the mean loss per range of noise levels: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    A range that no sample fell into is left out, and all are of metrics without levels.
+    `metrics` holds sums and counts per range, added up over steps. Ranges without samples are left
+    out; metrics without ranges give {}.
     """
     if "level_loss" not in metrics:
         return {}
@@ -101,9 +102,12 @@ def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl; one that a kill cut off at the end is left out."""
-    *lines, rest = files.path(path).read_text(encoding="utf-8").split("\n")
-    del rest  # Empty, or a line without its end.
+    """Return the lines of a metrics.jsonl, without an incomplete last line.
+
+    Raises:
+        ValueError: Another line is damaged.
+    """
+    lines = files.path(path).read_text(encoding="utf-8").split("\n")[:-1]
     read = []
     for number, line in enumerate(lines, 1):
         try:
@@ -116,10 +120,10 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def write_manifest(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int
 ) -> None:
-    """Adds this process's run to manifest.json: {"runs": [first, ..., this one]}.
+    """Add an entry for this start to manifest.json: {"runs": [first, ..., this one]}.
 
-    Call it before the first step is taken from `step`. A run holds config, seed, first step, start
-    time, command line, versions, git commit (None outside a checkout), devices, and the environment
+    An entry holds the config, the seed, the first step, the start time, the command line, package
+    versions, the git commit (None outside a checkout), the devices, and the environment variables
     that JAX, XLA and their libraries read.
     """
     path = files.path(workdir) / MANIFEST
@@ -142,7 +146,7 @@ def write_manifest(
 
 
 def version(package: str) -> str | None:
-    """The version of an installed package, None where it is not installed."""
+    """Return the version of a package, or None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -150,14 +154,16 @@ def version(package: str) -> str | None:
 
 
 def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
-    """{"commit", "dirty"} of the checkout that tracks `file`; None if there is none."""
+    """Return {"commit", "dirty"} of the git checkout that tracks `file`, or None."""
 
     def git(*args):
         command = ["git", "-C", str(file.parent), *args]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git("ls-files", "--error-unmatch", file.name)  # An environment inside another checkout.
+        git(
+            "ls-files", "--error-unmatch", file.name
+        )  # Fails for an installed package inside another checkout.
         changes = git("status", "--porcelain", "--untracked-files=no")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.CalledProcessError):
@@ -165,8 +171,8 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    kept = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
-    files.write_whole(path, "".join(kept))
+    lines = [json.dumps(line) + "\n" for line in read_metrics(path) if line["step"] <= step]
+    files.write_whole(path, "".join(lines))
 
 
 def _devices() -> dict[str, Any]:
@@ -180,5 +186,5 @@ def _devices() -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON that it does not know: numpy's numbers, and dtypes and paths as text."""
+    """Convert a value for JSON: numpy's numbers to Python's, dtypes and paths to text."""
     return value.item() if isinstance(value, np.generic) else str(value)

@@ -1,6 +1,6 @@
-"""Compiled programs: they say that they compile and for how long, or are only traced in rehearsals.
+"""Run compiled programs with a log line on compilation, or only trace them in a rehearsal.
 
-A rehearsal runs the code around its programs as it is. What the programs would give are zeros.
+A rehearsal runs the code around its programs unchanged; the programs return zeros.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _rehearsals: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """A context in which `announced` programs are traced, and neither compiled nor run."""
+    """Inside this context, `announced` programs are traced, but neither compiled nor run."""
     _rehearsals.append(True)
     try:
         yield
@@ -26,12 +26,12 @@ def rehearsal() -> Iterator[None]:
 
 
 def rehearsing() -> bool:
-    """Whether programs are traced alone."""
+    """Return whether programs are only traced."""
     return bool(_rehearsals)
 
 
 def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
-    """Calls a function with arrays whenever a program runs; in a rehearsal now, with zeros."""
+    """Call a host function whenever the traced program runs; in a rehearsal now, with zeros."""
     jax.debug.callback(function, *arrays)
     if rehearsing():
         function(*(np.zeros(x.shape, x.dtype) for x in arrays))
@@ -42,9 +42,13 @@ def watched(
     preview: Callable[..., None],
     colours: Callable[[Any], Any] = lambda x0: x0,
 ) -> Callable[..., Any]:
-    """The same D(x, sigma), which shows the host what it finds, in these colours, and its level.
+    """Return the same denoiser D(x, sigma), which also passes its results to the host.
 
-    The bits are the same; an error that `preview` raises ends the program.
+    Args:
+        denoise: The denoiser; its results do not change.
+        preview: Called on the host with colours(x0) and the noise level. An error that it raises
+            ends the program.
+        colours: Turns x0 into RGB images, for example from latents.
     """
 
     def shown(x, sigma):
@@ -56,7 +60,10 @@ def watched(
 
 
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
-    """A jitted function, called as it is; `what` is its name for people, "" for a short one's."""
+    """Return a jitted function that logs its compilations under the name `what`.
+
+    With "" the log lines have the level debug, for programs that compile quickly.
+    """
     compiled = {}
 
     def call(*arguments: Any) -> Any:
@@ -66,10 +73,10 @@ def announced(program: Any, what: str = "") -> Callable[..., Any]:
         leaves, tree = jax.tree.flatten(arguments)
         key = tree, *((jax.typeof(x), getattr(x, "sharding", None)) for x in leaves)
         if key not in compiled:
-            start, say = time.time(), logging.info if what else logging.debug
-            say("compiling %s ...", what)
+            start, log = time.time(), logging.info if what else logging.debug
+            log("compiling %s ...", what)
             compiled[key] = program.lower(*arguments).compile()
-            say("compiled %s in %.1f s", what, time.time() - start)
+            log("compiled %s in %.1f s", what, time.time() - start)
         return compiled[key](*arguments)
 
     return call

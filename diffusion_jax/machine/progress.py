@@ -1,4 +1,4 @@
-"""The progress of long jobs: a line every few seconds, with the rate and the time left."""
+"""Log the progress of long jobs: a line every few seconds with the rate and the time left."""
 
 import math
 import time
@@ -13,27 +13,27 @@ T = TypeVar("T")
 
 
 class Meter:
-    """Logs "encoding: 30/1,000 captions | 1.5 captions/s | 0:10:47 left" while work is counted.
+    """Logger of lines such as "encoding: 30/1,000 captions | 1.5 captions/s | 0:10:47 left".
 
-    A line comes at most each `every` seconds, and at the end. Without a `total` it says for how
-    long the job has run. What was `done` before the start counts, but not towards the rate.
+    A line is logged at most every `every` seconds, and at the end. Without a `total` it has the
+    time so far instead of the time left. The count starts at `done`; the rate only covers new work.
     """
 
     def __init__(
         self, noun: str, total: int | None, *, name: str = "", done: int = 0, every: float = 5.0
     ):
-        """`noun` is the plural of what is counted, `name` what is done to it."""
+        """`noun` is the plural of the counted things, `name` the name of the job."""
         self._noun, self._total, self._every = noun, total, every
         self._name = f"{name}: " if name else ""
         self._done = self._first = done
         self._start = self._last = time.monotonic()
 
     def add(self, count: int = 1) -> None:
-        """Counts `count` more as done; prints the line if it is due."""
+        """Add to the count, and log a line if it is due."""
         self.reach(self._done + count)
 
     def reach(self, done: int) -> None:
-        """Sets the count of what is done; prints the line if it is due."""
+        """Set the count, and log a line if it is due."""
         self._done = done
         now = time.monotonic()
         if self._done == self._total or now - self._last >= self._every:
@@ -41,7 +41,7 @@ class Meter:
             self.log()
 
     def log(self) -> None:
-        """Prints the line now, due or not."""
+        """Log a line now."""
         logging.info("%s%s", self._name, self._line(time.monotonic() - self._start))
 
     def _line(self, seconds: float) -> str:
@@ -62,7 +62,7 @@ def reported(
     size: Callable[[T], int] = lambda item: 1,
     every: float = 5.0,
 ) -> Iterator[T]:
-    """The items, with a Meter's lines; each counts as `size(item)` when the next is asked for."""
+    """Yield the items and log progress; each counts as `size(item)` once it is used."""
     meter = Meter(noun, total, name=name, every=every)
     for item in items:
         yield item
@@ -81,7 +81,7 @@ def step_line(
     memory: hardware.Memory | None = None,
     utilization: float | None = None,
 ) -> str:
-    """Training's line: "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
+    """Return a line such as "step 300/8,000 | 812 images/s | loss 0.1234 | 0:03:12 left | ..."."""
     parts = [
         f"step {step:,}/{steps:,}",
         _speed(images_per_second, "images"),
@@ -96,12 +96,10 @@ def step_line(
 
 
 def _speed(rate: float, noun: str) -> str:
-    """Three digits or so."""
     return f"{rate:,.{0 if rate >= 100 else 1 if rate >= 1 else 2}f} {noun}/s"
 
 
 def _clock(seconds: float) -> str:
-    """Seconds as h:mm:ss."""
     if not math.isfinite(seconds):
         return "-:--:--"
     minutes, second = divmod(round(seconds), 60)
@@ -109,5 +107,5 @@ def _clock(seconds: float) -> str:
 
 
 def block(rows: Iterable[tuple[str, object]]) -> str:
-    """Names and what is told of them, a line each."""
+    """Return a text with a name and its value per line."""
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

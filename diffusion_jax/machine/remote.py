@@ -1,13 +1,17 @@
-"""Paths into object stores: pathlib's over fsspec, for gs:// and s3://.
+"""Paths into object stores: pathlib's methods over fsspec, for gs:// and s3://.
 
-A store has no folders, no renames and no appending. An object appears whole, when all of it has
-arrived, and can be created on condition that there is none. What grows line by line is kept in a
-local folder (Mirror), whose files are sent whole.
+A store has no folders, no renames and no appending. An object appears once all of its bytes have
+arrived, and can be created on condition that it does not exist. Files that grow line by line are
+kept in a local folder (Mirror) and sent whole.
+
+fsspec does the transfers. etils.epath is not used, because its `exists` returns False when access
+is denied: a run with wrong credentials would then start anew.
 """
 
 import contextlib
 import errno
 import functools
+import glob
 import hashlib
 import json
 import os
@@ -17,7 +21,6 @@ import tempfile
 import threading
 import uuid
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from absl import logging
@@ -26,21 +29,24 @@ if TYPE_CHECKING:
     import fsspec
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The stores that a run can lie in, and the package that fsspec needs for each."""
-_AT_ONCE = 16  # Requests.
-_CLOSED = ": do the credentials here, or the lack of them, open it?"
-_BLOCK = 8 * 2**20  # Bytes that one request brings of a file that is read bit by bit.
-_PAUSE = 10.0  # Seconds between two sendings of a file that grows,
+"""The stores that a workdir can lie in, and the package that fsspec needs for each."""
+_DENIED = ": check that the credentials on this machine give access to it"
+_BLOCK = 8 * 2**20  # Bytes per request of a file that is read in pieces.
+_PAUSE = 10.0  # Seconds between two transfers of a growing file,
 _SMALL = 2**20  # if it has fewer bytes than this, or has grown by a tenth.
 
 
 def system(scheme: str) -> "fsspec.AbstractFileSystem":
-    """What reads and writes URLs of a scheme; ValueError where its package is not installed."""
-    import fsspec.config  # Here, so that those without URLs need not wait for it.
+    """Return fsspec's file system for a URL scheme.
 
-    # Lists that were kept would not show what other processes have written.
+    Raises:
+        ValueError: The package for this scheme is not installed.
+    """
+    import fsspec.config  # Here, because commands without URLs do not need it.
+
+    # A cached listing would hide what other processes have written.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    if "STORAGE_EMULATOR_HOST" in os.environ:  # Or gcsfs asks Google what kind of bucket it is.
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # Or gcsfs asks Google for the kind of the bucket.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         return fsspec.filesystem(scheme)
@@ -52,88 +58,86 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
 
 
 class Remote(pathlib.PosixPath):
-    """A path in a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
+    """A path into a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
 
-    Errors are OSErrors. Functions of os and shutil refuse it; pathlib.Path(it) is a local path,
-    and must not be made.
+    All errors are OSErrors that name the URL. Functions of os and shutil raise TypeError for it.
+    Never wrap it in pathlib.Path(...), which would make it a local path.
     """
 
     def __str__(self) -> str:
-        """The URL."""
         return super().__str__().replace(":/", "://", 1)
 
     def __fspath__(self) -> str:
-        """TypeError."""
         raise TypeError(f"{self} is no local file")
 
     def check_writable(self) -> None:
-        """OSError or ValueError unless an object can be written here."""
+        """Raise OSError or ValueError unless an object can be written here."""
         if self.parts[0][:-1] not in SCHEMES:
-            kinds = " and ".join(f"{scheme}://BUCKET/FOLDER" for scheme in SCHEMES)
-            raise ValueError(f"{self} is in no store that can be written to: those are {kinds}")
+            urls = " or ".join(f"{scheme}://BUCKET/FOLDER" for scheme in SCHEMES)
+            raise ValueError(f"{self} cannot be written to: use a folder on disk, or {urls}")
         _probe(self)
 
     def exists(self, **_: Any) -> bool:
-        """Whether there is an object of this name, or any below it."""
+        """Return whether an object has this name, or lies below it."""
         return bool(self._kind())
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether there are objects below it."""
+        """Return whether objects lie below this path."""
         return self._kind() == "directory"
 
     def is_file(self, **_: Any) -> bool:
-        """Whether there is an object of this name."""
+        """Return whether an object has this name."""
         return self._kind() == "file"
 
     def _kind(self) -> str:
-        """ "file", "directory", or "" of what is not there; errors of access are no answer."""
+        """Return "file", "directory", or "" if nothing is there. Raises if access is denied."""
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             return system.info(str(self))["type"]
         return ""
 
     def stat(self, **_: Any) -> os.stat_result:
-        """The size of an object and when it was written, and nothing else."""
+        """Return the size of an object and the time it was written; other fields are constants."""
         with self._named() as system:
             size = int(system.info(str(self))["size"])
             at = int(system.modified(str(self)).timestamp())
         return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, size, at, at, at))
 
     def open(self, mode: str = "r", *_: Any, **options: Any) -> Any:
-        """The object as a file, which when written appears as it is closed."""
+        """Open the object as a file. A written object appears when the file is closed."""
         if "r" in mode:
             options = {"block_size": _BLOCK, **options}
         with self._named() as system:
             return system.open(str(self), mode, **options)
 
     def read_bytes(self) -> bytes:
-        """The whole contents."""
+        """Return the whole content."""
         with self._named() as system:
             return system.cat_file(str(self))  # pyright: ignore[reportReturnType]
 
     def read_range(self, first: int, last: int) -> bytes:
-        """Bytes first ... last - 1."""
+        """Return the bytes first ... last - 1."""
         with self._named() as system:
             return system.cat_file(str(self), start=first, end=last) if first < last else b""  # pyright: ignore[reportReturnType]
 
     def get(self, file: pathlib.Path) -> None:
-        """Writes the contents into a local file."""
+        """Copy the content into a local file."""
         with self._named() as system:
             system.get_file(str(self), str(file))
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """The same, as UTF-8."""
+        """Return the whole content, decoded as UTF-8."""
         return self.read_bytes().decode()
 
     def write_bytes(self, data: Any, new: bool = False) -> int:
-        """Replaces the object; with `new`, FileExistsError if there is one."""
+        """Replace the object. With `new`, raise FileExistsError if it exists already."""
         with self._named() as system:
             system.pipe_file(str(self), bytes(data), **({"mode": "create"} if new else {}))
         return len(data)
 
     def send(self, file: pathlib.Path) -> None:
-        """Replaces the object by what a local file, or those of a local folder, hold.
+        """Replace the object by a local file, or the objects below by those of a local folder.
 
-        Those at its top, by which others know a folder, come last.
+        Files at the folder's top are sent last, because readers look for them first.
         """
         with self._named() as system:
             inside = sorted(file.rglob("*"), key=lambda path: (-len(path.parts), path))
@@ -142,103 +146,113 @@ class Remote(pathlib.PosixPath):
                     system.put_file(str(one), str(self / one.relative_to(file)))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Nothing: folders are there when something is in them."""
+        """Do nothing: a folder exists once something is in it."""
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Deletes the object."""
+        """Delete the object."""
         with self._named() as system, contextlib.suppress(*[FileNotFoundError] * missing_ok):
             system.rm_file(str(self))
 
     def copy_to(self, target: pathlib.Path) -> None:
-        """Copies all below to a place in the same store."""
+        """Copy all objects below this path to a place in the same store."""
         with self._named() as system:
-            copy = lambda name: system.cp_file(str(self / name), str(target / name))
-            with ThreadPoolExecutor(_AT_ONCE) as threads:
-                list(threads.map(copy, self.objects()))
+            names = list(self.objects())
+            system.copy([str(self / name) for name in names], [str(target / n) for n in names])
 
     def rmtree(self) -> None:
-        """Deletes all below."""
-        with self._named() as system, ThreadPoolExecutor(_AT_ONCE) as threads:
-            list(threads.map(system.rm_file, [str(self / name) for name in self.objects()]))
+        """Delete all objects below this path, if there are any."""
+        with self._named() as system, contextlib.suppress(FileNotFoundError):
+            system.rm(glob.escape(str(self)), recursive=True)
 
     def objects(self) -> dict[str, tuple[int, str]]:
-        """{path below this one: (bytes, what its store says of its contents)} of all below.
+        """Return {path below this one: (bytes, checksum)} of all objects below.
 
-        The latter is "crc32c:..." or "md5:...", "" where the store does not say, as S3 of an object
-        that came in parts.
+        The checksum is the store's own, "crc32c:..." or "md5:...", or "" if the store has none, as
+        S3 for an object that was uploaded in parts.
         """
-        with self._named() as system:
-            found: Any = system.find(str(self), detail=True)
-        start = len(str(self).partition("://")[2]) + 1
-        inside = {name[start:]: of for name, of in found.items() if name[start:]}
-        return {name: (int(of["size"]), _sum(of)) for name, of in inside.items()}
+        found = self._find()
+        return {name: (int(of["size"]), _sum(of)) for name, of in found.items() if name}
 
     def bring(self) -> pathlib.Path:
-        """A copy of the object, or of all below, in the user's cache; what has changed is new.
+        """Copy the object, or all objects below, into the user's cache, and return the local path.
 
-        FileNotFoundError if there is none.
+        Objects that are unchanged since an earlier call are not transferred again. (fsspec's own
+        file cache would lose the tree of folders.) Raises FileNotFoundError if nothing is there.
         """
-        import filelock  # As fsspec.
+        import filelock  # Here, like fsspec.
 
-        with self._named() as system:
-            found: Any = system.find(str(self), detail=True)
+        found = self._find()
         if not found:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
-        start = len(str(self).partition("://")[2]) + 1
-        now = {name[start:]: _version(of) for name, of in found.items()}
+        now = {name: _version(of) for name, of in found.items()}
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         digest = hashlib.sha256(str(self).encode()).hexdigest()[:16]
         place = pathlib.Path(home) / "imagen-sd-jax" / "buckets" / digest / self.name
         place.parent.mkdir(parents=True, exist_ok=True)
-        kept = place.parent / "kept.json"
+        record = place.parent / "kept.json"
+        local = lambda name: place / name if name else place
         with filelock.FileLock(place.parent / "lock"):
-            before = json.loads(kept.read_text()) if kept.exists() else {}
+            before = json.loads(record.read_text()) if record.exists() else {}
             old = [name for name in before if now.get(name) != before[name]]
-            there = lambda name: (place / name if name else place).exists()
-            new = [name for name in now if now[name] != before.get(name) or not there(name)]
+            new = [
+                name for name in now if now[name] != before.get(name) or not local(name).exists()
+            ]
             if old or new:
-                kept.write_text(json.dumps({n: v for n, v in before.items() if n not in old}))
+                record.write_text(json.dumps({n: v for n, v in before.items() if n not in old}))
             for name in old:
-                (place / name if name else place).unlink(missing_ok=True)
-            with ThreadPoolExecutor(_AT_ONCE) as threads:
-                list(threads.map(lambda name: self._copy(name, place), new))
+                local(name).unlink(missing_ok=True)
+            if new:
+                self._get_all({name: local(name) for name in new})
             if old or new:
-                kept.write_text(json.dumps(now))
+                record.write_text(json.dumps(now))
         return place
 
-    def _copy(self, name: str, place: pathlib.Path) -> None:
-        target = place / name if name else place
-        target.parent.mkdir(parents=True, exist_ok=True)
-        (self / name if name else self).get(target)
-
     def iterdir(self) -> Generator["Remote", None, None]:
-        """The objects and folders in it, none where there is nothing."""
+        """Yield the objects and folders in this one; nothing if there are none."""
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             for name in system.ls(str(self), detail=False):
                 if last := name.rstrip("/").rpartition("/")[2]:
                     yield self / last
 
     def glob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
-        """The objects and folders below whose path matches, part by part."""
-        depth = pattern.count("/") + 1
-        names = {"/".join(name.split("/")[:depth]) for name in self.objects()}
-        for name in sorted(names):
-            if name.count("/") + 1 == depth and pathlib.PurePosixPath(name).match(pattern):
-                yield self / name
+        """Yield the objects and folders below that match the pattern."""
+        with self._named() as system:
+            found: Any = system.glob(f"{glob.escape(str(self))}/{pattern}")
+        for name in found:
+            yield self / name[self._start :]
 
     def rglob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
-        """The objects below, at any depth, whose path ends so."""
+        """Yield the objects below, at any depth, whose name matches the pattern."""
         for name in self.objects():
             if pathlib.PurePosixPath(name).match(pattern):
                 yield self / name
 
     def absolute(self) -> "Remote":
-        """Itself."""
+        """Return this path."""
         return self
+
+    @property
+    def _start(self) -> int:
+        """Where the path below this one starts in the names that fsspec returns."""
+        return len(str(self).partition("://")[2]) + 1
+
+    def _find(self) -> dict[str, dict[str, Any]]:
+        """Return fsspec's information on all objects below, by path; "" is the object itself."""
+        with self._named() as system:
+            found: Any = system.find(str(self), detail=True)
+        return {name[self._start :]: of for name, of in found.items()}
+
+    def _get_all(self, files: dict[str, pathlib.Path]) -> None:
+        """Copy objects, by path below this one, into local files, several at a time."""
+        for file in files.values():
+            file.parent.mkdir(parents=True, exist_ok=True)
+        with self._named() as system:
+            names = [str(self / name) if name else str(self) for name in files]
+            system.get(names, [str(file) for file in files.values()])
 
     @contextlib.contextmanager
     def _named(self) -> Iterator["fsspec.AbstractFileSystem"]:
-        """The store; OSError, with the URL, for each error of its package."""
+        """Yield the store's file system; errors inside become OSErrors that name the URL."""
         opened = system(self.parts[0][:-1])
         try:
             yield opened
@@ -246,11 +260,11 @@ class Remote(pathlib.PosixPath):
             if error.errno:
                 error.filename = str(self)
             elif str(self) not in str(error):
-                there = isinstance(error, FileNotFoundError | FileExistsError)
-                error.args = (f"{self}: {_line(error)}{'' if there else _CLOSED}",)
+                known = isinstance(error, FileNotFoundError | FileExistsError)
+                error.args = (f"{self}: {_line(error)}{'' if known else _DENIED}",)
             raise
-        except Exception as error:  # Of credentials, mostly.
-            raise OSError(f"{self}: {_line(error)}{_CLOSED}") from error
+        except Exception as error:  # Usually about credentials.
+            raise OSError(f"{self}: {_line(error)}{_DENIED}") from error
 
 
 def _line(error: Exception) -> str:
@@ -259,16 +273,16 @@ def _line(error: Exception) -> str:
 
 @functools.cache
 def _probe(folder: Remote) -> None:
-    """Writes an object into a folder, and deletes it: once in a process."""
+    """Write an object into a folder and delete it, once per process."""
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     probe.write_bytes(b"")
     probe.unlink()
 
 
 def _version(of: dict[str, Any]) -> str:
-    """What changes with an object's contents, in its store's words."""
-    known = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
-    return next(f"{name} {of[name]}" for name in known if of.get(name) is not None)
+    """Return the first property that changes with the content of an object."""
+    names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
+    return next(f"{name} {of[name]}" for name in names if of.get(name) is not None)
 
 
 def _sum(of: dict[str, Any]) -> str:
@@ -279,11 +293,13 @@ def _sum(of: dict[str, Any]) -> str:
 
 
 class Mirror:
-    """A local folder for files that grow; of a folder in a bucket a copy, sent there from time to
-    time."""
+    """A local folder for files that grow, copied to a bucket at intervals.
+
+    If the folder is not in a bucket, `local` is the folder itself, and nothing is copied.
+    """
 
     def __init__(self, folder: pathlib.Path, *names: str) -> None:
-        """Brings what there is of the files and subfolders `names`; `local` is the folder."""
+        """Copy the files and subfolders `names` of a bucket's folder into a local one."""
         self.local, self._folder, self._sent = folder, None, {}
         self._opened, self._lock = contextlib.ExitStack(), threading.Lock()
         if isinstance(folder, Remote):
@@ -296,10 +312,10 @@ class Mirror:
             self._thread.start()
 
     def send(self, sparing: bool = False) -> None:
-        """Returns when the bucket holds what the local files do, and no file that is not there.
+        """Block until the bucket holds the local files, and no file that was removed locally.
 
-        `sparing` leaves out large files that have hardly grown: as nothing can be appended to an
-        object, each is sent whole, and in all about ten times its bytes.
+        With `sparing`, large files that have grown by less than a tenth are left out: nothing can
+        be appended to an object, so each file is sent whole, about ten times its bytes in total.
         """
         if not self._folder:
             return
@@ -309,8 +325,8 @@ class Mirror:
                     status = path.stat()
                     version = status.st_size, status.st_mtime_ns
                     before = self._sent.get(path) or (0, 0)
-                    much = max(_SMALL, 1.1 * before[0]) if before[0] > _SMALL else 0
-                    if before != version and (not sparing or status.st_size >= much):
+                    least = max(_SMALL, 1.1 * before[0]) if before[0] > _SMALL else 0
+                    if before != version and (not sparing or status.st_size >= least):
                         (self._folder / path.relative_to(self.local)).send(path)
                         self._sent[path] = version
             for path in [path for path in self._sent if not path.exists()]:
@@ -318,7 +334,7 @@ class Mirror:
                 del self._sent[path]
 
     def close(self) -> None:
-        """Sends what is new, and ends."""
+        """Send what is new, and stop."""
         if self._folder:
             self._ended.set()
             self._thread.join()
@@ -327,8 +343,8 @@ class Mirror:
 
     def _bring(self, name: str) -> None:
         assert self._folder
-        there = self._folder / name
-        inside = [there / at for at in there.objects()] or [there] * there.is_file()
+        source = self._folder / name
+        inside = [source / path for path in source.objects()] or [source] * source.is_file()
         for path in inside:
             local = self.local / path.relative_to(self._folder)
             local.parent.mkdir(parents=True, exist_ok=True)
@@ -339,5 +355,5 @@ class Mirror:
         while not self._ended.wait(_PAUSE):
             try:
                 self.send(sparing=True)
-            except OSError as error:  # `send` before the next checkpoint raises it.
+            except OSError as error:  # Raised again by the `send` before the next checkpoint.
                 logging.warning("not sent yet: %s", error)

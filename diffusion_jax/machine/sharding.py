@@ -1,4 +1,4 @@
-"""Where every array lives: one mesh, one list of rules, no annotations in the models."""
+"""Place arrays on devices: one mesh and one list of rules, without annotations in the models."""
 
 import functools
 import math
@@ -16,14 +16,15 @@ from diffusion_jax.machine.stored import Stored
 
 AXES = ("replica", "fsdp", "tensor")
 # A rule's spec may be one of three words. FSDP splits the largest axis that divides over "fsdp".
-# The others also split a layer over "tensor", by its outputs (the last axis) or its inputs (the
-# last but one): the first and the second of two layers, between which nothing is exchanged then.
+# OUTPUTS and INPUTS also split a layer over "tensor", by its outputs (the last axis) or its inputs
+# (the last but one). If the first of two layers is split by outputs and the second by inputs, the
+# devices exchange nothing between them.
 FSDP, OUTPUTS, INPUTS = "fsdp", "outputs", "inputs"
 _TENSOR_AXIS = {OUTPUTS: -1, INPUTS: -2}
 Rules = Sequence[tuple[str, P | str]]
-# Of the networks of both systems, their text encoders and autoencoders.
+# Rules for the networks of both systems, their text encoders and autoencoders.
 RULES: Rules = [
-    (r"conv1/(unit_)?kernel$", OUTPUTS),  # Of residual blocks, between which lies a group norm.
+    (r"conv1/(unit_)?kernel$", OUTPUTS),  # In residual blocks, with a group norm in between.
     (r"conv2/(unit_)?kernel$", INPUTS),
     (r"(kernel|null_token|embedding)$", FSDP),
     (r"(bias|scale|frequencies)$", P()),
@@ -33,11 +34,11 @@ RULES: Rules = [
 def make_mesh(
     replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """A mesh over `devices` (default: all); one size may be -1 and takes what is left.
+    """Return a mesh over `devices` (default: all). One size may be -1 for the remaining devices.
 
-    Batches are split over replica and fsdp, parameters over fsdp and tensor. Sizes whose product
-    is smaller than the number of devices use the first ones, which only one process may do. Where
-    the devices are several TPU slices, replica spans them, or fsdp if replica cannot.
+    Batches are split over replica and fsdp, parameters over fsdp and tensor. If the product of the
+    sizes is smaller than the number of devices, the first devices are used, which needs a single
+    process. If the devices form several TPU slices, replica spans the slices, or else fsdp.
     """
     devices = list(devices or jax.devices())
     sizes = mesh_sizes((replica, fsdp, tensor), len(devices))
@@ -58,7 +59,7 @@ def make_mesh(
 
 
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """The sizes with -1 replaced; ValueError where they do not divide the devices."""
+    """Return the sizes with -1 replaced. Raises ValueError if they do not divide the devices."""
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(
             f"mesh {_describe(sizes)}: sizes are positive, and at most one is -1 (what is left)"
@@ -75,12 +76,17 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """A NamedSharding per leaf, from the first rule whose regex is found in the leaf's path.
+    """Return a NamedSharding per leaf, by the first rule whose pattern is found in its path.
 
-    `tree` holds arrays or shapes; a path reads like "opt_state/0/mu/params/conv1/kernel", so that
-    a rule that does not start with ^ places a parameter, its averages and its moments alike.
-    Scalars need no rule. FSDP leaves arrays below `fsdp_min_size` elements whole. A leaf without
-    a rule and a spec that does not fit its leaf are errors.
+    Args:
+        tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel", so a rule
+            that does not start with ^ places a parameter, its averages and its moments alike.
+        mesh: The mesh.
+        rules: (pattern, spec) pairs. Scalars need no rule.
+        fsdp_min_size: FSDP does not split arrays with fewer elements than this.
+
+    Raises:
+        ValueError: A leaf has no rule, or its rule does not fit its shape.
     """
 
     def place(path, leaf):
@@ -101,13 +107,13 @@ def shardings(
 
 
 def placed(shapes: Any, where: Any) -> Any:
-    """A jax.ShapeDtypeStruct with its sharding a leaf: what restoring and compiling ask for."""
+    """Return a jax.ShapeDtypeStruct with a sharding per leaf, for restoring and compiling."""
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, where)
 
 
 def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, traced with the mesh in use: attention's kernels ask for it and its devices."""
+    """Return the function, traced inside the mesh, which the attention kernels look up."""
 
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
@@ -120,40 +126,44 @@ def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """The first axis split over replica and fsdp: every array of a batch."""
+    """Return the sharding of batches: the first axis is split over replica and fsdp."""
     return NamedSharding(mesh, P(("replica", "fsdp")))
 
 
 def batch_ways(mesh: Mesh | AbstractMesh) -> int:
-    """The number of parts that `batch_sharding` splits a batch into."""
+    """Return the number of parts into which `batch_sharding` splits a batch."""
     return mesh.shape["replica"] * mesh.shape["fsdp"]
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """A whole copy on every device: keys, scalars, metrics."""
+    """Return the sharding of keys, scalars and metrics: a whole copy on every device."""
     return NamedSharding(mesh, P())
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """A host array, the same in every process, onto the devices of all of them.
+    """Copy a host array, which is the same in every process, to the devices of all processes.
 
-    Of a `Stored` array each process reads its devices' parts alone.
+    Each process only reads its devices' parts of a `Stored` array.
     """
     array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Every array of `tree` where the rules put it; one after the other, so that none is held."""
+    """Place the arrays of `tree` by the rules, one after the other, to hold one on the host."""
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
 def check_batch(
     batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh, name: str = "accumulate"
 ) -> None:
-    """ValueError unless every micro batch divides over the devices that split it.
+    """Raise ValueError unless every micro batch divides over the devices.
 
-    `accumulate` counts micro batches, or, under another `name`, the samples of one.
+    Args:
+        batch_size: Samples in the global batch.
+        accumulate: Micro batches per batch, or, under another `name`, samples per micro batch.
+        mesh: The mesh.
+        name: The name of `accumulate` for the message.
     """
     if accumulate < 1:
         raise ValueError(f"{name} {accumulate} is not positive: 1 takes each batch whole")
@@ -177,7 +187,7 @@ def _describe(sizes: tuple[int, ...]) -> str:
 
 
 def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The mesh inside a slice, and over the slices; ValueError where no axis can span them."""
+    """Return the mesh within a slice and the mesh over slices. Raises ValueError if none fits."""
     for axis in (0, 1):
         if sizes[axis] % slices == 0:
             within, between = list(sizes), [1, 1, 1]
@@ -191,7 +201,7 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
 
 
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
-    """Over tensor along the axis `tensor`, where that divides, and over fsdp along the largest."""
+    """Split the axis `tensor` over "tensor" if it divides, and the largest other over "fsdp"."""
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]
     if tensor is not None and ways > 1 and len(shape) >= -tensor and shape[tensor] % ways == 0:
@@ -207,7 +217,7 @@ def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None)
 
 
 def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
-    """The spec, if `shape` has its axes and they divide."""
+    """Return the spec if it fits the shape. Raises ValueError if not."""
     if isinstance(spec, str) or len(spec) > len(shape):
         raise ValueError(f"sharding rule {spec!r} does not fit {name!r} of shape {shape}")
     for axis, names in enumerate(spec):

@@ -1,4 +1,4 @@
-"""Pictures for people: PNG files and contact sheets with captions."""
+"""Write PNG files and contact sheets with captions."""
 
 import io
 import os
@@ -11,19 +11,22 @@ from PIL import Image, ImageDraw, ImageFont
 
 from diffusion_jax.machine import files
 
-_CELL = 128  # Pixels of a cell's side: smaller images are enlarged to about this.
+_CELL = 128  # Approximate width of a cell in pixels; smaller images are enlarged.
 _LINE = 12  # Height of a line of text.
 
 
 def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3"]:
-    """[-1, 1] to 0 ... 255, rounded, what lies outside clipped."""
+    """Convert images from [-1, 1] to 0 ... 255, rounded and clipped."""
     return np.clip(np.round((np.asarray(images) + 1) * 127.5), 0, 255).astype(np.uint8)
 
 
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """All images in rows, each over its caption; small ones enlarged smoothly (Lanczos)."""
+    """Return one image with all images in rows, each above its caption.
+
+    Small images are enlarged smoothly (Lanczos).
+    """
     columns = min(columns, len(images))
     scale = max(1, round(_CELL / images.shape[2]))
     width, height = images.shape[2] * scale, images.shape[1] * scale
@@ -44,7 +47,7 @@ def contact_sheet(
 
 
 def write_png(path: str | os.PathLike[str], image: UInt8[np.ndarray, "H W 3"]) -> None:
-    """A PNG file, whole or not at all."""
+    """Write a PNG file atomically."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG")
     files.write_whole(path, buffer.getvalue())

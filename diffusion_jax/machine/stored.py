@@ -1,4 +1,4 @@
-"""An array that is left in its file, of which each device reads the part that it holds."""
+"""An array that stays in its file; each device reads only its own part."""
 
 from typing import Any
 
@@ -8,27 +8,24 @@ from jax.typing import DTypeLike
 
 
 class Stored:
-    """An array that stays in its file: `stored[index]` reads this part of it, as `dtype`."""
+    """An array that stays in its file: `stored[index]` reads one part of it, as `dtype`."""
 
     def __init__(self, view: np.ndarray, dtype: DTypeLike) -> None:
-        """`view` is an array mapped into memory, transposed and sliced as need be."""
+        """`view` is a memory-mapped array, possibly transposed or sliced."""
         self._view, self.dtype = view, jnp.dtype(dtype)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The array's shape."""
         return self._view.shape
 
     @property
     def size(self) -> int:
-        """The number of elements."""
         return self._view.size
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        """All of it."""
         return self[...] if dtype is None else self[...].astype(dtype)
 
     def __getitem__(self, index: Any) -> np.ndarray:
-        """A copy in memory, so that no device ever shares it with the file."""
-        # asarray: a scalar's index gives no array.
+        # A copy, so that no device shares memory with the file. asarray: indexing a scalar does
+        # not return an array.
         return np.asarray(self._view[index]).astype(self.dtype, order="C", copy=True)

@@ -1,9 +1,9 @@
-"""The memory that a traced program needs, told from its equations without compiling it.
+"""Estimate the memory of a traced program from its equations, without compiling it.
 
-The model of a compiler: elementwise work is fused into what uses it, and takes memory only where a
-matrix product, a convolution or the like needs the whole array, or where it is expensive and used
-more than once. Reshapes, transpositions and reversals are free. Equations run in the order in which
-they were traced, and an array is freed after its last use.
+The estimate models a compiler. Elementwise operations are fused into their users; they take memory
+only if a matrix product, convolution or similar operation needs the whole array, or if they are
+expensive and used more than once. Reshapes, transpositions and reversals are free. Equations run in
+the order of tracing, and an array is freed after its last use.
 """
 
 import collections
@@ -34,7 +34,7 @@ _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom
 
 
 class Equation(NamedTuple):
-    """One operation of a flat program. Variables are numbers, constants -1."""
+    """One operation of a flat program. Variables are numbered; constants are -1."""
 
     name: str
     inputs: tuple[int, ...]
@@ -43,7 +43,7 @@ class Equation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program without calls, and shape and item size of each of its variables."""
+    """A program without calls, with the shape and the item size of each variable."""
 
     equations: list[Equation]
     inputs: tuple[int, ...]
@@ -52,18 +52,18 @@ class Program:
 
 
 class Lifetimes(NamedTuple):
-    """The arrays that a program makes: alive from equation `start` to before `stop`."""
+    """The arrays of a program, alive from equation `start` to before `stop`."""
 
     start: Int[np.ndarray, "N"]
     stop: Int[np.ndarray, "N"]
     fixed: Float[np.ndarray, "N"]
-    """Bytes of those that are the same for every batch,"""
+    """Bytes of an array that does not depend on the batch size, else 0."""
     each: Float[np.ndarray, "N"]
-    """and bytes a sample of the others."""
+    """Bytes per sample of an array that does, else 0."""
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
-    """Inlines every call, and leaves out what nothing needs."""
+    """Inline every call, and drop equations whose results are not used."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
 
@@ -71,37 +71,37 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
         arrays.append((tuple(var.aval.shape), _itemsize(var.aval)))
         return len(arrays) - 1
 
-    def run(jaxpr: core.Jaxpr, known: dict[Any, int]) -> tuple[int, ...]:
+    def run(jaxpr: core.Jaxpr, numbers: dict[Any, int]) -> tuple[int, ...]:
         def read(atom: Any) -> int:
             if isinstance(atom, core.Literal):
                 return -1
-            if atom not in known:
-                known[atom] = number(atom)
-            return known[atom]
+            if atom not in numbers:
+                numbers[atom] = number(atom)
+            return numbers[atom]
 
         for equation in jaxpr.eqns:
             inputs = tuple(map(read, equation.invars))
             inner = next(subjaxprs(equation), None)
             if equation.primitive.name in _CALLS and inner is not None:
                 outputs = run(inner, dict(zip(inner.invars, inputs, strict=True)))
-                known.update(zip(equation.outvars, outputs, strict=True))
+                numbers.update(zip(equation.outvars, outputs, strict=True))
             else:
                 outputs = tuple(map(read, equation.outvars))
                 equations.append(Equation(_name(equation), inputs, outputs))
         return tuple(map(read, jaxpr.outvars))
 
-    known = {var: number(var) for var in jaxpr.invars}
-    inputs = tuple(known.values())
-    outputs = run(jaxpr, known)
+    numbers = {var: number(var) for var in jaxpr.invars}
+    inputs = tuple(numbers.values())
+    outputs = run(jaxpr, numbers)
     return Program(_needed(equations, outputs), inputs, outputs, arrays)
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """The variables that are split over devices if these inputs are, and the sums over devices.
+    """Return the variables that are split over devices if these inputs are, and the partial sums.
 
-    A product of an array that is split with one that is not is split by its outputs; of two that
-    are, the sum is: so are the first and the second of two layers. In products of batches, as in
-    attention, what is split are the batches.
+    A product of a split array with a whole one is split. A product of two split arrays is a sum
+    over devices, as in the second of two layers. In batched products, as in attention, the batches
+    are split.
     """
     parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
@@ -113,7 +113,7 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
 
 
 def size(program: Program, var: int) -> int:
-    """Bytes of a variable."""
+    """Return the bytes of a variable."""
     shape, itemsize = program.arrays[var]
     return math.prod(shape) * itemsize
 
@@ -125,12 +125,16 @@ def lifetimes(
     results: Mapping[int, int],
     ways: Mapping[int, int] = types.MappingProxyType({}),
 ) -> Lifetimes:
-    """When the arrays of a program live that was traced with a batch of `samples`.
+    """Return the lifetimes of a program's arrays.
 
-    `samples` is a prime that divides no other size, so that an array whose size it divides is one
-    of the batch. Inputs take nothing here, but those in `parts`, which are kept in parts and
-    collected where they are used whole. `results` holds the bytes of outputs that stay, `ways` over
-    how many devices variables are split all the time.
+    Args:
+        program: A program traced with a batch of `samples`.
+        samples: A prime that divides no other size, so that arrays whose size it divides are known
+            to depend on the batch.
+        parts: Inputs that are split, and gathered where they are needed whole. Other inputs take no
+            memory here.
+        results: Bytes of the outputs that are kept.
+        ways: The number of devices over which variables are split all the time.
     """
     stored, reads = _schedule(program, frozenset(parts))
     written = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
@@ -145,19 +149,19 @@ def lifetimes(
     for var in stored:
         start = written.get(var, first.get(var, end))
         stop = max(last.get(var, start), start)
-        # Elementwise work can write its result over what it reads for the last time.
+        # An elementwise operation can overwrite an input that is not used again.
         in_place = start < stop < end and program.equations[stop].name not in _OPAQUE
         bytes_ = size(program, var) / ways.get(var, 1)
         varies = math.prod(program.arrays[var][0]) % samples == 0
         sizes = (0, bytes_ / samples) if varies else (bytes_, 0)
         rows.append((start, stop + (not in_place), *sizes))
-    rows += [(written.get(var, end) + 1, end + 1, kept, 0) for var, kept in results.items()]
+    rows += [(written.get(var, end) + 1, end + 1, bytes_, 0) for var, bytes_ in results.items()]
     columns = np.array(rows, np.float64).T
     return Lifetimes(columns[0].astype(int), columns[1].astype(int), columns[2], columns[3])
 
 
 def peak(arrays: Lifetimes, batch: int) -> int:
-    """The most bytes alive at once, for a batch of this many samples."""
+    """Return the largest number of bytes alive at once, for a batch of this many samples."""
     sizes = arrays.fixed + batch * arrays.each
     change = np.zeros(int(arrays.stop.max()) + 2)
     np.add.at(change, arrays.start, sizes)
@@ -178,7 +182,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 def _schedule(
     program: Program, parts: Set[int]
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
-    """The variables that take memory, and which of them are read at which equation."""
+    """Return the variables that take memory, and (equation, variables read) pairs."""
     whole, users = _needed_whole(program), _users(program)
     elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}
@@ -213,7 +217,7 @@ def _schedule(
 
 
 def _needed_whole(program: Program) -> set[int]:
-    """The variables that a matrix product, a convolution or the like reads, also by an alias."""
+    """Return the variables that a product or another opaque operation reads, also by an alias."""
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
         if name in _OPAQUE:
@@ -224,7 +228,7 @@ def _needed_whole(program: Program) -> set[int]:
 
 
 def _users(program: Program) -> Mapping[int, int]:
-    """The number of equations that use each variable, through aliases."""
+    """Return the number of equations that use each variable, also by an alias."""
     count: collections.Counter[int] = collections.Counter()
     for name, inputs, outputs in reversed(program.equations):
         if name in _ALIASES:

@@ -1,8 +1,8 @@
-"""Settings of compilers and runtimes by kind of machine: they hold where the user set none.
+"""Default settings of compilers and runtimes by kind of machine; the user's own settings win.
 
-Every command applies those of the plugin that is installed, every launcher writes those of the
-accelerators that it books. A setting stands here only if the compilers show what it does; what was
-tried and left out is in docs/performance.md. The first source are Google's own recipes for Stable
+Every command applies the settings of the installed plugin, and every launcher writes the settings
+of the accelerators that it books. A setting is only listed here if the compilers show its effect;
+docs/performance.md lists what was tried and left out. The sources are Google's recipes for Stable
 Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox, 2026).
 """
 
@@ -16,52 +16,56 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """A variable of the environment, or a flag --NAME=VALUE among those that it holds."""
+    """An environment variable, or one --NAME=VALUE flag within a variable of flags."""
 
     variable: str
     value: str
     reason: str
 
     def is_in(self, variables: Mapping[str, str]) -> bool:
-        """Whether the variable, or in it a flag of this name, is set, to whatever value."""
+        """Return whether the variable (or this flag within it) is set, to any value."""
         old = self.variable.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT")  # JAX refuses both.
         now = variables.get(self.variable, variables.get(old))
         flag = re.match(r"--\w+", self.value)
         return now is not None and (not flag or re.search(rf"{flag[0]}\b", now) is not None)
 
 
-# "Measured" is what libtpu 0.0.52 compiles of six group norms, SiLUs and 3x3 convolutions of 512
-# channels at 16x16, forwards, backwards and AdamW, on eight chips with eight samples each.
+# The figures are from programs compiled by libtpu 0.0.52: six group norms, SiLUs and 3x3
+# convolutions of 512 channels at 16x16, with backward pass and AdamW, on eight chips with eight
+# samples each.
 SETTINGS: Mapping[str, tuple[Setting, ...]] = {
     "tpu": (
         Setting(
             "LIBTPU_INIT_ARGS",
             "--xla_jf_spmd_threshold_for_windowed_einsum_mib=1000000",
-            "fsdp gathers weights whole; without it each convolution is cut in two over slices of "
-            "its channels, with permutes between: 36 and 84 in place of 18 and none, and 22 % "
-            "(v4) to 46 % (v6e) fewer estimated cycles beside the collectives",
+            "with fsdp, gather whole weights: 18 convolutions and no permutes instead of 36 and "
+            "84, and 22 % (v4) to 46 % (v6e) fewer estimated cycles, without collectives",
         ),
         Setting(
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_spmd_threshold_for_allgather_cse=1000000",
-            "weights gathered for the forward pass serve the backward one: on v5e 16 gathers in "
-            "place of 36",
+            "reuse the weights gathered for the forward pass in the backward pass: 16 gathers "
+            "instead of 36 on v5e",
         ),
     ),
     "v5e": (
         Setting(
             "LIBTPU_INIT_ARGS",
             "--xla_tpu_enable_async_collective_fusion_fuse_all_reduce=true",
-            "sums of gradients run beside the arithmetic: 12 % fewer estimated cycles; with the "
-            "next, and on v5e alone, since the compiler refuses them elsewhere",
+            "overlap sums of gradients with computation: 12 % fewer estimated cycles; needs "
+            "xla_enable_async_all_reduce, and only v5e accepts it",
         ),
-        Setting("LIBTPU_INIT_ARGS", "--xla_enable_async_all_reduce=true", "as the one before"),
+        Setting(
+            "LIBTPU_INIT_ARGS",
+            "--xla_enable_async_all_reduce=true",
+            "needed by xla_tpu_enable_async_collective_fusion_fuse_all_reduce",
+        ),
     ),
     "gpu": (
         Setting(
             "XLA_CLIENT_MEM_FRACTION",
             "0.9",
-            "JAX takes three quarters of the memory by default; an H100 keeps 8 GB for libraries",
+            "use more than JAX's default of 0.75; an H100 keeps 8 GB for libraries",
         ),
     ),
 }
@@ -73,9 +77,9 @@ _READ = (
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the settings of these kinds add to, whole; what is `present` stays.
+    """Return the environment variables that the settings of these kinds change, with new values.
 
-    A kind without settings adds none.
+    Settings in `present` are kept. A kind without settings changes nothing.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -86,12 +90,12 @@ def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, s
 
 
 def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
-    """The settings of these kinds that `present` says nothing of."""
+    """Return the settings of these kinds that `present` does not set."""
     return [s for kind in kinds for s in SETTINGS.get(kind, ()) if not s.is_in(present)]
 
 
 def apply() -> None:
-    """Sets what is missing in this process; call it before JAX meets a device."""
+    """Apply missing settings to this process. Call this before JAX uses a device."""
     kinds = here()
     os.environ.update(environment(kinds, os.environ))
     if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
@@ -99,34 +103,33 @@ def apply() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep up to 2 GiB of what is freed, as no variable can once a process has begun.
+    """Make glibc keep up to 2 GiB of freed memory; variables cannot, once a process has started.
 
-    XLA on CPUs asks for a program's temporary memory anew in every call. From 32 MiB on glibc takes
-    that from the kernel, which fills each page with zeros: a tenth of a train step's CPU time.
+    XLA on CPUs allocates a program's temporary memory anew in every call. From 32 MiB on, glibc
+    gets it from the kernel, which fills each page with zeros: a tenth of a train step's CPU time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
     if mallopt is not None:
-        mallopt(_ARENA_MAX, 1)  # Other arenas than the first take what is large from the kernel.
+        mallopt(_ARENA_MAX, 1)  # Further arenas take large blocks from the kernel.
         mallopt(_MMAP_MAX, 0)
         mallopt(_TRIM_THRESHOLD, 2**31 - 1)
 
 
 def here() -> list[str]:
-    """The kinds that JAX's plugins are installed for, of those that JAX_PLATFORMS leaves.
+    """Return the kinds of accelerators with an installed JAX plugin, within JAX_PLATFORMS.
 
-    Of TPUs also which, where the machine says.
-
-    A setting is read by its own compiler alone, so that one for an absent device does nothing.
+    The generation of a TPU is included if the machine states it. Settings for an absent device do
+    nothing, because only that device's compiler reads them.
     """
-    asked = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
+    platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
     has = lambda *names: any(importlib.util.find_spec(name) for name in names)
-    kinds = ["tpu"] if "tpu" in asked and has("libtpu") else []
+    kinds = ["tpu"] if "tpu" in platforms and has("libtpu") else []
     if kinds and os.environ.get("TPU_ACCELERATOR_TYPE", "").startswith("v5litepod"):
         kinds.append("v5e")
-    gpus = "cuda" in asked or "gpu" in asked
+    gpus = "cuda" in platforms or "gpu" in platforms
     return kinds + ["gpu"] * (gpus and has("jax_cuda12_plugin", "jax_cuda13_plugin"))
 
 
 def variables() -> dict[str, str]:
-    """What this process's JAX, compilers and libraries read of the environment."""
+    """Return the environment variables that JAX, compilers and libraries read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ)}

@@ -1,6 +1,6 @@
-"""Files of others, which may have been made to hurt: bounded memory, an error in one line, no code.
+"""Read untrusted files with bounded memory, one-line errors, and without executing code.
 
-Pickles are read in weights/torch_files.py, which calls nothing that they name.
+weights/torch_files.py reads pickles, without calling anything that they name.
 """
 
 import io
@@ -14,15 +14,17 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-_IMAGES = ("JPEG", "PNG", "WEBP")  # Of Pillow's decoders, those that images here need.
-_SMALL = 2**30  # Bytes that an archive may always unpack to,
-_TIMES = 50  # and how many times its own size a larger one may.
+_IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
+_SMALL = 2**30  # Bytes to which any archive may unpack.
+_TIMES = 50  # A larger archive may unpack to this many times its own size.
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """An image of which the header alone is read; ValueError or OSError for what is none.
+    """Open an image, reading only its header.
 
-    Pillow refuses more than 179 million pixels.
+    Raises:
+        ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
+        OSError: The file is not an image.
     """
     file = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
@@ -32,7 +34,7 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
 
 
 def read_archive(file: Any) -> dict[str, np.ndarray]:
-    """The arrays of an .npz, an open file; ValueError for one that unpacks to far more."""
+    """Return the arrays of an open .npz file. Raises ValueError for a decompression bomb."""
     check_archive(file)
     arrays = {}
     with zipfile.ZipFile(file) as archive:
@@ -43,9 +45,10 @@ def read_archive(file: Any) -> dict[str, np.ndarray]:
 
 
 def read_array(file: Any, size: int) -> np.ndarray:
-    """The array of an .npy of `size` bytes; ValueError unless it is as large as it says.
+    """Return the array of an open .npy file of `size` bytes.
 
-    Numpy's own reader takes memory for whatever shape the file says.
+    Numpy's own reader allocates memory for any shape in the header. Raises ValueError if the header
+    does not match the file's size, or the array holds objects.
     """
     header = {(1, 0): np.lib.format.read_array_header_1_0,
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
@@ -58,14 +61,14 @@ def read_array(file: Any, size: int) -> np.ndarray:
         raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
     if min(shape, default=0) < 0 or expected != size - file.tell():
         raise ValueError(f"{size:,} bytes are no array of {dtype} and shape {shape}")
-    content = bytearray(file.read())  # To its end, where a zip compares the CRC-32.
+    content = bytearray(file.read())  # To the end, where zipfile compares the CRC-32.
     if len(content) != expected:
         raise ValueError(f"it ends after {len(content):,} of {expected:,} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if fortran else "C")
 
 
 def check_archive(file: Any) -> None:
-    """ValueError for a zip that unpacks to far more than it is; leaves `file` at its start."""
+    """Raise ValueError for a zip that unpacks to far more than its size. Rewinds `file`."""
     packed = file.seek(0, os.SEEK_END)
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
@@ -73,12 +76,12 @@ def check_archive(file: Any) -> None:
     file.seek(0)
     if unpacked > max(_SMALL, _TIMES * packed):
         raise ValueError(
-            f"its {packed:,} bytes unpack to {unpacked:,}: no arrays of numbers are like that"
+            f"its {packed:,} bytes unpack to {unpacked:,}: that is too much for arrays of numbers"
         )
 
 
 def parse_json(content: bytes | str) -> Any:
-    """What JSON says; ValueError also for what is nested too deeply."""
+    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -86,5 +89,5 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def printable(text: str) -> str:
-    r"""Text for a terminal, with the control characters that could rule it as \x1b."""
+    r"""Return text with control characters escaped, such as \x1b, for terminals."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda m: f"\\x{ord(m[0]):02x}", text)

@@ -1,11 +1,11 @@
-"""XLA_FLAGS, checked before XLA reads them: one flag that it does not know ends the process."""
+"""Check XLA_FLAGS before XLA reads it, because XLA aborts the process at an unknown flag."""
 
 import os
 import re
 import subprocess
 import sys
 
-# Flags that every jaxlib from 0.10 to 0.12 knows, so that they need no trial.
+# Flags that every jaxlib from 0.10 to 0.12 knows; other flags are tried in a child process.
 KNOWN = (
     "xla_backend_optimization_level",
     "xla_dump_hlo_as_text",
@@ -21,7 +21,7 @@ TRIAL = "from jaxlib import xla_client; xla_client.make_cpu_client()"
 
 
 def check() -> None:
-    """ValueError that names the flags in XLA_FLAGS which the installed jaxlib does not know."""
+    """Raise ValueError if the installed jaxlib does not know a flag in XLA_FLAGS."""
     flags = os.environ.get("XLA_FLAGS", "")
     names = re.findall(r"--(\w+)", flags)
     if all(name in KNOWN for name in names):
@@ -29,6 +29,6 @@ def check() -> None:
     trial = subprocess.run([sys.executable, "-c", TRIAL], capture_output=True, text=True)
     if unknown := re.search(r"Unknown flags? in XLA_FLAGS: *(.*)", trial.stderr):
         raise ValueError(
-            f"XLA_FLAGS holds {unknown[1].strip()}, which this jaxlib does not know and would end "
-            f"at: take it out of XLA_FLAGS={flags!r}, or install the jaxlib that it is for"
+            f"XLA_FLAGS holds {unknown[1].strip()}, which this jaxlib does not know: remove it "
+            f"from XLA_FLAGS={flags!r}, or install the jaxlib that it is for"
         )

@@ -124,7 +124,8 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     (tmp_path / names[1]).write_bytes(content)
     assert precache.encode(s, tmp_path, Work(SHARD, 1, verify=True)) == 3
     assert (tmp_path / names[1]).read_bytes() == (stored / names[1]).read_bytes()
-    with pytest.raises(ValueError, match=r"begun with something else \(shard: 4 there, 5 wanted\)"):
+    message = r"started with other settings \(shard: 4 there, 5 wanted\)"
+    with pytest.raises(ValueError, match=message):
         precache.encode(s, tmp_path, Work(5, 1))
 
 

@@ -39,13 +39,13 @@ def test_each_process_lists_its_own_files_and_all_are_listed_once(folder, parts)
 def test_a_flipped_bit_a_cut_and_a_vanished_file_are_named(folder):
     checksums.write(folder)
     flip(folder / "params" / "b")
-    assert checksums.damage(folder) == "params/b: other bytes than were written"
+    assert checksums.damage(folder) == "params/b: its bytes differ from those written"
     (folder / "data" / "d").write_bytes(b"fo")
-    assert checksums.damage(folder) == "data/d: 2 bytes, and 4 were written"
+    assert checksums.damage(folder) == "data/d: 2 bytes, but 4 were written"
     (folder / "a").unlink()
     assert checksums.damage(folder) == "a: cannot be read (No such file or directory)"
     assert [name for name, _ in checksums.damaged(folder)] == ["a", "data/d", "params/b"]
-    assert checksums.damage(folder, ["data"]) == "data/d: 2 bytes, and 4 were written"
+    assert checksums.damage(folder, ["data"]) == "data/d: 2 bytes, but 4 were written"
     assert checksums.damage(folder, ["optimizer"]) is None
 
 
@@ -54,14 +54,18 @@ def test_any_number_of_processes_compares_what_others_listed(folder):
         checksums.write(folder, part, 2)
     flip(folder / "params" / "b")
     found = [checksums.damage(folder, (), part, 3) for part in range(3)]
-    assert sorted(map(str, found)) == ["None", "None", "params/b: other bytes than were written"]
+    assert sorted(map(str, found)) == [
+        "None",
+        "None",
+        "params/b: its bytes differ from those written",
+    ]
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 3}', b"\xff\xfe", b'{"a": [1, 2'])
 def test_a_list_that_is_none_is_named(folder, content):
     checksums.write(folder)
     (folder / "checksums" / "0-of-1.json").write_bytes(content)
-    assert checksums.damage(folder) == "checksums/0-of-1.json: no list of files"
+    assert checksums.damage(folder) == "checksums/0-of-1.json: not a list of files"
 
 
 def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):
@@ -72,7 +76,7 @@ def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
     monkeypatch.setattr(checksums, "_let_go", flip)
     (folder / "params" / "deep" / "c").unlink()
     checksums.write(folder)
-    with pytest.raises(OSError, match="a was read back wrong: other bytes than were written"):
+    with pytest.raises(OSError, match="a was read back wrong: its bytes differ from those written"):
         checksums.read_back(folder)
 
 

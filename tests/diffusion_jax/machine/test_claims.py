@@ -1,4 +1,4 @@
-"""What a folder was begun with."""
+"""The identity of the work in a folder."""
 
 import json
 

@@ -71,7 +71,7 @@ def test_an_s3_that_does_not_open_says_so(stores, monkeypatch):
     there, new = files.path("s3://bkt/locked/file"), iter("abcd")
     there.write_bytes(b"1")
     folder = lambda: f"s3://bkt/locked/{next(new)}"
-    closed = "do the credentials here, or the lack of them, open it"
+    closed = "check that the credentials on this machine give access"
     with emulators.locked(os.environ["AWS_ENDPOINT_URL"]) as reader:
         for names in (reader, dict.fromkeys(reader, "wrong"), {}):
             for name in reader:
@@ -93,9 +93,9 @@ def test_an_s3_that_does_not_open_says_so(stores, monkeypatch):
 def test_a_gs_that_does_not_open_says_so(stores):
     there = files.path("gs://locked/file")
     for look in (there.read_bytes, there.is_file, there.exists):
-        with pytest.raises(OSError, match=r"gs://locked/file: .*do the credentials here"):
+        with pytest.raises(OSError, match=r"gs://locked/file: .*check that the credentials"):
             look()
-    with pytest.raises(ValueError, match=r"--out=gs://locked/file cannot be .*do the credentials"):
+    with pytest.raises(ValueError, match=r"--out=gs://locked/file cannot be .*credentials"):
         files.check_writable(there, "--out")
 
 
@@ -121,9 +121,9 @@ def test_checksums_are_the_stores_own(folder, monkeypatch):
     checksums.read_back(folder)
     assert checksums.damage(folder) is None
     files.write_whole(folder / "y", b"346")
-    assert checksums.damage(folder) == "y: other bytes than were written"
+    assert checksums.damage(folder) == "y: its bytes differ from those written"
     files.write_whole(folder / "y", b"34")
-    assert checksums.damage(folder) == "y: 2 bytes, and 3 were written"
+    assert checksums.damage(folder) == "y: 2 bytes, but 3 were written"
     (folder / "d" / "x").unlink()
     assert dict(checksums.damaged(folder))["d/x"] == "cannot be read (No such object)"
 
@@ -132,7 +132,7 @@ def test_one_writer_holds_a_folder(folder):
     with Writer(folder, beat=0.1):
         with pytest.raises(Busy, match="is being written by process"):
             other = Writer(folder, beat=0.1)
-            other._said |= {"nonce": "other", "machine": "another"}
+            other._identity |= {"nonce": "other", "machine": "another"}
             other._stale = 1.0
             other.__enter__()
         assert len(list(folder.glob("writer-*.json"))) == 1
@@ -170,7 +170,7 @@ def test_what_is_read_is_copied_here_and_again_when_it_has_changed(folder, tmp_p
     place = files.local(folder / "model")
     assert place.name == "model" and (place / "a" / "weights").read_bytes() == b"1"
     with monkeypatch.context() as patch:
-        patch.setattr(remote.Remote, "_copy", None)  # It is there.
+        patch.setattr(remote.Remote, "_get_all", None)  # Nothing is copied.
         assert files.local(folder / "model") == place
     files.write_whole(folder / "model" / "a" / "weights", b"22")
     (folder / "model" / "config.json").unlink()
