@@ -1,11 +1,11 @@
 """A lock with a heartbeat, so that a folder on any shared file system has one writer.
 
 The lock is a file writer-N.json; the file with the highest N counts. It is created atomically,
-names the process that wrote it, and is rewritten every few seconds. A process that replaces a dead writer
-creates N + 1, which only one process can do. A writer on this machine is dead if its process has
-ended. A writer on another machine is dead if no heartbeat arrives within a minute of watching, so
-that no two clocks are compared. A writer that was replaced while it was suspended notices this at
-its next heartbeat, and ends its process.
+names the process that wrote it, and is rewritten every few seconds. A process that replaces a dead
+writer creates N + 1, which only one process can do. A writer on this machine is dead if its process
+has ended. A writer on another machine is dead if no heartbeat arrives within a minute of watching,
+so that no two clocks are compared. A writer that was replaced while it was suspended notices this
+at its next heartbeat, and ends its process.
 """
 
 import contextlib
