@@ -148,7 +148,7 @@ evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
 precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0
 precache --captions=D/none | D/none
-precache --captions=D/binary.txt | --captions=D/binary.txt is no text in UTF-8
+precache --captions=D/binary.txt | --captions=D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax
 prepare validate --source=folder --path=D/images --out=D/v --threads=0 | --threads: 0 is not above 0
 prepare validate --source=folder --path=/nowhere --out=D/v | /nowhere

@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import numpy as np
@@ -67,8 +67,13 @@ def join() -> None:
     if choice == "off" or (choice == "auto" and identity is None):
         return
     identity = identity or {}
+    _check_port(identity)
     with _deadline(_TIMEOUT.value, identity):
-        _initialize(identity)
+        jax.distributed.initialize(
+            **identity,
+            heartbeat_timeout_seconds=_HEARTBEAT,
+            initialization_timeout=_TIMEOUT.value + 60,  # JAX's own timeout aborts: ours is first.
+        )
         hosts = gather_text(socket.gethostname())  # The first collective operation.
     counts = gather_text(str(identity.get("num_processes", jax.process_count())))
     if len(set(counts)) > 1:
@@ -94,10 +99,14 @@ def advice() -> str:
     return _Farewell.advice
 
 
-def is_disconnection(error: BaseException) -> bool:
-    """Return whether JAX raised this error because the link to another process broke."""
-    kinds = (ValueError, jax.errors.JaxRuntimeError)
-    return isinstance(error, kinds) and bool(_BROKEN.search(str(error)))
+def is_disconnection(error: BaseException | None) -> bool:
+    """Return whether an error, or one of its causes, says that the link to a process broke."""
+    kinds = (ValueError, jax.errors.JaxRuntimeError)  # JAX raises either.
+    while error is not None:
+        if isinstance(error, kinds) and _BROKEN.search(str(error)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
@@ -141,6 +150,20 @@ def sigterm() -> Iterator[Callable[[int], bool]]:
 
 
 @contextlib.contextmanager
+def ending_at_disconnection() -> Iterator[None]:
+    """End this process at once, with a message, if the link to another process breaks inside.
+
+    Otherwise a checkpoint that is being written would wait for the other process.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_disconnection(error):
+            _fail(error, 1)
+        raise
+
+
+@contextlib.contextmanager
 def together() -> Iterator[None]:
     """End several processes together: on success all wait for the last, on failure none waits.
 
@@ -158,14 +181,14 @@ def together() -> Iterator[None]:
     _leave()
 
 
-def _fail(error: BaseException, code: int) -> None:
+def _fail(error: BaseException, code: int) -> NoReturn:
     if is_disconnection(error):
         text = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
         print(_farewell(f"because it lost another process ({text})"), file=sys.stderr)
     elif not isinstance(error, SystemExit):
         traceback.print_exc()
-    if jax.process_index() == 0:  # The others do not outlive it.
-        time.sleep(_GRACE)
+    if jax.process_index() == 0 and code in (exits.REFUSED, exits.BUSY):
+        time.sleep(_GRACE)  # The others end with process 0: let them report the same error.
     _cancel_last_words()
     _end(code)
 
@@ -186,18 +209,21 @@ def _farewell(how: str) -> str:
     return f"error: {name} has ended {how}. {_Farewell.advice}"
 
 
-def _initialize(identity: Mapping[str, Any]) -> None:
+def _check_port(identity: Mapping[str, Any]) -> None:
+    """Raise Busy in process 0 if the coordinator's port is taken: JAX would end by a signal."""
+    if identity.get("process_id") != 0 or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
+        return
+    address = identity["coordinator_address"]
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    port = int(address.rpartition(":")[2])
     try:
-        jax.distributed.initialize(
-            **identity,
-            heartbeat_timeout_seconds=_HEARTBEAT,
-            initialization_timeout=_TIMEOUT.value + 60,  # JAX's own timeout aborts: ours is first.
-        )
-    except jax.errors.JaxRuntimeError as error:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
         raise exits.Busy(
-            f"JAX's coordination service cannot start on {socket.gethostname()} at "
-            f"{identity.get('coordinator_address', 'the address that JAX found')} ({error}): if "
-            "another program or an earlier run holds the port, choose another for all processes"
+            f"process 0 cannot listen at {address} on {socket.gethostname()} ({error.strerror}): "
+            "another program or an earlier run holds the port; wait for its end, or choose another "
+            "port for all processes"
         ) from error
 
 
@@ -277,7 +303,7 @@ def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
         timer.cancel()
 
 
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

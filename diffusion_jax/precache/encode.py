@@ -1,4 +1,4 @@
-"""Many texts through an encoder, sorted by length, as rows for a store."""
+"""Encode many texts, sorted by length, as rows for a store."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,23 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-_SHORTEST = 16  # Lengths are 16, 32, 64, ...: each is compiled once.
+_SHORTEST = 16  # Lengths are 16, 32, 64, ..., each compiled once.
 
 
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Returns encode(texts) -> their rows in the texts' order, in a store's `format`.
+    """Return encode(texts), which gives the texts' rows in their order, in a store's format.
 
-    `frozen` is encoder.frozen on the devices of `mesh`, `batch_tokens` what a batch holds at once,
-    padding included. Texts of one length are encoded together where the encoder allows for it:
-    what it reads is the same, and most captions are far shorter than what is reserved for them.
+    If the encoder allows it, texts of similar length are encoded together with little padding,
+    because most captions are far shorter than max_tokens. The result is the same.
+
+    Args:
+        encoder: The encoder.
+        frozen: encoder.frozen on the devices of `mesh`.
+        mesh: The devices.
+        format: A key of store.FORMATS.
+        batch_tokens: Tokens per batch, including padding.
     """
     where = sharding.batch_sharding(mesh)
     program = jax.jit(functools.partial(_encode, encoder, format), out_shardings=where)
@@ -40,7 +46,7 @@ def make_encode(
                 name: sharding.place(array[part, :length], where) for name, array in tokens.items()
             }
             running.append((part, program(frozen, batch)))
-            if len(running) > 1:  # The devices are at work on the next one meanwhile.
+            if len(running) > 1:  # The devices already work on the next batch.
                 _take(rows, *running.pop(0))
         for last in running:
             _take(rows, *last)
@@ -52,9 +58,9 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """`make_encode` on the devices of this process, none of which waits for another process.
+    """Return `make_encode` on this process's devices, so that no process waits for another.
 
-    `batch_tokens` are those of a device.
+    `batch_tokens` is the number of tokens per device.
     """
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
@@ -62,22 +68,22 @@ def on_own_devices(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """The number of rows that each text will have."""
+    """Return the number of rows of each text."""
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)
 
 
 def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
-    """Device: rows as stored, how many of each text are valid, and their errors."""
+    """Return, on devices, the rows in the store's format, the number of tokens and the errors."""
     text, mask = encoder.encode(frozen, batch)
     text = text.astype(jnp.float32)
     if format == "int8":
         values, scales = quantize.quantize(text)
-        kept, more = quantize.dequantize(values, scales), {"scales": scales}
+        restored, more = quantize.dequantize(values, scales), {"scales": scales}
     else:
         values = text.astype(store.FORMATS[format])
-        kept, more = values.astype(jnp.float32), {}
-    errors = jnp.stack(quantize.errors(text, kept), axis=-1)
+        restored, more = values.astype(jnp.float32), {}
+    errors = jnp.stack(quantize.errors(text, restored), axis=-1)
     return {"values": values, "errors": errors, "tokens": mask.sum(1), **more}
 
 
@@ -91,9 +97,9 @@ def _lengths(encoder: TextEncoder, tokens: Batch) -> Int[np.ndarray, "N"]:
 def _batches(
     lengths: Int[np.ndarray, "N"], batch_tokens: int, ways: int
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
-    """(numbers of texts, length) of batches that divide over `ways` devices.
+    """Yield (numbers of texts, length) of batches that divide over `ways` devices.
 
-    The last batch of a length is filled up with its own first text.
+    The last batch of a length is padded with its own first text.
     """
     order = np.argsort(lengths, kind="stable")
     padded = np.maximum(_SHORTEST, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))
@@ -106,7 +112,7 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Puts what the devices made where it belongs, without padding."""
+    """Store the rows of a batch, without padding, by the numbers of its texts."""
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])

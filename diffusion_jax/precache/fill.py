@@ -1,4 +1,4 @@
-"""Fills a store with the embeddings of a data set's captions: the work of the command precache."""
+"""Fill a store with the embeddings of a data set's captions, for the command precache."""
 
 import functools
 import pathlib
@@ -22,21 +22,21 @@ _SAMPLE = 1024  # Captions that the estimate is based on.
 
 
 class Job(engines.Portable):
-    """An encoder and the captions that it is to encode, checked."""
+    """An encoder and the captions to encode, checked."""
 
     def __init__(
         self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]
     ):
-        """`source` names the data of the captions: a plan of another source is another plan."""
+        """`source` identifies the data of the captions; each source has its own plan."""
         self.text, self.encoder, self.captions = text, encoder, captions
         self.identity = lookup.identity(text, encoder)
         self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
-        """encode(format, batch_tokens) is the encoder on the devices of this process."""
+        """encode(format, batch_tokens) returns the encoder on the devices of this process."""
 
 
 class Work(NamedTuple):
-    """Formats, sizes and shares of the work; the flags of precache say what each field means."""
+    """Format, sizes and engine of the work; the flags of precache describe each field."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -46,12 +46,14 @@ class Work(NamedTuple):
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
-    """The encoder and the captions of a config; ValueError or OSError that says what to change."""
+    """Return the encoder and the captions of a config. Raises ValueError or OSError."""
     text = settings.read(Text, config["text"], "text")
     data = settings.read(Data, config["data"], "data")
     registry.check(text)
     if not text.store:
-        raise ValueError("text.store is empty: say where to write with --config.text.store=FOLDER")
+        raise ValueError(
+            "text.store is empty: name the folder to write to with --config.text.store=FOLDER"
+        )
     captions, source = _captions(data, _prompts(config, data.source), captions_file)
     job = Job(text, registry.make_encoder(text), captions, source)
     return engines.made_by(job, open_job, config, captions_file)
@@ -74,16 +76,23 @@ def estimate(job: Job, format: str) -> str:
 
 
 def run(job: Job, work: Work) -> dict[str, Any]:
-    """Encodes what the store lacks; returns its manifest. ValueError if it is of another kind."""
+    """Encode the captions that the store lacks, and return its manifest.
+
+    Raises:
+        ValueError: The store has another identity or format.
+    """
     path = files.path(job.text.store)
     manifest = shards.start(path, job.identity, work.format)
     file = path / store.MANIFEST
-    state = lambda: (file.read_bytes(), file.stat().st_mtime)  # It may be written as it was.
+    state = lambda: (
+        file.read_bytes(),
+        file.stat().st_mtime,
+    )  # The same content may be written again.
     written = state()
     try:
         manifest = _fill(job, work, path, [shard["file"] for shard in manifest["shards"]])
     except FileNotFoundError:
-        # Who finishes a store removes the plan, also from under those that share the work.
+        # Another worker has finished the store and deleted the plan.
         if state() == written:
             raise
         manifest = store.read_manifest(path)
@@ -92,14 +101,14 @@ def run(job: Job, work: Work) -> dict[str, Any]:
 
 
 def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
-    """The stages, each of which is done by the engine before the next one begins."""
+    """Run the stages; the engine finishes each before the next one begins."""
     kind = work.shard_captions, work.verify, listed
     folder = plan.open_plan(path, job.source, job.identity, *kind)
     before = index.listed(path, folder, listed)
     names = index.whole(before, work.engine, verify=work.verify)
-    # What is to be encoded depends on what is still whole.
-    there = plan.open_plan(path, job.source, job.identity, *kind, names)
-    p = plan.Plan(there, len(job.captions), work.shard_captions)
+    # The plan depends on which shards are undamaged.
+    remaining = plan.open_plan(path, job.source, job.identity, *kind, names)
+    p = plan.Plan(remaining, len(job.captions), work.shard_captions)
     if len(names) < len(listed):
         logging.warning("%d shards are missing or damaged: encoding them again",
                         len(listed) - len(names))  # fmt: skip
@@ -110,11 +119,11 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
     total = plan.write_counts(p)
     logging.info("%s captions, %s of them to encode", f"{p.captions:,}", f"{total:,}")
     new = range(-(-total // p.size))
-    known = {name: path / name.read_text() for name in files.present(map(p.name, new))}
-    for file in known.values():  # A run before this encoded it; damaged since, it is removed.
+    encoded = {name: path / name.read_text() for name in files.present(map(p.name, new))}
+    for file in encoded.values():  # Deletes shards of an earlier run that were damaged since.
         shards.usable(file, False)
     engine.fill(
-        new, lambda shard: known.get(p.name(shard), p.name(shard)), stages.encode,
+        new, lambda shard: encoded.get(p.name(shard), p.name(shard)), stages.encode,
         noun="captions", name="encoding",
         size=lambda shard: min(p.size, total - shard * p.size), read=stages.read,
     )  # fmt: skip
@@ -123,7 +132,7 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
 
 
 class _Stages(NamedTuple):
-    """What is done for each shard, or range of keys."""
+    """The work on each chunk, range of keys, or shard."""
 
     job: Job
     work: Work
@@ -151,9 +160,9 @@ class _Stages(NamedTuple):
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
-    """A config's prompts, to draw and to score on the way, of data from `source`.
+    """Return the prompts that training with a config draws and scores.
 
-    A negative prompt is one of them, and the empty one where dropped texts become it.
+    They include the negative prompt, and the empty one if dropped texts are replaced by it.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()
@@ -167,18 +176,20 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """The captions, and the name of their source."""
+    """Return the captions and the identity of their source."""
     if file is not None:
         try:
             lines = files.path(file).read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
-            raise ValueError(f"--captions={file} is no text in UTF-8: give a line each") from error
+            raise ValueError(
+                f"--captions={file} is not UTF-8 text: write one caption per line"
+            ) from error
         texts = [*prompts, *(line.strip() for line in lines if line.strip())]
         if not texts:
-            raise ValueError(f"{file} holds no captions: write one a line")
+            raise ValueError(f"{file} holds no captions: write one caption per line")
         return plan.Captions(texts, None, 0, 1), {"given": texts}
-    opened = sources.open_pictures(data, size=16)  # No picture is made.
-    # The synthetic source has one caption, for as many pictures as anyone likes.
+    opened = sources.open_pictures(data, size=16)  # No image is decoded.
+    # The synthetic source has one caption for any number of images.
     count = 1 if data.source == "synthetic" else len(opened)
     source = {"prompts": list(prompts), **data._asdict(), "threads": 0}
     return plan.Captions(tuple(prompts), opened, count, data.threads), source

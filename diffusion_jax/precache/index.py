@@ -1,7 +1,7 @@
-"""The end of a store: its index, all keys in order and where their rows are, and the manifest.
+"""Finish a store: write its index (all keys in order, with the place of their rows) and manifest.
 
-Each shard's keys go into a sorted table, each range of keys of all tables becomes a part, and the
-parts behind each other are the index (see machine/tables.py).
+The keys of each shard are written to a sorted table, each range of keys of all tables becomes a
+part, and the parts are joined to the index (see machine/tables.py).
 """
 
 import hashlib
@@ -20,13 +20,13 @@ from diffusion_jax.weights import pretrained
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
 ROW = np.dtype([("key", tables.KEY), *_PLACE])
 _ENTRY = np.dtype([("key", tables.KEY), ("shard", np.int32), *_PLACE])
-_TYPES = {"i8": "I64", "i4": "I32"}  # Of numpy and of safetensors.
+_TYPES = {"i8": "I64", "i4": "I32"}  # The names of types in numpy and in safetensors.
 
 
 class Listed(NamedTuple):
-    """Some shards of the store at `path`, whose names are the lines of a file in `folder`.
+    """Some shards of the store at `path`; their names are the lines of a file in `folder`.
 
-    Workers get the file's name, since there are tens of thousands of shards.
+    Workers receive the file's name, because there may be tens of thousands of shards.
     """
 
     path: pathlib.Path
@@ -35,16 +35,16 @@ class Listed(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The shards, in order."""
+        """The names of the shards, in order."""
         return files.kept(self.folder / self.file).read_text().split()
 
     @property
     def tables(self) -> list[pathlib.Path]:
-        """The table of each shard, whether it is there or not."""
+        """The path of each shard's table, which may not exist yet."""
         return [self.folder / f"table-{name}" for name in self.names]
 
     def part(self, number: int) -> pathlib.Path:
-        """A range of the index."""
+        """Return the path of one range of the index."""
         return self.folder / f"{self.file}-{number:08}"
 
 
@@ -54,16 +54,16 @@ def finish(
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
 ) -> dict[str, Any]:
-    """Writes the index and the manifest over the shards `names`; others are removed.
+    """Write the index and the manifest for the shards `names`, and delete all other shards.
 
-    `folder` holds what is in the making. Takes the memory of a range of keys, about 300 MB. Returns
-    the manifest.
+    `folder` is for temporary files. This takes the memory of one range of keys, about 300 MB.
+    Returns the manifest.
     """
     folder = folder or path / "plan"
     folder.mkdir(exist_ok=True)
-    made = listed(path, folder, names)
-    write_tables(made, engine)
-    size, digest, texts, tokens = write_index(made, engine)
+    shard_list = listed(path, folder, names)
+    write_tables(shard_list, engine)
+    size, digest, texts, tokens = write_index(shard_list, engine)
     sizes = [(path / name).stat().st_size for name in names]
     manifest = store.read_manifest(path) | {
         "captions": texts,
@@ -80,7 +80,7 @@ def finish(
 
 
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
-    """Writes the names into `folder`, under a name that is a hash of them."""
+    """Write the shards' names to a file in `folder`, which is named by their hash."""
     text = "\n".join(names)
     name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     files.write_whole(folder / name, text)
@@ -88,21 +88,21 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 
 
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
-    """The names of those shards that are not damaged, whose tables are written."""
+    """Write the tables of the undamaged shards, and return their names."""
     pairs = list(zip(before.names, before.tables, strict=True))
-    there = files.present(before.tables)
+    present = files.present(before.tables)
     for name, table in pairs:
-        if table in there and not shards.usable(before.path / name, False):
-            table.unlink(missing_ok=True)  # Lost since a run before this looked at it.
+        if table in present and not shards.usable(before.path / name, False):
+            table.unlink(missing_ok=True)  # The shard was lost after its table was written.
     write_tables(before, engine, verify=verify)
-    there = files.present(before.tables)
-    return [name for name, table in pairs if table in there]
+    present = files.present(before.tables)
+    return [name for name, table in pairs if table in present]
 
 
 def write_tables(shard_list: Listed, engine: Engine, *, verify: bool = False) -> None:
-    """Writes the tables of shards; of one that is damaged none, and it is removed.
+    """Write a table for each undamaged shard, and delete damaged shards.
 
-    `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
+    `verify` compares the checksum of every row; otherwise only sizes are compared.
     """
     paths = shard_list.tables
     write = _Tables(shard_list, verify)
@@ -126,7 +126,7 @@ class _Tables(NamedTuple):
 
 
 def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
-    """Writes the index; returns its bytes and SHA-256, the number of texts, and of their rows."""
+    """Write the index. Returns its bytes, its SHA-256, the number of texts and of their rows."""
     total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
     ranges = range(tables.num_ranges(total))
     engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
@@ -149,7 +149,7 @@ class _Parts(NamedTuple):
     ranges: int
 
     def __call__(self, number: int) -> None:
-        """Keys of a range in order, each once: a key of several shards is in the first of them."""
+        """Write a range of keys in order; a key in several shards refers to the first of them."""
         cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
         parts = []
         for shard, path in enumerate(self.listed.tables):
@@ -164,7 +164,7 @@ class _Parts(NamedTuple):
 
 
 def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
-    """The errors of a store's rows, for its manifest."""
+    """Return the quantisation errors of a store, for its manifest."""
     errors, weights = [], []
     for name in names:
         shard = pretrained.open_safetensors(path / name)
@@ -179,13 +179,13 @@ def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def _columns() -> list[str]:
-    """Fields in the order of safetensors: the widest type first, then by name."""
+    """Return the fields in the order of safetensors: widest type first, then by name."""
     width = lambda name: 1 if name == "key" else _ENTRY[name].itemsize
     return sorted(_ENTRY.names or (), key=lambda name: (-width(name), name))
 
 
 def _header(texts: int) -> bytes:
-    """What safetensors writes before the columns."""
+    """Return the header of a safetensors file with these columns."""
     entries, end = {}, 0
     for name in _columns():
         start, end = end, end + texts * _ENTRY[name].itemsize

@@ -1,4 +1,4 @@
-"""Text encoders opened for a config: run in training, or their embeddings taken from elsewhere."""
+"""Open the text encoder of a config: the encoder itself, a store, or embeddings in the data."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,17 +12,19 @@ from diffusion_jax.text import precomputed, registry
 from diffusion_jax.text.encoder import TextEncoder
 
 Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
-_TOKENS = 8192  # Of prompts that a device encodes at once.
-_CHECKED = 256  # Prompts that are looked up at once, to see that they are there.
+_TOKENS = 8192  # Tokens of prompts per device and batch.
+_CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 
 
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
-    """The encoder that training conditions on; weights are opened and checked, not read.
+    """Return the encoder for training. Its weights are opened and checked, but not read.
 
-    Where its embeddings come with the data (`embedded`) or from text.store, none is opened, and its
-    weights are not needed; they are compared with the store's where text.weights is a folder here.
-    ValueError or FileNotFoundError if there is no such encoder or store, or the store was made in
-    another way.
+    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. If
+    text.weights is a folder on this machine, they are compared with the store's.
+
+    Raises:
+        ValueError: The encoder or the store does not fit the config.
+        FileNotFoundError: The weights or the store are missing.
     """
     if embedded:
         return precomputed.encoder(text.width, text.max_tokens, text.encoder)
@@ -36,19 +38,20 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """The encoder itself, for texts that no data hold, such as the prompts of sampling.
+    """Return the encoder itself, for new texts such as the prompts of sampling.
 
-    ValueError or FileNotFoundError if there is none, or it is not the one that made text.store,
-    as far as that is still there.
+    Raises:
+        ValueError: text.weights is empty, or another encoder made text.store (if it still exists).
+        FileNotFoundError: The weights are missing.
     """
     kind = registry.ENCODERS[text.encoder]
     if kind.pretrained and not kind.packaged and not text.weights:
-        made = f"in {text.store}" if text.store else "of training"
+        where = f"in {text.store}" if text.store else "of training"
         raise ValueError(
-            f"the embeddings {made} were made by {text.encoder!r}, which new texts need too: say "
-            f"where its weights are, those {text.width} wide, with --text_weights=FOLDER to sample "
-            "and evaluate, --config.text.weights=FOLDER to train; a Hugging Face name will do. "
-            "Pickles become such a folder by\n  python -m diffusion_jax.text convert FOLDER OUT"
+            f"the embeddings {where} were made by {text.encoder!r}, which new texts need too: name "
+            f"its weights, of width {text.width}, with --text_weights=FOLDER (sampling and "
+            "evaluation) or --config.text.weights=FOLDER (training); FOLDER may be a Hugging Face "
+            "name. To convert pickles, run\n  python -m diffusion_jax.text convert FOLDER OUT"
         )
     encoder = registry.make_encoder(text)
     if text.store and (files.path(text.store) / store.MANIFEST).is_file():
@@ -60,29 +63,31 @@ def open_online(text: Text) -> TextEncoder:
 def open_prompts(
     text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
 ) -> Tokenize:
-    """How training, which `encoder` conditions, reads prompts of these, in any order and number.
+    """Return a function from any of these prompts to the inputs of `encoder`.
 
-    Where embeddings come with the data, those of the prompts are made here and now by the encoder
-    itself, which is on the devices no longer than that; so that its place is free in training.
-    ValueError if it is not to be had, or a prompt is not in text.store.
+    If embeddings come with the data, the prompts are encoded now by the encoder itself, whose
+    memory is free again during training.
+
+    Raises:
+        ValueError: The encoder has no weights, or text.store lacks a prompt.
     """
     if not embedded:
         for first in range(0, len(prompts) if text.store else 0, _CHECKED):
             encoder.tokenize(prompts[first : first + _CHECKED])
         return encoder.tokenize
-    different = list(dict.fromkeys(prompts))
-    rows = encode.on_own_devices(open_online(text), "float32", _TOKENS)(different)
-    each = np.split(np.asarray(rows.values), np.cumsum(rows.tokens)[:-1])  # [tokens, D] of each
-    arrays = dict(zip(different, each, strict=True))
+    distinct = list(dict.fromkeys(prompts))
+    rows = encode.on_own_devices(open_online(text), "float32", _TOKENS)(distinct)
+    each = np.split(np.asarray(rows.values), np.cumsum(rows.tokens)[:-1])  # [tokens, D] per prompt
+    arrays = dict(zip(distinct, each, strict=True))
     return lambda texts: encoder.tokenize([arrays[prompt] for prompt in texts])
 
 
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
-    """All that decides what `encoder`, opened by `text`, makes of a caption."""
+    """Return everything that determines the embedding of a caption."""
     return {**rule(text), **store.fingerprint(encoder)}
 
 
 def rule(text: Text) -> dict[str, Any]:
-    """The encoder's name, and the fields that decide what it makes of a caption."""
+    """Return the encoder's name and the config fields that determine an embedding."""
     fields = [field for field in registry.ENCODERS[text.encoder].fields if field != "weights"]
     return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

@@ -1,7 +1,7 @@
-"""Pictures to tars of moments, shard by shard: the work of a system's command precache.
+"""Encode images as tars of moments, shard by shard.
 
-Shard i holds records i * N to (i + 1) * N - 1 of the source, without those that cannot be used, so
-that shards may be written in any order, by several workers, and again after a kill.
+Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
+written in any order, by several workers, and again after a kill.
 """
 
 import functools
@@ -25,7 +25,7 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Sizes and shares of the work; the flags of precache say what each field means."""
+    """Sizes and the engine of the work; the flags of sd_jax.precache describe each field."""
 
     shard: int
     batch: int
@@ -37,39 +37,50 @@ class Work(NamedTuple):
 def run(
     source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
 ) -> int:
-    """Encodes what `out` lacks; returns how many shards are there now, all unless workers share.
+    """Encode the shards that `out` lacks, and return the number of shards in `out`.
 
-    `identity` says by what moments are made. ValueError if `out` was begun with another one, other
-    data or shards of another size.
+    With several workers, other workers may still be writing.
+
+    Args:
+        source: The images.
+        encode: Maps a batch of images to moments.
+        out: The folder of the tars.
+        identity: Describes the encoder and its input, for comparison with an existing folder.
+        work: Sizes and the engine.
+
+    Raises:
+        ValueError: `out` was started with another identity, other data or another shard size.
     """
     total = -(-len(source) // work.shard)
     manifest = {**identity, "records": len(source), "shard": work.shard, "finished": False}
     claims.claim(out / moments.MANIFEST, manifest, free=("finished",), write=not work.dry_run)
     path = functools.partial(_path, out)
-    for name, found in checksums.damaged(out) if work.verify else ():
-        logging.warning("%s is damaged (%s): encoding it again", out / name, found)
+    for name, difference in checksums.damaged(out) if work.verify else ():
+        logging.warning("%s is damaged (%s): encoding it again", out / name, difference)
         (out / name).unlink(missing_ok=True)
     if work.dry_run:
-        there = _there(out, total)
+        finished = _count(out, total)
         with programs.rehearsal():
             next(_encoded(source, encode, range(min(work.batch, len(source))), work.batch), None)
-        print(f"would encode {total - there} of {total} shards of {work.shard} images into {out}")
-        return there
+        print(
+            f"would encode {total - finished} of {total} shards of {work.shard} images into {out}"
+        )
+        return finished
     write = functools.partial(_write, source, encode, out, work.shard, work.batch)
     work.engine.fill(range(total), path, write)
-    if (there := _there(out, total)) == total:
+    if (finished := _count(out, total)) == total:
         files.write_whole(out / moments.MANIFEST, json.dumps(manifest | {"finished": True}))
         if work.verify or not (out / checksums.FOLDER).exists():
             checksums.write(out)
             checksums.read_back(out)
-    return there
+    return finished
 
 
 def _path(out: pathlib.Path, shard: int) -> pathlib.Path:
     return out / f"{shard:06}.tar"
 
 
-def _there(out: pathlib.Path, total: int) -> int:
+def _count(out: pathlib.Path, total: int) -> int:
     return len(files.present(_path(out, shard) for shard in range(total)))
 
 
@@ -83,14 +94,18 @@ def _write(
 def _encoded(
     source: Pictures, encode: Encode, rows: range, batch: int
 ) -> Iterator[dict[str, bytes]]:
-    """The files of each record that can be used; the next batch is read while one is encoded."""
+    """Yield the files of each usable record. The next batch is read while one is encoded."""
     parts = (np.arange(i, min(i + batch, rows.stop)) for i in range(rows.start, rows.stop, batch))
-    for _, (kept, images, texts) in engines.ahead(source.usable, parts):
-        if not len(kept):
+    for _, (indices, images, texts) in engines.ahead(source.usable, parts):
+        if not len(indices):
             continue
-        encoded = encode(images[np.arange(batch) % len(kept)])  # All batches have one size.
-        for index, array, text in zip(kept.tolist(), encoded[: len(kept)], texts, strict=True):
+        encoded = encode(images[np.arange(batch) % len(indices)])  # All batches have one size.
+        for index, array, text in zip(
+            indices.tolist(), encoded[: len(indices)], texts, strict=True
+        ):
             if not isinstance(text, str):
-                raise ValueError(f"record {index} has no caption but {type(text).__name__}")
+                raise ValueError(
+                    f"the caption of record {index} is {type(text).__name__}, not text"
+                )
             key = f"{index:09}".encode()
             yield {tars.KEY: key, "npy": moments.write(array), "txt": text.encode()}

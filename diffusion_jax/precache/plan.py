@@ -1,4 +1,4 @@
-"""Which captions of a data set are still to be encoded, planned part by part."""
+"""Plan which captions of a data set still need to be encoded, part by part."""
 
 import hashlib
 import json
@@ -15,14 +15,14 @@ from diffusion_jax.data.pictures import Pictures
 from diffusion_jax.machine import files, tables
 from diffusion_jax.precache import index, store
 
-_CHUNK = 2**16  # Captions whose keys one file holds.
+_CHUNK = 2**16  # Captions per file of keys.
 _NUMBER = np.dtype(np.int64)
 _ROW = np.dtype([("key", tables.KEY), ("number", np.int64)])
 _READ = 256  # Captions that a thread reads at a time.
 
 
 class Captions(NamedTuple):
-    """A list of captions: a config's prompts or a file's lines, then those of a data set."""
+    """A list of captions: a config's prompts or a file's lines, then a data set's captions."""
 
     prompts: Sequence[str]
     data: Pictures | None
@@ -30,17 +30,17 @@ class Captions(NamedTuple):
     threads: int
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The number of captions, repeated ones counted each time."""
+        """The number of captions, including repeated ones."""
         return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        """The captions of these numbers, read by several threads."""
+        """Return the captions with these numbers, read by several threads."""
         with ThreadPoolExecutor(max(1, self.threads)) as threads:
             parts = [numbers[i : i + _READ] for i in range(0, len(numbers), _READ)]
             return [text for part in threads.map(self._read, parts) for text in part]
 
     def _read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
-        first = len(self.prompts)  # Of the data set.
+        first = len(self.prompts)  # The data set's first number.
         texts = [self.prompts[i] for i in numbers[numbers < first].tolist()]
         if self.data is None or (numbers < first).all():
             return texts
@@ -48,18 +48,18 @@ class Captions(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The files by which it is planned what to encode.
+    """The files of a plan.
 
-    A shard of the store holds the next N captions that none before them repeats and that the store
-    does not have. Nobody needs all keys for that: the captions of a chunk become a table of keys,
-    each range of keys is compared in all tables (see machine/tables.py), and a shard is cut out of
-    what is left of the chunks where it lies.
+    A shard of the store holds the next N captions that do not repeat an earlier caption and are not
+    in the store yet. No process needs all keys at once: the captions of each chunk become a table
+    of keys, each range of keys is compared across all tables (see machine/tables.py), and a shard
+    is cut out of the remaining captions.
     """
 
     folder: pathlib.Path
     captions: int
     size: int
-    """N, captions of a shard."""
+    """N, the captions per shard."""
 
     @property
     def chunks(self) -> range:
@@ -73,37 +73,37 @@ class Plan(NamedTuple):
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
-        """How many captions are to be encoded before each chunk, and in all."""
+        """The number of captions to encode before each chunk, and in total."""
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
-        """The numbers of the captions of a chunk."""
+        """Return the numbers of the captions of a chunk."""
         return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.captions))
 
     def keys(self, chunk: int) -> pathlib.Path:
-        """The table of a chunk's keys."""
+        """Return the path of the table of a chunk's keys."""
         return self.folder / f"keys-{chunk:08}"
 
     def firsts(self, part: int) -> pathlib.Path:
-        """The numbers of the captions of a range of keys that are to be encoded, int64, sorted."""
+        """Return the path of the numbers, sorted int64, of a range's captions to encode."""
         return self.folder / f"firsts-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
-        """Names the file in the store that holds a shard."""
+        """Return the path of a file that holds the name of a shard in the store."""
         return self.folder / f"name-{shard:08}"
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
-    """The table of a chunk's keys, each with the number of the first caption that has it."""
+    """Write the table of a chunk's keys, each with the number of its first caption."""
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
     tables.write(plan.keys(chunk), tables.first_of_each(rows))
 
 
 def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
-    """What is to be encoded of a range of keys: captions whose key is new, and in no `held` shard.
+    """Write which captions of a range of keys to encode: the first of each key not in `held`.
 
-    Takes the memory of a range, about 300 MB.
+    This takes the memory of one range of keys, about 300 MB.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
@@ -113,7 +113,7 @@ def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
 
 
 def write_counts(plan: Plan) -> int:
-    """Counts what is to be encoded, range by range; returns how many captions it is."""
+    """Count the captions to encode, range by range, and return their number."""
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
         numbers = tables.read(plan.firsts(part), _NUMBER)
@@ -123,7 +123,7 @@ def write_counts(plan: Plan) -> int:
 
 
 def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
-    """The numbers of the captions of a shard, sorted."""
+    """Return the sorted numbers of the captions of a shard."""
     counts, first = plan.counts, shard * plan.size
     chunk = int(np.searchsorted(counts, first, side="right")) - 1
     end = int(np.searchsorted(counts, first + plan.size))
@@ -135,7 +135,7 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
 def open_plan(
     path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
 ) -> pathlib.Path:
-    """The folder of a plan while a store is being made: that of this data and no other."""
+    """Make and return the folder of the plan for this source and identity."""
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
@@ -143,17 +143,14 @@ def open_plan(
 
 
 def remove(path: pathlib.Path) -> None:
-    """Forgets all plans of a store that is finished."""
+    """Delete all plans of a finished store."""
     files.remove_tree(path / "plan")
-    for file in path.glob(".shard-*.tmp"):  # Of workers that were killed.
+    for file in path.glob(".shard-*.tmp"):  # Left by workers that were killed.
         file.unlink(missing_ok=True)
 
 
 def free_bytes(path: pathlib.Path) -> int | None:
-    """The free bytes on the disk of a folder, or of the first of its parents that exists.
-
-    None of a bucket.
-    """
+    """Return the free bytes on the disk of a folder (which may not exist), or None for a bucket."""
     if files.remote(path):
         return None
     path = path.absolute()

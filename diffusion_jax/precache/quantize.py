@@ -1,9 +1,9 @@
-"""Embeddings in 8 bits: groups of channels with a scale each, in steps that grow with the value.
+"""Store embeddings in 8 bits: one scale per group of channels, and steps that grow with the value.
 
-A value is a * q |q| / 127^2, where a is the largest magnitude of its group and q an int8. Even
-steps (a * q / 127, a scale a token) err by more than 1 % of a token as soon as one channel stands
-out, as T5's do: an outlier of 30 times the rest makes it 5 %. Here it spoils its own group alone,
-and small values keep small steps. Letters: D width, G groups.
+A value is a * q |q| / 127^2, where a is the largest magnitude of its group and q an int8. Uniform
+steps (a * q / 127 with one scale per token) have an error of more than 1 % if one channel is an
+outlier, as in T5: a channel 30 times larger than the others gives 5 %. Here an outlier affects only
+its own group, and small values have small steps. Letters: D width, G groups.
 """
 
 import math
@@ -16,14 +16,14 @@ _GROUP = 64
 
 
 def num_groups(width: int) -> int:
-    """G: groups are of 64 channels, or the largest power of two that divides D."""
+    """Return G, for groups of 64 channels, or of the largest power of two that divides D."""
     return width // math.gcd(width, _GROUP)
 
 
 def quantize(
     x: Float[Array, "*B D"],
 ) -> tuple[Int8[Array, "*B D"], Float[Array, "*B G"]]:
-    """q and the scales in bfloat16; zeros where x is 0."""
+    """Return q and the scales in bfloat16; both are 0 where x is 0."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
     scale = jnp.abs(grouped).max(-1).astype(jnp.bfloat16)
     largest = scale.astype(jnp.float32)[..., None]
@@ -34,7 +34,7 @@ def quantize(
 
 
 def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Array, "*B D"]:
-    """The values in float32."""
+    """Return the values in float32."""
     grouped = jnp.asarray(q, jnp.float32).reshape(*scale.shape, -1)
     step = jnp.asarray(scale, jnp.float32)[..., None] / 127**2
     return (grouped * jnp.abs(grouped) * step).reshape(q.shape)
@@ -43,7 +43,7 @@ def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Arr
 def errors(
     x: Float[Array, "*B D"], x_hat: Float[Array, "*B D"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """|x_hat - x| / |x| of each token, and the cosine of the two; 0 and 1 where both are 0."""
+    """Return |x_hat - x| / |x| and the cosine similarity per token; 0 and 1 if both are 0."""
     norm = jnp.linalg.norm(x, axis=-1)
     norm_hat = jnp.linalg.norm(x_hat, axis=-1)
     relative = jnp.linalg.norm(x_hat - x, axis=-1) / jnp.maximum(norm, np.finfo(np.float32).tiny)

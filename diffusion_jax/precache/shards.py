@@ -1,6 +1,6 @@
-"""The writing of a store of embeddings, shard by shard; index.py finishes it.
+"""Write the shards of a store of embeddings; index.py finishes the store.
 
-store.py tells the format. A store without its shards in the manifest is unfinished.
+store.py describes the format. A store whose manifest lists no shards is unfinished.
 """
 
 import hashlib
@@ -20,19 +20,20 @@ from diffusion_jax.weights import pretrained
 
 
 class Rows(NamedTuple):
-    """The embeddings of some texts, one after the other, as they are stored."""
+    """The embeddings of some texts, one after the other, in the format of a store."""
 
     tokens: Int[np.ndarray, "N"]
     values: Shaped[np.ndarray, "T D"]
     scales: Shaped[np.ndarray, "T G"] | None
     errors: Float[np.ndarray, "T 2"]
-    """The error of each row relative to its length, and its cosine with the encoder's output."""
+    """The relative error of each row, and its cosine similarity to the encoder's output."""
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
-    """The manifest of the store at `path`, which is made if need be.
+    """Return the manifest of the store at `path`, and make a new store if need be.
 
-    ValueError if the store is of another identity or format.
+    Raises:
+        ValueError: The store has another identity or format.
     """
     path.mkdir(parents=True, exist_ok=True)
     if not (path / store.MANIFEST).is_file():
@@ -42,19 +43,19 @@ def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str
     store.check_identity(path, manifest["identity"], identity)
     if manifest["format"] != format:
         raise ValueError(
-            f"the store {path} is of format {manifest['format']!r}, not {format!r}: "
-            "take the same, or another folder"
+            f"the store {path} has the format {manifest['format']!r}, not {format!r}: "
+            "use the same format, or another folder"
         )
     return manifest
 
 
 def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
-    """The file that holds these texts and no others: so that no two can hold the same."""
+    """Return the file name of a shard with exactly these texts."""
     return f"shard-{hashlib.blake2b(keys.tobytes(), digest_size=12).hexdigest()}.safetensors"
 
 
 def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -> pathlib.Path:
-    """A shard in the store at `path`, whole or not at all; one that is there already is left."""
+    """Write a shard atomically, unless it exists already, and return its path."""
     first = np.concatenate([[0], np.cumsum(rows.tokens)]).astype(np.int64)
     raw = keys.view(np.uint8).reshape(-1, store.KEY_SIZE)
     check = _checks(raw, first, rows.values, rows.scales)
@@ -68,9 +69,9 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
 
 
 def usable(file: pathlib.Path, verify: bool) -> bool:
-    """Whether a shard is there and whole; a damaged one is removed.
+    """Return whether a shard exists undamaged; delete it if it is damaged.
 
-    `verify` reads every row and compares its checksum; otherwise only the sizes are looked at.
+    `verify` compares the checksum of every row; otherwise only sizes are compared.
     """
     if not file.is_file():
         return False
@@ -82,13 +83,13 @@ def usable(file: pathlib.Path, verify: bool) -> bool:
         if np.array_equal(checks, shard["check"]):
             return True
     except (ValueError, KeyError):
-        pass  # Cut off, or damaged in its header.
+        pass  # Truncated, or with a damaged header.
     file.unlink(missing_ok=True)
     return False
 
 
 def _summary(errors: Float[np.ndarray, "T 2"]) -> Float[np.ndarray, "3"]:
-    """Mean and largest relative error, and the least cosine."""
+    """Return the mean and largest relative error, and the least cosine similarity."""
     relative, cosine = errors.T.astype(np.float64)
     return np.array([relative.mean(), relative.max(), cosine.min()] if len(errors) else [0, 0, 1.0])
 
@@ -100,7 +101,6 @@ def _save(arrays: Mapping[str, np.ndarray]) -> bytes:
 def _checks(
     keys: np.ndarray, first: np.ndarray, values: np.ndarray, scales: np.ndarray | None
 ) -> np.ndarray:
-    """The checksum of each text of a shard."""
     spans = (slice(*pair) for pair in itertools.pairwise(first.tolist()))
     rows = ((values[s], None if scales is None else scales[s]) for s in spans)
     return np.array([store.checksum(k, *row) for k, row in zip(keys, rows, strict=True)], np.int64)

@@ -1,16 +1,15 @@
-"""A store of embeddings: each different text once, without padding, found by a hash.
+"""A store of embeddings: each distinct text once, without padding, found by a hash.
 
-A store is a folder. Its shards are safetensors files: `keys` uint8 [N, 16], `first` int64 [N + 1],
-the row where each text begins, `check` int64 [N], a CRC-32 of a text's key and rows, and the rows
-themselves, `values` [T, D] and, for int8, `scales` bfloat16 [T, G] (see quantize.py); `errors`
-float64 [3] is that of the rows. `index.safetensors` has all keys, sorted, and where their rows
-are. `manifest.json` says by what the rows were made, lists the shards and has the SHA-256 of the
-index; it is written last, and a store without its shards in it is unfinished.
+A store is a folder. Its shards are safetensors files with these arrays: `keys` uint8 [N, 16];
+`first` int64 [N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and
+rows; `values` [T, D], the rows; for int8, `scales` bfloat16 [T, G] (see quantize.py); and `errors`
+float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, sorted, with the
+place of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
+the index. It is written last: a store whose manifest lists no shards is unfinished.
 
-Safetensors and not ArrayRecord, since texts are looked up by key, for which that format has
-nothing: an index is needed either way, and rows of one width need no further framing to be read by
-a single copy from the mapped file. The key is a hash of the text and of everything that makes its
-rows: encoder, weights, tokenizer, length rule, type.
+The format is not ArrayRecord, because that has no lookup by key; with an index of our own, rows of
+equal width can be read by a single copy from the mapped file. The key is a hash of the text and of
+everything that determines its rows: encoder, weights, tokenizer, length rule, type.
 """
 
 import functools
@@ -37,7 +36,7 @@ INDEX = "index.safetensors"
 FORMATS = {"int8": np.int8, "bfloat16": jnp.bfloat16, "float32": np.float32}
 Identity = Mapping[str, Any]
 VERSION = 1
-_OPEN_SHARDS = 4096  # Mapped at once; Linux allows a process 65,530 maps.
+_OPEN_SHARDS = 4096  # Shards that are mapped at once; Linux allows 65,530 maps per process.
 _SHARD_BYTES, _INDEX_BYTES = 32, 40  # Per text, beside its rows.
 _PROBES = (
     "", "A photo of a corgi riding a bike in Times Square.", "naïve café — 東京 ½ 🙂 &amp; İ\tß",
@@ -60,13 +59,13 @@ def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
 
 
 def command(path: str | os.PathLike[str], *more: str) -> str:
-    """The command that makes or completes the store at `path`, for error messages."""
+    """Return the command that makes or completes the store at `path`, for error messages."""
     flags = " ".join([f"--config.text.store={path}", *more])
     return f"python -m diffusion_jax.precache --config=CONFIG {flags}"
 
 
 def fingerprint(encoder: TextEncoder) -> dict[str, str]:
-    """Digests of an encoder's weights and tokenizer (the ids of some texts), in milliseconds."""
+    """Return digests of an encoder's weights and of its tokenizer (the ids of some texts)."""
     tokens = hashlib.blake2b(digest_size=16)
     for name, array in sorted(encoder.tokenize(_PROBES).items()):
         tokens.update(f"{name} {array.shape}".encode() + array.tobytes())
@@ -75,23 +74,23 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
-    """ValueError unless the store was made with everything that `wanted` names."""
+    """Raise ValueError unless the store's identity has all values of `wanted`."""
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
             f"the embeddings in {path} were made in another way ({different}): set the text "
-            "group of the config to what is there, or make another store with\n  "
+            "group of the config to the values there, or make another store with\n  "
             f"{command('NEW_FOLDER')}"
         )
 
 
 def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]:
-    """The key of each text, bytes [16]; ValueError for what is no text."""
+    """Return the key of each text, bytes [16]. Raises ValueError for anything but text."""
     salt = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=32).digest()
     digests = bytearray()
     for text in texts:
         if not isinstance(text, str):
             raise ValueError(
-                f"a store of embeddings is looked up by captions, and got {type(text).__name__} "
+                f"a store of embeddings needs captions, but the data have {type(text).__name__} "
                 f"of shape {np.shape(text)}: set data.text=txt, or leave text.store empty"
             )
         data = text.encode("utf-8", "surrogatepass")
@@ -100,17 +99,19 @@ def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]
 
 
 class Store:
-    """A finished store, mapped into memory; safe to use from many threads."""
+    """A finished store, mapped into memory. Several threads may use it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Checks that all is there, each shard by its size and the index by its SHA-256.
+        """Open a store, and check the size of each shard and the SHA-256 of the index.
 
-        FileNotFoundError or ValueError that says how to make what is missing.
+        Raises:
+            FileNotFoundError: A file is missing. The message has the command that makes it.
+            ValueError: A file is damaged, or the store is unfinished.
         """
         self.path = pathlib.Path(path)
         self.manifest = read_manifest(self.path)
         if not self.manifest["shards"]:
-            raise ValueError(f"the store {path} is unfinished: go on with\n  {command(path)}")
+            raise ValueError(f"the store {path} is unfinished: continue with\n  {command(path)}")
         for shard in self.manifest["shards"]:
             check_size(self.path / shard["file"], shard["bytes"])
         self._index = _open_index(self.path, self.manifest["index"])
@@ -118,24 +119,26 @@ class Store:
         self._shard = functools.lru_cache(_OPEN_SHARDS)(self._map_shard)
 
     def __len__(self) -> int:
-        """The number of texts."""
         return len(self._keys)
 
     @property
     def identity(self) -> Identity:
-        """The encoder that made the rows: its name, options and digests."""
+        """The encoder of the rows: its name, options and digests."""
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """The number of each key's text, -1 where there is none."""
+        """Return the position of each key in the index, or -1."""
         at = np.minimum(np.searchsorted(self._keys, keys), len(self) - 1)
         return np.where(self._keys[at] == keys, at, -1)
 
     def read(self, texts: Sequence[Any]) -> dict[str, np.ndarray]:
-        """The rows of texts as stored, padded with 0 to the identity's max_tokens L.
+        """Return the rows of texts in the stored format, padded with 0 to L = max_tokens.
 
-        "text_values" [B, L, D], for int8 also "text_scales" [B, L, G], and "text_mask" [B, L].
-        ValueError that says what to do for a text that is not there and for damaged rows.
+        Returns:
+            "text_values" [B, L, D], "text_mask" [B, L], and for int8 "text_scales" [B, L, G].
+
+        Raises:
+            ValueError: A text is not in the store, or its rows are damaged.
         """
         keys = keys_of(texts, self.identity)
         places = self.find(keys)
@@ -143,7 +146,7 @@ class Store:
             missing = [text for text, at in zip(texts, places, strict=True) if at < 0]
             raise ValueError(
                 f"{len(missing)} of {len(texts)} captions are not in the store {self.path}, first "
-                f"{missing[0]!r}: encode them, and them alone, with\n  {command(self.path)}"
+                f"{missing[0]!r}: encode only these with\n  {command(self.path)}"
             )
         batch = self._empty(len(texts))
         for row, at in enumerate(places.tolist()):
@@ -155,7 +158,7 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """The values and scales of one text; ValueError if they do not have its checksum."""
+        """Return the values and scales of one text. Raises ValueError if they are damaged."""
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")
         )
@@ -165,7 +168,7 @@ class Store:
         if checksum(self._index["keys"][at], values, scales) != check:
             file = self.path / self.manifest["shards"][number]["file"]
             raise ValueError(
-                f"{file} is damaged where the embeddings of {text!r} are: encode it again with\n"
+                f"{file} is damaged at the embeddings of {text!r}: encode it again with\n"
                 f"  {command(self.path, '--verify')}"
             )
         return values, scales
@@ -184,7 +187,7 @@ class Store:
 
 
 def encoder(opened: Store) -> TextEncoder:
-    """A TextEncoder that looks its texts up: rows travel as stored and become floats on devices."""
+    """Return a TextEncoder that looks texts up; stored rows become floats on the devices."""
 
     def encode(frozen: tuple[()], batch: Batch):
         del frozen  # The encoder that made the rows is not needed.
@@ -198,21 +201,24 @@ def encoder(opened: Store) -> TextEncoder:
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    """The manifest of a store; FileNotFoundError or ValueError that says what is wrong."""
+    """Return the manifest of a store. Raises FileNotFoundError or ValueError."""
     if not (path / MANIFEST).is_file():
-        held = "is a folder without" if path.is_dir() else "does not exist: no"
+        problem = f"holds no {MANIFEST}" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
-            f"{path} {held} {MANIFEST}: check the path, or make a store of embeddings with\n"
+            f"{path} {problem}: check the path, or make a store of embeddings with\n"
             f"  {command(path)}"
         )
     manifest = pretrained.read_json(path / MANIFEST)
     if manifest.get("version") != VERSION:
-        raise ValueError(f"{path / MANIFEST} is of version {manifest.get('version')}, not 1")
+        raise ValueError(
+            f"the version of {path / MANIFEST} is {manifest.get('version')}: this code reads "
+            f"version {VERSION}"
+        )
     return manifest
 
 
 def check_size(path: pathlib.Path, size: int) -> None:
-    """ValueError or FileNotFoundError unless the file has this size."""
+    """Raise ValueError or FileNotFoundError unless the file has this size."""
     actual = path.stat().st_size if path.is_file() else None
     if actual != size:
         state = "is missing" if actual is None else f"has {actual} of {size} bytes"
@@ -221,7 +227,7 @@ def check_size(path: pathlib.Path, size: int) -> None:
 
 
 def checksum(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> int:
-    """The CRC-32 of a text's key and rows."""
+    """Return the CRC-32 of a text's key and rows."""
     check = zlib.crc32(_bytes(values), zlib.crc32(_bytes(key)))
     return check if scales is None else zlib.crc32(_bytes(scales), check)
 
@@ -232,7 +238,7 @@ def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.nd
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry["sha256"]:
         raise ValueError(
-            f"{path / INDEX} is damaged, or of another run than the manifest: make it again with\n"
+            f"{path / INDEX} is damaged, or does not belong to the manifest: make it again with\n"
             f"  {command(path)}"
         )
     return pretrained.map_safetensors(path / INDEX)

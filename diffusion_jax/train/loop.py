@@ -151,6 +151,9 @@ def train(
             logging.info("%s is at step %d already: nothing to train", workdir, first_step)
             return state
 
+        # From here on, a lost process ends this one without waiting for a save.
+        stack.enter_context(distributed.ending_at_disconnection())
+
         # Compile the step. From here on, OutOfMemory lists what fills the device.
         rows = run.batch_size // settings.accumulate
         batch = to_global(next(batches), batch_sharding(mesh))

@@ -78,7 +78,9 @@ def test_what_changes_nothing_that_is_learned_may_differ_and_is_kept(tmp_path, f
 
 @pytest.mark.parametrize("kind", [str, pathlib.Path])
 def test_a_workdir_may_be_in_two_kinds_of_store(kind):
-    with pytest.raises(ValueError, match=r"https://bucket/run is in no store .*: those are gs://"):
+    with pytest.raises(
+        ValueError, match=r"https://bucket/run cannot be written to: use a folder on disk, or gs://"
+    ):
         runs.claim(kind("https://bucket/run"), config())
 
 

@@ -73,7 +73,7 @@ def test_a_folder_of_earlier_code_is_taken_as_it_is(folder):
 
 
 def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
-    monkeypatch.setattr(checksums, "_let_go", flip)
+    monkeypatch.setattr(checksums, "_drop_cache", flip)
     (folder / "params" / "deep" / "c").unlink()
     checksums.write(folder)
     with pytest.raises(OSError, match="a was read back wrong: its bytes differ from those written"):
@@ -82,7 +82,7 @@ def test_a_file_that_reads_back_wrong_is_an_error(folder, monkeypatch):
 
 def test_who_is_in_a_hurry_reads_back_no_further(folder, monkeypatch):
     read = []
-    monkeypatch.setattr(checksums, "_let_go", lambda path: read.append(path.name))
+    monkeypatch.setattr(checksums, "_drop_cache", lambda path: read.append(path.name))
     checksums.write(folder)
     checksums.read_back(folder, unless=lambda: len(read) == 2)
     assert read == ["a", "d"]

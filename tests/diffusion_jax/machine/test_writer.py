@@ -132,7 +132,7 @@ def test_a_writer_that_slept_too_long_ends_when_it_wakes(tmp_path):
         os.kill(process.pid, signal.SIGCONT)
         _, err = process.communicate(timeout=300)
     assert process.returncode == 1
-    assert f"written by process {os.getpid()} on" in err and "so this one ends" in err
+    assert f"written by process {os.getpid()} on" in err and "so this process ends" in err
 
 
 def test_of_many_that_come_at_once_one_holds(tmp_path):

@@ -119,7 +119,7 @@ def test_killed_workers_lose_and_double_nothing(tmp_path, weights, whole):
     first.join()
     done = shards(path)
     assert 3 <= done <= 15 and first.exitcode == -9
-    with pytest.raises(ValueError, match="is unfinished: go on with"):
+    with pytest.raises(ValueError, match="is unfinished: continue with"):
         store.Store(path)
     one, two = (start(1 + n, done + 15, f"--worker={n}", "--workers=2") for n in (0, 1))
     wait_for(path, done + 3, two)
@@ -243,7 +243,11 @@ def test_captions_may_come_from_a_file(tmp_path, weights):
 @pytest.mark.parametrize(
     ("changes", "kind", "message"),
     [
-        ({"text__store": ""}, ValueError, "text.store is empty: say where to write with --config"),
+        (
+            {"text__store": ""},
+            ValueError,
+            "text.store is empty: name the folder to write to with --config",
+        ),
         ({"text__encoder": "t6"}, ValueError, "text.encoder is 't6': "),
         ({"text__encoder": "precomputed"}, ValueError, "name the encoder that computed the emb"),
         ({"text__width": 32}, ValueError, "text.width is 32, but the T5 in .* has width 64: s"),

@@ -134,17 +134,19 @@ def test_missing_captions_are_counted_with_the_command(tmp_path):
         opened.read(["a dog", "a bird", "a fish"])
     with pytest.raises(ValueError, match=r"python -m diffusion_jax\.precache --config=CONFIG "):
         opened.read(["a bird"])
-    with pytest.raises(ValueError, match=r"got ndarray of shape \(3, 128\): set data\.text=txt"):
+    with pytest.raises(
+        ValueError, match=r"the data have ndarray of shape \(3, 128\): set data\.text=txt"
+    ):
         opened.read([ROWS[0]])
 
 
 def test_no_store_and_half_a_store_name_the_command(tmp_path):
-    with pytest.raises(
-        FileNotFoundError, match=r"nothing does not exist: no manifest\.json: check"
-    ):
+    with pytest.raises(FileNotFoundError, match=r"nothing does not exist: check the path"):
         store.Store(tmp_path / "nothing")
     shards.start(tmp_path, IDENTITY, "int8")
-    with pytest.raises(ValueError, match=r"is unfinished: go on with\n  python -m diffusion_jax"):
+    with pytest.raises(
+        ValueError, match=r"is unfinished: continue with\n  python -m diffusion_jax"
+    ):
         store.Store(tmp_path)
 
 
@@ -171,7 +173,7 @@ def test_a_changed_byte_is_found_when_it_is_read(tmp_path, format):
     shard.write_bytes(contents)
     opened = store.Store(tmp_path)
     opened.read(TEXTS[:1])
-    with pytest.raises(ValueError, match=r"is damaged where the embeddings of '' are.*\n.*--ver"):
+    with pytest.raises(ValueError, match=r"is damaged at the embeddings of ''.*\n.*--ver"):
         opened.read(TEXTS[1:2])
     assert shards.usable(shard, verify=False)
     assert not shards.usable(shard, verify=True)
@@ -183,7 +185,7 @@ def test_a_changed_index_is_found_at_the_start(tmp_path):
     contents = bytearray(index.read_bytes())
     contents[-1] ^= 1
     index.write_bytes(contents)
-    with pytest.raises(ValueError, match=r"index.safetensors is damaged, or of another run"):
+    with pytest.raises(ValueError, match=r"index.safetensors is damaged, or does not belong to"):
         store.Store(tmp_path)
 
 
@@ -191,7 +193,7 @@ def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
     make(tmp_path)
     with pytest.raises(ValueError, match=r"another way \(weights: '1a' there, '9' wanted\)"):
         shards.start(tmp_path, IDENTITY | {"weights": "9"}, "int8")
-    with pytest.raises(ValueError, match="is of format 'int8', not 'float32': take the same, or"):
+    with pytest.raises(ValueError, match="has the format 'int8', not 'float32': use the same"):
         shards.start(tmp_path, IDENTITY, "float32")
 
 

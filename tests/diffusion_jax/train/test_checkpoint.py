@@ -155,7 +155,7 @@ def test_in_a_hurry_neither_a_save_nor_the_one_before_is_read_back_to_its_end(
         began.set()
         checkpointer._hurried.wait(60)
 
-    monkeypatch.setattr(checksums, "_let_go", let_go)
+    monkeypatch.setattr(checksums, "_drop_cache", let_go)
     checkpointer.save(1, random_state(1), Position())
     assert began.wait(60)
     checkpointer.save(2, random_state(2), Position(), read_back=False)

@@ -150,7 +150,7 @@ def test_sigterm_saves_and_the_next_run_continues_bit_for_bit(tmp_path, monkeypa
     with monkeypatch.context() as patch:
         patch.setattr(loop, "to_global", kill_at_the_fourth_batch)
         patch.setattr(checkpoint.Checkpointer, "close", watched_close)
-        patch.setattr(checksums, "_let_go", lambda path: compared.append(path))
+        patch.setattr(checksums, "_drop_cache", lambda path: compared.append(path))
         stopped = train(tmp_path / "parts")
     assert int(stopped.step) == 4
     folder = tmp_path / "parts" / runs.CHECKPOINTS
