@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diffusion_jax.machine import sharding
-from diffusion_jax.precache import encode, store
+from diffusion_jax.precache import encode
 from diffusion_jax.text import clip, embed, t5
 from tests.diffusion_jax.text import tiny_weights
 
