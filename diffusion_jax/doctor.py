@@ -1,12 +1,13 @@
-"""Says what a machine is and whether its accelerators work: what to send with a bug report.
+"""Describe a machine and check its accelerators. Attach the report to bug reports.
 
     python -m diffusion_jax.doctor
     python -m diffusion_jax.doctor --json
 
-JAX's own report, further versions, devices and their memory, the environment that JAX and XLA read
-with what this project set of it and why, each operation of the models beside its reference, and the
-measured rates of a matrix product and a convolution beside the maker's (machine/hardware.py): what
-is wrong or slow is said so. It takes about a minute, writes nothing and uses no network.
+The report has JAX's own description, package versions, devices and their memory, the environment
+variables of JAX and XLA with the settings that this project adds and why, a comparison of each
+operation of the models with a reference, and the measured rates of a matrix product and a
+convolution next to the maker's figures (machine/hardware.py). It names what is wrong or slow. It
+takes about a minute, writes nothing and uses no network.
 """
 
 import json
@@ -32,7 +33,7 @@ _PACKAGES = (
 
 
 def main(argv: list[str]) -> None:
-    """Examines the machine and prints the report."""
+    """Examine the machine and print the report."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     set_here = tuning.missing(tuning.here(), os.environ)
@@ -43,7 +44,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Everything, by subject, with the settings that this process made itself."""
+    """Return the report by subject; `set_here` are the settings that this process made."""
     first = jax.local_devices()[0]
     return {
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
@@ -59,8 +60,7 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """The report of `examine` for people: JAX's own as it stands, the rest as YAML, a line for
-    each check, and what to look at."""
+    """Return the report of `examine` as text, with a line per check and a summary at the end."""
     rest = {k: value for k, value in report.items() if k not in ("jax", "checks")}
     rest = yaml.safe_dump(rest, sort_keys=False, width=1000)
     rows = [_line(row) for row in report["checks"]]
@@ -70,7 +70,6 @@ def text(report: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    """A check's name and verdict, then what was measured."""
     numbers = [f"{name} {row[name]}" for name in ("error", "ms", "gb_per_s") if name in row]
     return f"{row['check']:<36} {row['verdict']:<6} {', '.join(numbers)}".rstrip()
 

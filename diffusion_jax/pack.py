@@ -1,12 +1,12 @@
-"""A run's weights as a small folder to pass on, to draw from, to score and to start from.
+"""Pack a run's weights into a small workdir, to share, sample, evaluate or start training from.
 
     python -m diffusion_jax.pack --workdir=runs/emoji32 --out=models/emoji32
     python -m imagen_jax.sample --workdir=models/emoji32 --prompt="a red apple" --out=pictures
 
-What is packed is an average (--ema, as sample has it) of a checkpoint, in a .safetensors file: a
-quarter of its size, in whole numbers of 8 bits with a scale for each channel. Optimizer, metrics
-and pictures stay behind; what the config names by a path (vae.weights, text.weights, what a LoRA
-adapts) is not in it. To train on from it, name it as --config.unet.weights of a new run.
+The folder holds one average (--ema, as in sample) of a checkpoint as a .safetensors file of a
+quarter of its size, in 8-bit integers with a scale per channel. It has no optimizer state, metrics
+or pictures, and no weights that the config names by a path (vae.weights, text.weights, the base of
+a LoRA). To train from it, give it as --config.unet.weights of a new run.
 """
 
 import pathlib
@@ -19,14 +19,21 @@ from diffusion_jax.machine import checksums, files
 from diffusion_jax.train import checkpoint
 from diffusion_jax.weights import packed, restore
 
-flags.disclaim_key_flags()  # They are defined below, where this is run as a command.
+flags.disclaim_key_flags()  # The flags are only defined if this module runs as a command.
 
 
 def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> pathlib.Path:
-    """Makes `out` a run whose only weights are packed; returns their file.
+    """Make `out` a workdir that only holds packed weights, and return their file.
 
-    `which` and `step` as for restore.load_params. ValueError if there are no such weights or `out`
-    holds checkpoints; FileNotFoundError if there is no checkpoint.
+    Args:
+        workdir: The run.
+        which: The weights, as in restore.load_params.
+        step: The checkpoint; None for the newest undamaged one.
+        out: The new workdir.
+
+    Raises:
+        ValueError: The checkpoint has no such weights, or `out` holds checkpoints.
+        FileNotFoundError: There is no checkpoint.
     """
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS
@@ -39,19 +46,21 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
         place = folder / str(step)
         packed.write(place / packed.FILE, jax.device_get(params))
         checksums.write(place)
-        # What Orbax looks for in a bucket, where this folder may be copied.
+        # Orbax looks for this file in a bucket, where the folder may be copied.
         files.write_whole(place / checkpoint.COMMIT, "")
     return place / packed.FILE
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
-    _OUT = flags.DEFINE_string("out", None, "The folder that is made.", required=True)
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
+    _OUT = flags.DEFINE_string("out", None, "The new workdir.", required=True)
     _EMA = flags.DEFINE_string("ema", "ema", 'An average, "ema" for the largest, or "raw".')
-    _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A step that was saved; else the last.")
+    _CHECKPOINT = flags.DEFINE_integer(
+        "checkpoint", None, "The step of a checkpoint; default: the last."
+    )
 
     def main(argv: list[str]) -> None:
-        """Packs."""
+        """Pack the weights of a workdir."""
         if len(argv) > 1:
             raise flags.Error(f"unknown arguments {argv[1:]}")
         cli.start(alone=True)

@@ -1,10 +1,10 @@
-"""One page of a run, or of several over one another: scores, pictures, cards, training.
+"""Write one HTML page about a run or several: scores, pictures, cards and training curves.
 
     python -m diffusion_jax.report runs/quickstart [runs/other ...] --out=report.html
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
-It is the Sweeps and Training of the page (imagen_jax.web) in one file that needs no server and no
-network, with what training and evaluation wrote into the workdirs by now.
+The page holds the Sweeps and Training tabs of the web page (imagen_jax.web) in one file that needs
+no server and no network, with everything that the workdirs hold by now.
 """
 
 from absl import flags, logging
@@ -16,11 +16,11 @@ from diffusion_jax.web import frozen
 
 
 def main(argv: list[str]) -> None:
-    """Reads the runs, writes the page."""
+    """Read the runs and write the page."""
     cli.start(alone=True)
     with cli.bad_input():
         if len(argv) < 2:
-            raise ValueError("name one workdir or more: python -m diffusion_jax.report RUN")
+            raise ValueError("give one or more workdirs: python -m diffusion_jax.report WORKDIR")
         bands = [rcp.read_band()] if flags.FLAGS.rcp else []
         out = files.path(flags.FLAGS.out or files.path(argv[1]) / frozen.PAGE)
         files.write_whole(out, frozen.page(argv[1:], bands))
@@ -28,6 +28,6 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.DEFINE_string("out", None, "The page; default: report.html in the first run.")
-    flags.DEFINE_bool("rcp", False, "Also MLPerf's reference runs, as a band.")
+    flags.DEFINE_string("out", None, "The file; default: report.html in the first workdir.")
+    flags.DEFINE_bool("rcp", False, "Add MLPerf's reference runs as a band.")
     cli.run(main)

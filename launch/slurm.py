@@ -84,7 +84,8 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
             job.image,
             *(["--container-mounts", mounts] if mounts else []),
         ]
-    # If a failure killed the other processes, their exit codes would hide exit code 2 (bad input).
+    # Not --kill-on-bad-exit=1: srun returns the largest exit code, so the code of a killed process
+    # would hide code 2 (bad input). After 60 s, --wait ends processes that are left over.
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
     variables = jobs.environment(job, target, run.workdir)

@@ -146,7 +146,7 @@ evaluate --checkpoint=x | --checkpoint is 'x': it must be a whole number
 evaluate --reference=D/none.npz | --reference needs a file of prompts
 evaluate --prompts=D/binary.txt | D/binary.txt is not UTF-8 text
 evaluate --workdir=D/sd | D/sd is a run of sd_jax, not of imagen_jax
-precache --workers=2 --worker=2 | --worker=2 of --workers=2: they are counted from 0
+precache --workers=2 --worker=2 | --worker=2 of --workers=2: workers are numbered from 0
 precache --captions=D/none | D/none
 precache --captions=D/binary.txt | --captions=D/binary.txt is not UTF-8 text
 moments --config=configs/quickstart.py | the config is of the system imagen_jax, not sd_jax

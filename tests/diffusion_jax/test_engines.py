@@ -96,7 +96,7 @@ def test_open_data_reach_another_process_as_the_call_that_opened_them(tmp_path):
     assert double(3) == 8
     pictures = pickle.loads(pickle.dumps(sources.open_pictures(Data("synthetic"), 8)))
     assert pickle.loads(pickle.dumps(pictures)) is pictures  # Beam's workers pass it on.
-    with pytest.raises(TypeError, match="a Portable of an unknown origin cannot go to workers"):
+    with pytest.raises(TypeError, match="Portable cannot be pickled: call made_by on it first"):
         pickle.dumps(engines.Portable())
 
 
@@ -112,7 +112,7 @@ def power(base):
             r"leave --worker and --workers out, and say",
         ),
         ({"beam_options": "--runner=X"}, r"--beam_options=--runner=X is for --engine=beam"),
-        ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: they are counted from 0"),
+        ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: workers are numbered from 0"),
     ],
 )
 def test_flags_that_cannot_be_are_refused(flags, message):

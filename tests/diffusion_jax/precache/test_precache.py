@@ -287,7 +287,7 @@ def test_a_dry_run_prints_the_size_and_writes_nothing(tmp_path, weights):
 
 def test_workers_are_counted_from_0():
     assert engines.share(1, 2) == (1, 2) and engines.share(None, None) == (0, 1)
-    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: they are counted from 0"):
+    with pytest.raises(ValueError, match=r"--worker=2 of --workers=2: workers are numbered from 0"):
         engines.share(2, 2)
 
 
