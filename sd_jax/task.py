@@ -94,7 +94,7 @@ def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarr
     if uses_moments(s.data):
         moments = np.zeros((1, small, small, 2 * vae.latent_channels), np.float32)
         return make_task(s, encoder, None), {"moments": moments}
-    image = np.zeros((1, side, side, vae.image_channels), np.uint8)
+    image = np.zeros((1, side, side, 3), np.uint8)
     latents = jnp.zeros((1, small, small, vae.latent_channels))
     make_vae = lambda: vae.init(jax.random.key(0), jnp.zeros(image.shape), latents)
     return make_task(s, encoder, jax.eval_shape(make_vae)), {"image": image}

@@ -41,11 +41,11 @@ def make_task(s: AutoencoderSettings) -> Task:
 
     Reconstructions decode the mean of the posterior.
     """
-    size, channels = s.reconstruction.image_size, s.vae.image_channels
+    size = s.reconstruction.image_size
     distance = DISTANCES[s.reconstruction.distance]
 
     def init(key):
-        images = jnp.zeros((1, size, size, channels))
+        images = jnp.zeros((1, size, size, 3))
         side = size // vae_module.factor(s.vae)
         return s.vae.init(key, images, jnp.zeros((1, side, side, s.vae.latent_channels)))
 

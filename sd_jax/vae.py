@@ -37,16 +37,13 @@ class VAE(nn.Module):
     num_res_blocks: Count = 2
     """Residual blocks per level of the encoder; the decoder has one more per level."""
     latent_channels: Count = 4
-    image_channels: Count = 3
-    query_chunk: Count = 4096
-    """Number of attention queries per pass; memory grows with query_chunk * H * W / 64."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
     def setup(self) -> None:
         """Define the two halves, with parameters params["encoder"] and params["decoder"]."""
         shape = (self.width, self.channel_mult, self.num_res_blocks)
-        self.encoder = Encoder(*shape, self.latent_channels, self.query_chunk, self.dtype)
-        self.decoder = Decoder(*shape, self.image_channels, self.query_chunk, self.dtype)
+        self.encoder = Encoder(*shape, self.latent_channels, self.dtype)
+        self.decoder = Decoder(*shape, self.dtype)
 
     def __call__(
         self, images: Float[Array, "B H W _"], eps: Latents
@@ -80,7 +77,6 @@ class Encoder(nn.Module):
     channel_mult: Sequence[int]
     num_res_blocks: int
     latent_channels: int
-    query_chunk: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -96,7 +92,7 @@ class Encoder(nn.Module):
             if level < len(self.channel_mult) - 1:  # [B, h/2, w/2, C]
                 name, pad = f"down_{level}_resample", (0, 1)  # Pads only below and to the right.
                 h = conv(h, width, name, kernel=3, stride=2, padding=pad, dtype=self.dtype)
-        h = _middle(h, self.query_chunk, self.dtype)  # [B, h, w, C]
+        h = _middle(h, self.dtype)  # [B, h, w, C]
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
         channels = 2 * self.latent_channels
         h = conv(h, channels, "out_conv", kernel=3, dtype=self.dtype)  # [B, h, w, 2 Z]
@@ -109,8 +105,6 @@ class Decoder(nn.Module):
     width: int
     channel_mult: Sequence[int]
     num_res_blocks: int
-    image_channels: int
-    query_chunk: int
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -120,7 +114,7 @@ class Decoder(nn.Module):
         h = dense(z.astype(self.dtype), z.shape[-1], "post_quant", dtype=self.dtype)  # [B, h, w, Z]
         width = self.width * self.channel_mult[-1]
         h = conv(h, width, "init_conv", kernel=3, dtype=self.dtype)  # [B, h, w, C]
-        h = _middle(h, self.query_chunk, self.dtype)
+        h = _middle(h, self.dtype)
         for level, mult in reversed(list(enumerate(self.channel_mult))):
             width = self.width * mult
             for i in range(self.num_res_blocks + 1):
@@ -129,7 +123,7 @@ class Decoder(nn.Module):
                 h = ops.repeat_2x2(h)  # [B, 2h, 2w, C]
                 h = conv(h, width, f"up_{level}_resample", kernel=3, dtype=self.dtype)
         h = GroupNorm(eps=1e-6, silu=True, name="out_norm")(h)
-        h = conv(h, self.image_channels, "out_conv", kernel=3, dtype=self.dtype)
+        h = conv(h, 3, "out_conv", kernel=3, dtype=self.dtype)
         return h.astype(jnp.float32)  # [B, H, W, 3]
 
 
@@ -154,7 +148,8 @@ class ResBlock(nn.Module):
 class Attention(nn.Module):
     """Self-attention of pixels with one head; computes `query_chunk` queries at a time."""
 
-    query_chunk: int
+    query_chunk: int = 4096
+    """Memory grows with this times the number of pixels / 64."""
     dtype: DTypeLike = jnp.float32
 
     @nn.compact
@@ -198,7 +193,7 @@ def sample(moments: Moments, eps: Latents) -> Latents:
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
     """Compute decode(z) in slices of about `at_once` images per device, to save memory.
 
-    Together with VAE.query_chunk this decodes large images without tiles, hence without seams.
+    Together with Attention.query_chunk this decodes large images without tiles, hence without seams.
     Consecutive rows of z are assumed to be on the same device, as in a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
@@ -223,15 +218,15 @@ def check(vae: VAE) -> None:
                 f"vae.width * {mult} is {vae.width * mult}: group normalisation has 32 groups, so "
                 "take a multiple of 32"
             )
-    if min(vae.num_res_blocks, vae.latent_channels, vae.query_chunk) < 1:
+    if min(vae.num_res_blocks, vae.latent_channels) < 1:
         raise ValueError(
-            f"vae.num_res_blocks {vae.num_res_blocks}, latent_channels {vae.latent_channels} and "
-            f"query_chunk {vae.query_chunk} must be at least 1"
+            f"vae.num_res_blocks {vae.num_res_blocks} and latent_channels {vae.latent_channels} "
+            "must be at least 1"
         )
 
 
-def _middle(h: Array, query_chunk: int, dtype: DTypeLike) -> Array:
+def _middle(h: Array, dtype: DTypeLike) -> Array:
     width = h.shape[-1]
     h = ResBlock(width, dtype, name="mid_res_0")(h)
-    h = Attention(query_chunk, dtype, name="mid_attn")(h)
+    h = Attention(dtype=dtype, name="mid_attn")(h)
     return ResBlock(width, dtype, name="mid_res_1")(h)

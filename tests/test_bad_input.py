@@ -79,7 +79,7 @@ train --config.optimizer.b1=1.0 | optimizer.b1 is 1.0: it must be from 0 to belo
 train --config.optimizer.eps=-1.0 | optimizer.eps is -1.0: it must be above 0
 train --config.optimizer.warmup=-1 | optimizer.warmup is -1: it must be 0 or more
 train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it must be above
-train --config.optimizer.snapshot_dtype=int8 | optimizer.snapshot_dtype is 'int8': choose from
+train --config.optimizer.moment_dtype=int8 | optimizer.moment_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
 averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
 averages --width=0.07 | --width names an average and --out its folder

@@ -21,6 +21,8 @@ CAPTIONED = ("arrow", "tfds")
 """Data sources that have captions whatever data.text says."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
 """Suffixes of files that hold embeddings made before training, one text each."""
+SNAPSHOT_DTYPE = "float16"
+"""The type of the numbers in a snapshot of averages by power functions."""
 MOMENTS = "moments"
 """The data source of what an autoencoder makes of images; the others give images."""
 
@@ -89,7 +91,6 @@ class Optimizer(NamedTuple):
     any other width after the training (see diffusion_jax.averages)."""
     snapshot_every: Amount = 0
     """Steps from one snapshot of these averages to the next; 0: a 32nd of the run."""
-    snapshot_dtype: Annotated[str, DTYPES] = "float16"
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
     """The first moment's; "bfloat16" saves 2 of the 16 bytes or more of a parameter's state."""
     max_skipped: Count = 100

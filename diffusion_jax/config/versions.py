@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-VERSION = 3
+VERSION = 4
 """The version written today. Configs of version 0 hold neither a version nor a system."""
 # The systems of version-0 configs: the first of these groups that a config has decides.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
@@ -38,6 +38,9 @@ CHANGES: tuple[Change, ...] = (
     # "precomputed" meant stored embeddings, which data.text now names; NeMo's come from T5.
     Change(2, "text.encoder", values={"precomputed": "t5"}),
     Change(3, "data.source", values=_SOURCES),
+    Change(4, "optimizer.snapshot_dtype"),
+    Change(4, "vae.image_channels", learned=(3,)),
+    Change(4, "vae.query_chunk"),
 )
 
 

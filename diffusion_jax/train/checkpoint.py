@@ -28,7 +28,7 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint import checkpoint_managers
 from orbax.checkpoint._src.path import temporary_paths
 
-from diffusion_jax.config.settings import Optimizer
+from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer
 from diffusion_jax.machine import checksums, files
 from diffusion_jax.task import Params
 from diffusion_jax.train.state import TrainState
@@ -145,7 +145,7 @@ class Checkpointer:
     def snapshots(self, settings: Optimizer) -> "Snapshots":
         """Return the run's snapshots, in a folder beside its checkpoints; `close` closes both."""
         folder = self._directory.parent / restore.SNAPSHOTS
-        self._snapshots = Snapshots(folder, settings.snapshot_dtype, self.latest_step() or 0)
+        self._snapshots = Snapshots(folder, self.latest_step() or 0)
         return self._snapshots
 
     def latest_step(self) -> int | None:
@@ -275,9 +275,9 @@ class Snapshots:
     earlier snapshots exist. Later ones are deleted, and written again.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], dtype: str, step: int) -> None:
-        """Open the snapshots of a run that starts at `step`, stored as `dtype`."""
-        cast = lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+    def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
+        """Open the snapshots of a run that starts at `step`."""
+        cast = lambda x: x.astype(SNAPSHOT_DTYPE) if jnp.issubdtype(x.dtype, jnp.floating) else x
         self._cast = jax.jit(lambda tree: jax.tree.map(cast, tree))
         folder = restore.absolute(directory)
         if jax.process_index() == 0:

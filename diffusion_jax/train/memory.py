@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from diffusion_jax.config.settings import Optimizer, Run
+from diffusion_jax.config.settings import SNAPSHOT_DTYPE, Optimizer, Run
 from diffusion_jax.machine import flops, sharding, traced_memory
 from diffusion_jax.machine.traced_memory import Lifetimes, Program
 from diffusion_jax.task import Task
@@ -97,7 +97,7 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
     snapshots = -(-run.steps // snapshot_every(settings, run.steps)) if numbers else 0
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-    return Disk(each, checkpoints, numbers * jnp.dtype(settings.snapshot_dtype).itemsize, snapshots)
+    return Disk(each, checkpoints, numbers * jnp.dtype(SNAPSHOT_DTYPE).itemsize, snapshots)
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:

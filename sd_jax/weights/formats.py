@@ -101,10 +101,11 @@ _DIFFUSERS_VAE = _Family(
     fields={
         "num_res_blocks": ("layers_per_block", 1),
         "latent_channels": ("latent_channels", 4),
-        "image_channels": ("in_channels", 3),
     },
     only={
         "_class_name": "AutoencoderKL",
+        "in_channels": 3,
+        "out_channels": 3,
         "act_fn": "silu",
         "norm_num_groups": 32,
         "mid_block_add_attention": True,
@@ -217,7 +218,6 @@ def vae_to_diffusers(vae: VAE) -> dict[str, Any]:
     return _written(vae, _DIFFUSERS_VAE) | {
         "block_out_channels": widths,
         "down_block_types": ["DownEncoderBlock2D"] * len(widths),
-        "out_channels": vae.image_channels,
         "sample_size": 512,
         "up_block_types": ["UpDecoderBlock2D"] * len(widths),
     }
@@ -273,7 +273,6 @@ def vae_from_weights(state: StateDict) -> VAE:
         channel_mult=tuple(level_width // width for level_width in widths),
         num_res_blocks=_count(r"encoder\.down\.0\.block\.(\d+)\.", state),
         latent_channels=state["post_quant_conv.weight"].shape[0],
-        image_channels=state["encoder.conv_in.weight"].shape[1],
     )
     vae_module.check(vae)
     return vae

@@ -15,8 +15,9 @@ from sd_jax.vae import VAE
 from sd_jax.weights import checkpoints, names
 
 # Fields that do not change what a network computes, or belong to Flax.
-_EXECUTION = ("parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "query_chunk",
-              "linear_projections")  # fmt: skip
+_EXECUTION = (
+    "parent", "name", "dtype", "remat", "remat_keeps", "attention_impl", "linear_projections",
+)  # fmt: skip
 
 
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:

@@ -214,7 +214,7 @@ def abstract_vae(vae: VAE) -> Any:
     """Return the shapes of a VAE's parameters. Raises ValueError for inconsistent fields."""
     vae_module.check(vae)
     size = vae_module.factor(vae)
-    images = jax.ShapeDtypeStruct((1, size, size, vae.image_channels), jnp.float32)
+    images = jax.ShapeDtypeStruct((1, size, size, 3), jnp.float32)
     eps = jax.ShapeDtypeStruct((1, 1, 1, vae.latent_channels), jnp.float32)
     return jax.eval_shape(vae.init, jax.random.key(0), images, eps)
 

@@ -18,7 +18,6 @@ from sd_jax import vae as vae_module
 from sd_jax.sampling import make_begin
 from sd_jax.settings import Settings, check_pipeline
 from sd_jax.unet import UNet
-from sd_jax.vae import VAE
 from sd_jax.weights import lora_files, names
 from sd_jax.weights.checkpoints import Checkpoint, UNetPart, VAEPart
 from sd_jax.weights.initial import of_run, read_unet, read_vae
@@ -94,8 +93,7 @@ def to_checkpoint(
     unet = UNetPart(s.unet.clone(**plain, remat=False), s.text.width, params)
     vae = text = None
     if s.vae_weights:
-        plain = {"dtype": jnp.float32, "query_chunk": VAE.query_chunk}
-        vae = VAEPart(s.vae.clone(**plain), read_vae(s.vae_weights, s.vae))
+        vae = VAEPart(s.vae.clone(dtype=jnp.float32), read_vae(s.vae_weights, s.vae))
     if s.text.encoder.startswith("clip") and s.text.weights:
         text = from_folder(pretrained.locate(s.text.weights))
     report = [f"{workdir}: the UNet{' and the VAE' * bool(vae)}{', the text encoder' * bool(text)}"]

@@ -153,7 +153,6 @@ def ldm_vae(config: Mapping[str, Any]) -> VAE:
         channel_mult=tuple(config["ch_mult"]),
         num_res_blocks=config["num_res_blocks"],
         latent_channels=config["z_channels"],
-        image_channels=config["in_channels"],
     )
 
 

@@ -86,7 +86,7 @@ def walked(tmp_path_factory):
 
     step_fn = jax.jit(make_train_step(loss, tx, (0.5,), WIDTHS))
     state, every = init_state(params, tx, (0.5,), WIDTHS), []
-    snapshots = checkpoint.Snapshots(folder / restore.SNAPSHOTS, "float16", 0)
+    snapshots = checkpoint.Snapshots(folder / restore.SNAPSHOTS, 0)
     for step in range(1, STEPS + 1):
         state, _ = step_fn(state, frozen, batches[step % len(batches)], test_state.KEY)
         every.append(flat(state.params))
@@ -131,7 +131,7 @@ def test_snapshots_of_a_mesh_make_the_same(walked, tmp_path):
     rules = [(r"", sharding.P())]
     placed = jax.device_put(state, sharding.shardings(state, mesh, rules))
     shutil.copytree(folder.parent / restore.SNAPSHOTS, tmp_path / restore.SNAPSHOTS)
-    snapshots = checkpoint.Snapshots(tmp_path / restore.SNAPSHOTS, "float16", STEPS - 1)
+    snapshots = checkpoint.Snapshots(tmp_path / restore.SNAPSHOTS, STEPS - 1)
     snapshots.save(STEPS, placed)
     snapshots.close()
     shapes = jax.eval_shape(lambda: state.params)
