@@ -28,7 +28,8 @@ EVALUATION = "evaluation"
 _FREE = ("steps", "log_every", "sample_every", "save_every", "keep_last", "keep_every",
          "step_timeout", "prompts", "mesh.", "optimizer.micro_batch", "optimizer.max_skipped",
          "optimizer.snapshot_every", "sampler.", "evaluation.", "heldout.", "data.threads",
-         "data.path", "data.max_broken", "text.store", "unet.attention_impl", "unet.remat")  # fmt: skip
+         "data.path", "data.max_broken", "text.store", "unet.attention_impl",
+         "unet.remat")  # fmt: skip
 
 
 def claim(
