@@ -28,86 +28,110 @@ MOMENTS = "moments"
 
 
 class Run(NamedTuple):
-    """A config's own values, outside the groups: the system, and what is done when."""
+    """The fields of a config outside its groups: the system, and how often things happen."""
 
     steps: Count
+    """Train up to this step."""
     batch_size: Count
+    """Samples per step on all devices together."""
     seed: Annotated[int, "[0, 4294967295]"] = 0
+    """The seed of all random numbers."""
     log_every: Count = 100
+    """Steps between two lines of metrics."""
     sample_every: Amount = 1_000
+    """Steps between two sheets of sampled images; 0 for none."""
     save_every: Count = 1_000
+    """Steps between two checkpoints."""
     keep_last: Count = 5
+    """Number of newest checkpoints to keep."""
     keep_every: Amount = 0
+    """Keep checkpoints of multiples of this step for good; 0 for none."""
     step_timeout: Count = 1_800
-    """Seconds for a step with its save, after which the process ends: it hangs."""
+    """Seconds for one step with its save, after which the process counts as hanging and ends."""
     prompts: tuple[str, ...] = ()
+    """Prompts of the images that are sampled during training."""
     system: str = ""
-    """The system, such as imagen_jax, that every config names: see systems.find."""
+    """The system, such as imagen_jax, which every config names: see systems.find."""
 
 
 class Text(NamedTuple):
     """The text encoder, and how often training drops the text.
 
-    Training runs the encoder, or takes what it made before: from a store, or from files beside the
-    images where data.text names such. New texts, of sampling and scores, always need the encoder.
+    Training runs the encoder itself, or reads its embeddings from a store or from the data.
+    Sampling and scores always need the encoder.
     """
 
     encoder: str
+    """The name of an encoder in text.registry."""
     weights: str = ""
     """A folder or a Hugging Face name, for pretrained encoders; stored embeddings need none."""
     store: str = ""
-    """A store of this encoder's embeddings, to be looked up in training."""
+    """A store of this encoder's embeddings, which training looks up."""
     width: Count = 1024
+    """The width of a token's embedding."""
     max_tokens: Count = 128
+    """Number of tokens that the network sees."""
     read_tokens: Count = 512
-    """The tokens of a text that T5 reads; `max_tokens` of them are kept."""
+    """Number of tokens that T5 reads; the first `max_tokens` are kept."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
-    """The arithmetic of pretrained encoders."""
+    """The type in which a pretrained encoder computes."""
     drop_prob: Share = 0.1
+    """Share of training samples whose text is dropped, for classifier-free guidance."""
 
 
 class Optimizer(NamedTuple):
     """AdamW, its schedule, and the averages of its parameters."""
 
     lr: Positive
+    """The learning rate after the warmup."""
     schedule: str = "constant"
+    """The schedule of the learning rate, a name in train.optimizer.SCHEDULES."""
     warmup: Amount = 10_000
+    """Steps over which the learning rate rises from 0."""
     decay_from: Count = 70_000
     """The step from which the schedule "inverse_sqrt" lowers the rate."""
     b1: Decay = 0.9
+    """Adam's decay rate of the first moment."""
     b2: Decay = 0.999
+    """Adam's decay rate of the second moment."""
     eps: Positive = 1e-8
+    """Adam's epsilon, added to the root of the second moment."""
     weight_decay: Annotated[float, "[0, inf)"] = 0.01
+    """AdamW's decoupled weight decay, before the factor lr."""
     clip: Annotated[float, "(0, inf]"] = 1.0
+    """The global norm to which gradients are clipped; inf for no clipping."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
-    """Samples of a device in one pass: the passes of a step follow from batch_size and the mesh,
-    and draw the noise of one. 0: `accumulate` says how many passes there are."""
+    """Samples per device and pass; batch_size and the mesh then give the number of passes, which
+    share the noise of a single pass. With 0, `accumulate` is the number of passes."""
     accumulate: Count = 1
-    """Passes of a step, each with noise of its own."""
+    """Passes per step, each with its own noise."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
+    """Decay rates of the exponential moving averages of the parameters."""
     ema_warmup: bool = False
+    """Use the decay rate (1 + step) / (10 + step) while it is below an average's own."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
-    """Relative widths of averages by power functions, such as 0.05 and 0.10: their snapshots give
-    any other width after the training (see diffusion_jax.averages)."""
+    """Relative widths of power-function averages, such as 0.05 and 0.10. From their snapshots any
+    other width can be computed after training (see diffusion_jax.averages)."""
     snapshot_every: Amount = 0
-    """Steps from one snapshot of these averages to the next; 0: a 32nd of the run."""
+    """Steps between two snapshots of these averages; 0 for a 32nd of the run."""
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The first moment's; "bfloat16" saves 2 of the 16 bytes or more of a parameter's state."""
+    """The type of the first moment. "bfloat16" saves 2 of at least 16 bytes per parameter."""
     max_skipped: Count = 100
-    """Steps in a row without a finite loss and gradient that end the run; 10 from the start on."""
+    """End the run after this many steps in a row without a finite loss and gradient, or after 10 if
+    no step was finite before."""
 
 
 class Lora(NamedTuple):
-    """Training of factors of low rank beside the frozen weights of `unet.weights`: see lora."""
+    """Training of low-rank factors beside the frozen weights `unet.weights`: see lora."""
 
     rank: Amount = 0
-    """Columns of a factor; 0: the weights themselves are trained."""
+    """Columns of a factor; 0 trains the weights themselves."""
     alpha: Positive = 8.0
-    """What the factors add is their product times alpha / rank."""
+    """The product of the factors is scaled by alpha / rank."""
     targets: str = "_attn/"
-    """A regular expression that is found in the paths of the layers, such as mid_attn/q."""
+    """A regular expression for the paths of the adapted layers, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """Times what was learned, in drawing: 0 draws as the frozen weights do."""
+    """A factor on the learned change in sampling; 0 samples from the frozen weights."""
 
     @property
     def alpha_by_rank(self) -> float:
@@ -116,75 +140,92 @@ class Lora(NamedTuple):
 
 
 class MeshShape(NamedTuple):
-    """Sizes of the mesh axes; -1 takes the devices that are left."""
+    """Sizes of the mesh axes; -1 means all remaining devices."""
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
+    """Groups of devices that hold a copy of the parameters each, and split the batch."""
     fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
+    """Devices that split the parameters and the batch."""
     tensor: Annotated[int, "(0, inf)", (-1,)] = 1
+    """Devices that split the layers of residual blocks."""
 
 
 class Evaluation(NamedTuple):
-    """Scores on the way, of prompts from a file or of the data's own."""
+    """Scores during training, for prompts from a file or from the data."""
 
     every: Amount = 0
-    """Images from one to the next; 0 for never."""
+    """Training images between two evaluations; 0 for none."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
+    """The guidance scales to score."""
     prompts: str = ""
     """A file of prompts; "" for the prompts that the data source itself provides."""
     num_prompts: Count = 1_000
+    """Number of prompts drawn from the file at random."""
     reference: str = ""
-    """Statistics of real images; then weights of Inception and of CLIP: see evaluate."""
+    """Statistics of Inception features of real images, for FID and other metrics."""
     inception: str = ""
+    """Weights of Inception."""
     clip: str = ""
+    """Weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
+    """Statistics of CLIP features of real images, for CMMD."""
     dinov2: str = ""
-    """Weights of DINOv2, and statistics of its features of real images."""
+    """Weights of DINOv2."""
     dinov2_reference: str = ""
+    """Statistics of DINOv2 features of real images."""
     judge: str = ""
-    """The folder of a judge that `metrics train_judge` made."""
+    """The folder of a judge made by `metrics train_judge`."""
     metrics: tuple[str, ...] = ()
-    """Names in metrics.table; none: all that the reference and the weights allow."""
+    """Names in metrics.table; () for all metrics that the references and weights allow."""
 
 
 class Heldout(NamedTuple):
-    """The held-out loss on the way: see diffusion_jax.heldout, and `data.heldout`."""
+    """The held-out loss during training: see diffusion_jax.heldout, and `data.heldout`."""
 
     every: Amount = 0
-    """Steps from one to the next; 0 for never."""
+    """Steps between two measurements; 0 for none."""
     records: Count = 256
-    """Held-out records that it is taken of, at most."""
+    """The largest number of held-out records to use."""
     levels: Annotated[int, "[1, 1000]"] = 8
-    """Noise levels that each record meets: quantiles of training's."""
+    """Noise levels per record: quantiles of the training distribution."""
 
 
 class Data(NamedTuple):
     """The pictures to train on: their source, filters, resize, crop and flip."""
 
     source: str
+    """The kind of data, a name in data.sources.SOURCES."""
     path: str = ""
+    """The folder, tars, URL or data set of the source."""
     text: str = "txt"
+    """Where the captions or embeddings are, such as txt, json:caption or npy."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
+    """What to do with images without captions: raise an error, drop them, or use the text ""."""
     mixture: tuple[tuple[float, str, str, str], ...] = ()
-    """Parts (weight, source, path, text), for the source "mixture"."""
+    """Parts (weight, source, path, text) of the source "mixture"."""
     min_size: Amount = 0
-    """Filters: the pixels of the smaller side; the larger by the smaller, 0 for any; characters."""
+    """Skip images whose shorter side has fewer pixels."""
     max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
+    """Skip images whose longer side is more than this many times the shorter; 0 for no limit."""
     min_chars: Amount = 0
+    """Skip records whose captions are shorter."""
     max_broken: Share = 0.1
-    """The share of damaged records that does not end the run."""
+    """The share of damaged records up to which the run continues."""
     resize: Amount = 0
-    """Pixels of the smaller side, before the cut; 0 stands for the size of the cut."""
+    """Pixels of the shorter side before the crop; 0 for the size of the crop."""
     crop: Annotated[str, CROPS] = "center"
+    """Where images are cropped: in the center, or at a random place."""
     flip: bool = False
+    """Mirror half of the images, at random."""
     threads: Amount = 16
-    """Batches that are made at a time; 0: when they are asked for."""
+    """Batches prepared in parallel; 0 prepares each batch on demand."""
     heldout: Annotated[float, "[0, 1)"] = 0.0
     """The share of the records that training never sees: see `Heldout`."""
     prior: str = ""
-    """A folder of what the model drew before (sample's, with its metadata.jsonl), which takes every
-    second row: prior preservation, so that old words keep their meaning (Ruiz et al. 2022)."""
+    """A folder of images that the base model drew (sample's output with its metadata.jsonl). They
+    replace every second row, for prior preservation (Ruiz et al. 2022)."""
     prior_weight: Scale = 1.0
-    """How much such a row counts in the loss, beside 1 of the others."""
+    """The weight of such a row in the loss; other rows have 1."""
 
     @property
     def embedded(self) -> bool:
