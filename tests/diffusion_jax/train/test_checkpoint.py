@@ -324,7 +324,7 @@ def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog
     assert load("ema")[1] == 20 and not caplog.records
     (tmp_path / "20" / "ema_0.9999" / "_METADATA").write_text("{}")
     params, step = load("ema")
-    assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, and" in caplog.text
+    assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, but" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, params, random_state(10).ema["0.9999"])
     assert load("raw")[1] == 20
     message = (
