@@ -293,7 +293,7 @@ def test_training_goes_on_from_the_newest_sound_checkpoint_and_saves_the_others_
     checkpointer, position = checkpoint.Checkpointer(tmp_path, keep_last=3), Position()
     said = [record.getMessage() for record in caplog.records]
     for step, name in zip((20, 30), names, strict=True):
-        passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: other bytes"
+        passing = f"skipping the damaged checkpoint {tmp_path / str(step)} ({name}: its bytes"
         assert sum(line.startswith(passing) for line in said) == 1
         assert f"moved it to {tmp_path}/damaged/{step}; continuing from step 10" in said
     assert checkpointer.latest_step() == 10
