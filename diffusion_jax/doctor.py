@@ -61,12 +61,12 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
 
 def text(report: dict[str, Any]) -> str:
     """Return the report of `examine` as text, with a line per check and a summary at the end."""
-    rest = {k: value for k, value in report.items() if k not in ("jax", "checks")}
-    rest = yaml.safe_dump(rest, sort_keys=False, width=1000)
+    subjects = {k: value for k, value in report.items() if k not in ("jax", "checks")}
+    description = yaml.safe_dump(subjects, sort_keys=False, width=1000)
     rows = [_line(row) for row in report["checks"]]
     wrong = [row["check"] for row in report["checks"] if row["verdict"] != "right"]
     end = f"to look at: {', '.join(wrong)}" if wrong else "all checks are right"
-    return "\n".join([*report["jax"], "", rest, *rows, "", end])
+    return "\n".join([*report["jax"], "", description, *rows, "", end])
 
 
 def _line(row: dict[str, Any]) -> str:

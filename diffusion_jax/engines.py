@@ -83,11 +83,11 @@ class Share(NamedTuple):
 
         The rest replaces dead workers; in random order, workers rarely do the same item.
         """
-        own = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
-        rest = [i for i in range(count) if i not in own]
-        random.Random(self.worker).shuffle(rest)
-        yield from own
-        yield from rest
+        part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
+        others = [i for i in range(count) if i not in part]
+        random.Random(self.worker).shuffle(others)
+        yield from part
+        yield from others
 
 
 class Beam(NamedTuple):

@@ -23,8 +23,8 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
     Files that end in .tmp are unfinished, and are left out.
     """
     folder, look = files.path(folder), _look(folder)
-    if there := files.remote(folder):
-        names = there.objects()
+    if bucket := files.remote(folder):
+        names = bucket.objects()
     else:
         inside = lambda path: path.relative_to(folder).as_posix()
         names = map(inside, filter(pathlib.Path.is_file, folder.rglob("*")))
@@ -99,8 +99,8 @@ def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
     The checksum is a SHA-256, or a store's "crc32c:..." or "md5:..."; it is "" if the store has
     none, or, on disk, unless `whole`.
     """
-    if there := files.remote(folder):
-        objects = there.objects()
+    if bucket := files.remote(folder):
+        objects = bucket.objects()
 
         def listed(name: str, whole: bool) -> tuple[int, str]:
             if name not in objects:

@@ -170,8 +170,8 @@ class Remote(pathlib.PosixPath):
         The checksum is the store's own, "crc32c:..." or "md5:...", or "" if the store has none, as
         S3 for an object that was uploaded in parts.
         """
-        found = self._find()
-        return {name: (int(of["size"]), _sum(of)) for name, of in found.items() if name}
+        objects = self._find()
+        return {name: (int(of["size"]), _sum(of)) for name, of in objects.items() if name}
 
     def bring(self) -> pathlib.Path:
         """Copy the object, or all objects below, into the user's cache, and return the local path.
@@ -181,10 +181,10 @@ class Remote(pathlib.PosixPath):
         """
         import filelock  # Here, like fsspec.
 
-        found = self._find()
-        if not found:
+        objects = self._find()
+        if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
-        now = {name: _version(of) for name, of in found.items()}
+        now = {name: _version(of) for name, of in objects.items()}
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         digest = hashlib.sha256(str(self).encode()).hexdigest()[:16]
         place = pathlib.Path(home) / "imagen-sd-jax" / "buckets" / digest / self.name
@@ -217,8 +217,8 @@ class Remote(pathlib.PosixPath):
     def glob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
         """Yield the objects and folders below that match the pattern."""
         with self._named() as system:
-            found: Any = system.glob(f"{glob.escape(str(self))}/{pattern}")
-        for name in found:
+            names: Any = system.glob(f"{glob.escape(str(self))}/{pattern}")
+        for name in names:
             yield self / name[self._start :]
 
     def rglob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
@@ -239,8 +239,8 @@ class Remote(pathlib.PosixPath):
     def _find(self) -> dict[str, dict[str, Any]]:
         """Return fsspec's information on all objects below, by path; "" is the object itself."""
         with self._named() as system:
-            found: Any = system.find(str(self), detail=True)
-        return {name[self._start :]: of for name, of in found.items()}
+            objects: Any = system.find(str(self), detail=True)
+        return {name[self._start :]: of for name, of in objects.items()}
 
     def _get_all(self, files: dict[str, pathlib.Path]) -> None:
         """Copy objects, by path below this one, into local files, several at a time."""
@@ -260,8 +260,8 @@ class Remote(pathlib.PosixPath):
             if error.errno:
                 error.filename = str(self)
             elif str(self) not in str(error):
-                known = isinstance(error, FileNotFoundError | FileExistsError)
-                error.args = (f"{self}: {_line(error)}{'' if known else _DENIED}",)
+                is_clear = isinstance(error, FileNotFoundError | FileExistsError)
+                error.args = (f"{self}: {_line(error)}{'' if is_clear else _DENIED}",)
             raise
         except Exception as error:  # Usually about credentials.
             raise OSError(f"{self}: {_line(error)}{_DENIED}") from error

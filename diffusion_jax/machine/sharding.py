@@ -64,13 +64,13 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
         raise ValueError(
             f"mesh {_describe(sizes)}: sizes are positive, and at most one is -1 (what is left)"
         )
-    known = math.prod(size for size in sizes if size != -1)
-    if num_devices % known:
+    product = math.prod(size for size in sizes if size != -1)
+    if num_devices % product:
         raise ValueError(
-            f"mesh {_describe(sizes)} does not fit {num_devices} devices: {known} does not divide "
-            f"{num_devices}; choose sizes whose product does, or -1 for one of them"
+            f"mesh {_describe(sizes)} does not fit {num_devices} devices: {product} does not "
+            f"divide {num_devices}; choose sizes whose product does, or -1 for one of them"
         )
-    return tuple(num_devices // known if size == -1 else size for size in sizes)
+    return tuple(num_devices // product if size == -1 else size for size in sizes)
 
 
 def shardings(

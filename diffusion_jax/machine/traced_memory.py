@@ -170,12 +170,12 @@ def peak(arrays: Lifetimes, batch: int) -> int:
 
 
 def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equation]:
-    needed, kept = set(outputs), []
+    variables, needed = set(outputs), []
     for equation in reversed(equations):
-        if not needed.isdisjoint(equation.outputs):
-            needed.update(equation.inputs)
-            kept.append(equation)
-    return kept[::-1]
+        if not variables.isdisjoint(equation.outputs):
+            variables.update(equation.inputs)
+            needed.append(equation)
+    return needed[::-1]
 
 
 @functools.lru_cache(maxsize=4)

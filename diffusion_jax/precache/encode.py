@@ -116,12 +116,12 @@ def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Ar
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])
-        kept = {n: a[i, :tokens].copy() for n, a in encoded.items() if n != "tokens"}
-        rows[text] = tokens, kept
+        arrays = {n: a[i, :tokens].copy() for n, a in encoded.items() if n != "tokens"}
+        rows[text] = tokens, arrays
 
 
 def _join(rows: Sequence[Any]) -> shards.Rows:
     tokens = np.array([count for count, _ in rows], np.int64)
-    column = lambda name: np.concatenate([kept[name] for _, kept in rows])
+    column = lambda name: np.concatenate([arrays[name] for _, arrays in rows])
     scales = column("scales") if "scales" in rows[0][1] else None
     return shards.Rows(tokens, column("values"), scales, column("errors"))
