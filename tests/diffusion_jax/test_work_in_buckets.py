@@ -76,7 +76,8 @@ def test_a_store_of_texts(bucket, tmp_path, monkeypatch):
         fill.open_job(test_precache.config(path, weights, **changes), str(tmp_path / "texts"))
         for path in (tmp_path / "store", bucket)
     ]
-    assert " free\n" in fill.table(jobs[0], "int8") and " free\n" not in fill.table(jobs[1], "int8")
+    sizes = [fill.estimate(job, "int8") for job in jobs]
+    assert sizes[0].endswith(" are free") and " free" not in sizes[1]
     manifest = fill.run(jobs[0], test_precache.WORK)
     again, kills = finish(lambda: fill.run(jobs[1], test_precache.WORK), writes=6)
     assert kills >= 4 and again == manifest and manifest["captions"] == 31
