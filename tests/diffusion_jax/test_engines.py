@@ -109,7 +109,7 @@ def power(base):
     [
         (
             {"engine": "beam", "workers": 2},
-            r"leave --worker and --workers out, and say",
+            r"remove --worker and --workers, and set",
         ),
         ({"beam_options": "--runner=X"}, r"--beam_options=--runner=X is for --engine=beam"),
         ({"worker": 2, "workers": 2}, r"--worker=2 of --workers=2: workers are numbered from 0"),
