@@ -193,7 +193,7 @@ def sample(moments: Moments, eps: Latents) -> Latents:
 def decode_in_slices(decode: Callable[[Latents], Any], z: Latents, at_once: int) -> Any:
     """Compute decode(z) in slices of about `at_once` images per device, to save memory.
 
-    Together with Attention.query_chunk this decodes large images without tiles, hence without seams.
+    Together with Attention.query_chunk this decodes large images without tiles and seams.
     Consecutive rows of z are assumed to be on the same device, as in a batch sharded over a mesh.
     """
     devices = math.gcd(len(z), jax.device_count())
