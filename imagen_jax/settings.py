@@ -36,11 +36,17 @@ class Diffusion(NamedTuple):
     """The objective: what the network predicts, the noise of training, and the loss."""
 
     precond: PrecondName = "edm"
+    """What the network predicts, a name in precond.PRECONDS, such as edm, eps, v or x0."""
     sigma_data: ranges.Positive = 0.5
+    """EDM's standard deviation of the data."""
     noise: NoiseName = "lognormal"
+    """The noise levels of training, a name in noise.NOISES."""
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
+    """The mean of ln(sigma) for the noise "lognormal"."""
     p_std: ranges.Positive = 1.2
+    """The standard deviation of ln(sigma) for the noise "lognormal"."""
     distance: DistanceName = "l2"
+    """The distance between prediction and target: l1, l2 or huber."""
     weight: WeightName = "min_snr"
     """The weight of the loss at each noise level."""
     min_snr: ranges.Scale = 0.0
@@ -62,17 +68,27 @@ class Sampler(NamedTuple):
     """How images are drawn. Discrete schedules have noise levels of their own."""
 
     name: SamplerName = "heun"
+    """A name in samplers.SAMPLERS, with arguments if need be: restart(low=0.5)."""
     steps: ranges.Count = 30
+    """Number of steps."""
     sigma_min: ranges.Positive = 0.002
+    """The smallest noise level of the grid before 0."""
     sigma_max: ranges.Positive = 80.0
+    """The largest noise level, at which sampling starts."""
     rho: ranges.Positive = 7.0
+    """The exponent of Karras et al.'s grid (2022, equation 5)."""
     churn: ranges.Scale = 0.0
+    """The amount of new noise of the sampler heun (S_churn of Karras et al. 2022)."""
     eta: ranges.Share = 0.0
+    """The share of new noise of the sampler ddim; 1 for DDPM's ancestral sampling."""
     guidance: ranges.Scale = 7.5
+    """The guidance scale; 1 for none."""
     guidance_low: ranges.LowLevel = 0.0
-    """Guidance acts at noise levels from guidance_low to guidance_high."""
+    """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
+    """The largest noise level at which guidance acts."""
     threshold: ThresholdName = "dynamic"
+    """How predicted images are limited to [-1, 1], a name in guidance.THRESHOLDS."""
     grid: GridName = ""
     """The noise levels of the steps, a key of GRIDS; "" for the default of noise and sampler."""
     end: EndName = ""

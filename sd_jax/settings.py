@@ -43,6 +43,7 @@ class Latents(NamedTuple):
     image_size: ranges.Count
     """Side of the square training images."""
     scale: ranges.Positive = vae_module.SCALE
+    """One over the standard deviation of the VAE's samples."""
     pixels: Annotated[str, PIXELS] = "symmetric"
     """Range of the VAE's images: "symmetric" for [-1, 1], in which it was trained, or "unit" for
     [0, 1], in which MLPerf's published moments were computed."""
@@ -63,12 +64,16 @@ class Diffusion(NamedTuple):
     """The objective: what the UNet predicts, the noise of training, and the loss."""
 
     predicts: PrecondName = "eps"
+    """What the UNet predicts, a name in precond.PRECONDS, such as eps or v."""
     offset_noise: ranges.Share = 0.0
     """Scale of offset noise, one normal draw per image and channel; 0 for none."""
     min_snr: ranges.Scale = 0.0
     """Bound on the weight of steps with little noise (Hang et al. 2023: 5); 0 for no weighting."""
     noise: NoiseName = "scaled_linear"
+    """The noise levels of training: LDM's table "scaled_linear", or another name in noise.NOISES.
+    With "zero_terminal_snr", eps cannot be predicted."""
     distance: DistanceName = "l2"
+    """The distance between prediction and target: l1, l2 or huber."""
     weight: WeightName = "min_snr"
     """The weight of the loss at each noise level."""
 
@@ -77,14 +82,21 @@ class Sampler(NamedTuple):
     """How images are drawn."""
 
     name: SamplerName = "plms"
+    """A name in samplers.SAMPLERS, with arguments if need be: restart(low=0.5)."""
     steps: Annotated[int, "[1, 1000]"] = 50
+    """Number of steps."""
     eta: ranges.Share = 0.0
+    """The share of new noise of the sampler ddim; 1 for DDPM's ancestral sampling."""
     guidance: ranges.Scale = 7.5
+    """The guidance scale; 1 for none."""
     negative_prompt: str = ""
+    """The text that guidance leads away from; "" for the dropped text."""
     height: ranges.Amount = 0
-    """Size of the images in pixels; 0 for latents.image_size."""
+    """The height of the images in pixels; 0 for that of training."""
     width: ranges.Amount = 0
+    """The width of the images in pixels; 0 for that of training."""
     churn: ranges.Scale = 0.0
+    """The amount of new noise of the sampler heun (S_churn of Karras et al. 2022)."""
     grid: GridName = ""
     """The noise levels of the steps, a key of GRIDS; "" for the default of noise and sampler."""
     end: EndName = ""
@@ -92,17 +104,19 @@ class Sampler(NamedTuple):
     offset: Annotated[int, "[0, 1000]"] = 1
     """The first time of the grid "leading"."""
     sigma_min: _Level = 0.0
-    """Range of the grids "karras" and "exponential"; 0 for the ends of the table. Other grids are
-    clipped to sigma_max."""
+    """The smallest level of the grids "karras" and "exponential"; 0 for that of the table."""
     sigma_max: _Level = 0.0
+    """The largest level of these grids; 0 for that of the table. Other grids are clipped to it."""
     rho: ranges.Positive = 7.0
+    """The exponent of Karras et al.'s grid (2022, equation 5)."""
     unit_start: bool = True
     """Start from N(0, 1) in the model's own coordinates, not from sigma * eps."""
     guiding: GuidingName = "cfg"
     """Kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
     guidance_low: ranges.LowLevel = 0.0
-    """Guidance acts at noise levels from guidance_low to guidance_high."""
+    """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
+    """The largest noise level at which guidance acts."""
 
 
 class Pipeline(NamedTuple):
@@ -175,8 +189,11 @@ class Reconstruction(NamedTuple):
     """
 
     image_size: ranges.Count
+    """The side of the square images of training, in pixels."""
     distance: DistanceName = "l1"
+    """The distance between images and their reconstructions: l1, l2 or huber."""
     kl: ranges.Share = 1e-2
+    """The weight of the KL divergence."""
 
 
 class AutoencoderSettings(NamedTuple):

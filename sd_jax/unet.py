@@ -36,11 +36,15 @@ class UNet(nn.Module):
     """Network F(x, time | text); its fields are the `unet` group of a config (defaults: 2.0's)."""
 
     width: Count = 320
+    """Channels of the first convolution, which `channel_mult` multiplies."""
     channel_mult: Counts = (1, 2, 4, 4)
+    """Width of each level, in multiples of `width`."""
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 2
+    """Residual blocks per level on the way down: one number, or one per level."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (0, 1, 2)
     """Levels with transformers; level 0 is the full resolution."""
     transformer_depth: Count = 1
+    """Blocks per transformer, as in LDM's configs."""
     num_heads: Amount = 0
     """Number of heads of each transformer (8 in 1.x); 0 for its width / head_dim."""
     head_dim: Count = 64
@@ -52,14 +56,18 @@ class UNet(nn.Module):
     """Groups of the norms in residual blocks and before the output (16 in MLPerf). Norms of
     transformers always have 32."""
     in_channels: Count = 4
+    """Channels of the latents."""
     out_channels: Count = 4
+    """Channels of the prediction."""
     remat: bool = False
+    """Recompute activations in the backward pass, to save memory."""
     remat_keeps: Annotated[str, KEEPS] = "nothing"
     """With remat, the values to store instead of recomputing them: a key of layers.KEEPS."""
     attention_impl: str = "auto"
     """Implementation of attention, see attention.attend. Heads wider than 128 (the deepest of 1.x)
     use "xla" instead of "cudnn"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
+    """The type of activations; parameters are float32."""
 
     @nn.compact
     def __call__(

@@ -33,11 +33,15 @@ class VAE(nn.Module):
     """Encoder and decoder; its fields are the `vae` group of a config."""
 
     width: Count = 128
+    """Channels of the first convolution, which `channel_mult` multiplies."""
     channel_mult: Counts = (1, 2, 4, 4)
+    """Width of each level, in multiples of `width`."""
     num_res_blocks: Count = 2
     """Residual blocks per level of the encoder; the decoder has one more per level."""
     latent_channels: Count = 4
+    """Channels of the latents."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
+    """The type of activations; parameters are float32."""
 
     def setup(self) -> None:
         """Define the two halves, with parameters params["encoder"] and params["decoder"]."""
