@@ -7,27 +7,29 @@ from typing import Any, NamedTuple
 from scipy import stats
 
 MEASURES = {
-    "seen_prompt_accuracy": ("seen, %", 100.0, False),
-    "heldout_prompt_accuracy": ("never shown, %", 100.0, False),
+    "seen_prompt_accuracy": ("seen prompts, %", 100.0, False),
+    "heldout_prompt_accuracy": ("prompts never shown, %", 100.0, False),
     "fd_digits": ("FD", 1.0, True),
     "v_loss": ("v-loss", 1.0, True),
 }
 """By column of a result: its heading, its factor, and whether lower is better."""
 NOTES = {
-    "objective": "The target of the network, with its noise levels in training: x0 with ln sigma "
-    "of mean -0.4 and EDM with -1.2, both with standard deviation 1.2; eps and v with the cosine "
-    "schedule of DDPM; flow with logit-normal times.",
-    "weighting": "The weight of the loss by noise level, for an x0 target.",
-    "network": "Networks of the same size with an x0 target: the quick start's UNet, and the "
-    "magnitude-preserving UNet of EDM2 (config G) with EDM2's optimizer; then the latter with "
-    "EDM2's objective too, EDM with a learned uncertainty.",
-    "guidance": "Guidance methods with their scales. The interval is sigma from 1 to 10. The guide "
-    "of autoguidance is the run itself at a third of its steps.",
-    "sampler": "All samplers take the same levels from 40 to 0.4, and then 0. Restart goes back "
-    "from 0.5 to 2 once, in 2 steps.",
-    "average": "The average of the weights to draw with, from the same trainings: a constant decay "
-    "with warm-up, or a [power function](evaluation.md#averages-of-any-width) of some width. "
-    "Training kept the widths 0.05 and 0.1; the others come from snapshots.",
+    "objective": "Each row is a prediction target. The noise levels of training differ too: for x0 "
+    "and EDM, ln sigma is normal with means -0.4 and -1.2 and standard deviation 1.2; eps and v "
+    "use DDPM's cosine schedule; flow uses logit-normal times.",
+    "weighting": "Each row is a weight of the loss by noise level. The network predicts x0.",
+    "network": "All networks have the same size. *UNet* is the network of the quick start. "
+    "*magnitude* is EDM2's magnitude-preserving UNet (config G) with EDM2's optimizer. Both "
+    "predict x0. *magnitude, EDM* also uses EDM2's objective: EDM with a learned uncertainty.",
+    "guidance": "Each row is a guidance method with its scale. *interval* guides only at sigma "
+    "from 1 to 10. *autoguidance* uses a checkpoint of the same run, at a third of its steps, as its "
+    "guide.",
+    "sampler": "All samplers start at sigma 40, take their last step from 0.4 to 0, and use the "
+    "same grid in between. *restart* goes back from 0.5 to 2 once, in 2 steps.",
+    "average": "Each row draws with another average of the same trained weights. *decay* is a "
+    "constant decay with warm-up, *none* is the last weights, and *width* is a [power-function "
+    "average](evaluation.md#averages-of-any-width). Training kept the widths 0.05 and 0.1; the "
+    "others are computed from snapshots.",
 }
 """The meaning of the names on each axis."""
 _TIMES = {"step_ms": "ms per step", "steps": "steps", "picture_ms": "ms per picture"}
@@ -112,7 +114,7 @@ def _table(rows: Sequence[Row]) -> str:
 
 
 def _cell(row: Row, base: Row, measure: str) -> str:
-    """Return mean and interval, in bold if the difference from the base exceeds the noise."""
+    """Return mean and interval, in bold if the difference from the base is significant."""
     values = [r[measure] for r in row.results.values() if measure in r]
     if not values:
         return ""
@@ -138,7 +140,7 @@ def _line(cells: Sequence[str]) -> str:
 
 
 def _verdict(rows: Sequence[Row]) -> str:
-    """Return a line per measure: the best row, its gain, and the rows within the noise."""
+    """Return a line per measure: the best row, its gain, and which differences are significant."""
     base, lines = rows[0], []
     for measure, (head, factor, less) in MEASURES.items():
         apart = {row.name: difference(row, base, measure) for row in rows[1:]}
@@ -151,17 +153,23 @@ def _verdict(rows: Sequence[Row]) -> str:
         better = [n for n in outside if gain(apart[n]) > 0]
         head = head.removesuffix(", %")
         by = f"{_shown(best, factor, '+')}{' points' if factor > 1 else ''}"
-        won = f"*{name}*, by {by}" if gain(best) > 0 else f"*{base.name}*"
-        noise = " (within the noise)" if gain(best) > 0 and best.is_noise else ""
-        parts = [f"{head}: best is {won}{noise}"]
+        if gain(best) > 0:
+            noise = ", not significant" if best.is_noise else ""
+            parts = [f"{head}: *{name}* is best ({by} compared with *{base.name}*{noise})"]
+        else:
+            parts = [f"{head}: *{base.name}*, the base, is best"]
         if better:
-            parts.append(f"better than *{base.name}* outside the noise: {', '.join(better)}")
+            parts.append(f"Significantly better than *{base.name}*: {_names(better)}")
         if worse := [n for n in outside if n not in better]:
-            parts.append(f"worse outside the noise: {', '.join(worse)}")
+            parts.append(f"Significantly worse: {_names(worse)}")
         if within := [n for n in apart if n not in outside]:
-            parts.append(f"no difference shown: {', '.join(within)}")
-        lines.append(f"- {'; '.join(parts)}.")
+            parts.append(f"Not significantly different: {_names(within)}")
+        lines.append(f"- {'. '.join(parts)}.")
     return "\n".join(lines)
+
+
+def _names(rows: Sequence[str]) -> str:
+    return ", ".join(f"*{name}*" for name in rows)
 
 
 _NOTHING = """# Ablations
@@ -171,32 +179,36 @@ There are no results yet. `python -m benchmarks.ablations --workdir=runs/ablatio
 """
 _INTRODUCTION = """# Ablations
 
-This page shows which choices are best on the coloured digits, for a network of {parameters:,}
-parameters trained for {train_steps:,} steps of 64 pictures, and by how much. It says nothing about
-larger models. `python -m benchmarks.ablations --workdir=runs/ablations --page=docs/ablations.md`
-trains, draws, scores and writes this page. The same command continues after an interruption, and
-`--only=sampler,guidance/none --seeds=3,4` adds results. Machine: {device}, jax {jax}.
+This page compares training and sampling choices on the coloured digits, for a network of
+{parameters:,} parameters trained for {train_steps:,} steps of 64 pictures. The results may not hold
+for larger models. `python -m benchmarks.ablations --workdir=runs/ablations
+--page=docs/ablations.md` trains, draws, scores and writes this page. The same command continues
+after an interruption, and `--only=sampler,guidance/none --seeds=3,4` adds results. Machine:
+{device}, jax {jax}.
 
-**Each axis changes one thing.** The first row of each table is the base: the quick start with half
-its steps, a constant learning rate and no weighting, which the quick start got later. The base has
-the quick start's objective, guidance 2, DDIM with eta 1 in 12 steps, and an average of decay 0.999.
-The learning rate is constant because first trials, with a third of the steps and a rate that fell
-to zero, learned hardly any digits; it was chosen before any rows were compared. Each objective has
-its own noise levels and sampling grid. The judge (`diffusion_jax/examples/digits/judge.py`) gives
-the share of pictures with digit, ink and paper right, for one picture of each of the 272 prompts
-seen in training, and 8 of each of the 18 prompts never shown. FD is the Fréchet distance of the
-judge's features from real pictures. The v-loss is the held-out loss at sigma 0.2, 0.5, 1, 2 and 5,
-by which objectives are comparable ([evaluation.md](evaluation.md#a-held-out-loss)), for the weights
-that draw.
+**Each table changes one thing.** Its first row is the base: the quick start with half its steps, a
+constant learning rate and no weighting of the loss. (The quick start weights its loss by P2 because
+of these results.) The base uses the quick start's objective, guidance 2, DDIM with eta 1 in 12
+steps, and an average of decay 0.999. The learning rate is constant because in first trials, with a
+third of the steps and a rate that fell to zero, networks learned hardly any digits; this was
+decided before any rows were compared. Each objective has its own noise levels and sampling grid.
 
-**All rows have the same budget**, counted so that other work on the machine does not matter. All
-trainings take the same number of steps of networks with equal cost. A picture takes at most 24 rows
-of the network's input: a guided evaluation has two rows, an unguided one has one. Samplers with two
-evaluations per step get fewer steps. The measured times are CPU times of the process, which other
-work on the machine can increase: a step took {step_ms} ms, a picture {picture_ms} ms.
+**Scores.** The judge is a classifier of digits (`diffusion_jax/examples/digits/judge.py`). *Seen
+prompts* and *prompts never shown* give the share of pictures with the right digit, ink and paper:
+one picture of each of the 272 prompts seen in training, and 8 of each of the 18 prompts never
+shown. FD is the Fréchet distance between the judge's features of drawn and real pictures. The
+v-loss is the [held-out loss](evaluation.md#a-held-out-loss) at sigma 0.2, 0.5, 1, 2 and 5, for the
+weights that draw; it has the same meaning for every objective.
+
+**All rows have the same budget.** All networks train for the same number of steps and cost about
+the same per step. A picture takes at most 24 rows of the network's input: a guided evaluation takes
+two rows, an unguided one takes one, and a sampler with two evaluations per step takes fewer steps.
+The budget does not depend on the machine. The measured times do: they are CPU times of the process,
+and other work on the machine can increase them. A step took {step_ms} ms, a picture {picture_ms}
+ms.
 
 **Intervals** are 95 % intervals by Student's t over {seeds} seeds. Each seed has its own initial
-weights, data order, noise and pictures. Bold values differ from the first row by more than the
-noise: the interval of the difference, seed by seed, excludes zero. Among rows without a real
-difference, one in twenty is bold by chance. Times are medians, in milliseconds of CPU time.
+weights, data order, noise and pictures. Bold values differ significantly from the first row: the
+95 % interval of the difference, paired by seed, excludes zero. About one row in twenty without a
+real difference is bold by chance. Times are medians, in milliseconds of CPU time.
 """

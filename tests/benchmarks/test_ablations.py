@@ -89,8 +89,9 @@ def test_the_page_says_what_differs_outside_the_noise_seed_by_seed():
     assert "| heun | **70.3 ± 23.6** |" in text and "| deis | 60.0 ± 24.8 |" in text
     assert "| plms | **49.7 ± 23.6** |" in text
     assert (
-        "- seen: best is *heun*, by +10.3 ± 1.4 points; better than *ddim eta 1* outside the "
-        "noise: heun; worse outside the noise: plms; no difference shown: deis." in text
+        "- seen prompts: *heun* is best (+10.3 ± 1.4 points compared with *ddim eta 1*). "
+        "Significantly better than *ddim eta 1*: *heun*. Significantly worse: *plms*. "
+        "Not significantly different: *deis*." in text
     )
     assert "over 3 seeds" in text
     nothing = ablations_page.write(rows[-1:], {"device": "cpu", "jax": "0"})
