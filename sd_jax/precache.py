@@ -52,6 +52,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
+    """Encode the images of a config into moments."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     cli.start()

@@ -137,7 +137,7 @@ def test_scores_on_the_way_need_the_encoder_from_the_start(tmp_path, monkeypatch
     s = read_settings(c.to_dict())
     inputs = train.prepare(s, sharding.make_mesh())
     inputs.batches.close()
-    with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER to train"):
+    with pytest.raises(ValueError, match=r"--config\.text\.weights=FOLDER \(training\)"):
         open_evaluation(s, inputs.open_prompts)
 
 

@@ -321,7 +321,7 @@ def test_weights_come_from_the_newest_whose_own_files_are_sound(tmp_path, caplog
     damaged_file(tmp_path / "20")  # The optimizer is not read.
     target = jax.eval_shape(lambda: random_state().params)
     load = lambda which, step=None: restore.load_params_and_step(tmp_path, target, which, step)
-    assert load("ema")[1] == 20 and not caplog.records
+    assert load("ema")[1] == 20 and "damaged" not in caplog.text
     (tmp_path / "20" / "ema_0.9999" / "_METADATA").write_text("{}")
     params, step = load("ema")
     assert step == 10 and "ema_0.9999/_METADATA: 2 bytes, but" in caplog.text

@@ -80,7 +80,7 @@ def test_what_the_compiler_has_no_tiles_for_is_compiled_again_with_other_options
 
     tried: list = []
     lowered: Any = Lowered()
-    monkeypatch.setattr(compiling, "kept", lambda name, parts, make: make())
+    monkeypatch.setattr(compiling, "cached", lambda name, parts, make: make())
     found = compiling.compile_for(lowered, "h100", fallback=gpu.FALLBACK)
     assert (found.temporary, found.products) == (7, 1)
     assert tried == [{}, {"compiler_options": {"xla_gpu_enable_triton_gemm": False}}]
@@ -92,4 +92,4 @@ def test_what_lacks_for_a_gpu_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "_installed", lambda module: "nvcc" in module)
     message = "jax-cuda12-plugin (the extra plan-gpu) is not installed"
     assert gpu.missing(accelerators.parse("h100:8")) == message
-    assert "numbers of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))
+    assert "no description of mi300x" in str(gpu.missing(accelerators.parse("mi300x:8")))
