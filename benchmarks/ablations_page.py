@@ -22,8 +22,8 @@ NOTES = {
     "*magnitude* is EDM2's magnitude-preserving UNet (config G) with EDM2's optimizer. Both "
     "predict x0. *magnitude, EDM* also uses EDM2's objective: EDM with a learned uncertainty.",
     "guidance": "Each row is a guidance method with its scale. *interval* guides only at sigma "
-    "from 1 to 10. *autoguidance* uses a checkpoint of the same run, at a third of its steps, as its "
-    "guide.",
+    "from 1 to 10. *autoguidance* uses a checkpoint of the same run, at a third of its steps, as "
+    "its guide.",
     "sampler": "All samplers start at sigma 40, take their last step from 0.4 to 0, and use the "
     "same grid in between. *restart* goes back from 0.5 to 2 once, in 2 steps.",
     "average": "Each row draws with another average of the same trained weights. *decay* is a "

@@ -2,7 +2,7 @@
 
 Every command applies the settings of the installed plugin, and every launcher writes the settings
 of the accelerators that it books. A setting is only listed here if the compilers show its effect;
-docs/performance.md lists what was tried and left out. The sources are Google's recipes for Stable
+docs/launch.md lists what was tried and left out. The sources are Google's recipes for Stable
 Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox, 2026).
 """
 
