@@ -191,7 +191,7 @@ def draw(
         ValueError: If the numbers of prompts and seeds differ, or a size does not fit.
     """
     if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
+        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
     texts = [stage.encoder.tokenize(list(prompts)) for stage in stages]
     texts = with_pictures(stages, texts, pictures, len(prompts))
     check_low_res(stages[0], None if low_res is None else low_res.shape[1:3])

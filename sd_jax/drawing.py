@@ -96,7 +96,7 @@ def draw(
         ValueError: If the numbers of prompts, seeds and images differ, or a size does not fit.
     """
     if len(prompts) != len(seeds):
-        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed a prompt")
+        raise ValueError(f"{len(prompts)} prompts and {len(seeds)} seeds: give one seed per prompt")
     if images is not None:
         if len(images) != len(seeds):
             raise ValueError(f"{len(images)} images and {len(seeds)} seeds: give one for each")

@@ -123,7 +123,7 @@ sample --prompt=a --guidance=nan | sampler.guidance is nan: it must be from 0 to
 sample --prompt=a --checkpoint=7 | no checkpoint of step 7
 sample --prompt=a --num_images=0 | num_images
 sample --embeddings=D/none.npy | the text encoder 'hashed' needs --prompt=TEXT
-sample --prompt=a --mask=D/wide.png | --mask=D/wide.png marks a part of a picture: give --image
+sample --prompt=a --mask=D/wide.png | --mask=D/wide.png needs a picture: give --image
 sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
 sample --prompt=a --image=D/wide.png | the picture is 4x3: cut a square out of it
 sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it must be from 0 to 1

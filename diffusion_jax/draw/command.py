@@ -25,7 +25,7 @@ from diffusion_jax.text import TextEncoder
 flags.disclaim_key_flags()  # --help lists them with the command that calls `command`.
 
 
-_SHOWN = 5  # Texts of which the log shows the part that is cut off.
+_SHOWN = 5  # For at most this many texts, the log shows the part that is cut off.
 
 
 class Session(NamedTuple):
@@ -33,22 +33,21 @@ class Session(NamedTuple):
 
     captions: Sequence[str]
     draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
-    """(indices of texts [N], seeds [N]) to batches of images, as each stage drew them."""
+    """(indices of texts [N], seeds [N]) -> batches, each with one array of images per stage."""
     card: dict[str, Any]
-    """The models and their settings: the end of each line of metadata.jsonl."""
+    """The models and their settings, written at the end of each line of metadata.jsonl."""
     inputs: Mapping[str, Sequence[str]] = {}
-    """Files that texts are drawn from, by kind: one for all texts, or one for each."""
+    """Input files by kind, such as pictures and masks: one for all texts, or one for each."""
     all_sizes: bool = False
-    """Whether the images of the earlier stages are written too."""
+    """Whether to write the images of the earlier stages too."""
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
     """Run `python -m SYSTEM.sample --out=FOLDER`, with the caller's docstring as its --help.
 
     Args:
-        open_session: Takes the prompts, of which there may be none, and the folder of --out, which
-            does not exist yet. Its ValueError and OSError become a one-line message and exit
-            code 2.
+        open_session: Takes the prompts (possibly none) and the output folder. Its ValueError and
+            OSError become a one-line message and exit code 2.
     """
     f = _define_flags()
 
@@ -75,7 +74,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log how many texts the encoder cuts off, and what the first ones lose."""
+    """Log how many texts the encoder cuts off, and which parts of the first few are lost."""
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
@@ -100,7 +99,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
 
 
 def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
-    """Return the prompts of flags, and the lines of a UTF-8 file that are not blank."""
+    """Return `prompts`, followed by the lines of a UTF-8 file that are not blank."""
     if path is None:
         return list(prompts)
     try:
@@ -115,9 +114,9 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Draw the first text in the abstract; return lines that say what would be drawn.
+    """Trace the drawing of the first text without compiling it; describe what would be drawn.
 
-    Its files are written to `folder`, which is temporary.
+    Files are written to `folder`, which is temporary.
     """
     start = time.time()
     with programs.rehearsal():

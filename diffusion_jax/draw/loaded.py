@@ -3,8 +3,8 @@
     model = imagen_jax.load("runs/quickstart")
     model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
 
-The pictures are those of the command `sample` with the same settings, byte for byte if it draws as
-many at once; another batch size rounds differently.
+The pictures are the same as those of the command `sample` with the same settings: byte for byte if
+the batch size is the same, otherwise up to rounding.
 """
 
 import collections
@@ -30,15 +30,15 @@ from diffusion_jax.machine import sheets
 from diffusion_jax.task import Texts
 from diffusion_jax.weights import averages, restore
 
-_WEIGHTS = 4  # Weights of a run that stay loaded, with the first ones.
+_WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
-"""(what the images look like now, their noise level), called on the host at each evaluation."""
+"""(current images, their noise level), called on the host at each evaluation of the network."""
 
 
 class Cancelled(Exception):
-    """Raised by `progress` to end a drawing, and then by the drawing.
+    """Raise this in `progress` to cancel a drawing; `draw` then raises it too.
 
-    One device ends at once; several end with the batch.
+    On one device the drawing ends at once, on several devices at the end of the batch.
     """
 
 
@@ -46,13 +46,13 @@ class System(NamedTuple):
     """How a system draws and tokenizes."""
 
     options: Options
-    """What can be chosen, by name."""
+    """The options that users may choose, by name."""
     draw: Callable[[Sequence[Model], Sequence[str], Sequence[int]], Iterator[Sequence[Images]]]
-    """(stages, prompts, seeds) to batches of images, as each stage drew them."""
+    """(stages, prompts, seeds) -> batches, each with one array of images per stage."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
-    """(stage, prompts) to what the stage draws from."""
+    """(stage, prompts) -> the tokens that the stage draws from."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
-    """Stages to the card that the command `sample` writes beside each picture."""
+    """stages -> the card that the command `sample` writes beside each picture."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -81,7 +81,7 @@ class Pictures:
 
 
 def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
-    """Return the bytes of the PNG file that `sample` writes of an image."""
+    """Encode an image as the PNG file that `sample` would write."""
     buffer = io.BytesIO()
     Image.fromarray(image).save(buffer, format="PNG")
     return buffer.getvalue()
@@ -91,7 +91,7 @@ class Loaded:
     """A run, or the runs of a cascade, whose weights and programs stay in memory."""
 
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
-        """Take the stages, and the values of options that each was opened with."""
+        """Hold opened stages; `values` are the option values with which each was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
         self._system = system
         self._progress: Progress | None = None
@@ -119,8 +119,8 @@ class Loaded:
             seeds: One per prompt, or the first of consecutive seeds; by default they start at 0, as
                 in the command.
             progress: Called with the images while they are drawn.
-            **values: Values of the flags of `sample`; a list holds one per stage. A checkpoint of
-                None is the one that was loaded.
+            **values: Values of the flags of `sample`; a list holds one per stage. With
+                `checkpoint=None` the loaded checkpoint draws.
 
         Raises:
             ValueError: If a value is out of range, or the numbers of prompts and seeds differ.
@@ -163,10 +163,10 @@ class Loaded:
         return self._averages[n, step]
 
     def _stages_with(self, values: Values, watched: bool) -> list[Model]:
-        """Return the stages with other weights and settings, whose programs are kept."""
+        """Return the stages with other weights and settings; compiled programs are reused."""
         for name in values:
             if name in self.options and self.options[name].at_load:
-                raise ValueError(f"{name} says what is loaded: give it to load()")
+                raise ValueError(f"{name} cannot change after loading: pass it to load()")
         stages = []
         for n, changed in enumerate(options.by_stage(values, len(self.stages))):
             of_stage = {**self.values[n], **changed}
@@ -177,7 +177,7 @@ class Loaded:
         return stages
 
     def _with_weights(self, n: int, weights: Weights) -> Model:
-        """Return stage n with these weights, of which no two copies are kept."""
+        """Return stage n with these weights; the last few sets of weights stay loaded."""
         first, key = self.stages[n], self._key(n, weights)
         if key == self._first[n]:
             model = first
@@ -193,7 +193,7 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return stage, average and step, with "ema" replaced by the average that it stands for."""
+        """Return (stage, average, step), with "ema" replaced by the average that it stands for."""
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)
         largest = stored[-1] if stored else "raw"
@@ -207,15 +207,15 @@ class Loaded:
             self._progress(sheets.to_uint8(np.asarray(images)), float(np.asarray(sigma)))
         except Cancelled:
             self._cancelled = True
-            if jax.device_count() == 1:  # With several, the others would wait for this one.
+            if jax.device_count() == 1:  # Otherwise the other devices would wait for this one.
                 raise
 
 
 class PromptedDenoiser:
-    """D(x, sigma) of a model under its prompts: x = x0 + sigma * eps, [B, H, W, C], to x0.
+    """D(x, sigma): a model's prediction of x0 from x = x0 + sigma * eps under fixed prompts.
 
-    `sigmas` are the noise levels of the model's sampler; `start` returns x at the first one, and
-    `pictures` the images of x at the last one. Euler's method:
+    x and x0 are [B, H, W, C]. `sigmas` are the noise levels of the model's sampler, `start` returns
+    x at the first of them, and `pictures` turns x at the last one into images. Euler's method:
 
         x = D.start(seeds)
         for sigma, low in zip(D.sigmas, D.sigmas[1:]):
@@ -224,7 +224,7 @@ class PromptedDenoiser:
     """
 
     def __init__(self, model: Model, texts: Texts) -> None:
-        """Take a model, and the prompts that its encoder tokenized."""
+        """Prepare a model to draw prompts that its encoder has tokenized."""
         assert model.programs
         self._begin, frozen = model.programs.begin(model.settings)
         self.num_prompts = len(next(iter(texts.values())))
@@ -245,16 +245,16 @@ class PromptedDenoiser:
     def __call__(
         self, x: Float[Array, "B H W C"], sigma: Float[ArrayLike, ""]
     ) -> Float[Array, "B H W C"]:
-        """Return x0 as the guided model predicts it at one noise level."""
+        """Return the guided model's prediction of x0 at noise level `sigma`."""
         return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
     def start(self, seeds: int | Sequence[int] = 0) -> Float[Array, "B H W C"]:
-        """Return the noise that the command starts from: one seed per prompt, or the first seed."""
+        """Return the noise that `sample` starts from, for one seed per prompt or a first seed."""
         numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
         return self._first(*self._arguments, np.asarray(numbers, np.uint32))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
-        """Return the images of x at the last noise level."""
+        """Convert x at the last noise level to images."""
         return sheets.to_uint8(np.asarray(self._finish(x, *self._arguments)))
 
     def _start(self, *arguments: Any) -> Any:
@@ -272,7 +272,7 @@ def _paired(
     seeds = list(seeds)
     texts = texts * len(seeds) if len(texts) == 1 else texts
     if not texts or len(texts) != len(seeds):
-        raise ValueError(f"{len(texts)} prompts and {len(seeds)} seeds: give one seed a prompt")
+        raise ValueError(f"{len(texts)} prompts and {len(seeds)} seeds: give one seed per prompt")
     return texts, seeds
 
 

@@ -1,4 +1,4 @@
-"""Models that draw: training runs, opened step by step with the settings and weights chosen."""
+"""Models that draw: training runs opened with chosen settings and weights."""
 
 import functools
 import hashlib
@@ -41,11 +41,11 @@ class Model(NamedTuple):
     guide: str = ""
     """The run whose model guides this one, if any."""
     programs: Programs | None = None
-    """Draws with other settings of the same networks."""
+    """Compiles drawing with other settings of the same networks."""
     settle: Callable[[Overrides], Any] | None = None
     """Returns the settings with further overrides."""
     lora: Mapping[str, Any] = {}
-    """For a run of LoRA, its strength and what it adapts, for cards."""
+    """For a LoRA run: its strength and the model that it adapts, for cards."""
 
 
 class Guide(NamedTuple):
@@ -70,8 +70,8 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
     finetune.check_wanted(overrides.get("unet.weights"), s.lora)
     if "text.weights" in overrides and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"--text_weights={s.text.weights} is for an encoder with weights, and {workdir} has "
-            f"{s.text.encoder!r}, which has none: leave it out"
+            f"--text_weights={s.text.weights} is for encoders with weights, and the encoder of "
+            f"{workdir}, {s.text.encoder!r}, has none: leave it out"
         )
     return s
 
@@ -81,8 +81,8 @@ def open_encoder(
 ) -> tuple[TextEncoder, Any]:
     """Return the encoder for new texts and its weights on the devices; `encoders` caches both."""
     encoders = {} if encoders is None else encoders
-    key = text._replace(drop_prob=0.0, store="")  # The other fields say what is read.
-    encoder = lookup.open_online(text)  # Also compares it with the store.
+    key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
+    encoder = lookup.open_online(text)  # Also checks that it matches the store.
     if key not in encoders:
         encoders[key] = encoder, sharding.place_all(encoder.frozen, mesh, rules)
     return encoders[key]
@@ -91,14 +91,14 @@ def open_encoder(
 def load_guide(
     guide: str, system: str, s: Any, init_of: Callable[[Any], Any], mesh: Mesh, rules: Any
 ) -> Guide | None:
-    """Return the model of the run `guide` with its average weights; None for "".
+    """Load the run `guide` with the average of its weights; return None if `guide` is "".
 
     Args:
         guide: WORKDIR or WORKDIR@STEP.
         system: The system of both models.
         s: The settings of the model to guide.
-        init_of: Returns the `init` of a Task with some settings.
-        mesh: Where its parameters are placed.
+        init_of: Maps settings to the `init` of their Task.
+        mesh: The devices for its parameters.
         rules: The sharding rules of the system.
 
     Raises:
@@ -134,18 +134,18 @@ def load_model(
     guide: str = "",
     lora_scale: float = 1.0,
 ) -> Model:
-    """Return the model of a run with the weights chosen.
+    """Return the model of a run with the chosen weights.
 
     Args:
-        workdir: The run's.
-        s: Its settings for drawing.
-        encoder: Its text encoder.
-        task: Its task, whose `frozen` lies on the devices already.
-        mesh: Where its parameters are placed.
-        begin_of: Returns the task's `begin` with some settings.
-        weights: Which saved weights to read.
-        guide: The run that guides, for cards.
-        lora_scale: The strength of a run of LoRA, for cards.
+        workdir: The workdir of the run.
+        s: The settings to draw with.
+        encoder: The run's text encoder.
+        task: The run's task, whose `frozen` is on the devices already.
+        mesh: The devices for the parameters.
+        begin_of: Maps settings to the task's `begin`.
+        weights: The saved weights to read.
+        guide: The run that guides this one, for cards.
+        lora_scale: The strength of a LoRA run, for cards.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)
     programs = make_programs(begin_of, task.frozen, mesh)
@@ -170,8 +170,8 @@ def with_weights(model: Model, weights: Weights) -> Model:
 def with_overrides(model: Model, overrides: Overrides, preview: Preview | None = None) -> Model:
     """Return the same model with further overrides; nothing is loaded, and programs are kept.
 
-    `preview` is called on the host at each evaluation of the network, with what the images look
-    like and their noise level. Raises ValueError for settings that do not go together.
+    `preview` is called on the host at each evaluation of the network, with the current images and
+    their noise level. Raises ValueError for settings that do not fit together.
     """
     assert model.programs and model.settle
     s = model.settle(overrides)
@@ -179,7 +179,7 @@ def with_overrides(model: Model, overrides: Overrides, preview: Preview | None =
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return a hash of the weights, whatever their folder is called."""
+    """Return a hash of the weights' values, which does not depend on their path or sharding."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
@@ -192,7 +192,7 @@ def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Param
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Return the sum of each array's bits modulo 2^32: the same however they are sharded."""
+    """Return the sum of each array's bits modulo 2^32, which any sharding leaves unchanged."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [
         jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)

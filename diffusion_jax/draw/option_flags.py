@@ -1,4 +1,4 @@
-"""Flags for the options of drawing: with one value, with one per stage, or as axes of a sweep."""
+"""Flags for drawing options: with one value, with one value per stage, or as axes of a sweep."""
 
 import itertools
 import re
@@ -35,13 +35,13 @@ def define_by_stage(table: Options) -> Holders:
     holders = {}
     for name, option in table.items():
         define_flag = flags.DEFINE_multi_string if option.is_text else flags.DEFINE_list
-        more = "Repeat it for the next stage." if option.is_text else "One for all, or one each."
+        more = "Repeat it for the next stage." if option.is_text else "One value, or one per stage."
         holders[name] = define_flag(name, _defaults(option), f"{option.help} {more}")
     return holders
 
 
 def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
-    """Define flags of which several values make an axis of a sweep; `points` reads them."""
+    """Define flags that become axes of a sweep if they have several values; see `points`."""
     return {
         name: flags.DEFINE_multi_string(
             name,
@@ -86,9 +86,9 @@ def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[
 
 
 def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[Any]:
-    """Return the values of another flag with one value for all stages or one for each.
+    """Return one value per stage from the texts of a flag: one for all stages or one for each.
 
-    Without any value each is None. Raises ValueError for a value that `hint` does not allow.
+    Without texts every value is None. Raises ValueError for a value that `hint` does not allow.
     """
     typed = [ranges.read_value(f"--{name}", text, hint) for text in texts]
     value = typed if len(typed) > 1 else next(iter(typed), None)

@@ -1,8 +1,7 @@
-"""Options of drawing: what users may choose in place of a run's own settings.
+"""Drawing options: values that users may choose in place of a run's own settings.
 
-A system lists its options in one table. Flags, keywords in notebooks, requests of the page and
-points of a sweep are read by the same function, `read`, which gives each value its annotated type
-and checks its range.
+A system lists its options in one table. The function `read` converts and checks all of their
+values: flags, keywords in notebooks, requests of the page and points of a sweep.
 """
 
 import difflib
@@ -21,36 +20,36 @@ class Option(NamedTuple):
     hint: Any
     """The type and range, annotated as in a config."""
     default: Any = None
-    """The value that is valid whatever the range is: a config's default."""
+    """The config's default, which is valid even if it is outside the range."""
     field: str = ""
     """The config field that it overrides, such as "sampler.eta"; "" if there is none."""
     at_load: bool = False
-    """Whether it says what to read when a model is opened, and cannot change afterwards."""
+    """Whether it is fixed when a model is opened, because it determines which files are read."""
     is_text: bool = False
     """Whether its value is free text, which may contain commas."""
 
 
 Options = Mapping[str, Option]
 Values = Mapping[str, Any]
-"""Values by the names of their options, such as {"steps": 20}."""
+"""Values keyed by option name, such as {"steps": 20}."""
 Overrides = Mapping[str, Any]
-"""Values by the config fields that they override, such as {"sampler.steps": 20}."""
+"""Values keyed by the config field that they override, such as {"sampler.steps": 20}."""
 
 
 class Weights(NamedTuple):
-    """Which of the saved weights of a run draw."""
+    """The saved weights of a run to draw with."""
 
     ema: str = "ema"
     """The average: a decay such as "0.9999", a width such as "0.05", "ema" or "raw"."""
     step: int | None = None
-    """The step of the checkpoint; None for the newest that is sound."""
+    """The step of the checkpoint; None for the newest sound one."""
 
 
 NEWEST = Weights()
 
 
 class Choice(NamedTuple):
-    """How to open a model, in place of its own config and its newest checkpoint."""
+    """Choices that replace a run's own settings and newest checkpoint when it is opened."""
 
     overrides: Mapping[str, Any] = {}
     weights: Weights = NEWEST
@@ -59,9 +58,9 @@ class Choice(NamedTuple):
 
 
 def of_group(group: str, kind: type) -> dict[str, Option]:
-    """Return an option for each field of a config group, called like the field.
+    """Return an option for each field of a config group, keyed by the field's name.
 
-    The field `name` is called like its group: --sampler sets sampler.name.
+    The option for the field `name` has the name of its group: --sampler sets sampler.name.
     """
     defaults = ranges.defaults(kind)
     return {
@@ -88,10 +87,10 @@ SHARED: Options = {
         str, at_load=True,
     ),
     "lora_scale": of_group("lora", Lora)["scale"]._replace(
-        help="Strength of a run of LoRA: 0 draws like the model that it adapts.", at_load=True
+        help="Strength of a LoRA run: 0 draws like the model that it adapts.", at_load=True
     ),
     "unet_weights": Option(
-        "Where the weights that a run of LoRA adapts lie now, if not where its config says.",
+        "Path of the weights that a LoRA run adapts, if they moved since training.",
         str, field="unet.weights", at_load=True,
     ),
     "text_weights": Option(
@@ -121,7 +120,7 @@ def read(options: Options, values: Values) -> dict[str, Any]:
 
 
 def choose(options: Options, values: Values) -> Choice:
-    """Return the Choice of these values. Raises ValueError as `read` does."""
+    """Convert option values to a Choice. Raises ValueError as `read` does."""
     typed = read(options, values)
     overrides = {options[name].field: v for name, v in typed.items() if options[name].field}
     weights = Weights(typed.get("ema", "ema"), typed.get("checkpoint"))
@@ -139,7 +138,7 @@ def changes(options: Options, values: Values) -> Overrides:
 
 
 def override(s: Any, overrides: Overrides) -> Any:
-    """Return settings, a NamedTuple of groups, with overrides of their fields."""
+    """Return the settings `s`, a NamedTuple of groups, with some fields replaced."""
     for field, value in overrides.items():
         group, _, name = field.partition(".")
         s = s._replace(**{group: getattr(s, group)._replace(**{name: value})})

@@ -1,4 +1,4 @@
-"""Pictures to draw over, and masks of what to draw anew: flags and files."""
+"""Pictures to draw over and masks of the parts to redraw: flags and files."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ flags.disclaim_key_flags()  # --help lists them with the command that defines th
 
 
 class Pictures(NamedTuple):
-    """Pictures to draw over, and masks that are white where they are drawn anew."""
+    """Pictures to draw over, and masks whose white parts are redrawn."""
 
     images: Sequence[Image.Image]
     """One for all texts, or one for each."""
@@ -22,10 +22,10 @@ class Pictures(NamedTuple):
     """None, one for all texts, or one for each."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
-        """Return IMAGE [N, H, W, 3] and, if there are masks, MASK [N, H, W], in this size.
+        """Return IMAGE [N, H, W, 3] and, if there are masks, MASK [N, H, W], resized to `size`.
 
-        A pixel of a resized mask is True if any part of it is white, so that a known pixel is known
-        as a whole.
+        A pixel of a resized mask is True if any part of it is white. So a pixel that is not
+        redrawn lies entirely in the black part of the mask.
 
         Args:
             size: Width and height.
@@ -49,7 +49,9 @@ def define() -> Callable[[int], Pictures | None]:
         "image", [], "A picture to draw over: one for all texts, or one for each."
     )
     masks = flags.DEFINE_multi_string(
-        "mask", [], "White where --image is drawn anew, black where it stays: one, or one per text."
+        "mask",
+        [],
+        "A mask for --image: white parts are redrawn, black parts stay. One, or one per text.",
     )
     return lambda num_texts: read(images.value, masks.value, num_texts)
 
@@ -66,7 +68,7 @@ def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Picture
         if len(some) not in (0, 1, num_texts):
             raise ValueError(f"{len(some)} {name} and {num_texts} texts: give one, or one for each")
     if white and not opened:
-        raise ValueError(f"--mask={masks[0]} marks a part of a picture: give --image too")
+        raise ValueError(f"--mask={masks[0]} needs a picture: give --image too")
     for i, (path, mask) in enumerate(zip(masks, white, strict=True)):
         for image in opened if len(white) == 1 else [opened[min(i, len(opened) - 1)]]:
             if mask.size != image.size:

@@ -1,7 +1,7 @@
 """Draw images from texts, batch by batch over the mesh.
 
-An image is a function of the parameters, its text, its guidance and its seed. The batch that it is
-drawn in and the number of devices change only the order of floating-point sums.
+An image is a function of the parameters, its text, its guidance and its seed. The batch size and
+the number of devices change only the order of floating-point sums.
 """
 
 import collections
@@ -25,19 +25,19 @@ from diffusion_jax.task import Params, Sample, Texts
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 BeginOf = Callable[[Any, Preview | None], Begin]
-"""(settings, preview) to a task's `begin`. Raises ValueError for settings that do not fit."""
+"""(settings, preview) -> a task's `begin`. Raises ValueError for settings that do not fit."""
 
 
 class Programs(NamedTuple):
-    """The sampling programs of some networks, by the settings that they draw with."""
+    """The sampling programs of some networks, one for each choice of settings."""
 
     draw: Callable[..., Draw]
-    """(settings, preview=None) to the Draw with these settings, compiled when it is first used."""
+    """(settings, preview=None) -> the Draw with these settings, compiled when it is first used."""
     begin: Callable[[Any], tuple[Begin, Any]]
-    """Settings to a task's `begin` and its frozen weights."""
+    """settings -> the task's `begin` and its frozen weights."""
 
 
-_PIXELS = 2**22  # Of the images that a device draws at once by default.
+_PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
 
 
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
@@ -68,7 +68,7 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return the programs of a task by settings; the last `max_programs` used stay compiled.
+    """Return the programs of a task; the `max_programs` used last stay compiled.
 
     Settings that differ only in sampler.guidance share a program, which takes guidance as an
     argument.
@@ -90,7 +90,7 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return the same `begin`, whose denoiser shows its x0 to `preview` on the host, if given."""
+    """Return `begin` with a denoiser that also passes its x0 to `preview` on the host, if given."""
     if preview is None:
         return begin
 
@@ -109,7 +109,7 @@ def in_batches(
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,
 ) -> Iterator[Images]:
-    """Draw N images, `batch_size` at a time; the last batch is filled up, and its images cut."""
+    """Draw N images, `batch_size` at a time; the last batch is padded, and its padding dropped."""
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):
         rows = np.arange(start, start + batch_size) % len(seeds)
@@ -123,5 +123,5 @@ def default_batch_size(height: int, width: int) -> int:
 
 
 def even_batch_size(most: int, total: int) -> int:
-    """Return a batch size up to `most` with which all batches of `total` are about full."""
+    """Return a batch size of at most `most` that divides `total` into almost equal batches."""
     return -(-total // -(-total // most))

@@ -1,4 +1,4 @@
-"""The changes that a data set and this machine make to a config."""
+"""Adapt a config to a data set and to this machine."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
-    """Return different captions from all over the data set, to draw during training."""
+    """Choose different captions from all parts of the data set, to draw during training."""
     rows = np.linspace(0, len(records) - 1, min(len(records), 8 * _PROMPTS)).astype(int).tolist()
     texts = {t for t in records.texts(rows) if not isinstance(t, Unusable)} - {""}
     spread = sorted(texts)[:: max(1, len(texts) // _PROMPTS)][:_PROMPTS]
@@ -31,13 +31,13 @@ def prompts(records: Records) -> tuple[str, ...]:
 def of_data(
     data: Data, report: Mapping[str, Any], prompts: tuple[str, ...], text_weights: str
 ) -> Callable[[Stage], Changes]:
-    """Return a function from a stage to its config's changes for this data set and device.
+    """Return a function that maps a stage to its config changes for this data set and device.
 
     Args:
       data: the opened data set.
       report: the result of validate.validate on it.
       prompts: captions to draw during training.
-      text_weights: a folder of T5 or CLIP; "": words are hashed.
+      text_weights: a folder of T5 or CLIP; "" for the encoder that hashes words.
     """
     on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
     broken = 1 - report["usable"] / report["read"]
@@ -75,8 +75,8 @@ def _encoder(weights: str, words: int) -> Changes:
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")
     if not kind:
         raise ValueError(
-            f"--text_weights={weights} holds a {config.get('model_type')}: give a folder of T5 or "
-            "CLIP"
+            f"--text_weights={weights} has the model_type {config.get('model_type')!r}: give a "
+            "folder of T5 or CLIP"
         )
     encoder, width = _ENCODERS[kind]
     tokens = 77 if kind == "clip" else min(128, max(8, -(-words // 4) * 8))

@@ -24,7 +24,7 @@ from diffusion_jax.train.out_of_memory import OutOfMemory
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 _LOOKED = 2_000  # The largest number of records to read.
 _SHOWN = 32  # Pictures on the sheet.
-_JUDGED = 100  # The smallest number of different captions that a judge can be trained on.
+_JUDGED = 100  # The smallest number of different captions for training a judge.
 
 
 def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
@@ -34,9 +34,11 @@ def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
     from, from the smallest to the largest.
     """
     text = flags.DEFINE_string
-    data = text("data", None, "Pictures: a path, or SOURCE:PATH::TEXT.", required=True)
+    data = text(
+        "data", None, "The pictures to train on: a path, or SOURCE:PATH::TEXT.", required=True
+    )
     where = text("text", "", "Where the captions are (data.text); default: guessed from the files.")
-    hours = flags.DEFINE_float("hours", 2.0, "The time for all training.")
+    hours = flags.DEFINE_float("hours", 2.0, "Hours that all training may take.")
     out = text("out", "configs/mine.py", "The config to write; other stages get files beside it.")
     weights = text("text_weights", "", "A folder of T5 or CLIP to encode the captions with.")
 
@@ -87,7 +89,7 @@ def _with_suffix(path: pathlib.Path, suffix: str) -> pathlib.Path:
 
 
 def _describe(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Return labelled lines about the data set; ValueError if none of its pictures is usable."""
+    """Return labelled lines about the data set. Raises ValueError if no picture is usable."""
     unusable = ", ".join(f"{n:,} {reason}" for reason, n in report["unusable"].items())
     first = "; ".join(report["unusable_first"][:1])
     if not report["usable"]:
@@ -107,7 +109,7 @@ def _describe(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("duplicates", f"{report['duplicates']:,} files that occur twice"),
         ("captions", f"{report['different_texts']:,} different ones of {words['min']:.0f} to "
          f"{words['max']:.0f} words; most frequent: {frequent}" if frequent else
-         "none: the model draws such pictures without a prompt"),
+         "none: the model learns to draw such pictures without a prompt"),
     ]  # fmt: skip
     return [(name, untrusted.printable(line)) for name, line in rows]
 
@@ -128,7 +130,7 @@ def _measure(
                 one = stages.measure(stage, of_stage(stage), trial + stage.suffix)
                 measured_stages[stage.base] = one
                 opened_stages[stage.base] = one.opened
-            one = measured_stages[stage.base]  # Another rung may give it another share of the time.
+            one = measured_stages[stage.base]  # Another rung may give the stage another share.
             return one._replace(opened=one.opened._replace(stage=stage))
 
         def opened(stage: Stage) -> Opened:

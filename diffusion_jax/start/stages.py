@@ -1,4 +1,4 @@
-"""The stages of the models that a start chooses from, their speed here, and steps for a time."""
+"""Choose the model that `start` suggests: its stages, their measured speed, and their steps."""
 
 import pathlib
 import time
@@ -17,8 +17,8 @@ from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
 
 SHEETS = 10
-"""The number of sheets of pictures drawn during training."""
-_STEPS, _LEFT_OUT = 6, 2  # Steps of a measurement, and how many of the first do not count.
+"""How often training draws its prompts."""
+_STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
 
 
@@ -32,7 +32,7 @@ class Stage(NamedTuple):
     command: str
     """The module that trains it."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
-    """Opens a run of its settings."""
+    """(settings, mesh) -> the opened inputs of a run."""
     share: float = 1.0
     """Its share of the training time."""
     changes: Callable[[str], Changes] = lambda workdir: {}
@@ -45,7 +45,7 @@ class Rung(NamedTuple):
     size: int
     """Side of its pictures in pixels; it is chosen only for data of at least this size."""
     images: int
-    """The smallest number of images that the first stage must see in its time."""
+    """The number of images that the first stage must at least see within its time."""
     stages: Sequence[Stage]
 
 
@@ -77,7 +77,10 @@ class Measured(NamedTuple):
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
-    """Open and trace a stage, with the largest micro batch that fits; ValueError or OSError."""
+    """Open and trace a stage, with the largest micro batch that fits.
+
+    Raises ValueError or OSError if its config, data or weights cannot be used.
+    """
     config = written.config(stage.base, changes)
     s = systems.read(config, config["system"])
     mesh = sharding.make_mesh(*s.mesh)
@@ -151,7 +154,7 @@ def choose(
 
 
 def timed(measured: Measured, seconds: float) -> tuple[Changes, float]:
-    """Return changes for a training of so many seconds, and the seconds that it will take.
+    """Return config changes for training of `seconds`, and the seconds that it will take.
 
     The changes are the number of steps and the intervals that depend on it. Raises ValueError if
     the time suffices for fewer than 20 steps.

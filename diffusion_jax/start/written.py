@@ -16,7 +16,7 @@ def source(base: str, changes: Changes, about: str) -> str:
     lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
     notes = [f"  # {note}" if note else "" for _, note in changes.values()]
     body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))
-    # `about` names the data, and a name may hold what ends a docstring.
+    # `about` names the data, and such a name may contain """ or a backslash.
     about = about.replace("\\", "/").replace('"""', "'''")
     return textwrap.dedent('''\
         """{about}
@@ -35,7 +35,7 @@ def source(base: str, changes: Changes, about: str) -> str:
 
 
 def config(base: str, changes: Changes) -> dict[str, Any]:
-    """Return the config of such a file, with defaults for omitted fields.
+    """Return the config that the file of `source` defines, with defaults for omitted fields.
 
     Raises ValueError if configs/ cannot be imported.
     """

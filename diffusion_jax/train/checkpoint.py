@@ -45,7 +45,7 @@ class DataIterator(Protocol):
     """A data iterator whose position, as bytes, a checkpoint can hold."""
 
     def get_state(self) -> bytes:
-        """Return the position after the last batch."""
+        """Return the position after the last batch that was read."""
         ...
 
     def set_state(self, state: bytes) -> None:
@@ -131,7 +131,7 @@ class Checkpointer:
         *,
         read_back: bool = True,
     ) -> None:
-        """Save any trees, each as an item, and other items in the same way."""
+        """Save each tree as an item of its own, together with other items, as `save` does."""
         if not read_back:
             self._hurried.set()
         self.wait()
@@ -243,7 +243,7 @@ class Checkpointer:
 
 
 def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath.Path]:
-    """Move the folders of these steps into the folder `name`; return their new places."""
+    """Move the folders of these steps into the folder `name`; return their new paths."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
         if name == _DELETED and files.remote(directory):
@@ -263,16 +263,16 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
 
 
 def _delete(folder: epath.Path) -> None:
-    """Delete a checkpoint in a bucket, such that it does not look whole after a kill."""
+    """Delete a checkpoint in a bucket; the commit file goes first, so that a kill does no harm."""
     (folder / COMMIT).unlink(missing_ok=True)
     folder.rmtree()
 
 
 class Snapshots:
-    """Snapshots of a run's power-function averages, a folder each, all of which are kept.
+    """Snapshots of a run's power-function averages, one folder each; none is ever pruned.
 
-    A snapshot is whole before training continues. So whichever checkpoint a run continues from, all
-    earlier snapshots exist. Later ones are deleted, and written again.
+    Training waits until a snapshot is complete. So all earlier snapshots exist, whichever
+    checkpoint a run continues from. Later snapshots are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:

@@ -25,7 +25,7 @@ from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import restore
 
 _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
-"""Groups with fields that only some choices of a sampler, a source or an encoder read."""
+"""Groups with fields that only some samplers, sources or encoders read."""
 _PATHS = ("path", "weights", "store")
 """Fields that name files."""
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
@@ -40,7 +40,7 @@ def command(
     or `prepare` become a one-line message and exit code 2. SIGTERM saves and exits with code 143.
 
     Args:
-      read: makes the settings of a config; `run`, `optimizer` and `mesh` are among them.
+      read: converts a config to settings, which include `run`, `optimizer` and `mesh`.
       prepare: opens the task, its data and its examples; see loop.Inputs.
     """
     config = cli.define_config()
@@ -53,7 +53,9 @@ def command(
     )
     flags.mark_flag_as_required("config")
     profiled = flags.DEFINE_string(
-        "profile_steps", "", "Steps to trace for xprof into the workdir's `profile`: 100:105."
+        "profile_steps",
+        "",
+        "Steps to trace for xprof, such as 100:105; written to WORKDIR/profile.",
     )
 
     def main(argv: list[str]) -> None:
@@ -72,7 +74,7 @@ def command(
                 mesh = sharding.make_mesh(*s.mesh)
                 settings = optimizer.for_mesh(s.optimizer, s.run.batch_size, mesh)
 
-                # Open the data, the text encoder and what is measured during training.
+                # Open the data, the text encoder, and the measurements during training.
                 inputs = prepare(s, mesh)
                 stack.enter_context(inputs.batches)
                 inputs = inputs._replace(evaluation=open_evaluation(s, inputs.open_prompts))
@@ -80,7 +82,7 @@ def command(
                     records = heldout.open_records(s.heldout, inputs.batches, measure)
                     inputs = inputs._replace(records=records)
 
-                # Check that the workdir belongs to this run, and trace all that the run will do.
+                # Check that the workdir belongs to this run, and trace everything it will compute.
                 runs.claim(workdir, values, write=False)
                 finetune.check_base(workdir, inputs.base)
                 limit = device_memory.value
@@ -96,8 +98,8 @@ def command(
                 runs.claim(workdir, values)
                 finetune.keep_base(workdir, inputs.base)
 
-            # Train. Known failures become one-line messages. Code 1 is for those that may be over
-            # at the next start, which launchers then attempt.
+            # Train. Known failures become one-line messages. Code 1 makes launchers start again; it
+            # is for failures that the next start may not meet.
             distributed.advise(how_to_go_on(workdir))
             stack.enter_context(
                 cli.bad_input(NothingLearned, OutOfMemory, restore.Damaged, usual=())
@@ -114,14 +116,14 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
     """Open the scores that config.evaluation asks for; None if there are none."""
     if open_prompts is None or not s.evaluation.every:
         return None
-    # Loads judges, extractors and metrics, which other runs do without.
+    # Imported here because it loads judges, extractors and metrics.
     from diffusion_jax.train import scoring
 
     return scoring.open_scoring(s.evaluation, s.data.source, s.output_size, open_prompts)
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Print a rehearsal's report, and warn of each field that nothing has read.
+    """Print a rehearsal's report, and warn of each field that the run does not read.
 
     Raises ValueError if such a field is a path that the command line set.
     """
@@ -146,7 +148,7 @@ def how_to_go_on(workdir: pathlib.Path) -> str:
 
 
 def exit_if_stopped(state: TrainState, steps: int) -> None:
-    """Exit with code 143 if the loop ended before step `steps`, as it does after SIGTERM."""
+    """Exit with code 143 if SIGTERM ended the loop before step `steps`."""
     if int(state.step) < steps:
         logging.info("stopped by SIGTERM at step %d; the same command continues", int(state.step))
         sys.exit(exits.PREEMPTED)

@@ -77,7 +77,7 @@ class Scoring(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a run trains on and measures, opened and checked; nothing is computed yet.
+    """The opened and checked inputs of a run; nothing is computed yet.
 
     A system's `prepare` returns it without `evaluation` and `records`, which the training command
     opens for all systems.
@@ -98,12 +98,12 @@ class Inputs(NamedTuple):
 
 
 class Program(NamedTuple):
-    """The compiled step."""
+    """The compiled training step."""
 
     step: Any
     """(state, frozen, batch, key) -> (state, metrics), with the program's memory_analysis()."""
     flops: float
-    """Floating-point operations of one step, as the program counts them."""
+    """Floating-point operations of one step, counted in its jaxpr."""
 
 
 def train(
@@ -113,8 +113,8 @@ def train(
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
     Args:
-      inputs: the task, its data, and what is drawn and measured during training.
-      run: steps, batch size, seed, and how often each thing happens.
+      inputs: the task, its data, and the drawings and measurements during training.
+      run: steps, batch size, seed, and the intervals of logging, drawing and saving.
       settings: the optimizer; `settings.accumulate` is the number of micro batches in a step.
       mesh: the devices; parameters and frozen weights are placed by `task.rules`.
       workdir: gets metrics, samples/, checkpoints/ and manifest.json.
@@ -123,7 +123,7 @@ def train(
       program: the step that `warm_up` compiled for the same task and settings.
 
     Returns:
-      The last state. After SIGTERM it is of an earlier step than `run.steps`.
+      The last state. After SIGTERM its step is below `run.steps`.
 
     Raises:
       NothingLearned: settings.max_skipped steps in a row were skipped; nothing is saved.
@@ -165,7 +165,7 @@ def train(
             program = _compile(make_step(task, settings, tx, layout), (state, frozen, batch, key))
         sizes["the step's temporaries"] = program.step.memory_analysis().temp_size_in_bytes
 
-        # Set up what happens between steps; its programs compile when they are first used.
+        # Set up reports, drawing, scores and snapshots; their programs compile at first use.
         stack.callback(trace.close)
         progress = Progress(run, writer, program.flops, mesh.size, batches)
         skips = not_finite.Lookout(first_step, int(state.skipped), IN_FLIGHT, settings.max_skipped)
@@ -233,7 +233,7 @@ def train(
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether an event is due that occurs every so many steps (0: never) and at the end."""
+    """Return whether an event is due, every `every` steps (0: never) and at the last step."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
@@ -315,7 +315,7 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
         state = checkpoints.restore(placed(jax.eval_shape(create, key), layout), batches, step)
     if start is None or step:
         return state
-    # `start` reads the network alone. What a weighting learns keeps its initial values.
+    # `start` reads the network alone; a learned loss weighting keeps its initial values.
     params = {**state.params, **start()}
     copy = lambda: jax.tree.map(place, params, layout.params)
     return state._replace(params=copy(), ema={decay: copy() for decay in state.ema})

@@ -91,7 +91,7 @@ class Disk(NamedTuple):
 
 
 def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
-    """Return what the run keeps at its end; `state` may hold shapes."""
+    """Compute the disk space of a finished run; `state` may hold shapes."""
     leaves = jax.tree.leaves(state)
     checkpoints = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
@@ -101,7 +101,7 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the largest number of temporary bytes at once, for a device's `samples` in a pass."""
+    """Return the peak of temporary bytes on a device that processes `samples` in a pass."""
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
@@ -136,7 +136,7 @@ def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
 
 
 def shapes(tree: Any) -> Any:
-    """Return the shapes of arrays, which need not have been read yet."""
+    """Return the shapes of the arrays in a tree, without reading the arrays."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
 
 

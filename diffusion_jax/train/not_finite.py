@@ -37,13 +37,13 @@ Names = Callable[[Sequence[int]], list[str]]
 
 
 class Lookout:
-    """A watch for skipped steps, those whose loss or gradient is not finite."""
+    """A watch for skipped steps, whose loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
         """Start after `step` steps, `skipped` of which were skipped.
 
-        A step is looked at `lag` steps later, so that the host does not wait for it. `most` skipped
-        steps in a row end the run, or 10 if that is fewer and no step before them was finite.
+        A step is checked `lag` steps later, so that the host does not wait for it. `most` skipped
+        steps in a row end the run; before the first finite step, at most 10 do.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -56,7 +56,7 @@ class Lookout:
     ) -> tuple[int, Batch] | None:
         """Add a step; return (step, batch) of the first skipped step, once, and None otherwise.
 
-        With `last`, all pending steps are looked at, since no step follows. Raises NothingLearned
+        With `last`, all pending steps are checked, since no step follows. Raises NothingLearned
         after too many skipped steps in a row.
         """
         first = None
@@ -79,12 +79,13 @@ class NothingLearned(RuntimeError):
     """Too many steps in a row were skipped."""
 
     def __init__(self, step: int, steps: int) -> None:
-        """Write the message about `steps` steps in a row, the last of them `step`."""
+        """Create the error for `steps` skipped steps in a row, ending with step `step`."""
         super().__init__(
-            f"the last {steps} steps, to step {step}, were skipped because their loss or gradient "
-            f"was not finite ({REPORT} in the workdir says where the first came from). Nothing is "
-            "saved. Fix the cause, such as a high learning rate or broken data, and start again "
-            "from the last checkpoint, or raise optimizer.max_skipped"
+            f"the last {steps} steps, up to step {step}, were skipped because their loss or "
+            f"gradient was not finite ({REPORT} in the workdir says where the first such value "
+            "came from). These steps are not saved. Fix the cause, such as a high learning rate or "
+            "broken data, and start again from the last checkpoint, or raise "
+            "optimizer.max_skipped"
         )
 
 
@@ -111,14 +112,14 @@ def investigate(
 ) -> None:  # fmt: skip
     """Run the batch of `step` again and write a report on it; every process must call it alike.
 
-    `params` are those of step `now`, `keys` those of the step's micro batches. Where the memory
-    does not suffice to run the batch again, a warning takes the place of the report.
+    `params` are the parameters of step `now`, and `keys` has a key for each micro batch of `step`.
+    If the batch cannot run again, mostly for lack of memory, a warning replaces the report.
     """
-    logging.warning("step %d is not finite: its batch runs again, to say where", step)
+    logging.warning("step %d is not finite: running its batch again to find the module", step)
     try:
         observed = watch(loss_fn, params, frozen, batch, keys, everywhere)
-    except jax.errors.JaxRuntimeError as error:  # Mostly out of memory: training continues.
-        logging.warning("step %d is not finite, and could not run again: %s", step, error)
+    except jax.errors.JaxRuntimeError as error:  # Mostly out of memory. Training continues.
+        logging.warning("step %d is not finite, and its batch could not run again: %s", step, error)
         return
     explain(path, step, now, observed, len(keys), names)
 
@@ -164,8 +165,8 @@ def watch(
 ) -> Observed:  # fmt: skip
     """Run a step's loss and gradient again, micro batch by micro batch, and observe each module.
 
-    It stops at the first micro batch with a value that is not finite. `keys` holds the key of each
-    micro batch. It needs about as much memory and compile time as a step. Every process must call
+    Stop at the first micro batch with a value that is not finite. `keys` holds the key of each
+    micro batch. This needs about as much memory and compile time as a step. Every process must call
     it with the same arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
@@ -236,7 +237,7 @@ class _Walk:
     def _apply(self, equation: core.JaxprEqn, inputs: list[Any], scope: str) -> Sequence[Any]:
         name, params = equation.primitive.name, equation.params
         if name in _CALLS:
-            if name in _REMAT:  # Keep XLA from storing what is meant to be recomputed.
+            if name in _REMAT:  # Keep XLA from storing values that are meant to be recomputed.
                 inputs = jax.lax.optimization_barrier(inputs)
             inner = params["call_jaxpr" if "call_jaxpr" in params else "jaxpr"]
             program = getattr(inner, "jaxpr", inner)

@@ -1,4 +1,4 @@
-"""An error message for a device whose memory is full: what fills it, and what to change."""
+"""An error for a full device, which lists the largest arrays and suggests a remedy."""
 
 import contextlib
 import math
@@ -32,13 +32,13 @@ def explained(
 
     Args:
       workdir: the folder for `memory.prof`.
-      held: trees of jax.Arrays, by the names that the message gives them.
+      held: trees of jax.Arrays, keyed by their names in the message.
       samples: the number of samples per device in one pass.
 
     Yields the bytes of each tree on one device, to which the caller may add entries.
     """
     sizes = {name: on_a_device(tree) for name, tree in held.items()}
-    del held  # Nothing here keeps the first batch on the devices.
+    del held  # Otherwise this frame would keep the first batch on the devices.
     try:
         yield sizes
     except jax.errors.JaxRuntimeError as error:
@@ -59,6 +59,6 @@ def _message(sizes: Mapping[str, int], samples: int, reason: str) -> str:
     return (
         f"out of memory on a device{of}; the largest parts are: {named}. Each pass processes "
         f"{samples} samples per device: take {fewer}, or shard with --config.mesh.fsdp=-1, or "
-        f"recompute with --config.unet.remat; `python -m launch.plan` says what fits. {PROFILE} in "
-        f"the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
+        f"recompute with --config.unet.remat; `python -m launch.plan` shows what fits. {PROFILE} "
+        f"in the workdir lists all arrays. XLA's error: {reason.splitlines()[0][:200]}"
     )

@@ -16,7 +16,7 @@ from diffusion_jax.machine.progress import step_line
 from diffusion_jax.task import Metrics
 
 IN_FLIGHT = 2
-"""Steps that the host may be ahead of the devices."""
+"""The number of steps that the host may be ahead of the devices."""
 
 
 class Progress:
@@ -34,7 +34,7 @@ class Progress:
         self._since, self._waited = time.time(), 0.0
 
     def add(self, metrics: Metrics) -> None:
-        """Add a step's metrics. Waits only for those of IN_FLIGHT steps before."""
+        """Add a step's metrics, and wait until the step IN_FLIGHT steps earlier is computed."""
         self._metrics.append(metrics)
         if len(self._metrics) > IN_FLIGHT:
             jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
@@ -67,7 +67,7 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside as waiting for data, whose share is a metric."""
+        """Count the time inside this context as waiting for data, which `report` writes."""
         start = time.time()
         with jax.profiler.TraceAnnotation("data"):
             yield
@@ -75,7 +75,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the steps so far, then stop the clock for the time inside."""
+        """Wait for the steps so far, and stop the clock while inside this context."""
         jax.block_until_ready(self._metrics)
         start = time.time()
         yield

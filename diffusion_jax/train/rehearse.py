@@ -1,8 +1,8 @@
-"""Rehearse a run before its first step: trace everything that it will do, compile nothing.
+"""Rehearse a run before its first step: trace everything that it will compute, compile nothing.
 
 Loss, step, sampler and evaluation are traced with real texts and a real record of each source, and
 the shapes in existing checkpoints are compared with the run's. This takes seconds. Errors surface
-here; otherwise the result is a report in lines.
+now rather than during training; without errors, a report describes the run.
 """
 
 import contextlib
@@ -52,10 +52,10 @@ def rehearse(
       settings: the optimizer, whose `accumulate` is the number of passes per step.
       mesh: the devices of the run.
       workdir: compared with the run, but not written to.
-      alone: no training follows; so look for damaged checkpoints here.
+      alone: whether no training follows; then damaged checkpoints are looked for here.
       device_memory: bytes of a device of the run; None: those of this machine.
 
-    Raises ValueError for a run that would fail. Other errors get a note on what was rehearsed.
+    Raises ValueError for a run that would fail. Other errors get a note on the rehearsed part.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
@@ -162,7 +162,7 @@ def _memory(need: memory.Bytes, booked: float | None) -> str:
 def _workdir(
     workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
 ) -> Rows:
-    """Report what the workdir holds and what the run will write; ValueError if it cannot."""
+    """Report the workdir's state and the run's disk use; ValueError if the run cannot use it."""
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
@@ -172,7 +172,7 @@ def _workdir(
     disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
     written = len(steps) * usage.checkpoint
     written += len(restore.steps(workdir / restore.SNAPSHOTS)) * usage.snapshot
-    # While a checkpoint is written, the one that it replaces is still on the disk.
+    # While a checkpoint is written, the checkpoint that it replaces is still on the disk.
     if usage.total + usage.checkpoint - written > free:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "a new run"

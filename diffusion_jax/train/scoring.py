@@ -1,4 +1,4 @@
-"""Scores taken during training: those of the evaluation command, without files of their own."""
+"""Scores during training: computed as by the evaluation command, but written to the metrics."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ def open_scoring(
 
     Args:
       evaluation: the group.
-      source: data.source, whose own scorer is used if there is no file of prompts.
+      source: data.source, whose own scorer is used if the group names no file of prompts.
       size: the side of the pictures that the model draws.
       open_prompts: takes all prompts and returns the tokenizer for them.
 
@@ -59,8 +59,8 @@ def score_now(
 ) -> dict[str, float]:
     """Draw and score all prompts at each guidance, `batch_size` images at a time.
 
-    Returns {"evaluation/guidance_2/fid": ...}. Where images are not finite, their number takes the
-    place of the scores: {"evaluation/guidance_2/images_not_finite": 3}.
+    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images are not finite, their
+    number replaces the scores: {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}
     for value in guidance:

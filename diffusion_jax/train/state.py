@@ -34,7 +34,7 @@ def ema_name(decay: float) -> str:
 
 
 def averaged(state: TrainState) -> Params:
-    """Return the average with the largest decay, the default of load_params; else the params."""
+    """Return the average with the largest decay, or the parameters if there is no average."""
     return state.ema[max(state.ema, key=order)] if state.ema else state.params
 
 
@@ -99,7 +99,7 @@ def make_train_step(
       ema_decays: the decays of the exponential averages.
       ema_widths: the relative widths of the averages by power functions.
       accumulate: the number of micro batches, which must divide the batch.
-      one_noise: draw for each row the noise that it would get in an undivided batch.
+      one_noise: give each row the noise that it would get in an undivided batch.
       clip: the global norm to which the mean gradient is clipped; inf: never.
       decay_at: (decay, step) -> the decay at this step.
     """
@@ -172,7 +172,7 @@ def micro_key(
 ) -> PRNGKeyArray:
     """Return the key of a micro batch, given the key of its step.
 
-    With `one_noise` it draws the rows of the noise that the step's key draws for a whole batch.
+    With `one_noise`, noise drawn from it equals this micro batch's rows of the whole batch's noise.
     """
     if one_noise and accumulate > 1:
         return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
@@ -211,7 +211,7 @@ def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
 def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
     """Return beta ema + (1 - beta) params, beta = (1 - 1 / t)^(gamma + 1), t = step + 1.
 
-    1 - beta is small. It is computed directly, since 1 - float32(beta) would keep few digits.
+    The small 1 - beta is computed directly, since 1 - float32(beta) would have few digits.
     """
     share = -jnp.expm1((gamma + 1) * jnp.log1p(-1.0 / (step + 1)))
     return jax.tree.map(lambda e, p: e + share * (p - e), ema, params)

@@ -1,4 +1,4 @@
-"""A trace of some training steps for xprof: where the time of devices and host goes.
+"""A trace of some training steps for xprof, which shows the time of devices and host.
 
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile
@@ -36,14 +36,14 @@ def parse(text: str) -> range:
 
 
 class Trace:
-    """A trace of some steps, written to a folder; close it even if training ends among them."""
+    """A trace of some steps, written to a folder; call `close` even if training ends early."""
 
     def __init__(self, folder: pathlib.Path, steps: range) -> None:
         self._folder, self._steps, self._running = folder, steps, False
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """Enclose one step, which appends its results to the list that this yields.
+        """Enclose one step; the caller appends the step's results to the list that this yields.
 
         After the last traced step the trace ends as soon as these results are computed.
         """

@@ -20,7 +20,7 @@ class Watchdog:
     def __init__(
         self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
     ) -> None:
-        """Create it; the first beat starts the clock. The printed line ends with `advice`."""
+        """Prepare the watchdog; the first beat starts it. The printed line ends with `advice()`."""
         self._seconds, self._advice = seconds, advice
         self._before = min(2, 0.1 * seconds)  # The line is printed this long before the end.
         self._due: float | None = None
@@ -40,7 +40,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock for the time inside, and restart it afterwards."""
+        """Stop the clock while inside this context, and restart it afterwards."""
         self._stop()
         yield
         self.beat()

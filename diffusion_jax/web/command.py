@@ -1,4 +1,4 @@
-"""The page's command for every system: flags -> models -> a server."""
+"""The command of every system that serves the web page: flags -> models -> a server."""
 
 import ipaddress
 import secrets
@@ -62,12 +62,12 @@ def command(
 
 
 def stages_of(text: str) -> list[str]:
-    """Return the workdirs that a --workdir names: one whose name may have commas, or several."""
+    """Split a value of --workdir at commas, unless the whole text names an existing folder."""
     return [text] if files.path(text).exists() else text.split(",")
 
 
 def in_address(host: str) -> str:
-    """Return a host as it is written in an address, with brackets around IPv6."""
+    """Return a host as URLs write it, with brackets around IPv6 addresses."""
     return f"[{host}]" if ":" in host else host
 
 

@@ -1,5 +1,5 @@
-// The drawing view: a form, pictures while they are drawn, grids of two settings.
-// The address after # holds the whole form, so that a link draws the same pictures again.
+// The drawing view: a form, live previews, and grids that compare two settings.
+// The part of the URL after # holds the whole form, so that a link draws the same pictures again.
 
 import {element, short} from "/plots.js";
 import {$, get, open, options, post} from "/results.js";
@@ -183,9 +183,9 @@ function watch(name, wanted) {
       if (!now.drawn.includes(Number(n))) show(wanted[n], `data:image/png;base64,${look}`, true);
     $("progress").value = done / total;
     const looking = Object.keys(now.looks).length;
-    say({waiting: now.ahead ? `Waiting: ${now.ahead} before this` : "Waiting",
+    say({waiting: now.ahead ? `Waiting for ${now.ahead} earlier ${now.ahead === 1 ? "job" : "jobs"}` : "Waiting",
       drawing: looking ? `Drawing: ${done} of ${total} done, noise level ${short(now.level)}`
-        : `Drawing: ${done} of ${total} done; new settings are compiled first`,
+        : `Drawing: ${done} of ${total} done (new settings must be compiled first)`,
       done: `${total} ${total === 1 ? "picture" : "pictures"}`,
       cancelled: `Cancelled: ${done} of ${total} done`, failed: now.error}[now.state],
     now.state === "failed");

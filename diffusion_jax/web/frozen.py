@@ -1,4 +1,4 @@
-"""The page of runs as one file, which holds the data and pictures that the live page shows."""
+"""A report on runs: the web page as one HTML file, with all of its data and pictures inside."""
 
 import base64
 import json
@@ -18,7 +18,7 @@ _ALONE = (
     '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; '
     "style-src 'unsafe-inline'; script-src 'unsafe-inline'\">"
 )
-_SAMPLES = 12  # Pictures of each training.
+_SAMPLES = 12  # Sample sheets per run.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
@@ -29,14 +29,14 @@ def write(workdir: str | pathlib.Path) -> pathlib.Path:
 
 
 def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> str:
-    """Return the HTML, which loads nothing else.
+    """Return the HTML of the report, which loads no other file.
 
     Args:
         workdirs: The runs.
         bands: Bands of FID over CLIP score to draw behind the curves.
 
     Raises:
-        FileNotFoundError: If a folder is no run.
+        FileNotFoundError: If a folder is not the workdir of a run.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]
@@ -44,7 +44,7 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
         if not (files.path(folder) / log.METRICS).exists() and name not in dict(sweeps):
             raise FileNotFoundError(
                 f"{folder} holds neither {log.METRICS} nor {runs.EVALUATION}/*/{sweep.TABLE}: "
-                "it is no workdir"
+                "it is not a workdir"
             )
     content = {
         "title": " and ".join(named),

@@ -18,19 +18,19 @@ from PIL import Image
 from diffusion_jax.draw.loaded import Cancelled, Loaded, png
 
 WAITING = 16
-"""Jobs that may wait; more are refused."""
+"""The largest number of waiting jobs; more are refused."""
 PICTURES = 100
-"""Pictures that one job may have."""
+"""The largest number of pictures in a job."""
 _BATCH_SIZE = 8  # Pictures with the same settings are drawn together.
-_LOOK_EVERY = 0.15  # Seconds between two looks at a drawing in progress.
-_LOOK_SIZE = 256  # The largest side of a look in pixels.
-_MAX_BYTES = 2**29  # Of pictures that stay in memory.
-_MAX_JOBS = 200
+_LOOK_EVERY = 0.15  # Seconds between previews of a drawing in progress.
+_LOOK_SIZE = 256  # The longest side of a preview in pixels.
+_MAX_BYTES = 2**29  # The total size of the pictures that stay in memory.
+_MAX_JOBS = 200  # Jobs that stay listed, including ended ones.
 _UNWATCHED = 10.0  # Seconds after which a job that no tab watches ends.
 
 
 class Picture(NamedTuple):
-    """What determines a picture, as in its link."""
+    """All values that determine a picture; its link holds the same values."""
 
     model: str
     prompt: str
@@ -53,12 +53,12 @@ class Job:
     """"waiting", "drawing", "done", "cancelled" or "failed"."""
     drawn: int = 0
     looks: dict[int, str] = dataclasses.field(default_factory=dict)
-    """What the pictures being drawn look like now, by index: PNG in base64."""
+    """Previews of the pictures being drawn, by index: PNG in base64."""
     level: float = 0.0
-    """Their noise level."""
+    """The noise level of the previews."""
     error: str = ""
     version: int = 0
-    """The number of changes."""
+    """How often the job has changed; watchers compare it."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
@@ -66,7 +66,7 @@ class Job:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """A context in which a tab watches the job."""
+        """Count a tab as watching the job while inside this context."""
         self.watchers += 1
         try:
             yield
@@ -76,19 +76,19 @@ class Job:
 
     @property
     def unwanted(self) -> bool:
-        """Whether it was cancelled, or no tab has watched it for some time."""
+        """Whether the job was cancelled, or no tab has watched it for some time."""
         alone = not self.watchers and time.monotonic() - self.left > _UNWATCHED
         return self.cancelled or alone
 
     def change(self, **values: Any) -> None:
-        """Set fields, and let watchers know."""
+        """Set fields, and increase the version that watchers compare."""
         for name, value in values.items():
             setattr(self, name, value)
         self.version += 1
 
     @property
     def ended(self) -> bool:
-        """Whether it was drawn, cancelled or failed."""
+        """Whether the job is done, cancelled or failed."""
         return self.state in ("done", "cancelled", "failed")
 
 
@@ -105,7 +105,7 @@ class Queue:
         threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, pictures: Sequence[Picture]) -> Job:
-        """Append a job of these pictures. Raises Full if too many jobs wait."""
+        """Append a job that draws these pictures. Raises Full if too many jobs are waiting."""
         job = Job(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
@@ -138,7 +138,7 @@ class Queue:
             return self._files.get(picture)
 
     def _waiting(self) -> list[Job]:
-        """Return the waiting jobs; unwanted ones are cancelled."""
+        """Cancel unwanted jobs, and return those that still wait."""
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
             if job.unwanted:
@@ -146,7 +146,7 @@ class Queue:
         return [job for job in waiting if not job.ended]
 
     def _next(self) -> Job:
-        """Wait for a job and return it."""
+        """Wait for the next job, mark it as being drawn, and return it."""
         with self._lock:
             job = self._lock.wait_for(self._waiting)[0]
             job.change(state="drawing")
@@ -197,7 +197,7 @@ class Queue:
         job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keep a picture in memory, in place of those least recently requested."""
+        """Keep a picture in memory; drop the least recently requested ones if needed."""
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
@@ -207,7 +207,7 @@ class Queue:
 
 
 class _Looks:
-    """Shows a job what its pictures look like, at intervals; raises Cancelled if it is unwanted.
+    """Updates a job's previews at intervals; raises Cancelled if the job is unwanted.
 
     A batch begins when the size of the images changes, as between stages of a cascade, or when the
     noise level rises to the first level of this size again.
@@ -237,5 +237,5 @@ class _Looks:
 
 
 def _small(image: np.ndarray) -> np.ndarray:
-    """Return an image reduced to the size of a look, by means over pixels."""
+    """Reduce an image to the size of a preview by averaging pixels."""
     return np.asarray(Image.fromarray(image).reduce(-(-max(image.shape[:2]) // _LOOK_SIZE)))

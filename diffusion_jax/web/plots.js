@@ -6,14 +6,14 @@ const DASHES = ["", "7 4", "2 4", "9 3 2 3"];
 
 export function element(name, attributes = {}, ...children) {
   const svg = ["svg", "g", "line", "path", "circle", "text", "title"].includes(name);
-  const made = svg ? document.createElementNS(NS, name) : document.createElement(name);
+  const node = svg ? document.createElementNS(NS, name) : document.createElement(name);
   for (const [key, value] of Object.entries(attributes)) {
-    if (key.startsWith("on")) made.addEventListener(key.slice(2), value);
-    else if (value === true) made.setAttribute(key, "");
-    else if (value !== false && value != null) made.setAttribute(key, value);
+    if (key.startsWith("on")) node.addEventListener(key.slice(2), value);
+    else if (value === true) node.setAttribute(key, "");
+    else if (value !== false && value != null) node.setAttribute(key, value);
   }
-  made.append(...children.filter((child) => child != null));
-  return made;
+  node.append(...children.filter((child) => child != null));
+  return node;
 }
 
 // Distinct colours: hues by the golden angle, each turn a little darker or lighter.

@@ -1,5 +1,5 @@
-// The views of sweeps and of training, and the switch between views.
-// A page that is frozen into a file holds all of its data, and draws nothing.
+// The views of sweeps and of training, and the tabs that switch between views.
+// A report (a page frozen into one file) holds all of its data and has no drawing view.
 
 import {element, plot, short} from "/plots.js";
 
@@ -44,10 +44,10 @@ async function showSweeps() {
   $("choice-of-sweeps").hidden = !names.length;
   if (names.length) showAxes();
   else $("sweep-plots").replaceChildren(element("p", {class: "empty"},
-    "No sweep yet: the command evaluate makes them."));
+    "There are no sweeps yet. Run the command `evaluate` to make one."));
 }
 
-// The columns of the chosen sweeps, by the axis on which a figure shows them.
+// The columns of the chosen sweeps, grouped by the label of their axis.
 function axes() {
   const points = chosen().flatMap((sweep) => sweep.points), byAxis = {guidance: ["guidance"]};
   for (const [column, {axis}] of Object.entries(results.metrics))
@@ -66,7 +66,7 @@ function showSweep() {
   const [x, y] = [$("sweep-x").value, $("sweep-y").value], byAxis = axes(), all = Object.keys(byAxis).slice(1);
   const lower = (axis) => results.metrics[byAxis[axis][0]].lower, distance = all.find(lower);
   const pairs = y !== EVERY ? [[x, y]] : all.filter((one) => one !== x).map((one) => [x, one]);
-  // Papers show a distance over a score that grows with guidance.
+  // As in papers, plot a distance (such as FID) over a score that grows with guidance.
   if (y === EVERY && x === "guidance" && distance)
     pairs.unshift(...all.filter((one) => !lower(one)).map((one) => [one, distance]));
   $("sweep-plots").replaceChildren(...pairs.map(([across, up]) => figure(byAxis, across, up)));
@@ -76,7 +76,7 @@ function showSweep() {
   showPoint(...best(all.flatMap((axis) => byAxis[axis])));
 }
 
-// The point that is beaten least often, over all scores and points.
+// The point that other points beat least often, counted over all scores.
 function best(columns) {
   const each = chosen().flatMap((sweep) => sweep.points.map((point) => [sweep, point]));
   const sign = (column) => results.metrics[column].lower ? 1 : -1;

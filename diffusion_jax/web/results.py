@@ -19,13 +19,13 @@ Workdirs = Mapping[str, Sequence[str]]
 Show = Callable[[pathlib.Path], str]
 """Returns the address of a picture for the page."""
 _SAMPLES = "samples"
-_MAX_POINTS = 400  # Of a curve.
-_LIVE = 120  # A training whose last line is this many seconds old still counts as running.
-_CACHE: dict[Any, tuple[Any, Any]] = {}  # By file: its time and size, and its content.
+_MAX_POINTS = 400  # The largest number of points in a curve.
+_LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
+_CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the stages of each model by a unique name, made from its last workdir."""
+    """Return the stages of each model, keyed by a unique name taken from its last workdir."""
     models: dict[str, list[str]] = {}
     for stages in workdirs:
         name = first = pathlib.Path(stages[-1]).name or stages[-1]
@@ -37,9 +37,9 @@ def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 
 
 def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
-    """Return the sweeps of these models, with their names.
+    """Return (model name, sweep) for each sweep of these models.
 
-    A sweep of a cascade is in the workdir of its first stage, beside sweeps of that stage alone.
+    The sweeps of a cascade are in the workdir of its first stage, like those of that stage alone.
     """
     drawn = []
     for name, stages in workdirs.items():
@@ -49,7 +49,7 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return what the page shows of sweeps: points with scores, settings, pictures and cards."""
+    """Return the data of the sweep view: points with scores, settings, pictures and cards."""
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
@@ -64,7 +64,7 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """Return what the page shows of runs: curves, progress, pictures, differences of configs.
+    """Return the data of the training view: curves, progress, samples, differences of configs.
 
     Args:
         workdirs: The stages of each model, by its name.
@@ -130,10 +130,10 @@ def _sweep(run: str, one: SweepResult, show: Show) -> dict[str, Any]:
 
 
 def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
-    """Return what the page shows of a point.
+    """Return the data that the page shows about one point of a sweep.
 
-    Its `choices` are None for a cascade and for one of several models, whose settings the table
-    does not hold in full.
+    `choices` are the settings that draw the point again. They are None for a cascade and for a
+    sweep of several models, because the table does not hold all of their settings.
     """
     numbers = {column: _number(row, column) for column in row}
     scores = {column: number for column, number in numbers.items() if number is not None}
@@ -157,7 +157,7 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
 
 
 def _number(row: sweep.Row, column: str) -> float | None:
-    """Return a finite score, an end of its interval or the guidance; None for other columns."""
+    """Return the number in a column of scores, interval ends or guidance, if finite, else None."""
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None

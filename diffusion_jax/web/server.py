@@ -1,8 +1,7 @@
-"""The page's server: its routes, and who may use them.
+"""The server of the web page: its routes and its access control.
 
-It serves its own files, the pictures that it drew, and what training and evaluation wrote into the
-runs that it was started with. It gives all of these names of its own: no path that a browser sends
-is ever opened.
+It serves the page's files, the pictures that it drew, and the results that training and evaluation
+wrote into its runs. It names all of these itself: it never opens a path that a browser sends.
 """
 
 import asyncio
@@ -35,9 +34,9 @@ _FILES = {
     **{f"/{name}": name for name in ("page.css", "draw.js", "results.js", "plots.js")},
 }
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-_MAX_LETTERS = 2_000  # In a prompt, and in other text.
-_MAX_BODY = 2**20  # Bytes of a request.
-_MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Settings that cost time.
+_MAX_LETTERS = 2_000  # The largest length of a prompt or other text.
+_MAX_BODY = 2**20  # The largest size of a request in bytes.
+_MAX = {"steps": 1_000, "height": 2_048, "width": 2_048}  # Limits on settings that cost time.
 _KINDS = {bool: "switch", int: "whole", float: "number", str: "text"}
 _SAFE = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -67,7 +66,7 @@ class Site:
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
         self.queue = Queue(self.models)
         self.shown: dict[str, pathlib.Path] = {}
-        """Pictures of runs by the names under which the page may request them."""
+        """Pictures of runs, keyed by the name under which the page may request them."""
 
     def show(self, picture: pathlib.Path) -> str:
         """Return the address of a picture of a run."""
@@ -76,7 +75,7 @@ class Site:
         return f"/api/shown/{name}.png"
 
     def describe(self, name: str) -> dict[str, Any]:
-        """Return what the page shows of a model, and the options that it offers."""
+        """Return the description of a model for the page: checkpoints, averages and settings."""
         model = self.models[name]
         last = model.stages[-1]
         folder = files.path(last.workdir) / runs.CHECKPOINTS
@@ -97,7 +96,7 @@ class Site:
         }
 
     def picture(self, request: Any) -> Picture:
-        """Return the picture that a browser requests. Raises ValueError for an invalid request."""
+        """Parse the request for one picture. Raises ValueError if it is invalid."""
         if not isinstance(request, dict):
             raise ValueError("a picture is an object with model, prompt, seed and choices")
         name, prompt, seed = (request.get(k) for k in ("model", "prompt", "seed"))
@@ -113,7 +112,7 @@ class Site:
         return Picture(name, prompt, seed, tuple(sorted(_checked(self.models[name], values))))
 
     def command(self, picture: Picture) -> str:
-        """Return the command that draws the same picture, also after further training."""
+        """Return the shell command that draws the same picture, even after further training."""
         words = ["python", "-m", f"{self.package}.sample"]
         words += [f"--workdir={workdir}" for workdir in self.workdirs[picture.model]]
         words += [f"--prompt={picture.prompt}", f"--seed={picture.seed}"]
@@ -144,15 +143,15 @@ class Site:
 
 
 def settings(model: Loaded) -> Options:
-    """Return the options of a model's settings, which can change after it is opened."""
+    """Return the options that override settings of a model after it is opened."""
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
     """Return the application.
 
-    It refuses requests to other names than `hosts`, if there are any. With a token it refuses
-    requests without it; /?token=... gives it to a browser, which keeps it as a cookie.
+    If `hosts` is not empty, requests for any other host name are refused. If there is a token,
+    requests without it are refused; a browser that opens /?token=... stores it as a cookie.
     """
     files = [Route(path, _file(name)) for path, name in _FILES.items()]
     guarded = [Route(r.path, _guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
@@ -161,7 +160,7 @@ def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
 
 
 def _drawing(site: Site) -> list[Route]:
-    """Return the routes of models, jobs and their pictures."""
+    """Return the routes for models, jobs and their pictures."""
 
     async def models(request: Request) -> Response:
         return JSONResponse({"models": [site.describe(name) for name in site.models],
@@ -215,7 +214,7 @@ def _drawing(site: Site) -> list[Route]:
 
 
 def _results(site: Site) -> list[Route]:
-    """Return the routes of sweeps and training curves, and of their pictures."""
+    """Return the routes for sweeps, training curves and their pictures."""
 
     async def sweeps(request: Request) -> Response:
         read = lambda: results.sweeps(results.drawn_by(site.workdirs), site.show)
@@ -236,13 +235,15 @@ def _results(site: Site) -> list[Route]:
 
 
 def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
-    """Return the same handler for permitted requests; errors become one line of JSON."""
+    """Return a handler that refuses forbidden requests and turns errors into one line of JSON."""
 
     async def checked(request: Request) -> Response:
         host = request.headers.get("host", "").rpartition("]")  # [::1]:8765, or a name and a port.
         name = host[0] + host[1] or host[2].partition(":")[0]
         if hosts and name not in hosts:
-            return JSONResponse({"error": f"this is not {name}"}, 421)
+            return JSONResponse(
+                {"error": f"the server does not answer requests for the host {name}"}, 421
+            )
         cookie = f"{_TOKEN}_{request.scope['server'][1]}"  # Browsers send a cookie to all ports.
         in_query = request.query_params.get(_TOKEN, "")
         if token and in_query and hmac.compare_digest(in_query.encode(), token.encode()):
@@ -256,7 +257,7 @@ def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
         try:
             response = await answer(request)
         except LookupError:
-            response = JSONResponse({"error": "there is no such thing"}, 404)
+            response = JSONResponse({"error": "there is no such job, picture or model"}, 404)
         except Full as error:
             response = JSONResponse({"error": str(error)}, 429)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
@@ -287,14 +288,14 @@ def _png(content: bytes | None) -> Response:
 
 
 async def _json(request: Request) -> Any:
-    """Return the JSON that our page sent; browsers do not let other sites send JSON here."""
+    """Return the JSON of a request from our page; browsers stop other sites from sending JSON."""
     if request.headers.get("content-type", "").partition(";")[0] != "application/json":
-        raise ValueError("send JSON, with its content-type")
+        raise ValueError("the content-type of the request must be application/json")
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
         if size > _MAX_BODY:
-            raise ValueError(f"a request has {_MAX_BODY:,} bytes at most")
+            raise ValueError(f"the request is too large: {_MAX_BODY:,} bytes are allowed")
         parts.append(part)
     return json.loads(b"".join(parts) or b"null")
 
@@ -304,7 +305,7 @@ def _job(site: Site, request: Request) -> Job:
 
 
 def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
-    """Return what the page needs to offer an option: its name, kind, values and current value."""
+    """Describe an option for the page: its name, kind, possible values and current value."""
     group, _, field = option.field.partition(".")
     value = getattr(getattr(model.stages[0].settings, group), field)
     return {
@@ -317,7 +318,7 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
 
 
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
-    """Return the names and typed values of a request; a list of one value per stage is a tuple.
+    """Return the (name, typed value) pairs of a request; a list, one value per stage, is a tuple.
 
     Raises ValueError for a name, type or value that is not allowed.
     """
@@ -331,7 +332,9 @@ def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
                 raise ValueError(f"{name} has no value")
             if name in _MAX and one > _MAX[name]:
                 field = allowed[name].field.partition(".")[2]
-                raise ValueError(f"{field} is {one}: here it is {_MAX[name]:,} at most")
+                raise ValueError(
+                    f"{field} is {one}: it must be at most {_MAX[name]:,} on this page"
+                )
             if isinstance(one, str) and len(one) > _MAX_LETTERS:
                 raise ValueError(f"{name} has {len(one):,} letters: give {_MAX_LETTERS:,} at most")
         checked.append((name, each if type(value) is list else each[0]))

@@ -68,7 +68,7 @@ def _draw_in_a_notebook(workdir, out):
     np.testing.assert_allclose(euler.pictures(x).astype(int), drawn, atol=1)
     with pytest.raises(ValueError, match="there is no option 'stepz': did you mean steps"):
         model.draw("a", stepz=3)
-    with pytest.raises(ValueError, match="guide says what is loaded"):
+    with pytest.raises(ValueError, match="guide cannot change after loading"):
         model.draw("a", guide="run")
     with pytest.raises(loaded.Cancelled):
         model.draw("a", progress=_cancel)

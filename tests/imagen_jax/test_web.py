@@ -82,7 +82,7 @@ def test_two_tabs_wait_for_each_other_and_one_cancels(page, address):
     other.goto(address)
     expect(other.locator("#field-steps")).to_be_visible()
     draw(other, count=1, steps=3)
-    expect(other.locator("#status")).to_have_text("Waiting: 1 before this")
+    expect(other.locator("#status")).to_have_text("Waiting for 1 earlier job")
     expect(page.locator("#status")).to_have_text(re.compile("noise level"))
     look = page.locator("#pictures img").first
     assert look.get_attribute("src").startswith("data:image/png")
@@ -169,7 +169,9 @@ def test_a_mistake_is_said(page):
     draw(page, sampler="huen")
     expect(page.locator("#status")).to_have_text("sampler.name is 'huen': did you mean 'heun'?")
     draw(page, sampler="ddim", steps=2000)
-    expect(page.locator("#status")).to_have_text("steps is 2000: here it is 1,000 at most")
+    expect(page.locator("#status")).to_have_text(
+        "steps is 2000: it must be at most 1,000 on this page"
+    )
 
 
 def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enlarger, tmp_path):
@@ -191,7 +193,7 @@ def test_a_cascade_draws_what_sample_draws_stage_by_stage(browser, trained, enla
         names = page.locator("#runs strong")
         expect(names).to_have_text(["run", enlarger.name])
         page.click("#tab-sweeps")
-        expect(page.locator("#sweep-plots")).to_contain_text("No sweep yet")
+        expect(page.locator("#sweep-plots")).to_contain_text("There are no sweeps yet")
     assert both == [made["seed_000000_16.png"], made["seed_000000.png"]]
     assert larger == [both[1], made["seed_000001.png"]]
     first, second, alone = (np.int16(Image.open(io.BytesIO(png))) for png in (*larger, alone))

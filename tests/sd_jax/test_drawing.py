@@ -133,7 +133,7 @@ def test_what_a_file_lacks_is_said(tmp_path, left_out, file, message):
 
 
 def test_numbers_that_do_not_fit_are_errors(model):
-    with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed a prompt"):
+    with pytest.raises(ValueError, match="2 prompts and 1 seeds: give one seed per prompt"):
         drawing.draw(model, ["a", "b"], [0])
     images = np.zeros((2, 6, 4, 3), np.uint8)
     with pytest.raises(ValueError, match="2 images and 1 seeds: give one for each"):

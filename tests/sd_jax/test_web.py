@@ -42,7 +42,9 @@ def test_the_pages_pictures_are_the_commands_bytes_and_a_link_draws_them_again(
         made = pages.of_command(page, tmp_path / "out", "--num_images=2")
         page.keyboard.press("Escape")
         page.click("#tab-sweeps")
-        page.get_by_text("No sweep yet: the command evaluate makes them.").wait_for()
+        page.get_by_text(
+            "There are no sweeps yet. Run the command `evaluate` to make one."
+        ).wait_for()
         assert page.locator("#view-sweeps select:visible").count() == 0
         page.click("#tab-training")
         page.locator("#curves figure").first.wait_for()

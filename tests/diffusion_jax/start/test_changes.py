@@ -63,5 +63,5 @@ def test_a_folder_of_an_encoder_reads_the_captions(folder, tmp_path, said, group
     text = config(folder, str(tmp_path))["text"]
     assert tuple(text[k] for k in ("encoder", "width", "max_tokens", "read_tokens")) == group
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "bert"}))
-    with pytest.raises(ValueError, match=r"--text_weights=.* holds a bert: give a folder of T5"):
+    with pytest.raises(ValueError, match=r"--text_weights=.* has the model_type 'bert': give a"):
         config(folder, str(tmp_path))

@@ -208,7 +208,7 @@ def test_a_run_that_learns_nothing_ends_without_a_save(tmp_path, monkeypatch):
     init = lambda key: task.init(key) | {"steps": jnp.zeros(())}
     counting = task._replace(init=init, loss=loss, rules=[(r"steps", sharding.P()), *task.rules])
     monkeypatch.setattr(toy, "task", lambda: counting)
-    with pytest.raises(not_finite.NothingLearned, match="last 5 steps, to step 8"):
+    with pytest.raises(not_finite.NothingLearned, match="last 5 steps, up to step 8"):
         train(tmp_path, digits.Digits(toy.SIZE), steps=20, max_skipped=5, save_every=3)
     assert restore.steps(tmp_path / "checkpoints") == [6, 9]
 
