@@ -59,7 +59,7 @@ class Task(NamedTuple):
     measure: Measure | None = None
     """The loss of single images; None if the system has no held-out loss."""
     begin: Begin | None = None
-    """The arguments of `sample` to the sampler's start; `sample` is made of it."""
+    """Map the arguments of `sample` to the start of the sampler; `sample` is built on it."""
 
 
 def to_range(

@@ -110,8 +110,8 @@ def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: 
         jnp.dtype(dtype).itemsize != 2 or head_dim % 8 or head_dim > 128
     ):
         raise ValueError(
-            f"unet.attention_impl 'cudnn' is for 16-bit dtypes and head_dim in multiples of 8 up "
-            f"to 128, not for {jnp.dtype(dtype).name} and {head_dim}: change these, or take 'xla'"
+            f"unet.attention_impl is 'cudnn', which needs a 16-bit dtype and a head_dim of 8, 16, "
+            f"..., 128, not {jnp.dtype(dtype).name} and {head_dim}: change these, or choose 'xla'"
         )
 
 

@@ -101,7 +101,7 @@ class EfficientUNet(Network):
 
     @property
     def low_res(self) -> bool:
-        """True: this network is only for super-resolution."""
+        """True, because this network always needs a small image as input."""
         return True
 
     def check(self, text_width: int) -> None:

@@ -122,7 +122,7 @@ def _make_begin(
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
     def negative(frozen, text, mask):
-        """Encode the negative prompt for each image; without one, zeros keep the text's mask."""
+        """Encode the negative prompt for each image; if empty, return zeros and the text's mask."""
         if not prompt:
             return jnp.zeros_like(text), mask
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}

@@ -27,7 +27,7 @@ _EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where t
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """Return the launcher that runs jobs as work units; a run is rendered as its command line."""
+    """Return XManager's launcher: each run is a work unit; a dry run prints its command line."""
     del groups
     check(job, target, _EXECUTOR.value)
     folder = str if _EXECUTOR.value == "local" else lambda workdir: in_bucket(job, workdir)

@@ -134,7 +134,7 @@ def draw_batches(
 
 
 def card(model: Model) -> dict[str, Any]:
-    """Return the model and its sampler, as the command writes them beside each picture."""
+    """Return the facts about model and sampler that the command writes beside each picture."""
     p = model.settings
     card: dict[str, Any] = {"model": model.workdir, "checkpoint": model.step, "ema": model.ema}
     height, width = p.output_shape
@@ -146,7 +146,7 @@ def card(model: Model) -> dict[str, Any]:
 
 
 def describe_guidance(model: Model) -> dict[str, Any]:
-    """Return a card's fields of guidance that is not plain, of the guide, and of LoRA."""
+    """Return a card's fields on LoRA, the guiding model, and guidance other than the default."""
     s: settings.Sampler = model.settings.sampler
     differs = {"guiding": s.guiding != "cfg", "guidance_low": s.guidance_low > 0}
     differs |= {"guidance_high": s.guidance_high < float("inf")}

@@ -70,7 +70,7 @@ def open_run(
 def open_model(
     path: str, points: Sequence[Values] = ({},), file: File = NO_FACTS, ema: str = "ema"
 ) -> Subject:
-    """Open a model that was trained elsewhere to evaluate; errors are those of drawing.load."""
+    """Open a model trained by other code for evaluation. Raises the errors of drawing.load."""
     choice = drawing.choose(**points[0])._replace(weights=Weights(ema))
     described = {"lora": list(file.lora)} if file.lora else {}
     return _subject(drawing.load(path, *choice, file=file), described, "", [], points)

@@ -271,6 +271,6 @@ def _check_heads(unet: UNet, width: int) -> None:
     head_dim = width // unet.num_heads if unet.num_heads else unet.head_dim
     if unet.attention_impl == "cudnn" and head_dim % 8:
         raise ValueError(
-            f"unet.attention_impl 'cudnn' is for heads in multiples of 8, not for {head_dim}: "
-            "change unet.head_dim, or take 'xla'"
+            f"unet.attention_impl is 'cudnn', but heads have width {head_dim}: choose a "
+            "unet.head_dim that is a multiple of 8, or 'xla'"
         )

@@ -22,8 +22,8 @@ def open_model(stages: Sequence[str], values: Values) -> Loaded:
     """Open a model. Raises ValueError for a cascade."""
     if len(stages) > 1:
         raise ValueError(
-            f"--workdir={','.join(stages)}: there is no such path, and no model here is a cascade: "
-            "repeat --workdir for further models"
+            f"--workdir={','.join(stages)}: this path does not exist, and Stable Diffusion has no "
+            "cascades: give each further model its own --workdir"
         )
     return load(stages[0], **values)
 

@@ -36,7 +36,7 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
 
 
 def _watch(group: Any, read: set[str]) -> Any:
-    """Return the same NamedTuple, which adds the names of read fields to `read`."""
+    """Return a copy of a NamedTuple that adds the name of each field that is read to `read`."""
     kind: Any = type(group)
 
     class Watched(kind):

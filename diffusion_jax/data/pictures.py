@@ -56,7 +56,10 @@ class Pictures(Portable, abc.ABC):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable pictures; `read` replaces the others."""
+        """Return indices, pictures and texts of the usable pictures only.
+
+        In contrast, `read` puts another picture in the place of an unusable one.
+        """
         return indices, *self.read(indices)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:

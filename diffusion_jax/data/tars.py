@@ -216,7 +216,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the folders for indices of tars in read-only folders."""
+    """Return the folders that hold the indices if the folder of the tars is read-only."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

@@ -90,7 +90,7 @@ def led(
 
 
 def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
-    """Return the D that samplers see; D of the text alone if `guidance` is None."""
+    """Return D(x, sigma) with guidance for samplers, or without it if `guidance` is None."""
 
     def plain(x, sigma):
         return branches(x, sigma, (COND,))[COND]

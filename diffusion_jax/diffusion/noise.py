@@ -29,9 +29,9 @@ Positive = Annotated[int | float, "(0, inf)"]
 
 
 class Noise(NamedTuple):
-    """The noise levels of training, and what the network sees as their time.
+    """The distribution of noise levels in training, and the time that the network sees for each.
 
-    Sampling takes its levels from a grid (see grids); `grid` and `end` are its defaults.
+    Sampling takes its noise levels from a grid (grids.py); `grid` and `end` are the defaults.
     """
 
     draw: DrawSigma

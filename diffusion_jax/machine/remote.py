@@ -280,7 +280,7 @@ def _probe(folder: Remote) -> None:
 
 
 def _version(of: dict[str, Any]) -> str:
-    """Return the first property that changes with the content of an object."""
+    """Return an object's etag, generation, time or size, whichever the store reports first."""
     names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
     return next(f"{name} {of[name]}" for name in names if of.get(name) is not None)
 

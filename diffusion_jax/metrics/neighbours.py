@@ -75,7 +75,7 @@ def _centred(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarra
 def _balls(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"], k: int
 ) -> Int[np.ndarray, "N"]:
-    """Return for each row of x the number of rows of y whose ball contains it."""
+    """Count, for each row of x, the rows of y that have it within their k-nearest radius."""
     radii = _radii(y, k)
     within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).sum(1) for i in _starts(x)]
     return np.concatenate(within)

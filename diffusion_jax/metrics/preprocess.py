@@ -35,8 +35,8 @@ def tf(images: Images) -> Float[Array, "B 299 299 3"]:
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
     """Preprocess as clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded.
 
-    The range is that of `tf`. See Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising
-    subtleties in GAN evaluation".
+    The range is [-1, 0.992], as in `tf`. See Parmar, Zhang, Zhu 2022, "On aliased resizing and
+    surprising subtleties in GAN evaluation".
     """
     return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
 

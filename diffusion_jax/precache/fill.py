@@ -22,7 +22,7 @@ _SAMPLE = 1024  # Captions that the estimate is based on.
 
 
 class Job(engines.Portable):
-    """An encoder and the captions to encode, checked."""
+    """A text encoder and the captions to encode."""
 
     def __init__(
         self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]

@@ -125,17 +125,17 @@ def choose(
     rungs: Sequence[Rung], side: float, seconds: float,
     opened: Callable[[Stage], Opened], measured: Callable[[Stage], Measured],
 ) -> Rung:  # fmt: skip
-    """Return the last rung that the size of the pictures, the memory and the time allow.
+    """Return the largest of the models that the pictures' size, the memory and the time allow.
 
     The first rung is always allowed. Only its first stage is measured; other stages are assumed to
     reach the same FLOP/s.
 
     Args:
-      rungs: from the smallest to the largest.
+      rungs: configs or cascades, from the smallest to the largest.
       side: the pictures' side in pixels.
       seconds: the training time.
-      opened: opens and traces a stage.
-      measured: measures a stage.
+      opened: a function that opens and traces a stage.
+      measured: a function that measures the speed of a stage.
     """
     if len(rungs) == 1:
         return rungs[0]

@@ -54,7 +54,7 @@ def open_clip(folder: pathlib.Path) -> Clip:
 
 
 def from_state(state: StateDict, config: Mapping[str, Any]) -> Clip:
-    """Return a CLIP, or a single tower of one, from a state dict of any origin and its config.
+    """Build CLIP, or one of its towers, from a Hugging Face or OpenCLIP state dict and its config.
 
     Raises:
         ValueError: the weights are not CLIP's, or disagree with the config.

@@ -93,7 +93,7 @@ class Job:
 
 
 class Queue:
-    """Jobs, drawn by one thread in order of arrival, and the pictures drawn last."""
+    """A queue of jobs that one thread draws in order of arrival; it keeps the latest pictures."""
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
         """Start the thread, which runs as long as the process; `models` are by name."""

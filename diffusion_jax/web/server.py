@@ -169,7 +169,7 @@ def _drawing(site: Site) -> list[Route]:
     async def draw(request: Request) -> Response:
         requests = await _json(request)
         if not isinstance(requests, list) or not 0 < len(requests) <= PICTURES:
-            raise ValueError(f"a drawing has 1 to {PICTURES} pictures")
+            raise ValueError(f"a request must be a list of 1 to {PICTURES} pictures")
         pictures = [site.picture(one) for one in requests]
         job = site.queue.add(pictures)
         answers = [{"url": f"/api/jobs/{job.name}/{n}.png", "command": site.command(picture)}

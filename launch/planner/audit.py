@@ -78,7 +78,7 @@ def audit(compiled: compiling.Program) -> Audit:
 
 
 def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
-    """Sum (executions, audit) pairs of several programs to one audit."""
+    """Add up the audits of several programs, each times its number of executions."""
     numbers = lambda name: sum(times * getattr(part, name) for times, part in audits)
     gathers = collections.Counter()
     for times, part in audits:

@@ -118,7 +118,7 @@ def _devices(target: Target) -> list[Any]:
 
 
 def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
-    """Lower the train step of the loop; the mesh's devices may be on no machine."""
+    """Lower the train step for a mesh of devices that this machine need not have."""
     places = sharding.shardings(model.state, mesh, model.task.rules)
     frozen = memory.shapes(model.task.frozen)
     frozen_places = sharding.shardings(frozen, mesh, model.task.rules)

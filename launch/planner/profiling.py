@@ -57,7 +57,7 @@ class Profile(NamedTuple):
 
     @property
     def update(self) -> float:
-        """Seconds of the update of the parameters."""
+        """Seconds that the optimizer takes to update the parameters."""
         return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock
 
     def summary(self) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def _part(name: str) -> tuple[str, str]:
 
 
 def _averaged(raw: StateDict, averages: StateDict) -> dict[str, np.ndarray]:
-    """Return the averages under the raw weights' names; CompVis stores them without dots."""
+    """Return the averages by the names of the raw weights, whose dots CompVis leaves out."""
     names_of = {f"diffusion_model{name.replace('.', '')}": name for name in raw}
     if names_of.keys() != averages.keys():
         missing = [name for flat, name in names_of.items() if flat not in averages]

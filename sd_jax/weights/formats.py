@@ -196,8 +196,8 @@ def unet_to_diffusers(unet: UNet, text_width: int) -> dict[str, Any]:
     widths = _diffusers_widths(unet.width, unet.channel_mult, "unet")
     if unet.norm_groups != 32:
         raise ValueError(
-            f"unet.norm_groups is {unet.norm_groups}: diffusers has one number of groups for "
-            "residual blocks and transformers, which have 32. Write a .safetensors file instead"
+            f"unet.norm_groups is {unet.norm_groups}: diffusers needs 32, the number of "
+            "groups in transformers. Write a .safetensors file instead"
         )
     blocks = blocks_per_level(unet.num_res_blocks, len(unet.channel_mult))
     if len(set(blocks)) > 1:

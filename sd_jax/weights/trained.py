@@ -74,7 +74,7 @@ def load_model(
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return the settings of a run with overrides; errors are those of draw.model.read_run."""
+    """Return a run's settings with overrides. Raises the errors of draw.model.read_run."""
     return model.read_run(workdir, overrides, "sd_jax")
 
 

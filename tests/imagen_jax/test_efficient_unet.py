@@ -116,7 +116,7 @@ def test_what_is_not_given_is_an_error():
         (dict(num_heads=3), "unet.num_heads 3 does not divide the width 64 of a level"),
         (dict(init_kernel=2), "unet.init_kernel 2 must be odd"),
         (dict(attention="flash"), "unet.attention is 'flash': choose from fused, stacked"),
-        (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
+        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
         (dict(text_pooling="max"), "unet.text_pooling is 'max': choose from attention, mean"),
     ],
 )

@@ -287,7 +287,7 @@ def test_a_dropped_text_has_finite_gradients():
         (dict(attention_resolutions=(3,)), "holds 3, which a UNet of image_size 8 and 2 levels"),
         (dict(head_dim=3), "unet.head_dim 3 does not divide the width 16"),
         (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
-        (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
+        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
     ],
 )
 def test_fields_that_do_not_go_together_say_why(changes, message):

@@ -333,7 +333,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(learned_time_dim=5), "unet.learned_time_dim is 5: it must be even, or 0 for fix"),
         (dict(init_kernel=4), "unet.init_kernel 4 must be odd"),
         (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
-        (dict(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes and head_dim in multiples"),
+        (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
         (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "not for bfloat16 and 4"),
     ],
 )

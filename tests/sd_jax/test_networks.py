@@ -127,7 +127,7 @@ def test_sizes_that_do_not_halve_are_errors():
         (UNet(attention_impl="cudnn"), "'cudnn' is for 16-bit dtypes, not for float32"),
         (
             UNet(attention_impl="cudnn", dtype=jnp.bfloat16, head_dim=4),
-            "'cudnn' is for heads in multiples of 8, not for 4",
+            "'cudnn', but heads have width 4",
         ),
         (VAE(width=48), "vae.width * 1 is 48: group normalisation has 32 groups"),
         (VAE(num_res_blocks=0), "vae.num_res_blocks 0 and latent_channels 4 must be at least 1"),

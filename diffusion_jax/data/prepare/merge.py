@@ -151,13 +151,13 @@ class _Places(NamedTuple):
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Write a sorted range; of embeddings with the same name, keep the last."""
+        """Write one sorted range. If several embeddings have the same name, keep the last."""
         paths = map(self.listed, range(self.tars))
         rows = tables.read_range(paths, _ROW, number, self.ranges)
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        """Return the row of an embedding, None if it does not exist."""
+        """Return the row of an embedding, or None if it does not exist."""
         key = np.frombuffer(_hash(stem), tables.KEY)[0]
         rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
@@ -177,7 +177,7 @@ def _raw(name: str) -> bytes:
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """Return list(i), which writes the table of tar i of the embeddings."""
+    """Return a function that writes the table of embeddings in tar i."""
     tars = tar_files.find(embeddings)
 
     def write(number: int) -> None:

@@ -56,7 +56,7 @@ def read(
     if array.shape not in ((channels, height, width), (1, channels, height, width)):
         raise ValueError(
             f"moments have shape {list(array.shape)}, but the config expects "
-            f"{[channels, height, width]} (2 vae.latent_channels, and latents.image_size over the "
+            f"{[channels, height, width]} (2 * vae.latent_channels, and latents.image_size / the "
             "VAE's factor): set the config to the data's shape, or compute moments of this shape"
         )
     array = array.reshape(channels, height, width).transpose(1, 2, 0).astype(np.float32)

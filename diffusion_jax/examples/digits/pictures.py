@@ -162,7 +162,7 @@ class Digits(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
-        """Return the pictures and captions of `indices`; nothing is cropped to `places`."""
+        """Return the pictures and captions of `indices`. Ignores `places`: nothing is cropped."""
         prompts = self._prompt_of[indices]
         mix = self._mix[self._glyph_of[indices]]
         images = colour(mix, self._inks[prompts], self._papers[prompts])

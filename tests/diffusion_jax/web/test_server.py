@@ -350,7 +350,7 @@ def test_a_folder_may_have_commas(tmp_path):
     (tmp_path / "a,b").mkdir()
     assert command.stages_of(str(tmp_path / "a,b")) == [str(tmp_path / "a,b")]
     assert command.stages_of("a,b") == ["a", "b"]
-    with pytest.raises(ValueError, match="--workdir=a,b: there is no such path"):
+    with pytest.raises(ValueError, match="--workdir=a,b: this path does not exist"):
         sd_web.open_model(["a", "b"], {})
 
 
