@@ -9,8 +9,8 @@ an engine (0 workers) and with Beam's direct runner and the given numbers of wor
 
 It prints a line of JSON per stage and number of workers: the rate, the peak memory of the largest
 process, whether the files equal those without an engine, and the time for 400 million records at
-this rate. The time includes the start of Beam's workers, some seconds for each of the stages inside
-Beam, of which `precache` has five.
+this rate. The time includes the start of Beam's workers, which takes some seconds for each internal
+stage of Beam; `precache` has five.
 """
 
 import hashlib

@@ -21,7 +21,7 @@ from diffusion_jax.metrics import inception, inception_weights
 
 flags.adopt_module_key_flags(measure)
 _BATCH = flags.DEFINE_integer("batch", 16, "Images at once.", lower_bound=1)
-_ROUNDS = flags.DEFINE_integer("rounds", 7, "Times that each takes its turn.", lower_bound=1)
+_ROUNDS = flags.DEFINE_integer("rounds", 7, "Timed calls of each network.", lower_bound=1)
 
 
 def main(argv: list[str]) -> None:

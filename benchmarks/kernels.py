@@ -130,7 +130,7 @@ def _check(name: str, variant: str, out: tuple, reference: tuple) -> None:
         ours, theirs = np.asarray(ours, np.float32), np.asarray(theirs, np.float32)
         error, limit = np.abs(ours - theirs).max(), np.abs(theirs).max()
         if error > (0.05 if _DTYPE.value == "bfloat16" else 1e-3) * limit:
-            raise AssertionError(f"{name}: {variant} is off by {error} of {limit}")
+            raise AssertionError(f"{name}: {variant} differs by {error}, more than {limit}")
 
 
 def _normal(*shape: int) -> jax.Array:

@@ -44,7 +44,7 @@ class _Conditioned(nn.Module):
         )
 
     def forward(self, x, time, text, text_mask, low_res=None):
-        """Expects x [B, 3, H, W], time [B], text [B, L, D], mask [B, L], low_res [B, 3, h, w]."""
+        """Map x [B, 3, H, W], time [B], text [B, L, D], mask [B, L] and low_res to [B, 3, H, W]."""
         emb = self.time_embed(time) + self.to_text_non_attn_cond(self.attention_pooling(text))
         if low_res is not None:
             low_res = F.interpolate(low_res, x.shape[2:], mode="bicubic")
@@ -171,9 +171,9 @@ class _Res(nn.Module):
     def forward(self, x, emb, *_):
         h = self.in_layers(x)
         scale, shift = self.emb_layers(emb)[:, :, None, None].chunk(2, dim=1)
-        norm, *rest = self.out_layers
+        norm, *layers = self.out_layers
         h = norm(h) * (1 + scale) + shift
-        for layer in rest:
+        for layer in layers:
             h = layer(h)
         x = getattr(self, self.shortcut_name)(x) if self.shortcut_name else x
         return h + (x if self.scale == 1 else x * self.scale)

@@ -68,7 +68,9 @@ def nodes_of(names: Sequence[str], devices: int, per_node: int) -> list[int]:
     if devices % per_node:
         raise ValueError(f"--devices_per_node={per_node} does not divide {devices} devices")
     if not all(name.isdigit() and 1 <= int(name) <= max_nodes for name in names):
-        raise ValueError(f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, as 1,2,4")
+        raise ValueError(
+            f"--nodes={','.join(names)}: give numbers from 1 to {max_nodes}, such as 1,2,4"
+        )
     powers = [2**n for n in range(max_nodes.bit_length())]
     return sorted({int(name) for name in names} or {*powers, max_nodes})
 

@@ -22,7 +22,7 @@ encoder in the step; "images", with the autoencoder in the step as well."""
 STEPS = flags.DEFINE_integer("steps", 30, "Timed steps.", lower_bound=1)
 WARMUP = flags.DEFINE_integer("warmup", 5, "Steps before the timed ones.", lower_bound=0)
 _INPUTS = flags.DEFINE_enum(
-    "inputs", "cached", INPUTS, "Inputs of Stable Diffusion's step; the rest is computed in it."
+    "inputs", "cached", INPUTS, "Inputs of Stable Diffusion's step, which computes everything else."
 )
 
 

@@ -49,7 +49,7 @@ def main(argv: list[str]) -> None:
 
 
 def weigh(folder: pathlib.Path, records: int, size: int, processes: int) -> dict[str, object]:
-    """Return the figures for `records` in tars of `size` under `folder`."""
+    """Measure `records` records in tars of `size` records each under `folder`."""
     num_tars = -(-records // size)
     records = num_tars * size
     scan = _write(folder, num_tars, size)

@@ -13,8 +13,8 @@ torch's CPU time to ours; above 1, ours is faster. A step consists of loss, grad
 in torch) and an average.
 
 CPU time is that of the whole process on --threads cores, and excludes other work on the machine
-except for its effect on caches. The default is one core, because with more cores idle threads that
-wait for work count too.
+except for its effect on caches. The default is one core, because with more cores, threads that
+wait for work use CPU time too.
 """
 
 import os

@@ -39,7 +39,7 @@ def get_config() -> ConfigDict:
     c.optimizer = dict(lr=1e-4, schedule="constant", warmup=10_000, weight_decay=0.01)
     c.mesh = dict(fsdp=-1)  # All devices.
     c.data = dict(source="webdataset", path="data/laion64", text="npy")  # "txt" for captions.
-    c.evaluation = dict(every=0)  # Images; 0 for never.
+    c.evaluation = dict(every=0)  # Images between evaluations; 0 for none.
 
     c.sample_every, c.keep_every = 10_000, 100_000
-    return c  # Without prompts, which need the encoder, the texts of the first pictures are drawn.
+    return c  # No prompts, which need the encoder: samples use the texts of the first pictures.

@@ -2,8 +2,9 @@
 
 python -m imagen_jax.train --config=configs/base64_500m_online.py --workdir=runs/base64_500m_online
 
-text.weights is a folder with config.json, spiece.model and safetensors. Hugging Face has t5-11b as
-a pickle. Convert it once to 19.5 GB of safetensors, without torch:
+text.weights is a folder with config.json, spiece.model, and safetensors or a pickle. Hugging Face
+has t5-11b as a pickle that includes the decoder. This command writes only the encoder, as 19.5 GB
+of safetensors, without torch:
 
 python -m diffusion_jax.text convert t5-11b weights/t5-11b-encoder
 

@@ -25,7 +25,7 @@ def get_config() -> ConfigDict:
 
 
 def with_emoji(c: ConfigDict) -> ConfigDict:
-    """A config of any size, of these pictures."""
+    """Return a config of any image size with the emoji as its data, and prompts for samples."""
     c.data.update(source="webdataset", path="data/emoji/train", text="txt")
     c.prompts = (
         "a cat face, noto style, on a white background",

@@ -47,7 +47,7 @@ def get_config() -> ConfigDict:
     c.optimizer = dict(lr=8.192e-5, schedule="constant", warmup=10_000, weight_decay=0.0)
     c.mesh = dict(fsdp=-1)  # All devices.
     c.data = dict(source="webdataset", path="data/laion")
-    c.evaluation = dict(every=0)  # Images; 0 for never.
+    c.evaluation = dict(every=0)  # Images between evaluations; 0 for none.
 
     c.keep_every = 10_000
     c.prompts = (

@@ -56,11 +56,11 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
-        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that does")
+        raise ValueError(f"GKE has no {target.name}: use launch.slurm on a cluster that has it")
     apply = ("kubectl", "apply", "-f", "-")
     return Launcher(
         render=lambda run: render(job, gke, target, run),
-        submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or apply --dry_run's"),
+        submit=lambda sets: jobs.pipe(apply, "".join(sets), "install it, or use --dry_run"),
         folder=lambda workdir: folder(job, workdir),
     )
 

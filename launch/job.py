@@ -150,12 +150,12 @@ def check(job: Job) -> None:
     """Raise ValueError for jobs that no launcher can run."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", job.name):
         raise ValueError(
-            f"job.name is {job.name!r}: take at most 40 small letters, digits and dashes"
+            f"job.name is {job.name!r}: use at most 40 lower-case letters, digits and dashes"
         )
     if not job.workdir:
         raise ValueError("job.workdir is empty: give a folder with --job.workdir=...")
     if job.config and not os.path.exists(job.config.partition(":")[0]):
-        raise ValueError(f"job.config is {job.config!r}, and there is no such file")
+        raise ValueError(f"job.config is {job.config!r}: there is no such file")
 
 
 def runs(job: Job) -> list[Run]:
@@ -186,7 +186,7 @@ def table(rows: Sequence[Run]) -> str:
 
 
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
-    """Return a run's environment variables: job.env, the compilation cache, and tuning's."""
+    """Return a run's environment variables: job.env, the compilation cache, and tuning flags."""
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
         name, separator, value = pair.partition("=")

@@ -19,7 +19,7 @@ Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or 
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
 _CHUNK = 64  # Number of records read together, and so held in memory as encoded files.
-_FEW = 100  # The share of damaged records is taken of at least this many.
+_FEW = 100  # The share of damaged records is computed over at least this many.
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
@@ -119,7 +119,7 @@ class Decoded(Pictures):
         self._apart = indices
 
     def __len__(self) -> int:
-        """The number of records, including unusable ones."""
+        """Return the number of records, including unusable ones."""
         return len(self._records)
 
     def read(

@@ -95,7 +95,7 @@ class Batches:
         self.close()
 
     def example(self) -> Batch:
-        """Return a batch with one row of each source, without advancing the iterator."""
+        """Return a batch with the first picture of each source, without advancing the iterator."""
         firsts = [0]
         if isinstance(self.pictures, Mixture):
             firsts = np.cumsum([0, *self.pictures.lengths[:-1]])

@@ -122,7 +122,7 @@ def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
 
 
 def suffix_of(name: str) -> str:
-    """Return all after the first dot of a file's name in lower case: "t5.npy" for "a/b.t5.npy"."""
+    """Return the lower-case suffix after a name's first dot, such as "t5.npy" for "a/b.t5.npy"."""
     return os.path.basename(name).partition(".")[2].lower()
 
 
@@ -176,11 +176,11 @@ def check_captions(
     uncaptioned: str,
     suffixes: Iterable[str],
 ) -> None:
-    """Check that images have texts, or that those without are to be dropped and others remain.
+    """Check that all images have texts, or that `uncaptioned` drops some but not all images.
 
     Args:
         num_bare: number of images without a text.
-        first: names of up to three of them.
+        first: names of up to three images without a text.
         num_images: number of all images.
         text: data.text.
         uncaptioned: data.uncaptioned.
@@ -191,15 +191,16 @@ def check_captions(
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(
-            f"uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or 'empty' for a folder"
+            f"data.uncaptioned is {uncaptioned!r}: it must be 'error' or 'drop', or, for a "
+            "folder, 'empty'"
         )
     if num_bare and (uncaptioned != "drop" or num_bare == num_images):
         raise ValueError(
             f"{num_bare} of {num_images} images have no .{text} beside them: "
-            f"{_some(first, num_bare)}. Write a .{text} of the same stem for each (it may be "
+            f"{_some(first, num_bare)}. Write a .{text} with the same stem for each (it may be "
             f"empty), set data.text to the texts' suffix (the files are {_list(suffixes)}), or "
-            "leave these images out with data.uncaptioned=drop; images of a folder are also "
-            "trained without a text with data.uncaptioned=empty"
+            "leave these images out with data.uncaptioned=drop; in a folder, "
+            "data.uncaptioned=empty gives them an empty text"
         )
 
 

@@ -6,7 +6,7 @@ from PIL import Image, ImageOps
 
 from diffusion_jax.machine import untrusted
 
-# Pillow's conversion would clip other modes (16 bit, float), mostly to plain white.
+# Other modes (16 bit, float) are rejected: Pillow would clip them to RGB, mostly to plain white.
 _MODES = {"1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr"}
 CENTRE = (0.5, 0.5)
 

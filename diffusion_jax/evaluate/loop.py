@@ -56,7 +56,7 @@ def collect(
         name: name of the evaluation in messages.
         folder: saves each batch to a file in this folder, and skips images that are already saved,
             with any batch size; None saves nothing.
-        finite: whether an image that is not finite is an error, too (exit code 2), rather than
+        finite: whether an image that is not finite ends the process, too, instead of only being
             marked in "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)

@@ -29,7 +29,7 @@ from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
 Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
-"""Maps prompts to real pictures and their captions; prompts without a picture get another one."""
+"""Maps prompts to real pictures and captions; a prompt without a picture gets another prompt's."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
 """Columns and values of the table, by judge."""
@@ -186,14 +186,14 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
-    own = own_scorer(source)
-    if own is None:
+    source_scorer = own_scorer(source)
+    if source_scorer is None:
         raise ValueError(
             f"the run's data.source is {source!r}, which provides no prompts and no judge: set "
             "prompts to a file, with a reference and Inception's weights, or a CLIP"
         )
     check_unused("evaluation.", {name: getattr(evaluation, name) for name in _OF_PROMPTS})
-    return own(size, metrics=evaluation.metrics)
+    return source_scorer(size, metrics=evaluation.metrics)
 
 
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:

@@ -77,10 +77,10 @@ _MODE = flags.DEFINE_enum(
     "mode", "pytorch", [*preprocess.INCEPTION], "Preprocessing for Inception."
 )
 _DIMS = flags.DEFINE_enum("dims", "2048", [*inception.LEVELS], "Level of Inception's features.")
-_SIZE = flags.DEFINE_integer("size", 0, "Resize images to this side; 0 does not.", lower_bound=0)
+_SIZE = flags.DEFINE_integer("size", 0, "Side to resize to; 0 does not resize.", lower_bound=0)
 _FIT = flags.DEFINE_enum("fit", "exact", images.FITS, "How to resize images to --size.")
 _BATCH = flags.DEFINE_integer("batch_size", 50, "Images per batch.", lower_bound=1)
-_KEEP = flags.DEFINE_bool("keep_features", False, "stats: save the features, too.")
+_KEEP = flags.DEFINE_bool("keep_features", False, "stats: also save the features.")
 _ALL = flags.DEFINE_bool("all", False, "Print all scores, with confidence intervals.")
 _SUBSET = flags.DEFINE_integer("kid_subset", 1000, "Images per subset of KID.", lower_bound=2)
 _SEED = flags.DEFINE_integer("seed", 0, "Seed of KID's subsets and the intervals.", lower_bound=0)
@@ -96,8 +96,8 @@ _DATA = flags.DEFINE_string("data", None, "train_judge: captioned data set, SOUR
 _SEEN = flags.DEFINE_integer(
     "seen", 150_000, "train_judge: number of training pictures, with repetition.", lower_bound=1
 )
-_OTHER = flags.DEFINE_string("other", "", "train_judge: the same pictures in another style, which "
-                             "the judge learns to tell apart.")  # fmt: skip
+_OTHER = flags.DEFINE_string("other", "", "train_judge: the same pictures in another style; the "
+                             "judge is tested on telling them apart.")  # fmt: skip
 _SHARD = flags.DEFINE_integer(
     "shard_images", reference.Work().shard, "stats: images per shard, the most work that an "
     "interruption loses.", lower_bound=1,

@@ -82,10 +82,10 @@ def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
 
     The contribution is n times the derivative of the distance by the image's weight.
 
-    The spread of their mean estimates that of the distance over sets of n images (the infinitesimal
-    jackknife, Efron 1982). With fewer images than dimensions, the estimate is within a factor of
-    1.5; a bootstrap would overestimate the spread several times there, and each replicate would
-    need a decomposition.
+    The spread of the contributions' mean estimates the spread of the distance over sets of n images
+    (the infinitesimal jackknife, Efron 1982). With fewer images than dimensions, the estimate is
+    within a factor of 1.5; a bootstrap would overestimate the spread several times there, and each
+    replicate would need a decomposition.
     """
     mean, rows = _centred(features)
     n = len(rows)

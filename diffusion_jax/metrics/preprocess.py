@@ -20,12 +20,15 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess as pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialias; [-1, 1]."""
+    """Preprocess like pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialias.
+
+    The range is [-1, 1].
+    """
     return _to_inception(images, _bilinear_centres) * (2 / 255) - 1
 
 
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess as the 2015 graph and torch-fidelity: TF1's bilinear grid without half pixels.
+    """Preprocess like the 2015 graph and torch-fidelity: TF1's bilinear grid without half pixels.
 
     The range is [-1, 0.992], from (x - 128) / 128.
     """
@@ -33,7 +36,7 @@ def tf(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess as clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped, not rounded.
+    """Preprocess like clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped only.
 
     The range is [-1, 0.992], as in `tf`. See Parmar, Zhang, Zhu 2022, "On aliased resizing and
     surprising subtleties in GAN evaluation".
@@ -42,7 +45,7 @@ def clean(images: Images) -> Float[Array, "B 299 299 3"]:
 
 
 def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess as NeMo: torch's bicubic with aligned corners, no antialias; [-1, 1]."""
+    """Preprocess like NeMo: torch's bicubic with aligned corners, no antialias; [-1, 1]."""
     return _to_inception(images, _bicubic_corners) * (2 / 255) - 1
 
 
@@ -150,7 +153,7 @@ def bicubic(
     Args:
         size_in: I.
         size_out: O.
-        antialias: antialias as Pillow does.
+        antialias: whether to antialias, as Pillow does.
         offset: without antialias, the scale is (O + offset) / I; DINOv2 uses 0.1.
     """
     if antialias:

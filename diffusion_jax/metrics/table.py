@@ -25,7 +25,7 @@ class Metric(NamedTuple):
     score: Callable[..., Score]
     """Maps features of generated images, and the result of `reference` if set, to the score."""
     reference: Callable[[Stats], Any] | None = None
-    """Prepares the real side from statistics of real images; returns None if they lack it."""
+    """Prepares the real side from statistics of real images; None if they lack what it needs."""
     lower_is_better: bool = False
     axis: str = ""
     """Metrics with the same axis share a figure; the default is the label."""

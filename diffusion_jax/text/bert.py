@@ -149,7 +149,8 @@ def from_state(
     missing = [name for name in _REQUIRED if name not in state]
     if missing:
         raise ValueError(
-            f"the weights are not a BERT encoder: {', '.join(missing)} missing of {len(state)}"
+            f"the weights are not a BERT encoder's: their {len(state)} arrays lack "
+            f"{', '.join(missing)}"
         )
     activation = config.get("hidden_act", "gelu")
     if activation not in ACTIVATIONS:

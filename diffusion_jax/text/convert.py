@@ -1,4 +1,4 @@
-"""Converts torch pickles of text encoders to safetensors, for programs that read only these.
+"""Converts torch pickles of text encoders to safetensors, for programs that read no pickles.
 
 This project does not need the conversion: weights/pretrained.py reads pickles directly.
 """

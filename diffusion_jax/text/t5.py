@@ -191,7 +191,7 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return only the encoder's arrays of a T5, with the embedding, which has two names, once."""
+    """Return the arrays of a T5's encoder; the embedding, which has two names, appears once."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:

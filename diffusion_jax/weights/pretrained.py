@@ -145,7 +145,7 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
-    """Open a local file as `map_safetensors`; of a file in a bucket, read arrays when accessed."""
+    """Open a file as `map_safetensors`; arrays in a bucket are read when they are accessed."""
     remote_path = files.remote(path)
     return _Ranges(remote_path) if remote_path else map_safetensors(path)
 

@@ -2,8 +2,8 @@
 
 A torch checkpoint is a zip of a pickle and raw arrays, or, before torch 1.6, several pickles
 followed by the raw arrays. A pickle can name any function to be called when it is opened. Here,
-names are only resolved to arrays and dictionaries, and all others to a class that does nothing, so
-that settings and optimizers beside the weights are harmless.
+only the names of arrays and dictionaries are resolved. All others become a class that does nothing,
+so settings and optimizers beside the weights are harmless.
 """
 
 import collections

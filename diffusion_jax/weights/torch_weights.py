@@ -132,7 +132,7 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """Read the metadata of a safetensors file, or of an .npz file written by `write`.
 
-    Other files have none, {}.
+    For other files, which have no metadata, return {}.
 
     Raises:
         ValueError: the file is damaged.
@@ -233,8 +233,9 @@ def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
     entries = {e.path for e in table}
     if twice or entries != paths:
         raise ValueError(
-            f"the table of names does not fit the model: twice {some(twice)}; parameters without "
-            f"an entry {some(paths - entries)}; entries without a parameter {some(entries - paths)}"
+            f"the table of names does not fit the model: listed twice {some(twice)}; parameters "
+            f"without an entry {some(paths - entries)}; entries without a parameter "
+            f"{some(entries - paths)}"
         )
 
 

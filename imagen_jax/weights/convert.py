@@ -1,4 +1,4 @@
-"""Conversion of NeMo checkpoints to workdirs and back; both write all of it or nothing."""
+"""Conversion of NeMo checkpoints to workdirs and back; repeat a command that was interrupted."""
 
 import os
 from collections.abc import Mapping
@@ -150,7 +150,9 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
     nemo_kind = config.get("preconditioning_type", "EDM")
     if nemo_kind in kinds and kinds[nemo_kind] != (s.diffusion.precond == "edm"):
         pairs.append(("diffusion.precond", nemo_kind.lower(), s.diffusion.precond))
-    differences = [f"{name}: {b!r} here, {a!r} there" for name, a, b in pairs if a != b]
+    differences = [
+        f"{name}: {b!r} in the config, {a!r} in the file" for name, a, b in pairs if a != b
+    ]
     if differences:
         raise ValueError(
             f"the model was trained with another config ({'; '.join(differences)}): choose the "

@@ -1,4 +1,4 @@
-"""Read the network of a run or of a NeMo checkpoint: to start from, to adapt, to convert."""
+"""Reads the network of a run or of a NeMo checkpoint, to start from, adapt or convert."""
 
 import os
 from typing import Any
@@ -37,9 +37,9 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the same from a run's checkpoint; `which` and `step` as in restore.load_params.
+    """Return the params of a workdir's UNet; `which` and `step` are those of restore.load_params.
 
-    `base` is the new place of the weights that a LoRA run adapts; None: the one in its config.
+    `base` is the place of a LoRA run's base weights, by default the path in its config.
     """
     s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
     finetune.check_wanted(base, s.lora)

@@ -40,7 +40,7 @@ def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    Names may have NeMo's prefixes or not. Raises ValueError that lists the keys that do not fit.
+    NeMo's prefixes of names are optional. Raises ValueError with the keys that do not fit.
     """
     state = _without_prefixes(state)
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
@@ -68,7 +68,7 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
 def require_nemo(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
     """Return `unet`, or raise ValueError if NeMo has no such network."""
     if isinstance(unet, MagnitudeUNet):
-        raise ValueError(f"NeMo has no {type(unet).__name__}: take another unet.kind")
+        raise ValueError(f"NeMo has no {type(unet).__name__}: choose another unet.kind")
     return unet
 
 
@@ -92,7 +92,7 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
         keys = ", ".join(map(str, config)) or "nothing"
         raise ValueError(f"the config lacks `unet`, the network's fields: it holds {keys}")
     if kind not in ("base", "sr-unet", "sr"):
-        raise ValueError(f"unet_type {kind!r} is not known: it must be 'base', 'sr-unet' or 'sr'")
+        raise ValueError(f"unet_type is {kind!r}: it must be 'base', 'sr-unet' or 'sr'")
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
         raise ValueError(f"the config's unet lacks {' and '.join(missing)}, which have no default")
@@ -184,11 +184,11 @@ def _name_of(unet: UNet | EfficientUNet) -> Callable[[str], str]:
 
 
 def _efficient_name(path: str, inside: Rules, ends: Rules) -> str:
-    block, _, rest = path.partition("/")
+    block, _, layer = path.partition("/")
     place = torch_weights.rename(block, _EFFICIENT_PLACES)
     if place == block:
         return torch_weights.rename(path, ends)
-    return f"{place}.{torch_weights.rename(rest, inside)}" if rest else place
+    return f"{place}.{torch_weights.rename(layer, inside)}" if layer else place
 
 
 _CONDITIONING = (

@@ -19,15 +19,15 @@ class Audit(NamedTuple):
     products: int
     """Number of convolutions and matrix products; those in loops count as often as they run."""
     products_written: int
-    """Number of products before compilation. It is smaller if the compiler split some (a "windowed
-    einsum" over parts of a weight), and larger if it merged some."""
+    """Number of products before compilation: fewer than `products` if the compiler split some (a
+    "windowed einsum" over parts of a weight), more if it merged some."""
     float32_products: list[str]
     """Products with only float32 operands, which take several passes on a TPU."""
     gathers: dict[str, int]
     """Bytes of gathered arrays by dtype."""
     collectives: int
     exposed: list[str]
-    """Collectives that no computation hides: synchronous ones, or those awaited at once."""
+    """Collectives that no computation hides: synchronous ones, or those awaited immediately."""
     copies: int
     """Number of copies and transpositions."""
     copied_bytes: int
@@ -47,7 +47,7 @@ def audit(compiled: compiling.Program) -> Audit:
     for instruction, times in program.run():
         inner = program.inside(instruction)
         for part in inner:
-            if part.opcode in PRODUCTS or _GPU_PRODUCT.search(part.rest):
+            if part.opcode in PRODUCTS or _GPU_PRODUCT.search(part.arguments):
                 products += times
                 if _is_float32(program, part):
                     singles[part.source] += times

@@ -38,7 +38,7 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 def best(
     traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> Choice | None:
-    """Return the choice with the shortest step, nothing hidden; None if nothing fits."""
+    """Return the choice with the shortest step without hidden communication; None if none fits."""
     choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 
@@ -104,7 +104,7 @@ def _cost(choice: Choice, target: Target) -> str:
     parts = ", ".join(f"{name} {_ms(s)}" for name, s in choice.step._asdict().items())
     limit = _gib(memory.USABLE * target.kind.memory)
     room = f"{_gib(choice.bytes)} of {limit} GiB"
-    return f"{_ms(choice.step.exposed)} per step with nothing hidden ({parts}), {room}"
+    return f"{_ms(choice.step.exposed)} per step with no communication hidden ({parts}), {room}"
 
 
 def _ms(seconds: float) -> str:

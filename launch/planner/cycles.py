@@ -54,7 +54,7 @@ def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> It
 
 def is_kernel(instruction: Instruction) -> bool:
     """Return whether an instruction is a Pallas kernel."""
-    return 'custom_call_target="tpu_custom_call"' in instruction.rest
+    return 'custom_call_target="tpu_custom_call"' in instruction.arguments
 
 
 def kind(program: Program, instruction: Instruction) -> str:
@@ -97,7 +97,7 @@ def level(name: str) -> str:
 
 
 def _estimated(instruction: Instruction) -> float:
-    match = re.search(r'estimated_cycles":"(\d+)"', instruction.rest)
+    match = re.search(r'estimated_cycles":"(\d+)"', instruction.arguments)
     return float(match[1]) if match else 0.0
 
 

@@ -52,13 +52,13 @@ class Instruction(NamedTuple):
     name: str
     shape: str
     opcode: str
-    rest: str
-    """Operands and attributes."""
+    arguments: str
+    """Operands and attributes, as text."""
 
     @property
     def source(self) -> str:
         """jax's name of the operation it was compiled from; "" if the compiler added it."""
-        match = re.search(r'op_name="([^"]*)"', self.rest)
+        match = re.search(r'op_name="([^"]*)"', self.arguments)
         return match[1] if match else ""
 
     @property
@@ -68,7 +68,7 @@ class Instruction(NamedTuple):
     @property
     def operands(self) -> list[str]:
         """Names of the inputs."""
-        return re.findall(r"%([\w.\-]+)", self.rest.partition("), ")[0])
+        return re.findall(r"%([\w.\-]+)", self.arguments.partition("), ")[0])
 
 
 class Program(NamedTuple):
@@ -83,7 +83,7 @@ class Program(NamedTuple):
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
         """Return the instructions in a fusion or asynchronous call, else the instruction itself."""
-        called = re.search(r"calls=%?([\w.\-]+)", instruction.rest)
+        called = re.search(r"calls=%?([\w.\-]+)", instruction.arguments)
         if not called or called[1] not in self.computations:
             return [instruction]
         return [i for inner in self.computations[called[1]] for i in self.inside(inner)]
@@ -91,10 +91,10 @@ class Program(NamedTuple):
     def _run(self, name: str, times: int) -> Iterator[tuple[Instruction, int]]:
         for instruction in self.computations[name]:
             if instruction.opcode == "while":
-                if match := re.search(r"body=%?([\w.\-]+)", instruction.rest):
+                if match := re.search(r"body=%?([\w.\-]+)", instruction.arguments):
                     yield from self._run(match[1], times * self._turns(instruction))
             elif instruction.opcode in ("call", "conditional"):
-                for names in _CALLED.findall(instruction.rest):
+                for names in _CALLED.findall(instruction.arguments):
                     for called in re.findall(r"[\w.\-]+", names):
                         if called in self.computations:
                             yield from self._run(called, times)
@@ -106,13 +106,13 @@ class Program(NamedTuple):
 
         XLA states the number as an attribute; libtpu only has it in the loop's condition.
         """
-        if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.rest):
+        if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.arguments):
             return int(match[1])
-        condition = re.search(r"condition=%?([\w.\-]+)", loop.rest)
+        condition = re.search(r"condition=%?([\w.\-]+)", loop.arguments)
         inside = self.computations.get(condition[1], ()) if condition else ()
-        limits = {i.name: i.rest.partition(")")[0] for i in inside if i.opcode == "constant"}
+        limits = {i.name: i.arguments.partition(")")[0] for i in inside if i.opcode == "constant"}
         for i in inside:
-            if i.opcode == "compare" and "direction=LT" in i.rest and i.operands[-1] in limits:
+            if i.opcode == "compare" and "direction=LT" in i.arguments and i.operands[-1] in limits:
                 return int(limits[i.operands[-1]])
         return 1
 

@@ -59,7 +59,7 @@ def grid_of(instruction: Instruction) -> Grid | None:
     The operands begin with a mask [N, T blocks, S blocks], one more array, q and k [..., K].
     """
     match = re.match(r"splash_mha_(fwd|dkv)", instruction.name)
-    operands = _OPERANDS.search(instruction.rest)
+    operands = _OPERANDS.search(instruction.arguments)
     if not match or not operands:
         return None
     mask, _, q, k, *_ = hlo.arrays(operands[1])

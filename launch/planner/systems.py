@@ -31,7 +31,7 @@ class Model(NamedTuple):
     stored: float
     """Bytes per picture in the data set, as a JPEG or as moments."""
     itemsize: int
-    """Bytes per number of the network's dtype."""
+    """Bytes per element of the network's dtype."""
     state: TrainState
     """Shapes of the train state."""
     notes: tuple[str, ...]

@@ -60,12 +60,12 @@ def of_hlo(text: str) -> list[Collective]:
     collectives = []
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
     for match in re.finditer(pattern, text):
-        kind, rest = match[2], match[4]
+        kind, arguments = match[2], match[4]
         shapes = re.findall(r"(\w+)\[([\d,]*)\]", match[1])
         sizes = [_BYTES.get(t, 4) * math.prod(_numbers(dims)) for t, dims in shapes]
         # The shape of an asynchronous start includes its inputs: the larger array is the result.
         size = max(sizes) if match[3] and kind != "all-reduce" else sum(sizes)
-        groups = _groups(rest)
+        groups = _groups(arguments)
         members = groups.shape[1]
         if members > 1:
             # The result of a reduce-scatter is a part of the reduced array.
@@ -143,7 +143,7 @@ def _groups(text: str) -> Groups:
         return ids.reshape(sizes).transpose(order).reshape(-1, members)
     if match := _LIST.search(text):
         return np.array([_numbers(group) for group in re.findall(r"\{([\d,]+)\}", match[1])])
-    raise ValueError(f"cannot read which devices exchange in {text[:200]!r}: use --fast")
+    raise ValueError(f"cannot parse the groups of devices in {text[:200]!r}: use --fast")
 
 
 def _iota(grid: list[int], order: list[int]) -> Int[np.ndarray, "..."]:

@@ -147,7 +147,7 @@ def save_file(checkpoint: Checkpoint, path: str | os.PathLike[str], dialect: str
     The file's metadata describes what the arrays do not show; see ldm_config.
     """
     if dialect not in ("ldm", "nemo"):
-        raise ValueError(f"names is {dialect!r}: a file of weights has the names 'ldm' or 'nemo'")
+        raise ValueError(f"names is {dialect!r}: choose 'ldm' or 'nemo' for a file of weights")
     parts, prefix_index = {}, 1 if dialect == "ldm" else 0
     if checkpoint.unet:
         unet, _, params = checkpoint.unet

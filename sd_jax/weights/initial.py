@@ -23,7 +23,7 @@ _EXECUTION = (
 def read_vae(path: str | os.PathLike[str], vae: VAE) -> Any:
     """Return a VAE's params, float32 on the host, from a file, a diffusers directory or a workdir.
 
-    Of a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError, or
+    From a workdir of sd_jax.train_vae, the averaged weights are read. Raises FileNotFoundError, or
     ValueError if `path` holds no VAE or one with other fields than `vae`.
     """
     if _is_workdir(path):
@@ -84,10 +84,10 @@ def _checked(part: Any, network: nn.Module, path: str | os.PathLike[str], kind: 
         raise ValueError(f"{path} holds no {kind}")
     fields = [field for field in network.__dataclass_fields__ if field not in _EXECUTION]
     differences = [
-        f"{field} {in_file!r} there, {in_config!r} in the config"
+        f"{field} is {in_file!r} in the file, but {in_config!r} in the config"
         for field in fields
         if (in_file := getattr(part.network, field)) != (in_config := getattr(network, field))
     ]
     if differences:
-        raise ValueError(f"the {kind} in {path} is another one: {'; '.join(differences)}")
+        raise ValueError(f"the {kind} in {path} does not fit: {'; '.join(differences)}")
     return part

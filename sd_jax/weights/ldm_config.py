@@ -26,7 +26,7 @@ _PREDICTS = ("eps", "v")
 
 
 class Facts(NamedTuple):
-    """Facts that a config states about a model; otherwise None or the usual value."""
+    """Facts about a model; None or the usual value if its config does not state them."""
 
     unet: UNet | None
     predicts: str | None

@@ -184,7 +184,7 @@ def _layer(arrays: Mapping[str, Any], metadata: Mapping[str, Any]) -> Layer:
 
 
 def _tables(opened: Checkpoint) -> dict[str, dict[str, Entry]]:
-    """Return, per part, the entries of all weights by torch's names without dots, all dialects."""
+    """Return each part's entries, keyed by the names of all dialects without dots."""
     tables: dict[str, dict[str, Entry]] = {}
     if opened.unet:
         unet, _, params = opened.unet

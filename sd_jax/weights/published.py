@@ -108,7 +108,7 @@ def _whole(
     text_weights: str | None,
     lora: Sequence[str],
 ) -> tuple[UNetPart, VAEPart, TextPart]:
-    """Return all parts: those given, or else the checkpoint's, with LoRA files merged."""
+    """Return all parts, from the given paths or else the checkpoint, with LoRA files merged."""
     if vae_weights:
         network = opened.vae.network if opened.vae else VAE()  # All versions have the same network.
         opened = opened._replace(vae=VAEPart(network, read_vae(vae_weights, network)))

@@ -21,7 +21,7 @@ _WIDTHS = (512, 640, 768, 1024, 1280)
 
 
 class TextPart(NamedTuple):
-    """Text tower, of which the UNet sees the normalised last layer, and its float32 params."""
+    """Text tower, whose normalised last layer the UNet attends to, and its float32 params."""
 
     tower: TextTower
     params: Any

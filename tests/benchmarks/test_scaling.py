@@ -25,7 +25,7 @@ def test_the_nodes_are_powers_of_two_and_all(names, devices, per_node, nodes):
 @pytest.mark.parametrize(
     ("names", "per_node", "message"),
     [
-        (("1", "9"), 1, "--nodes=1,9: give numbers from 1 to 8, as 1,2,4"),
+        (("1", "9"), 1, "--nodes=1,9: give numbers from 1 to 8, such as 1,2,4"),
         (("two",), 1, "--nodes=two: give numbers"),
         ((), 3, "--devices_per_node=3 does not divide 8 devices"),
     ],

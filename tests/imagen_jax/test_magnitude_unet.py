@@ -336,7 +336,7 @@ def test_a_run_is_trained_continued_drawn_and_scored(tmp_path):
     assert (whole / "evaluation").is_dir()
     nemo = tmp_path / "nemo.npz"
     ended = run("imagen_jax.weights", "export", f"--from={whole}", f"--to={nemo}", code=2)
-    assert "NeMo has no MagnitudeUNet: take another unet.kind" in ended.err
+    assert "NeMo has no MagnitudeUNet: choose another unet.kind" in ended.err
 
 
 def test_the_planner_knows_its_parameters_and_averages():

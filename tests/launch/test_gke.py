@@ -242,7 +242,7 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
         (("--job.image=i",), "job.workdir is empty: give a folder with"),
         ((*THERE, "--job.accelerator=h10:8"), "did you mean 'h100'?"),
         ((*THERE, "--job.acelerator=h100:8"), "unknown config field acelerator: did you mean"),
-        ((*THERE, "--job.name=Base"), "job.name is 'Base': take at most 40 small letters"),
+        ((*THERE, "--job.name=Base"), "job.name is 'Base': use at most 40 lower-case letters"),
         ((*THERE, "--job.accelerator=h100:8", "--job.overrides=('mesh.fsdp=3',)"),
          "mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8"),
         ((*THERE, "--job.accelerator=h100:8", "--job.sweep=((), ('mesh.fsdp=4',))"),
@@ -251,7 +251,7 @@ def test_it_runs_benchmarks_too_and_the_image_holds_them(rendered):
          "batch_size 4096 does not divide over accumulate 1 x replica 1 x fsdp 24 = 24"),
         ((*THERE, "--job.gke.patch=[1]"), "job.gke.patch is '[1]': write a mapping"),
         ((*THERE, "--job.gke.patch={a: [}"), "job.gke.patch is not YAML"),
-        ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2', and there is no such"),
+        ((*THERE, "--job.config=nope.py:2"), "job.config is 'nope.py:2': there is no such file"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_an_error_with_the_way_out(arguments, message):

@@ -238,7 +238,7 @@ def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
 
 def test_another_network_in_the_files_is_named(vae):
     deeper = tiny.settings(vae, vae__num_res_blocks=2).vae
-    with pytest.raises(ValueError, match="another one: num_res_blocks 1 there, 2 in the config"):
+    with pytest.raises(ValueError, match="num_res_blocks is 1 in the file, but 2 in the con"):
         initial.read_vae(vae, deeper)
     with pytest.raises(ValueError, match="holds no UNet"):
         initial.read_unet(vae, tiny.settings(vae).unet, 24)

@@ -32,7 +32,7 @@ class Synthetic(Pictures):
             self._text = self._random.standard_normal(embeddings, np.float32)
 
     def __len__(self) -> int:
-        """A number that no run reaches."""
+        """Return a number larger than that of the samples of any run."""
         return 2**31 - 1
 
     def read(

@@ -76,7 +76,7 @@ class WebDataset(Records):
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return keys made of a hash of the tar's name, without its folder, and the row in it."""
+        """Return keys from a hash of the tar's name, without its folder, and the row in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)

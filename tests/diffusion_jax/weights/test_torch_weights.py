@@ -146,7 +146,7 @@ def test_arrays_of_another_shape_are_named(name, shape, expected):
     [
         (TABLE[:-1], "parameters without an entry params/norm/bias; entries without"),
         ([*TABLE, Entry("a", "params/b", VECTOR)], "entries without a parameter params/b"),
-        ([*TABLE, TABLE[0]], "twice block.0.weight, params/dense/kernel; parameters"),
+        ([*TABLE, TABLE[0]], "listed twice block.0.weight, params/dense/kernel; parameters"),
     ],
 )
 def test_a_table_that_does_not_fit_the_model_is_an_error(table, message):

@@ -173,12 +173,15 @@ SR = dict(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"preconditioning_type": "DDPM"}, "diffusion.precond: 'edm' here, 'ddpm' there"),
+        ({"preconditioning_type": "DDPM"}, "diffusion.precond: 'edm' in the config, 'ddpm' in "),
         (
             {"unet": SR["unet"] | {"skip_connection_scaling": False}},
-            "unet.scale_skips: True here, False there",
+            "unet.scale_skips: True in the config, False in the file",
         ),
-        ({"unet": SR["unet"] | {"per_head_channels": 32}}, "unet.head_dim: 64 here, 32 there"),
+        (
+            {"unet": SR["unet"] | {"per_head_channels": 32}},
+            "unet.head_dim: 64 in the config, 32 in",
+        ),
     ],
 )
 def test_what_no_weight_shows_is_compared_with_nemos_config(tmp_path, change, message):

@@ -208,7 +208,7 @@ def efficient(**changes):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"unet_type": "ddim"}, "unet_type 'ddim' is not known: it must be 'base', 'sr-unet' or"),
+        ({"unet_type": "ddim"}, "unet_type is 'ddim': it must be 'base', 'sr-unet' or"),
         (efficient(stride=4), "unet.stride is 4: it must be 2"),
         (efficient(channel_mult=[1, 2, 4]), "channel_mult has 3 levels, num_resblocks 2 and"),
         (efficient(channel_mult=[1, 1.5]), "has [1, 1.5] where integers are expected"),

@@ -285,7 +285,7 @@ def test_what_cannot_be_written_or_read_is_said(folder, tmp_path):
     with pytest.raises(ValueError, match="predicts is 'x0': choose from eps, v"):
         checkpoints.save_diffusers(read, tmp_path / "x", "x0")
     assert not list(tmp_path.iterdir())  # Whole or not at all.
-    with pytest.raises(ValueError, match="names is 'diffusers': a file of weights has the"):
+    with pytest.raises(ValueError, match="names is 'diffusers': choose 'ldm' or 'nemo'"):
         checkpoints.save_file(read, tmp_path / "a.npz", "diffusers")
     with pytest.raises(ValueError, match=r"must end in \.safetensors or \.npz"):
         checkpoints.save_file(read, tmp_path / "a.bin")
