@@ -6,13 +6,14 @@
 The base is the quick start with half its steps, a constant learning rate and no weighting. The
 benchmark trains it with each objective, weighting and network, draws with each guidance, sampler
 and average, and lets the digits' judge score the pictures. The variants of an axis differ in
-nothing else. All have the same budget, counted so that other work on the machine does not matter:
-trainings take the same number of steps of networks with equal cost, and pictures the same number of
-rows of the network's input, of which a guided evaluation has two. The CPU time of steps and
+nothing else. All have the same budget, which does not depend on the machine's load:
+trainings have the same number of steps, with networks of equal cost, and pictures the same number
+of rows of the network's input (a guided evaluation takes two). The CPU time of steps and
 pictures is measured too.
 
-The output is a line of JSON per variant and seed. --workdir keeps results and trainings, so the
-same command continues, and other seeds, axes and variants add results. --page writes all results.
+The output is a line of JSON per variant and seed. --workdir stores results and trainings, so the
+same command continues, and other seeds, axes and variants add results. --page writes a page of all
+results.
 """
 
 import bisect
@@ -97,8 +98,8 @@ def _magnitude(**more: Any) -> dict[str, Any]:
     """Choose the magnitude-preserving UNet, whose steps cost as much, with its optimizer."""
     c = quickstart_mp.get_config().to_dict()
     names = ("lr", "weight_decay", "clip", "schedule")
-    named = {f"optimizer.{name}": c["optimizer"][name] for name in names}
-    return {"trained": {"unet": c["unet"], "optimizer.decay_from": STEPS // 6, **named, **more}}
+    fields = {f"optimizer.{name}": c["optimizer"][name] for name in names}
+    return {"trained": {"unet": c["unet"], "optimizer.decay_from": STEPS // 6, **fields, **more}}
 
 
 def _weighting(text: str) -> dict[str, Any]:
@@ -109,13 +110,8 @@ def _drawn(**choice: Any) -> dict[str, Any]:
     return {"drawn": choice}
 
 
-_ALIKE = (
-    "ddim",
-    "euler",
-    "euler_ancestral",
-    "ddpm",
-    "plms_v",
-)  # They equal ddim or plms on this grid.
+# On this grid, these samplers equal ddim (with eta 0 or 1) or plms.
+_ALIKE = ("ddim", "euler", "euler_ancestral", "ddpm", "plms_v")
 AXES: dict[str, dict[str, dict[str, Any]]] = {
     "objective": {
         "x0": {},
@@ -260,7 +256,7 @@ class Clock(Trace):
             yield results
 
     def mean(self) -> float:
-        """Return the mean seconds of a step; single starts run ahead of the computation."""
+        """Return the mean seconds per step; single steps start before earlier ones have ended."""
         return float(np.diff(self.starts).mean()) if len(self.starts) > 1 else 0.0
 
 

@@ -20,7 +20,7 @@ _DATA = flags.DEFINE_string(
 )
 _OUT = flags.DEFINE_string("out", None, "The PNG file to write.", required=True)
 _SEED = flags.DEFINE_integer(
-    "seed", 0, "Seed of the choice of prompts; pictures have the seeds 0, 1, 2, ..."
+    "seed", 0, "Seed of the random prompts; the pictures have the seeds 0, 1, 2, ..."
 )
 _COLUMNS, _ROWS = 8, 2
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     images, captions = [], []
     for row in np.split(np.arange(len(prompts)), _ROWS):
         images += [*drawn[row], *real[row]]
-        # All have the same style, and a caption has room for three lines.
+        # All pictures have one style, and the sheet shows three lines of a caption.
         captions += [text.replace(", noto style", "") for text in prompts[row]]
         captions += ["(real)"] * len(row)
     sheets.write_png(_OUT.value, sheets.contact_sheet(np.stack(images), captions, _COLUMNS))

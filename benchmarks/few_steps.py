@@ -3,8 +3,9 @@
     python -m benchmarks.few_steps --run=runs/quickstart --steps=2,3,4,6,8,12
 
 The table shows, for each sampler and number of steps, the milliseconds per picture (CPU time on a
-CPU, wall time elsewhere) and the share of pictures in which the judge finds digit, ink and paper
-right, with one picture of each prompt seen in training. All other settings are those of the run.
+CPU, wall time elsewhere) and the share of pictures in which the judge reads the right digit, ink
+and paper, over one picture of each prompt that training shows. All other settings are those of the
+run.
 """
 
 import time

@@ -1,12 +1,13 @@
-"""Measure what fine-tuning on ten pictures of a new word learns, and what it forgets.
+"""Measure how well fine-tuning on ten pictures learns a new word, and how much it forgets.
 
     python -m benchmarks.finetuning pictures --out=runs/pink
     python -m benchmarks.finetuning score --workdir=runs/quickstart --workdir=runs/pink_lora
 
-The first command writes ten digits, with captions, in an ink that the quick start has never seen.
-The second draws with models of the quick start, and its judge, which knows the new ink, scores the
-pictures: the shares with digit, ink and paper right for the new word on all digits and papers (40
-of these 50 prompts are new to fine-tuning too), and for the old words. See docs/finetuning.md.
+The first command writes ten digits, with captions, in an ink that is not in the quick start's data.
+The second draws with each model, and the quick start's judge, extended by the new ink, scores the
+pictures. The scores are the shares with the right digit, ink and paper for the new word on all
+digits and papers (40 of these 50 prompts are not in the ten pictures) and for the old words. See
+docs/finetuning.md.
 """
 
 import argparse

@@ -2,7 +2,8 @@
 
 The reference is float32 on the CPU, computed from the same bfloat16 inputs. An operation is "wrong"
 if a value or gradient differs by more than bfloat16 rounding explains. It is "slow" if it takes
-longer than the plain implementation, or reaches only a small share of the manufacturer's figure.
+more than 1.5 times as long as the plain implementation, or reaches only a small share of the
+manufacturer's figure.
 """
 
 import functools
@@ -35,7 +36,7 @@ class Check(NamedTuple):
     run: Run
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
-    """The name of the check whose time it should not exceed; "": none."""
+    """The name of the check whose time this one should not exceed; "" for none."""
 
 
 def on(device: Any) -> list[dict[str, Any]]:
@@ -129,7 +130,7 @@ def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
 
 
 def _with_gradients(run: Run) -> Callable[..., Any]:
-    """Return a function that computes `run` and the gradients of its product with a pattern."""
+    """Return a function that computes `run` and the gradients of sum(run * pattern)."""
 
     def both(*arrays):
         out, backward = jax.vjp(run, *arrays)

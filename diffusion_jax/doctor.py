@@ -6,8 +6,8 @@
 The report has JAX's own description, package versions, devices and their memory, the environment
 variables of JAX and XLA with the settings that this project adds and why, a comparison of each
 operation of the models with a reference, and the measured rates of a matrix product and a
-convolution next to the maker's figures (machine/hardware.py). It names what is wrong or slow. It
-takes about a minute, writes nothing and uses no network.
+convolution next to the maker's figures (machine/hardware.py). It lists the checks that are wrong or
+slow. It takes about a minute, writes nothing and uses no network.
 """
 
 import json
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Return the report by subject; `set_here` are the settings that this process made."""
+    """Return the report by subject; `set_here` are the settings that this process added."""
     first = jax.local_devices()[0]
     return {
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),

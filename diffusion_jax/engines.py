@@ -2,7 +2,7 @@
 
 A stage writes numbered files: `write(i)` makes the file `path(i)` atomically, and its content
 depends only on i and on the arguments of `write`. So the bytes are the same in any order, on any
-worker and after any repetition. Files that exist when a stage begins are kept, so a killed stage
+worker and after any repetition. A stage skips files that exist when it begins, so a killed stage
 continues. `write` may return counts; a stage returns their sums.
 """
 
@@ -28,7 +28,7 @@ from diffusion_jax.machine import files, progress
 flags.disclaim_key_flags()  # They belong to the command that calls `define_flags`.
 NAMES = ("alone", "beam")
 _ATTEMPTS = 3
-_ENGINE = "What runs the work: this process, or Apache Beam."
+_ENGINE = "Run the work in this process (alone) or with Apache Beam (beam)."
 _OPTIONS = 'Options of Beam, such as "--runner=FlinkRunner --flink_master=HOST".'
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -64,14 +64,14 @@ class Share(NamedTuple):
             noun: What the progress lines count.
             name: The name of the stage in progress lines.
             size: How much an item counts in progress lines.
-            read: Computes a second argument for `write`, for the next item while one is written.
+            read: Computes a second argument for `write`, while the item before is written.
         """
         done = files.present(map(path, items))
         missing = [item for turn in self.turns(len(items)) if path(item := items[turn]) not in done]
         total, finished = _log_start(items, missing, size, noun, name)
         meter = progress.Meter(noun, total, name=name, done=finished)
         counts = collections.Counter[str]()
-        late = (i for i in missing if not path(i).exists())  # Another worker may be faster.
+        late = (i for i in missing if not path(i).exists())  # Another worker may have written it.
         for i, argument in ahead(read or _nothing, late):
             if not path(i).exists():
                 counts.update(write(i, argument) if read else write(i))
@@ -79,9 +79,9 @@ class Share(NamedTuple):
         return counts
 
     def turns(self, count: int) -> Iterator[int]:
-        """Yield 0 ... count - 1: this worker's own part in order, then the rest in random order.
+        """Yield 0 ... count - 1: this worker's part in order, then the others in random order.
 
-        The rest replaces dead workers; in random order, workers rarely do the same item.
+        The others are for dead workers; in random order, two workers rarely do the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
@@ -125,19 +125,20 @@ class Beam(NamedTuple):
     def _run_all(
         self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str
     ) -> None:
-        """Run again while each attempt makes progress. Raises OSError if items are left."""
-        left = items
+        """Run Beam again while each attempt makes progress. Raises OSError if items remain."""
+        remaining = items
         for attempt in range(1, _ATTEMPTS + 1):
             try:
-                return self._run(left, run)
+                return self._run(remaining, run)
             except Exception as error:  # Runners raise errors of their own types.
-                before, left = left, [i for i in left if not _counts_of(counted, i).exists()]
+                before = remaining
+                remaining = [i for i in before if not _counts_of(counted, i).exists()]
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[-1]
-                if attempt == _ATTEMPTS or len(left) == len(before):
+                if attempt == _ATTEMPTS or len(remaining) == len(before):
                     raise OSError(
-                        f"Beam left {len(left)} of {len(items)} {noun}: {reason}"
+                        f"Beam left {len(remaining)} of {len(items)} {noun}: {reason}"
                     ) from error
-                logging.warning("Beam stopped (%s): %d %s are left", reason, len(left), noun)
+                logging.warning("Beam stopped (%s): %d %s are left", reason, len(remaining), noun)
 
     def _run(self, items: Sequence[int], run: Callable[[int], None]) -> None:
         # An optional and large dependency.
@@ -156,7 +157,7 @@ ALONE = Share()
 
 
 class Portable:
-    """An object that is pickled as the call that makes it, such as open data or an encoder."""
+    """An object, such as open data or an encoder, that is pickled as the call that creates it."""
 
     _made: tuple[Any, ...] = ()
 
@@ -167,7 +168,7 @@ class Portable:
 
 
 class Program(Portable):
-    """A Portable function that make(*args) returns, such as a compiled one with its weights."""
+    """A Portable function, created by make(*args), such as a compiled one with its weights."""
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any):
         """Call `make`; `args` must be picklable."""
@@ -182,7 +183,7 @@ _P = TypeVar("_P", bound=Portable)
 
 
 def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
-    """Mark a value as made by make(*args), a module function, and return it."""
+    """Record that make(*args), a module function, created a value; return the value."""
     module = sys.modules[make.__module__]
     spec = getattr(module, "__spec__", None)  # The real name of a module that runs as __main__.
     name = spec.name if spec else make.__module__
@@ -191,7 +192,7 @@ def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
 
 
 def define_flags() -> None:
-    """Define the flags of a command whose work is shared, and --dry_run (or --rehearse)."""
+    """Define the flags for sharing a command's work, and --dry_run (or --rehearse)."""
     flags.DEFINE_integer("worker", None, "The number of this worker.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "The number of workers.", lower_bound=1)
     flags.DEFINE_enum("engine", NAMES[0], NAMES, _ENGINE)
@@ -222,7 +223,7 @@ def of(args: Any) -> Engine:
 
 
 def beam(options: str) -> Beam:
-    """Return Beam with its options, split as in a shell. Raises ValueError if not installed."""
+    """Return Beam with options, split as in a shell. Raises ValueError if it is not installed."""
     if importlib.util.find_spec("apache_beam") is None:
         raise ValueError('--engine=beam needs Apache Beam: pip install "imagen-sd-jax[beam]"')
     split = tuple(shlex.split(options))
@@ -242,24 +243,24 @@ def share(worker: int | None, workers: int | None) -> Share:
 
 
 def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_T, _R]]:
-    """Yield (item, function(item)), computing the next one while the last is used."""
+    """Yield (item, function(item)); the next result is computed while the caller uses the last."""
     running = None
     with ThreadPoolExecutor(1) as executor:
         for item in items:
-            coming = item, executor.submit(function, item)
+            submitted = item, executor.submit(function, item)
             if running is not None:
                 yield running[0], running[1].result()
-            running = coming
+            running = submitted
         if running is not None:
             yield running[0], running[1].result()
 
 
-_REMADE: dict[str, Any] = {}  # Portable objects that this process made, by original name.
+_REMADE: dict[str, Any] = {}  # Portable objects that this process unpickled, by identifier.
 _LOCK = threading.RLock()
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Make a Portable object once per process."""
+    """Recreate a Portable object, once per process."""
     with _LOCK:
         if name not in _REMADE:
             module, _, attribute = function.partition(":")

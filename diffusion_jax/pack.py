@@ -5,8 +5,8 @@
 
 The folder holds one average (--ema, as in sample) of a checkpoint as a .safetensors file of a
 quarter of its size, in 8-bit integers with a scale per channel. It has no optimizer state, metrics
-or pictures, and no weights that the config names by a path (vae.weights, text.weights, the base of
-a LoRA). To train from it, give it as --config.unet.weights of a new run.
+or pictures, and none of the weights that the config names by path (vae.weights, text.weights, the
+base of a LoRA). To train from it, give it as --config.unet.weights of a new run.
 """
 
 import pathlib
@@ -23,7 +23,7 @@ flags.disclaim_key_flags()  # The flags are only defined if this module runs as 
 
 
 def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> pathlib.Path:
-    """Make `out` a workdir that only holds packed weights, and return their file.
+    """Create the workdir `out`, which only holds packed weights; return their file.
 
     Args:
         workdir: The run.
@@ -46,7 +46,7 @@ def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> 
         place = folder / str(step)
         packed.write(place / packed.FILE, jax.device_get(params))
         checksums.write(place)
-        # Orbax looks for this file in a bucket, where the folder may be copied.
+        # Orbax needs this file if the folder is later copied to a bucket.
         files.write_whole(place / checkpoint.COMMIT, "")
     return place / packed.FILE
 

@@ -4,7 +4,7 @@
     python -m diffusion_jax.report runs/sd2_512 --rcp
 
 The page holds the Sweeps and Training tabs of the web page (imagen_jax.web) in one file that needs
-no server and no network, with everything that the workdirs hold by now.
+no server and no network, with the current content of the workdirs.
 """
 
 from absl import flags, logging

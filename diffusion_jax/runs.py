@@ -40,20 +40,21 @@ def claim(
     Fields that do not affect what is learned may differ, such as the number of steps or the mesh.
 
     Raises:
-        ValueError: If the workdir was made with another config, or is not a folder.
+        ValueError: If the workdir has another config, or is not a folder.
     """
     _check_folder(workdir)
     path = files.path(workdir) / CONFIG
     config = json.loads(json.dumps({"version": versions.VERSION, **systems.complete(config)}))
     text, data = config.get("text", {}), settings.read(Data, config["data"], "data")
-    unread = ("text.weights",) if data.embedded or text.get("store") else ()  # For new texts alone.
-    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()  # base.json knows them.
+    # With stored embeddings, these weights only encode new texts.
+    unread = ("text.weights",) if data.embedded or text.get("store") else ()
+    moved = ("unet.weights",) if config.get("lora", {}).get("rank") else ()  # base.json names them.
     free = ("version", *_FREE, *unread, *moved)
     different = path.exists() and claims.unlike(load(workdir), config, free)
     if different:
         raise ValueError(
             f"{workdir} was made with another config ({different}): "
-            "choose another --workdir, or give the config that it was made with"
+            "choose another --workdir, or use the config of this one"
         )
     if write and jax.process_index() == 0:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -97,18 +98,18 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
 
     Raises:
         FileNotFoundError: If the workdir has no config.
-        ValueError: If this code cannot run the config, or if it is of another system than `system`.
+        ValueError: If this code cannot run the config, or if its system is not `system`.
     """
     path = files.path(workdir) / CONFIG
     if not path.exists():
         raise FileNotFoundError(
-            f"{workdir} holds no {CONFIG}: it is no workdir of a training run. Train one with\n"
+            f"{workdir} holds no {CONFIG}: it is not the workdir of a run. Train one with\n"
             f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={workdir}"
         )
     try:
         written = untrusted.parse_json(path.read_text())
         if not isinstance(written, dict):
-            raise ValueError(f"it holds a {type(written).__name__}, and no config")
+            raise ValueError(f"it holds a {type(written).__name__}, not a config")
         old = versions.upgrade(written)
         config = json.loads(json.dumps(systems.complete(old)))
     except ValueError as error:
@@ -119,5 +120,7 @@ def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str
             f"of {config['system'].partition('.')[0]}"
         )
     if later := sorted(claims.flat(config).keys() - claims.flat(old).keys()):
-        logging.info("%s is of earlier code: defaults for %s", path, ", ".join(later))
+        logging.info(
+            "%s was written by an earlier version: using defaults for %s", path, ", ".join(later)
+        )
     return config

@@ -5,14 +5,14 @@
     python -m sd_jax.train --config=configs/sd1_512_v1_5.py --config.data.source=moments \\
         --config.data.path=moments --workdir=runs/sd1
 
-Use the same config and changes as for training. --out gets webdataset tars of KEY.npy, the means
+Use the same config and overrides as for training. --out gets webdataset tars of KEY.npy, the means
 and log variances of an image's latents, and KEY.txt, its caption. Training draws new latents from
-them each time. A manifest records the VAE and the pixel range; training refuses moments of another
-VAE. Encode captions with python -m diffusion_jax.precache.
+the moments at each step. A manifest records the VAE and the pixel range; training refuses moments
+of another VAE. Encode captions with python -m diffusion_jax.precache.
 
 After a kill, the same command continues. To share the work between machines or processes, run the
-command in each with --workers=N and a number of its own, --worker=0 ... N-1, on a shared folder. If
-one of them dies, the others do its work. Each uses all of its devices. --engine=beam runs the work
+command in each with --workers=N and its own --worker=0 ... N-1, on a shared folder. If a worker
+dies, the others do its work. Each uses all of its devices. --engine=beam runs the work
 on Apache Beam (docs/data.md). --verify compares all tars with the checksums of the finished work,
 and encodes damaged ones again.
 """
@@ -45,7 +45,7 @@ def define_flags() -> None:
     flags.DEFINE_integer(
         "shard_images", 1000, "Images per tar; a kill loses at most one tar.", lower_bound=1
     )
-    flags.DEFINE_integer("batch", 8, "Images that a device encodes at once.", lower_bound=1)
+    flags.DEFINE_integer("batch", 8, "Images per device and batch.", lower_bound=1)
     flags.DEFINE_bool("verify", False, "Check all tars, and encode damaged ones again.")
     engines.define_flags()
     flags.mark_flag_as_required("config")
@@ -65,7 +65,7 @@ def main(argv: list[str]) -> None:
 
 
 def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
-    """Write the moments of a config's images to `out`; return the number of tars there.
+    """Write the moments of a config's images to `out`; return the number of tars in `out`.
 
     `work.batch` is the number of images per device. Raises ValueError or OSError for data that have
     no moments, or if `out` holds other moments.
@@ -73,7 +73,7 @@ def encode(s: Settings, out: pathlib.Path, work: Work) -> int:
     if uses_moments(s.data) or s.data.source in ("mixture", "synthetic"):
         raise ValueError(
             f"data.source is {s.data.source!r}: name the source of the images, such as "
-            "--config.data.source=webdataset; of a mixture, encode each part into its own folder"
+            "--config.data.source=webdataset; encode each part of a mixture into its own folder"
         )
     if s.data.flip or s.data.crop != "center":
         raise ValueError(
@@ -90,7 +90,7 @@ class Encoder(engines.Portable):
     """The VAE's encoder on the devices of this process, with the weights of the config."""
 
     def __init__(self, s: Settings):
-        """Read the weights; `identity` is what the moments depend on."""
+        """Read the weights; `identity` describes everything that the moments depend on."""
         vae_params = read_vae(s.vae_weights, s.vae)
         self.identity = made_by(s.latents, vae_params)
         mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())

@@ -1,12 +1,12 @@
-"""Fetch the data of the MLPerf benchmark, or make them from their sources (docs/mlperf.md).
+"""Fetch the data of the MLPerf benchmark, or prepare them from their sources (docs/mlperf.md).
 
     python -m sd_jax.prepare mlperf --out=mlperf
     python -m sd_jax.prepare laion --metadata=laion/metadata --out=laion/licensed
     python -m sd_jax.prepare captions --annotations=captions_val2014.json --out=val2014_30k.tsv
     python -m sd_jax.prepare images --captions=val2014_30k.tsv --images=val2014.zip --out=val2014
 
-Every command writes whole files and skips those that exist, so that after a kill the same command
-continues. --dry_run prints what a command would do.
+Every command writes complete files and skips existing ones, so a killed command can run again.
+--dry_run prints what a command would do.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from sd_jax.mlperf import coco, download, laion
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; bad input is a one-line message and exit code 2."""
+    """Run a command; bad input gives a one-line message and exit code 2."""
     cli.start(alone=True)
     options = _parser().parse_args(arguments)
     with cli.bad_input():
@@ -107,11 +107,11 @@ def _parser() -> argparse.ArgumentParser:
     def add(name, run, help):
         command = commands.add_parser(name, help=help, description=help)
         command.set_defaults(run=run)
-        command.add_argument("--dry_run", action="store_true", help="say what would be done")
+        command.add_argument("--dry_run", action="store_true", help="print what would be done")
         return command.add_argument
 
     arg = add("mlperf", _mlperf, "Fetch the files that MLCommons publishes, and check the hashes.")
-    arg("--out", required=True, help="folder that gets a folder for each set")
+    arg("--out", required=True, help="folder to write to; each set gets a subfolder")
     arg("--sets", nargs="+", choices=[*download.SETS], default=[*download.SETS], metavar="SET",
         help=f"some of {', '.join(download.SETS)}; default: all")  # fmt: skip
     arg(
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
     arg = add("laion", _laion, "Keep the rows of LAION-400M's tables that have a licence.")
     arg("--metadata", required=True, help="folder of the parquet files")
-    arg("--out", required=True, help="folder that gets files of the same names")
+    arg("--out", required=True, help="folder for the filtered files, which keep their names")
     engines.add_arguments(arg)
 
     arg = add("captions", _captions, "Write MLPerf's table of 30,000 COCO captions.")
@@ -141,5 +141,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # Argparse reads the flags, but absl's log waits for absl's.
+    flags.FLAGS.mark_as_parsed()  # argparse reads the flags; absl's log waits for this.
     main(sys.argv[1:])

@@ -5,7 +5,8 @@
 Each argument is a file of mllog lines, written by any program, or a folder with result.txt (a
 workdir of sd_jax.mlperf) or result_*.txt (a submission). The command prints the samples to target
 of each run, their olympic mean, MLPerf's verdict (ruleset 5.0.0), and FID and CLIP beside the
-curves of the reference. --out gets fid.png and clip.png. The exit code is 1 if the verdict is FAIL.
+curves of the reference. --out names a folder for fid.png and clip.png. The exit code is 1 if the
+verdict is FAIL.
 
     python -m sd_jax.rcp runs/mlperf/* --package=submission --system=our_system.json
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
     cli.start(alone=True)
     with cli.bad_input(ModuleNotFoundError):
         if len(argv) < 2:
-            raise ValueError("name one result or more: python -m sd_jax.rcp runs/mlperf/0")
+            raise ValueError("name one or more results: python -m sd_jax.rcp runs/mlperf/0")
         paths = convergence.find(argv[1:])
         runs = [convergence.read(path) for path in paths]
         if flags.FLAGS.tables:
@@ -52,7 +53,7 @@ def main(argv: list[str]) -> None:
 
 
 def pack(out: pathlib.Path, paths: Sequence[pathlib.Path], described: str | None) -> None:
-    """Write the submission of these logs and print what it still lacks.
+    """Write the submission of these logs and print the missing parts.
 
     `described` is a JSON file with fields of the system's description.
     """

@@ -109,7 +109,7 @@ vae --config.reconstruction.image_size=0 | reconstruction.image_size is 0: it mu
 sd_sample --workdir=D/imagen --prompt=a | D/imagen is a run of imagen_jax, not of sd_jax
 sample --workdir=D/sd --prompt=a | D/sd is a run of sd_jax, not of imagen_jax
 sample --workdir=D/damaged --prompt=a | D/damaged/config.json: Expecting property name
-sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, and no config
+sample --workdir=D/list --prompt=a | D/list/config.json: it holds a list, not a config
 sample --workdir=D/none --prompt=a | D/none holds no config.json
 sample --prompts=D/binary.txt | --prompts=D/binary.txt is not UTF-8 text
 sample --prompts=D/empty.txt | --prompts=D/empty.txt holds no text
@@ -180,7 +180,7 @@ heldout word | unknown arguments ['word']
 metrics fid D/none.npz D/none.npz --dinov2=D/none | D/none
 metrics compare D/none D/none | D/none
 metrics stats --images=D/images --out=D/x.txt | the name must end in .npz
-rcp | name one result or more
+rcp | name one or more results
 rcp D/none | D/none
 coco captions --annotations=D/none --out=D/x.tsv | --annotations=D/none does not exist
 coco laion --metadata=D/empty --out=D/x | D/empty holds no .parquet files

@@ -1,7 +1,7 @@
 """Write and compare checksums of the files in a folder, to detect damage.
 
-Several processes share the work: each lists and compares its own part of the files. In a bucket the
-checksums are the store's own, which a listing returns, so that no file is read.
+Several processes share the work: each lists and compares its own part of the files. In a bucket
+the store computes the checksums, and listing the files returns them, so no file is read.
 """
 
 import errno
@@ -20,7 +20,7 @@ FOLDER = "checksums"
 def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
     """List part `part` of `parts` of the files in a folder.
 
-    Files that end in .tmp are unfinished, and are left out.
+    Files that end in .tmp are unfinished and are left out.
     """
     folder, look = files.path(folder), _look(folder)
     if bucket := files.remote(folder):
@@ -38,7 +38,9 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
 def read_back(
     folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Read the files that `write` listed again, from disk where the system can drop its cache.
+    """Read again the files that `write` listed, and compare their checksums.
+
+    Local files are read from the disk instead of the system's cache where that is possible.
 
     Args:
         unless: Called before each file; if it returns True, the remaining files are not read.
@@ -63,7 +65,7 @@ def damage(
     """Return the first difference between a folder and its lists as a message, or None.
 
     Only the subfolders `items` are compared, if any are given, and only part `part` of `parts` of
-    the files. A folder without lists counts as undamaged, because earlier code wrote none.
+    the files. A folder without lists counts as undamaged, because earlier versions wrote none.
     """
     first = next(damaged(folder, items, part, parts), None)
     return first and f"{first[0]}: {first[1]}"
@@ -96,8 +98,8 @@ def _list(folder: pathlib.Path, part: int, parts: int) -> pathlib.Path:
 def _look(folder: files.Path) -> Callable[[str, bool], tuple[int, str]]:
     """Return look(name, whole) -> (bytes, checksum) for the files of a folder.
 
-    The checksum is a SHA-256, or a store's "crc32c:..." or "md5:..."; it is "" if the store has
-    none, or, on disk, unless `whole`.
+    The checksum is a SHA-256 for a local file, and "crc32c:...", "md5:..." or "" (no checksum) in a
+    bucket. If `whole` is False, local files are not read and their checksum is "".
     """
     if bucket := files.remote(folder):
         objects = bucket.objects()
@@ -119,7 +121,7 @@ def _difference(
         now, current = look(name, digest is not None)
         if now != size:
             return f"{now:,} bytes, but {size:,} were written"
-        # A folder copied from a bucket, or into one, has checksums of another kind.
+        # A folder that was copied from or to a bucket has checksums of another kind.
         kinds = {text.rpartition(":")[0] for text in (digest, current) if text}
         if digest and current and len(kinds) == 1 and digest != current:
             return "its bytes differ from those written"

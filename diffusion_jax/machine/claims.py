@@ -1,4 +1,4 @@
-"""Record the identity of the work in a folder, so that different work is refused there."""
+"""Record the settings that a folder was started with, and refuse to continue with others."""
 
 import json
 import os
@@ -18,8 +18,8 @@ def claim(
     """Write the identity into the JSON file `path`, or compare it with an existing file.
 
     Args:
-        path: The file; its folder is made if need be.
-        identity: The values that make the work what it is, such as a config.
+        path: The file; its folder is created if missing.
+        identity: The settings that determine the results, such as a config.
         free: Prefixes of fields that may differ.
         write: Whether to write a missing file. Only one process should.
 
@@ -51,7 +51,7 @@ def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, .
     """
     one, other = flat(before), flat(now)
     return "; ".join(
-        f"{name}: {one.get(name)!r} there, {other.get(name)!r} wanted"
+        f"{name}: {one.get(name)!r} stored, {other.get(name)!r} requested"
         for name in sorted(one.keys() | other.keys())
         if one.get(name) != other.get(name) and not name.startswith(free)
     )

@@ -32,7 +32,7 @@ from diffusion_jax.machine.last_words import LastWords
 _HEARTBEAT = 30  # Seconds of silence after which JAX takes a process for dead.
 _GRACE = 2.0  # Seconds for other processes to report the same error before this one ends.
 _ABRUPTLY = "abruptly, usually because another process died"
-_TEXT = 500  # Bytes of a text that all processes see.
+_TEXT = 500  # Largest number of bytes of a text in gather_text.
 _BROKEN = re.compile(r"\bgloo\b|\bnccl\b|coordination.?service", re.IGNORECASE)
 _DISTRIBUTED = flags.DEFINE_enum(
     "distributed", "auto", ["auto", "on", "off"], "Whether to join other processes."
@@ -72,7 +72,7 @@ def join() -> None:
         jax.distributed.initialize(
             **identity,
             heartbeat_timeout_seconds=_HEARTBEAT,
-            initialization_timeout=_TIMEOUT.value + 60,  # JAX's own timeout aborts: ours is first.
+            initialization_timeout=_TIMEOUT.value + 60,  # Longer than ours: JAX aborts.
         )
         hosts = gather_text(socket.gethostname())  # The first collective operation.
     counts = gather_text(str(identity.get("num_processes", jax.process_count())))
@@ -88,7 +88,7 @@ def join() -> None:
 
 
 def advise(advice: str) -> None:
-    """Set the sentence that is printed if another process dies or a step hangs."""
+    """Set the advice that is printed if another process dies or a step hangs."""
     _Farewell.advice = advice
     if _Farewell.last_words:
         _Farewell.last_words.replace(_farewell(_ABRUPTLY))
@@ -188,7 +188,7 @@ def _fail(error: BaseException, code: int) -> NoReturn:
     elif not isinstance(error, SystemExit):
         traceback.print_exc()
     if jax.process_index() == 0 and code in (exits.REFUSED, exits.BUSY):
-        time.sleep(_GRACE)  # The others end with process 0: let them report the same error.
+        time.sleep(_GRACE)  # The others end with process 0: let them report the error first.
     _cancel_last_words()
     _end(code)
 
@@ -271,7 +271,7 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
-    """Return all GPUs of a node for its only task, for which JAX would take the first alone."""
+    """Return the ids of all GPUs if each node has one task; JAX would use only the first GPU."""
     alone = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
@@ -283,13 +283,13 @@ def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
     """End the process with a message if the block takes longer than this."""
 
     def give_up():
-        process = f"process {identity.get('process_id', '(number not known yet)')}"
+        process = f"process {identity.get('process_id', '(with no number yet)')}"
         others = f"all {identity['num_processes']}" if "num_processes" in identity else "all"
         address = identity.get("coordinator_address", "the address that JAX found")
         print(
             f"error: {process} waited {seconds} s for {others} processes to join at {address}: "
-            "check that each was started, with the same --num_processes and a --process_id of its "
-            "own, and that the port is open, or wait longer with --join_timeout",
+            "check that each was started, with the same --num_processes and its own --process_id, "
+            "and that the port is open, or wait longer with --join_timeout",
             file=sys.stderr,
         )
         _end(1)

@@ -15,7 +15,7 @@ from diffusion_jax.machine import files
 
 FOLDER = "tensorboard"
 """The subfolder of event files in a workdir."""
-_HPARAMS = "_hparams_/"  # Prefix of the tags of hparams, which each start writes again.
+_HPARAMS = "_hparams_/"  # Prefix of the hparams' tags; every start writes them again.
 
 
 class _Nothing:
@@ -71,7 +71,7 @@ def _open(folder: pathlib.Path, after: int) -> Any:
         hint = "pip install -r requirements.txt"
         logging.warning("no event files for TensorBoard: %s. %s", error, hint)
         return _Nothing()
-    tf.config.set_visible_devices([], "GPU")  # Otherwise it takes all of their memory.
+    tf.config.set_visible_devices([], "GPU")  # Otherwise TensorFlow takes all GPU memory.
     for path in folder.glob("events.out.tfevents.*"):
         _drop_after(path, after)
     with _as_os_errors(tf):

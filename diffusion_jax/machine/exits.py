@@ -3,7 +3,7 @@
 REFUSED = 2
 """Invalid input: the same command would fail again."""
 BUSY = 75
-"""Another process holds the workdir or the port; a later try may succeed.
+"""Another process holds the workdir or the port; a later attempt may succeed.
 
 EX_TEMPFAIL of sysexits.h. Launchers count it as a crash and restart up to job.restarts times."""
 PREEMPTED = 143

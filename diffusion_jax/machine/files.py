@@ -26,8 +26,8 @@ def path(name: Path) -> pathlib.Path:
     """
     if isinstance(name, Remote):
         return name
-    scheme, separator, rest = (text := os.fspath(name)).partition(":/")
-    is_url = separator and "/" not in scheme and (rest.startswith("/") or scheme in _SCHEMES)
+    scheme, separator, address = (text := os.fspath(name)).partition(":/")
+    is_url = separator and "/" not in scheme and (address.startswith("/") or scheme in _SCHEMES)
     return Remote(text) if is_url else pathlib.Path(name)
 
 
@@ -49,14 +49,14 @@ def local(name: Path) -> pathlib.Path:
     return place.bring() if place else pathlib.Path(name)
 
 
-def kept(name: Path) -> pathlib.Path:
-    """Return a local path of a file that never changes; it is copied once per process."""
+def cached(name: Path) -> pathlib.Path:
+    """Return a local path of a file that never changes, copied from a bucket once per process."""
     place = remote(name)
     return _copy(place) if place else pathlib.Path(name)
 
 
 def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
-    """Return the paths that exist; buckets are listed per folder, not asked for each file."""
+    """Return the paths that exist; buckets need one request per folder, not one per file."""
     paths = set(paths)
     folders = {path.parent for path in paths if isinstance(path, Remote)}
     listed = {path for folder in folders for path in folder.iterdir()}
@@ -70,12 +70,12 @@ def folder(name: Path, flag: str) -> pathlib.Path:
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Raise ValueError, naming the flag, unless a folder can be written to or made."""
+    """Raise ValueError, naming the flag, unless a folder can be created or written to."""
     if place := remote(folder):
         try:
             return place.check_writable()
         except OSError as error:
-            why = "is there such a bucket? " * isinstance(error, FileNotFoundError)
+            why = "does the bucket exist? " * isinstance(error, FileNotFoundError)
             raise ValueError(f"{flag}={folder} cannot be written to: {why}{error}") from error
     path = pathlib.Path(folder).absolute()
     existing = next(place for place in (path, *path.parents) if place.exists())
@@ -86,7 +86,7 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error is about a full disk or quota, so that a later try may succeed."""
+    """Return whether an error is a full disk or quota, so that a later attempt may succeed."""
     return isinstance(error, OSError) and error.errno in _FULL
 
 
@@ -131,9 +131,9 @@ def whole(
 
     The replacement is one atomic rename, after the content has reached the disk, so that even a
     power cut cannot leave an empty file under the final name. After an error the hidden file is
-    deleted. Its name ends in .tmp, so that nobody takes it for a finished file; give a writer that
-    looks at suffixes an open file instead. For a bucket, the hidden path is a local one that is
-    uploaded at the end; the files at the top of a folder are sent last.
+    deleted. Its name ends in .tmp, so that it is not mistaken for a finished file. If a writer
+    chooses the format by the suffix, give it an open file instead. For a bucket, the hidden path is
+    a local one that is uploaded at the end; the files at the top of a folder are sent last.
     """
     if place := remote(path):
         with tempfile.TemporaryDirectory() as folder:

@@ -12,8 +12,8 @@ def count(jaxpr: core.Jaxpr) -> int:
 
     Taps on padding count; zeros between dilated pixels do not. So a strided convolution costs as
     much backwards as forwards, as in papers. The body of a loop counts once per iteration (of a
-    `while` once, because the number is unknown), and the costliest branch of a `cond` counts. What
-    an attention kernel recomputes in its backward pass does not count.
+    `while` once, because the number is unknown), and the costliest branch of a `cond` counts.
+    Operations that an attention kernel recomputes in its backward pass do not count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
@@ -65,6 +65,6 @@ def subjaxprs(equation: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """Yield the inner programs of an equation, such as jit, scan, cond or custom_vjp."""
     for value in equation.params.values():
         for item in value if isinstance(value, list | tuple) else (value,):
-            inner: Any = getattr(item, "jaxpr", item)  # Of a ClosedJaxpr.
+            inner: Any = getattr(item, "jaxpr", item)  # A ClosedJaxpr has a jaxpr.
             if isinstance(inner, core.Jaxpr):
                 yield inner

@@ -1,6 +1,6 @@
 """A message that is printed even if a process dies outside Python.
 
-When another process has died, JAX aborts this one from C++, and no Python code runs any more. So a
+When another process has died, JAX aborts this one from C++, and no more Python code runs. So a
 small child process waits for the end of its standard input, and then prints the latest message.
 """
 
@@ -21,7 +21,7 @@ class LastWords:
     """A line for stderr, printed if this process ends without calling `cancel`."""
 
     def __init__(self, line: str) -> None:
-        # In a session of its own, Ctrl-C does not reach it.
+        # In a new session, the child does not receive Ctrl-C.
         self._child = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _CHILD],
             stdin=subprocess.PIPE,

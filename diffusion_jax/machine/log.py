@@ -161,9 +161,8 @@ def git_commit(file: pathlib.Path) -> dict[str, Any] | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        git(
-            "ls-files", "--error-unmatch", file.name
-        )  # Fails for an installed package inside another checkout.
+        # Fails for an installed package inside another checkout.
+        git("ls-files", "--error-unmatch", file.name)
         changes = git("status", "--porcelain", "--untracked-files=no")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changes)}
     except (OSError, subprocess.CalledProcessError):

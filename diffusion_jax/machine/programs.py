@@ -42,7 +42,7 @@ def watched(
     preview: Callable[..., None],
     colours: Callable[[Any], Any] = lambda x0: x0,
 ) -> Callable[..., Any]:
-    """Return the same denoiser D(x, sigma), which also passes its results to the host.
+    """Return a denoiser D(x, sigma) with the same results, which also sends them to the host.
 
     Args:
         denoise: The denoiser; its results do not change.

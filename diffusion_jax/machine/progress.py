@@ -107,5 +107,5 @@ def _clock(seconds: float) -> str:
 
 
 def block(rows: Iterable[tuple[str, object]]) -> str:
-    """Return a text with a name and its value per line."""
+    """Return a text with one name and value per line."""
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

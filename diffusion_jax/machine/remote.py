@@ -1,8 +1,8 @@
 """Paths into object stores: pathlib's methods over fsspec, for gs:// and s3://.
 
 A store has no folders, no renames and no appending. An object appears once all of its bytes have
-arrived, and can be created on condition that it does not exist. Files that grow line by line are
-kept in a local folder (Mirror) and sent whole.
+arrived, and can be created on condition that it does not exist. Files that grow line by line
+are written to a local folder (Mirror), which is uploaded at intervals.
 
 fsspec does the transfers. etils.epath is not used, because its `exists` returns False when access
 is denied: a run with wrong credentials would then start anew.
@@ -32,8 +32,8 @@ SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
 """The stores that a workdir can lie in, and the package that fsspec needs for each."""
 _DENIED = ": check that the credentials on this machine give access to it"
 _BLOCK = 8 * 2**20  # Bytes per request of a file that is read in pieces.
-_PAUSE = 10.0  # Seconds between two transfers of a growing file,
-_SMALL = 2**20  # if it has fewer bytes than this, or has grown by a tenth.
+_PAUSE = 10.0  # Seconds between two uploads of a growing file.
+_SMALL = 2**20  # Larger files (in bytes) are only uploaded after growing by a tenth.
 
 
 def system(scheme: str) -> "fsspec.AbstractFileSystem":
@@ -42,11 +42,11 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
     Raises:
         ValueError: The package for this scheme is not installed.
     """
-    import fsspec.config  # Here, because commands without URLs do not need it.
+    import fsspec.config  # Imported here, because only commands with URLs need it.
 
     # A cached listing would hide what other processes have written.
     fsspec.config.conf.setdefault(scheme, {}).setdefault("use_listings_cache", False)
-    if "STORAGE_EMULATOR_HOST" in os.environ:  # Or gcsfs asks Google for the kind of the bucket.
+    if "STORAGE_EMULATOR_HOST" in os.environ:  # Otherwise gcsfs asks Google for the bucket's kind.
         os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     try:
         return fsspec.filesystem(scheme)
@@ -68,7 +68,7 @@ class Remote(pathlib.PosixPath):
         return super().__str__().replace(":/", "://", 1)
 
     def __fspath__(self) -> str:
-        raise TypeError(f"{self} is no local file")
+        raise TypeError(f"{self} is not a local file")
 
     def check_writable(self) -> None:
         """Raise OSError or ValueError unless an object can be written here."""
@@ -90,7 +90,7 @@ class Remote(pathlib.PosixPath):
         return self._kind() == "file"
 
     def _kind(self) -> str:
-        """Return "file", "directory", or "" if nothing is there. Raises if access is denied."""
+        """Return "file", "directory", or "" if it does not exist. Raises if access is denied."""
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             return system.info(str(self))["type"]
         return ""
@@ -167,24 +167,24 @@ class Remote(pathlib.PosixPath):
     def objects(self) -> dict[str, tuple[int, str]]:
         """Return {path below this one: (bytes, checksum)} of all objects below.
 
-        The checksum is the store's own, "crc32c:..." or "md5:...", or "" if the store has none, as
-        S3 for an object that was uploaded in parts.
+        The checksum is "crc32c:..." or "md5:..." as the store reports it, or "" if it has none,
+        such as S3 for an object that was uploaded in parts.
         """
         objects = self._find()
-        return {name: (int(of["size"]), _sum(of)) for name, of in objects.items() if name}
+        return {name: (int(info["size"]), _sum(info)) for name, info in objects.items() if name}
 
     def bring(self) -> pathlib.Path:
         """Copy the object, or all objects below, into the user's cache, and return the local path.
 
         Objects that are unchanged since an earlier call are not transferred again. (fsspec's own
-        file cache would lose the tree of folders.) Raises FileNotFoundError if nothing is there.
+        file cache would lose the tree of folders.) Raises FileNotFoundError if nothing exists.
         """
-        import filelock  # Here, like fsspec.
+        import filelock  # Imported here, because only commands with URLs need it.
 
         objects = self._find()
         if not objects:
             raise FileNotFoundError(errno.ENOENT, "no such file or folder", str(self))
-        now = {name: _version(of) for name, of in objects.items()}
+        now = {name: _version(info) for name, info in objects.items()}
         home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
         digest = hashlib.sha256(str(self).encode()).hexdigest()[:16]
         place = pathlib.Path(home) / "imagen-sd-jax" / "buckets" / digest / self.name
@@ -233,14 +233,14 @@ class Remote(pathlib.PosixPath):
 
     @property
     def _start(self) -> int:
-        """Where the path below this one starts in the names that fsspec returns."""
+        """The index in fsspec's names at which the path below this one starts."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:
         """Return fsspec's information on all objects below, by path; "" is the object itself."""
         with self._named() as system:
             objects: Any = system.find(str(self), detail=True)
-        return {name[self._start :]: of for name, of in objects.items()}
+        return {name[self._start :]: info for name, info in objects.items()}
 
     def _get_all(self, files: dict[str, pathlib.Path]) -> None:
         """Copy objects, by path below this one, into local files, several at a time."""
@@ -279,16 +279,16 @@ def _probe(folder: Remote) -> None:
     probe.unlink()
 
 
-def _version(of: dict[str, Any]) -> str:
+def _version(info: dict[str, Any]) -> str:
     """Return an object's etag, generation, time or size, whichever the store reports first."""
     names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
-    return next(f"{name} {of[name]}" for name in names if of.get(name) is not None)
+    return next(f"{name} {info[name]}" for name in names if info.get(name) is not None)
 
 
-def _sum(of: dict[str, Any]) -> str:
-    if "crc32c" in of:
-        return f"crc32c:{of['crc32c']}"
-    etag = str(of.get("ETag", "")).strip('"')
+def _sum(info: dict[str, Any]) -> str:
+    if "crc32c" in info:
+        return f"crc32c:{info['crc32c']}"
+    etag = str(info.get("ETag", "")).strip('"')
     return f"md5:{etag}" if etag and "-" not in etag else ""
 
 
@@ -312,10 +312,11 @@ class Mirror:
             self._thread.start()
 
     def send(self, sparing: bool = False) -> None:
-        """Block until the bucket holds the local files, and no file that was removed locally.
+        """Block until the bucket has exactly the local files.
 
-        With `sparing`, large files that have grown by less than a tenth are left out: nothing can
-        be appended to an object, so each file is sent whole, about ten times its bytes in total.
+        With `sparing`, large files that have grown by less than a tenth are left out. An
+        object cannot be appended to, so each upload sends the whole file; this rule limits the
+        total to about ten times the file's size.
         """
         if not self._folder:
             return
@@ -334,7 +335,7 @@ class Mirror:
                 del self._sent[path]
 
     def close(self) -> None:
-        """Send what is new, and stop."""
+        """Upload all changes, and stop."""
         if self._folder:
             self._ended.set()
             self._thread.join()
@@ -356,4 +357,4 @@ class Mirror:
             try:
                 self.send(sparing=True)
             except OSError as error:  # Raised again by the `send` before the next checkpoint.
-                logging.warning("not sent yet: %s", error)
+                logging.warning("cannot upload yet: %s", error)

@@ -62,7 +62,8 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
     """Return the sizes with -1 replaced. Raises ValueError if they do not divide the devices."""
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(
-            f"mesh {_describe(sizes)}: sizes are positive, and at most one is -1 (what is left)"
+            f"mesh {_describe(sizes)}: sizes must be positive, except that one may be -1 "
+            "(all remaining devices)"
         )
     product = math.prod(size for size in sizes if size != -1)
     if num_devices % product:
@@ -76,7 +77,7 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """Return a NamedSharding per leaf, by the first rule whose pattern is found in its path.
+    """Return a NamedSharding per leaf, by the first rule whose pattern matches its path.
 
     Args:
         tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel", so a rule
@@ -100,7 +101,7 @@ def shardings(
                 return NamedSharding(mesh, _checked(spec, name, leaf.shape, mesh))
         raise ValueError(
             f"no sharding rule matches {name!r} of shape {leaf.shape}: "
-            "add a rule whose pattern is found in this path"
+            "add a rule whose pattern matches this path"
         )
 
     return jax.tree_util.tree_map_with_path(place, tree)
@@ -141,7 +142,7 @@ def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy a host array, which is the same in every process, to the devices of all processes.
+    """Copy a host array to the devices of all processes; it must be equal in every process.
 
     Each process only reads its devices' parts of a `Stored` array.
     """
@@ -150,7 +151,7 @@ def place(array: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Place the arrays of `tree` by the rules, one after the other, to hold one on the host."""
+    """Place the arrays of `tree` by the rules, one at a time, so that the host holds only one."""
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
@@ -166,19 +167,15 @@ def check_batch(
         name: The name of `accumulate` for the message.
     """
     if accumulate < 1:
-        raise ValueError(f"{name} {accumulate} is not positive: 1 takes each batch whole")
+        raise ValueError(f"{name} {accumulate} is below 1: with 1, batches are not split")
     unit = accumulate * batch_ways(mesh)
     if batch_size < 1 or batch_size % unit:
         below = batch_size // unit * unit
-        nearest = (
-            f"sizes that do are {below} or {below + unit}"
-            if below > 0
-            else (f"size that does is {unit}")
-        )
+        nearest = f"sizes are {below} and {below + unit}" if below > 0 else f"size is {unit}"
         raise ValueError(
             f"batch_size {batch_size} does not divide over {name} {accumulate} x "
             f"replica {mesh.shape['replica']} x fsdp {mesh.shape['fsdp']} = {unit}: "
-            f"the nearest batch {nearest}"
+            f"the nearest valid {nearest}"
         )
 
 

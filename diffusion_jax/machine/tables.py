@@ -3,7 +3,7 @@
 They join the shards of a large data set without loading all of it: each shard writes a table, and a
 worker reads one range of keys from all tables. Keys are 16 bytes of a hash, so ranges of equal
 width hold about the same number of rows. Files are plain rows of a numpy type whose field "key" is
-KEY. From a bucket, each process reads a table once, as a whole.
+KEY. A process copies a whole table from a bucket once.
 """
 
 import bisect
@@ -20,13 +20,13 @@ _ROWS = 2**21  # Average rows per range.
 
 
 def write(path: pathlib.Path, rows: np.ndarray) -> None:
-    """Write a table of rows, sorted by key; rows with one key keep their order."""
+    """Write a table of rows, sorted by key; rows with equal keys keep their order."""
     files.write_whole(path, rows[np.argsort(rows["key"], kind="stable")].tobytes())
 
 
 def read(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
     """Return the rows of a table, mapped into memory."""
-    path = files.kept(path)
+    path = files.cached(path)
     if not path.stat().st_size:  # An empty file cannot be mapped.
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, "r")

@@ -59,7 +59,7 @@ class Lifetimes(NamedTuple):
     fixed: Float[np.ndarray, "N"]
     """Bytes of an array that does not depend on the batch size, else 0."""
     each: Float[np.ndarray, "N"]
-    """Bytes per sample of an array that does, else 0."""
+    """Bytes per sample of an array that depends on the batch size, else 0."""
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
@@ -97,7 +97,7 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """Return the variables that are split over devices if these inputs are, and the partial sums.
+    """Return the variables that are split over devices if `inputs` are, and the partial sums.
 
     A product of a split array with a whole one is split. A product of two split arrays is a sum
     over devices, as in the second of two layers. In batched products, as in attention, the batches
@@ -129,11 +129,11 @@ def lifetimes(
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size, so that arrays whose size it divides are known
-            to depend on the batch.
-        parts: Inputs that are split, and gathered where they are needed whole. Other inputs take no
-            memory here.
-        results: Bytes of the outputs that are kept.
+        samples: A prime that divides no other size, so that an array depends on the batch exactly
+            if this divides its size.
+        parts: Inputs that are split over devices, and gathered for operations that need them whole.
+            Only these inputs are counted.
+        results: Bytes of the outputs that stay in memory.
         ways: The number of devices over which variables are split all the time.
     """
     stored, reads = _schedule(program, frozenset(parts))
@@ -228,7 +228,7 @@ def _needed_whole(program: Program) -> set[int]:
 
 
 def _users(program: Program) -> Mapping[int, int]:
-    """Return the number of equations that use each variable, also by an alias."""
+    """Return the number of equations that use each variable, directly or by an alias."""
     count: collections.Counter[int] = collections.Counter()
     for name, inputs, outputs in reversed(program.equations):
         if name in _ALIASES:

@@ -2,8 +2,9 @@
 
 Every command applies the settings of the installed plugin, and every launcher writes the settings
 of the accelerators that it books. A setting is only listed here if the compilers show its effect;
-docs/launch.md lists what was tried and left out. The sources are Google's recipes for Stable
-Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox, 2026).
+docs/launch.md lists the settings that were tried and left out. The sources are Google's recipes for
+Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox,
+2026).
 """
 
 import ctypes
@@ -79,7 +80,7 @@ _READ = (
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that the settings of these kinds change, with new values.
 
-    Settings in `present` are kept. A kind without settings changes nothing.
+    Settings in `present` do not change. An unknown kind has no settings.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -108,7 +109,7 @@ def _keep_freed_memory() -> None:
     XLA on CPUs allocates a program's temporary memory anew in every call. From 32 MiB on, glibc
     gets it from the kernel, which fills each page with zeros: a tenth of a train step's CPU time.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries have none.
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries lack it.
     if mallopt is not None:
         mallopt(_ARENA_MAX, 1)  # Further arenas take large blocks from the kernel.
         mallopt(_MMAP_MAX, 0)

@@ -1,6 +1,6 @@
 """Read untrusted files with bounded memory, one-line errors, and without executing code.
 
-weights/torch_files.py reads pickles, without calling anything that they name.
+weights/torch_files.py reads pickles without calling the functions that they name.
 """
 
 import io
@@ -15,7 +15,7 @@ import numpy as np
 from PIL import Image
 
 _IMAGES = ("JPEG", "PNG", "WEBP")  # Pillow's other decoders are not used.
-_SMALL = 2**30  # Bytes to which any archive may unpack.
+_SMALL = 2**30  # Any archive may unpack to this many bytes.
 _TIMES = 50  # A larger archive may unpack to this many times its own size.
 
 
@@ -60,7 +60,7 @@ def read_array(file: Any, size: int) -> np.ndarray:
     if dtype.hasobject:
         raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
     if min(shape, default=0) < 0 or expected != size - file.tell():
-        raise ValueError(f"{size:,} bytes are no array of {dtype} and shape {shape}")
+        raise ValueError(f"{size:,} bytes do not hold an array of {dtype} and shape {shape}")
     content = bytearray(file.read())  # To the end, where zipfile compares the CRC-32.
     if len(content) != expected:
         raise ValueError(f"it ends after {len(content):,} of {expected:,} bytes")
@@ -85,7 +85,7 @@ def parse_json(content: bytes | str) -> Any:
     try:
         return json.loads(content)
     except RecursionError as error:
-        raise ValueError("JSON that is nested too deeply") from error
+        raise ValueError("the JSON is nested too deeply") from error
 
 
 def printable(text: str) -> str:

@@ -3,9 +3,9 @@
 The lock is a file writer-N.json; the file with the highest N counts. It is created atomically,
 names the process that wrote it, and is rewritten every few seconds. A process that replaces a dead
 writer creates N + 1, which only one process can do. A writer on this machine is dead if its process
-has ended. A writer on another machine is dead if no heartbeat arrives within a minute of watching,
-so that no two clocks are compared. A writer that was replaced while it was suspended notices this
-at its next heartbeat, and ends its process.
+has ended. A writer on another machine is dead if no heartbeat arrives while a process watches for a
+minute, so clocks of different machines are never compared. A writer that was replaced while it was
+suspended notices this at its next heartbeat, and ends its process.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class Writer:
         self._thread = threading.Thread(target=self._keep, name="writer", daemon=True)
 
     def __enter__(self) -> "Writer":
-        """Make the folder if need be, and take it. Raises Busy if another process holds it."""
+        """Create the folder if missing, and lock it. Raises Busy if another process holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while (lock := _highest(self._folder))[1].get("nonce") != self._identity["nonce"]:
             number, holder = lock
@@ -75,7 +75,7 @@ class Writer:
                 _path(self._folder, self._number).unlink()
 
     def _is_gone(self, number: int, holder: dict[str, Any]) -> bool:
-        """Return whether a writer is dead, for another machine after at most `stale` seconds."""
+        """Return whether a writer is dead; this takes up to `stale` seconds for another machine."""
         if holder.get("machine") == self._identity["machine"]:
             return _has_ended(holder)
         path, deadline = _path(self._folder, number), time.monotonic() + self._stale
@@ -95,7 +95,7 @@ class Writer:
         return True
 
     def _keep(self) -> None:
-        """Write heartbeats; the first one soon, in case two processes came at once."""
+        """Write heartbeats; the first one soon, in case two processes started at once."""
         beats, pause = 0, min(1, self._beat)
         while not self._ended.wait(pause):
             beats, pause = beats + 1, self._beat
@@ -118,7 +118,7 @@ class Writer:
 def refusal(folder: files.Path) -> str | None:
     """Return the error message for a second writer, or None if the folder is free.
 
-    A writer on another machine counts as alive; this does not wait for its heartbeat.
+    A writer on another machine counts as alive; this function does not wait for its heartbeat.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -127,7 +127,7 @@ def refusal(folder: files.Path) -> str | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether a writer on this machine has ended, or was this process itself."""
+    """Return whether a writer on this machine has ended, or is this process itself."""
     started = _started(holder.get("pid"))
     return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")
 

@@ -6,16 +6,16 @@
     python -m imagen_jax.train --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.store=embeddings --workdir=runs/base64
 
-The config and its overrides are those of training: its `data` group says where the captions are,
+The config and its overrides are those of training: its `data` group locates the captions,
 its `text` group names the encoder, and text.store is the folder of the store. The config's prompts
 are encoded too. Each distinct caption is stored once, without padding, in 8 bits per channel.
 
 First the command prints an estimate of the store's size; --dry_run ends there. After a kill, the
 same command continues; on a finished store it encodes only new captions. To share the work between
 machines or processes, run the command in each with --workers=N and its own --worker=0 ... N-1 (with
-jax.distributed these are set already), on a folder that all of them see; workers may start, die and
-restart at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md). --verify
-reads the whole store, and encodes damaged shards again.
+jax.distributed these are set already), on a folder that all of them share; workers may start, die
+and restart at any time. --engine=beam hands the work to Apache Beam's workers (docs/data.md).
+--verify reads the whole store, and encodes damaged shards again.
 """
 
 from absl import app, flags, logging

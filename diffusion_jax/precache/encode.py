@@ -15,13 +15,13 @@ from diffusion_jax.machine.programs import announced
 from diffusion_jax.precache import quantize, shards, store
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-_SHORTEST = 16  # Lengths are 16, 32, 64, ..., each compiled once.
+_SHORTEST = 16  # Batches have the lengths 16, 32, 64, ..., each compiled once.
 
 
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return encode(texts), which gives the texts' rows in their order, in a store's format.
+    """Return encode(texts), which returns the rows of the texts, in order, in a store's format.
 
     If the encoder allows it, texts of similar length are encoded together with little padding,
     because most captions are far shorter than max_tokens. The result is the same.
@@ -99,7 +99,7 @@ def _batches(
 ) -> Iterator[tuple[Int[np.ndarray, "B"], int]]:
     """Yield (numbers of texts, length) of batches that divide over `ways` devices.
 
-    The last batch of a length is padded with its own first text.
+    The last batch of a length is padded with copies of its first text.
     """
     order = np.argsort(lengths, kind="stable")
     padded = np.maximum(_SHORTEST, 2 ** np.ceil(np.log2(np.maximum(lengths, 1))).astype(int))

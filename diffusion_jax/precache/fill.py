@@ -18,7 +18,7 @@ from diffusion_jax.machine import files
 from diffusion_jax.precache import encode, index, lookup, plan, shards, store
 from diffusion_jax.text import TextEncoder, registry
 
-_SAMPLE = 1024  # Captions that the estimate is based on.
+_SAMPLE = 1024  # Captions in the sample of the estimate.
 
 
 class Job(engines.Portable):
@@ -60,7 +60,7 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 
 
 def estimate(job: Job, format: str) -> str:
-    """Return one line: the number of captions, and the store's size from a sample of them."""
+    """Return one line: the number of captions, and the store's size estimated from a sample."""
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
@@ -84,10 +84,8 @@ def run(job: Job, work: Work) -> dict[str, Any]:
     path = files.path(job.text.store)
     manifest = shards.start(path, job.identity, work.format)
     file = path / store.MANIFEST
-    state = lambda: (
-        file.read_bytes(),
-        file.stat().st_mtime,
-    )  # The same content may be written again.
+    # Includes the time, because a worker may write the same content again.
+    state = lambda: (file.read_bytes(), file.stat().st_mtime)
     written = state()
     try:
         manifest = _fill(job, work, path, [shard["file"] for shard in manifest["shards"]])
@@ -120,7 +118,7 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
     logging.info("%s captions, %s of them to encode", f"{p.captions:,}", f"{total:,}")
     new = range(-(-total // p.size))
     encoded = {name: path / name.read_text() for name in files.present(map(p.name, new))}
-    for file in encoded.values():  # Deletes shards of an earlier run that were damaged since.
+    for file in encoded.values():  # Delete shards of an earlier run that are now damaged.
         shards.usable(file, False)
     engine.fill(
         new, lambda shard: encoded.get(p.name(shard), p.name(shard)), stages.encode,
@@ -160,9 +158,9 @@ class _Stages(NamedTuple):
 
 
 def _prompts(config: dict[str, Any], source: str) -> list[str]:
-    """Return the prompts that training with a config draws and scores.
+    """Return the prompts that training with a config samples and scores.
 
-    They include the negative prompt, and the empty one if dropped texts are replaced by it.
+    They include the negative prompt, and the empty prompt if it replaces dropped texts.
     """
     negative = config.get("sampler", {}).get("negative_prompt", "")
     empty = ("",) if "conditioning" in config else ()

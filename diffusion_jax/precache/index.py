@@ -1,7 +1,7 @@
 """Finish a store: write its index (all keys in order, with the place of their rows) and manifest.
 
-The keys of each shard are written to a sorted table, each range of keys of all tables becomes a
-part, and the parts are joined to the index (see machine/tables.py).
+The keys of each shard are written to a sorted table. Each range of keys, from all tables, becomes a
+part of the index, and the parts are joined (see machine/tables.py).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ from diffusion_jax.weights import pretrained
 _PLACE = [("first", np.int64), ("tokens", np.int32), ("check", np.int64)]
 ROW = np.dtype([("key", tables.KEY), *_PLACE])
 _ENTRY = np.dtype([("key", tables.KEY), ("shard", np.int32), *_PLACE])
-_TYPES = {"i8": "I64", "i4": "I32"}  # The names of types in numpy and in safetensors.
+_TYPES = {"i8": "I64", "i4": "I32"}  # Type names in numpy: in safetensors.
 
 
 class Listed(NamedTuple):
@@ -36,7 +36,7 @@ class Listed(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The names of the shards, in order."""
-        return files.kept(self.folder / self.file).read_text().split()
+        return files.cached(self.folder / self.file).read_text().split()
 
     @property
     def tables(self) -> list[pathlib.Path]:
@@ -56,7 +56,7 @@ def finish(
 ) -> dict[str, Any]:
     """Write the index and the manifest for the shards `names`, and delete all other shards.
 
-    `folder` is for temporary files. This takes the memory of one range of keys, about 300 MB.
+    `folder` is for temporary files. Only one range of keys, about 300 MB, is in memory.
     Returns the manifest.
     """
     folder = folder or path / "plan"

@@ -12,7 +12,7 @@ from diffusion_jax.text import precomputed, registry
 from diffusion_jax.text.encoder import TextEncoder
 
 Tokenize = Callable[[Sequence[str]], dict[str, np.ndarray]]
-_TOKENS = 8192  # Tokens of prompts per device and batch.
+_TOKENS = 8192  # Tokens per device and batch when encoding prompts.
 _CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 
 
@@ -65,11 +65,11 @@ def open_prompts(
 ) -> Tokenize:
     """Return a function from any of these prompts to the inputs of `encoder`.
 
-    If embeddings come with the data, the prompts are encoded now by the encoder itself, whose
-    memory is free again during training.
+    If embeddings come with the data, the prompts are encoded now by the encoder itself, which
+    takes no memory during training.
 
     Raises:
-        ValueError: The encoder has no weights, or text.store lacks a prompt.
+        ValueError: The config names no weights for the encoder, or text.store lacks a prompt.
     """
     if not embedded:
         for first in range(0, len(prompts) if text.store else 0, _CHECKED):

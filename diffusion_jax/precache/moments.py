@@ -99,7 +99,8 @@ def _encoded(
     for _, (indices, images, texts) in engines.ahead(source.usable, parts):
         if not len(indices):
             continue
-        encoded = encode(images[np.arange(batch) % len(indices)])  # All batches have one size.
+        # Repeat images to fill the batch, so that all batches have one size.
+        encoded = encode(images[np.arange(batch) % len(indices)])
         for index, array, text in zip(
             indices.tolist(), encoded[: len(indices)], texts, strict=True
         ):

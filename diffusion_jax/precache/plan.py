@@ -59,7 +59,7 @@ class Plan(NamedTuple):
     folder: pathlib.Path
     captions: int
     size: int
-    """N, the captions per shard."""
+    """The number of captions per shard (N above)."""
 
     @property
     def chunks(self) -> range:
@@ -103,12 +103,12 @@ def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
 def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
     """Write which captions of a range of keys to encode: the first of each key not in `held`.
 
-    This takes the memory of one range of keys, about 300 MB.
+    Only one range of keys, about 300 MB, is in memory.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
-    have = ranged(sorted(files.present(held.tables)), index.ROW)["key"]
-    numbers = np.sort(first["number"][~np.isin(first["key"], have)])
+    held_keys = ranged(sorted(files.present(held.tables)), index.ROW)["key"]
+    numbers = np.sort(first["number"][~np.isin(first["key"], held_keys)])
     files.write_whole(plan.firsts(part), numbers.tobytes())
 
 
@@ -135,7 +135,7 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
 def open_plan(
     path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
 ) -> pathlib.Path:
-    """Make and return the folder of the plan for this source and identity."""
+    """Create and return the folder of the plan for this source and identity."""
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)

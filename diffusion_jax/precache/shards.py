@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
-    """Return the manifest of the store at `path`, and make a new store if need be.
+    """Return the manifest of the store at `path`, which is created if missing.
 
     Raises:
         ValueError: The store has another identity or format.
@@ -69,7 +69,7 @@ def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -
 
 
 def usable(file: pathlib.Path, verify: bool) -> bool:
-    """Return whether a shard exists undamaged; delete it if it is damaged.
+    """Return whether a shard exists and is undamaged; delete a damaged one.
 
     `verify` compares the checksum of every row; otherwise only sizes are compared.
     """

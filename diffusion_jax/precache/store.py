@@ -1,4 +1,4 @@
-"""A store of embeddings: each distinct text once, without padding, found by a hash.
+"""A store of embeddings: each distinct text once, without padding, looked up by a hash.
 
 A store is a folder. Its shards are safetensors files with these arrays: `keys` uint8 [N, 16];
 `first` int64 [N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and
@@ -7,8 +7,8 @@ float64 [3], a summary of the rows' errors. `index.safetensors` holds all keys, 
 place of their rows. `manifest.json` names the encoder, lists the shards and holds the SHA-256 of
 the index. It is written last: a store whose manifest lists no shards is unfinished.
 
-The format is not ArrayRecord, because that has no lookup by key; with an index of our own, rows of
-equal width can be read by a single copy from the mapped file. The key is a hash of the text and of
+The format is not ArrayRecord, because that has no lookup by key; with our index, reading the
+rows of a text is a single copy from the mapped file. The key is a hash of the text and of
 everything that determines its rows: encoder, weights, tokenizer, length rule, type.
 """
 
@@ -59,7 +59,7 @@ def bytes_per_caption(tokens: int | float, width: int, format: str) -> float:
 
 
 def command(path: str | os.PathLike[str], *more: str) -> str:
-    """Return the command that makes or completes the store at `path`, for error messages."""
+    """Return the command that creates or completes the store at `path`, for error messages."""
     flags = " ".join([f"--config.text.store={path}", *more])
     return f"python -m diffusion_jax.precache --config=CONFIG {flags}"
 
@@ -77,14 +77,14 @@ def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Ident
     """Raise ValueError unless the store's identity has all values of `wanted`."""
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
-            f"the embeddings in {path} were made in another way ({different}): set the text "
-            "group of the config to the values there, or make another store with\n  "
+            f"the embeddings in {path} were made with other settings ({different}): set the "
+            "text group of the config to the stored values, or make another store with\n  "
             f"{command('NEW_FOLDER')}"
         )
 
 
 def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]:
-    """Return the key of each text, bytes [16]. Raises ValueError for anything but text."""
+    """Return the key of each text, bytes [16]. Raises ValueError if one is not a text."""
     salt = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=32).digest()
     digests = bytearray()
     for text in texts:
@@ -105,7 +105,7 @@ class Store:
         """Open a store, and check the size of each shard and the SHA-256 of the index.
 
         Raises:
-            FileNotFoundError: A file is missing. The message has the command that makes it.
+            FileNotFoundError: A file is missing. The message has the command that creates it.
             ValueError: A file is damaged, or the store is unfinished.
         """
         self.path = pathlib.Path(path)
@@ -223,7 +223,7 @@ def check_size(path: pathlib.Path, size: int) -> None:
     if actual != size:
         state = "is missing" if actual is None else f"has {actual} of {size} bytes"
         kind = FileNotFoundError if actual is None else ValueError
-        raise kind(f"{path} {state}: make it again with\n  {command(path.parent)}")
+        raise kind(f"{path} {state}: create it again with\n  {command(path.parent)}")
 
 
 def checksum(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> int:
@@ -238,7 +238,7 @@ def _open_index(path: pathlib.Path, entry: Mapping[str, Any]) -> dict[str, np.nd
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != entry["sha256"]:
         raise ValueError(
-            f"{path / INDEX} is damaged, or does not belong to the manifest: make it again with\n"
+            f"{path / INDEX} is damaged, or does not belong to the manifest: create it again with\n"
             f"  {command(path)}"
         )
     return pretrained.map_safetensors(path / INDEX)

@@ -13,7 +13,7 @@ number after the config's name is the global batch size, which also sets the lea
 
 The workdir, which all hosts must share, gets the files of sd_jax.train and result.txt. MLPerf's
 own checkers read result.txt, and python -m sd_jax.rcp compares it with the reference. After a kill,
-the same command continues the run. docs/mlperf.md leads from a bare machine to a result.
+the same command continues the run. docs/mlperf.md shows all steps, from a bare machine to a result.
 """
 
 import pathlib
@@ -30,13 +30,13 @@ _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir, created if missing
 _MODE = flags.DEFINE_enum(
     "mode", run.INLINE, run.MODES,
     "inline: train and evaluate in turn. train: only train, to the end, and keep the checkpoints. "
-    "evaluate: score these checkpoints until one meets the targets; this time does not count.",
+    "evaluate: score these checkpoints until one meets the targets; the clock excludes this.",
 )  # fmt: skip
 _SEED = flags.DEFINE_integer(
     "seed", None, "Overrides the config's seed. Default: drawn from the system for a new run."
 )
 _EVAL_BATCH = flags.DEFINE_integer(
-    "eval_batch", 8, "Images that a device draws at once.", lower_bound=1
+    "eval_batch", 8, "Images per device and batch in an evaluation.", lower_bound=1
 )
 _DIVISION = flags.DEFINE_enum(
     "division", "closed", ["closed", "open"], "The division of the submission."
@@ -47,7 +47,7 @@ _STATUS = flags.DEFINE_enum(
     "status", "onprem", ["onprem", "cloud", "research"], "The system's availability."
 )
 _CLEARED = flags.DEFINE_bool(
-    "cache_cleared", False, "Log that the systems' caches were cleared, which the rules require."
+    "cache_cleared", False, "Log that the system's caches were cleared, as the rules require."
 )
 
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
     with cli.bad_input():
         if files.remote(workdir):
             raise ValueError(
-                f"--workdir={_WORKDIR.value}: the benchmark appends to its log, and files in "
+                f"--workdir={_WORKDIR.value}: the benchmark appends to its log, but files in "
                 "buckets cannot grow; name a local folder, and copy it to the bucket afterwards"
             )
     submission = run.Submission(

@@ -1,7 +1,7 @@
-"""The scores of the MLPerf benchmark: FID and CLIP score of images of 30,000 captions.
+"""The scores of the MLPerf benchmark: FID and CLIP score of images drawn from 30,000 captions.
 
-Images go from the sampler to Inception and CLIP without leaving the devices, so FID scores float
-images that were never rounded to 8 bits.
+Images go from the sampler to Inception and CLIP without leaving the devices, so FID is
+computed from float images, without rounding to 8 bits.
 """
 
 import contextlib
@@ -76,7 +76,7 @@ def open_judge(evaluation: Evaluation) -> Judge:
     captions = [row.caption for row in coco.read_tsv(pathlib.Path(evaluation.prompts))]
     if not 2 <= evaluation.num_prompts <= len(captions):
         raise ValueError(
-            f"evaluation.num_prompts is {evaluation.num_prompts}, and {evaluation.prompts} holds "
+            f"evaluation.num_prompts is {evaluation.num_prompts}, but {evaluation.prompts} holds "
             f"{len(captions)} captions: choose from 2 to {len(captions)}"
         )
     inception = extractors.load_inception(evaluation.inception)
@@ -96,8 +96,8 @@ def make_evaluate(
 
     Features are saved in `workdir` after each batch, so that a kill loses at most one batch. The
     noise depends on (seed, step, caption number) alone, so an image depends neither on the number
-    of devices nor on `batch_size`, which must be a multiple of it. Both scores are NaN if an image
-    is not finite.
+    of devices nor on `batch_size`, which must be a multiple of the number of devices. Both scores
+    are NaN if an image is not finite.
 
     Raises:
         ValueError: If `workdir` holds features of other captions, networks, seed or sampler.
@@ -146,7 +146,7 @@ def make_evaluate(
 
 
 def _card(s: Settings, judge: Judge) -> dict[str, Any]:
-    """Everything that the features depend on, except the model's weights."""
+    """Return everything that the features depend on, except the model's weights."""
     return {
         "prompts": prompt_files.fingerprint(judge.captions),
         "images": len(judge.captions),
@@ -159,9 +159,10 @@ def _card(s: Settings, judge: Judge) -> dict[str, Any]:
 
 
 def _drawer(task: Task, mesh: Mesh, seed: int, guidance: float) -> Callable:
-    """Return the jitted program that draws texts.
+    """Return the jitted program that draws images from texts.
 
-    It returns the pixels in [0, 255], the same pixels floored, and which images are finite.
+    It returns the pixels in [0, 255], the same pixels rounded down, and whether each image is
+    finite.
     """
     where = sharding.batch_sharding(mesh)
 
@@ -182,7 +183,7 @@ def _scores(judge: Judge, features: loop.Features, step: int) -> Scores:
         total = len(judge.captions)
         logging.error("%d of %d images of step %d are not finite: no score", broken, total, step)
         return {"FID": math.nan, "CLIP": math.nan}
-    # The rules define FID by covariances (in float64 here), also for few images.
+    # The rules define FID by covariances (here in float64), even for few images.
     fid = METRICS["fid"].score(gaussian(features["inception"]), judge.real)
     clip = METRICS["clip_score"].score(features["clip"][:, None])
     return {"FID": fid.value, "CLIP": clip.value}

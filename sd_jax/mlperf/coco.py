@@ -56,7 +56,7 @@ def choose(captions: Sequence[Caption], number: int = NUMBER) -> list[Caption]:
         of_image.setdefault(captions[i].image_id, captions[i])
     if len(of_image) < number:
         raise ValueError(
-            f"{number} captions of different images are needed, and the file has captions of "
+            f"{number} captions of different images are needed, but the file has captions of "
             f"{len(of_image)} images"
         )
     return sorted(list(of_image.values())[:number], key=lambda row: row.id)
@@ -84,7 +84,7 @@ def read_tsv(path: pathlib.Path) -> list[Caption]:
         if missing := [name for name in _COLUMNS if name not in names]:
             raise ValueError(
                 f"{path} has no column {missing[0]}: its first line must be {' '.join(_COLUMNS)}, "
-                f"with tabs, and is {' '.join(names) or 'empty'}"
+                f"with tabs, but is {' '.join(names) or 'empty'}"
             )
         return [_caption(path, number, row) for number, row in enumerate(rows, 2)]
 
@@ -141,7 +141,7 @@ def _reader(images: pathlib.Path) -> Callable[[str], bytes]:
     if images.is_dir():
         return lambda name: (images / name).read_bytes()
     if not zipfile.is_zipfile(images):
-        raise FileNotFoundError(f"{images} is neither a folder of images nor a zip of them")
+        raise FileNotFoundError(f"{images} is neither a folder nor a zip file of images")
     archive = zipfile.ZipFile(images)
     places = {name.rpartition("/")[2]: name for name in archive.namelist()}
 

@@ -1,4 +1,4 @@
-"""Benchmark runs beside the reference's convergence: the report of `python -m sd_jax.rcp`."""
+"""Compare benchmark runs with the reference's convergence: the report of `python -m sd_jax.rcp`."""
 
 import math
 import pathlib
@@ -41,7 +41,7 @@ def write(out: pathlib.Path, runs: Sequence[Result]) -> None:
 
 
 def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]]:
-    """Return the lines and bands of a figure: the runs, the target, the range of the reference."""
+    """Return the lines and bands of a figure: the runs, the target and the reference's range."""
     size, curve = convergence.nearest_curve(runs[0].batch_size)
     scores = curve.fid if metric == "FID" else curve.clip
     images = (curve.images / 1e6).tolist()
@@ -50,8 +50,8 @@ def plotted(runs: Sequence[Result], metric: str) -> tuple[list[Line], list[Band]
     for run in runs:
         x += [
             *(n / 1e6 for n in run.evaluations),
-            math.nan,
-        ]  # NaN interrupts the line between runs.
+            math.nan,  # Interrupts the line between two runs.
+        ]
         y += [*(scores.get(metric, math.nan) for scores in run.evaluations.values()), math.nan]
     target, ends = rules.TARGETS[metric], [0, np.nanmax([*x, *images])]
     name = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
@@ -63,8 +63,8 @@ def _runs(runs: Sequence[Result]) -> list[str]:
     lines = [f"{'run':{width}}  batch  status   evaluations  samples to target      FID    CLIP"]
     for run in runs:
         reached = run.samples_to_target
-        shown = run.evaluations.get(reached or max(run.evaluations, default=0), {})
-        fid, clip = (shown.get(metric, float("nan")) for metric in _LABELS)
+        scores = run.evaluations.get(reached or max(run.evaluations, default=0), {})
+        fid, clip = (scores.get(metric, float("nan")) for metric in _LABELS)
         lines.append(
             f"{run.name:{width}}  {run.batch_size:5}  {run.status:8} {len(run.evaluations):11}  "
             f"{f'{reached:,}' if reached else '-':>17}  {fid:7.2f}  {clip:.4f}"

@@ -40,9 +40,9 @@ class Reference(NamedTuple):
     mean: float
     """The mean without the fastest and the slowest run."""
     lowest: float
-    """The lowest mean of a submission that passes: it is not significantly faster."""
+    """The lowest mean that passes, because it is not significantly faster."""
     origin: str
-    """How the values follow from the published points, in words."""
+    """A text that says how the values were derived from the published points."""
 
 
 class Verdict(NamedTuple):

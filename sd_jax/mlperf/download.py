@@ -1,7 +1,7 @@
 """Download and verify the files that MLCommons publishes for the benchmark.
 
 MLCommons publishes a set as two files, which its own downloader reads too: NAME.uri holds the
-address of the set's folder, NAME.md5 the hashes and names of the files in it. A hash that the
+address of the set's folder; NAME.md5 holds the hashes and names of its files. A hash that the
 benchmark's rules or authors state takes precedence over the one in NAME.md5.
 """
 
@@ -45,10 +45,8 @@ _FLAGS = (
 )  # fmt: skip
 _FOLDERS = (MOMENTS, CLIP)
 CLIP_ON_HUB = "laion/CLIP-ViT-H-14-laion2B-s32B-b79K"
-_LAST = (
-    "open_clip_config.json",
-    "tokenizer.json",
-)  # Downloaded last: they exist once the download is complete.
+# These are downloaded last, so the download is complete once they exist.
+_LAST = ("open_clip_config.json", "tokenizer.json")
 _TOKENIZER = ("config.json", "vocab.json", "merges.txt", *_LAST)
 
 
@@ -77,17 +75,20 @@ def read_list(source: str, name: str) -> tuple[str, dict[str, str]]:
         raise ValueError(f"{stem}.md5 lists {len(hashes)} files, but not {missing[0]}")
     if "://" not in uri:
         raise ValueError(
-            f"{stem}.uri must hold the address of a folder, and holds {uri.strip()[:80]!r}"
+            f"{stem}.uri must hold the address of a folder, but holds {uri.strip()[:80]!r}"
         )
-    stated = SETS[name]
-    hashes = {path: stated.get(path.rpartition("/")[2], digest) for path, digest in hashes.items()}
+    official_hashes = SETS[name]
+    hashes = {
+        path: official_hashes.get(path.rpartition("/")[2], digest)
+        for path, digest in hashes.items()
+    }
     return uri.strip().rstrip("/"), hashes
 
 
 def download(
     name: str, out: pathlib.Path, source: str = SOURCE, *, threads: int = 4, verify: bool = False
 ) -> int:
-    """Download the files of a set that `out`/NAME lacks; return the number of files in the set.
+    """Download the missing files of a set into `out`/NAME; return the number of files in the set.
 
     Existing files are hashed once, or again with `verify`. Complete files are kept when a later one
     fails.
@@ -114,7 +115,7 @@ def download(
             fetch.check(path, hashes[key])
         except ValueError as error:
             raise ValueError(
-                f"{error}: the file is incomplete or another one; remove it and try again"
+                f"{error}: the file is incomplete or another file; remove it and try again"
             ) from error
         verified(path)
     for parent, paths in _by_folder(missing(folder, hashes)):

@@ -1,4 +1,4 @@
-"""Filter LAION-400M's tables of URLs for rows with a licence, the data set of MLPerf."""
+"""Filter LAION-400M's tables of URLs for rows with a licence, which form MLPerf's data set."""
 
 import pathlib
 from collections.abc import Iterator, Sequence
@@ -60,7 +60,7 @@ def _write(file: pyarrow.parquet.ParquetFile, path: pathlib.Path) -> int:
 
 
 def _groups(file: pyarrow.parquet.ParquetFile, schema: pa.Schema) -> Iterator[pa.Table]:
-    """Yield the rows to keep, joined over batches, because few rows of a batch remain."""
+    """Yield the rows to keep, joined over batches, because a batch keeps only few rows."""
     waiting: list[pa.RecordBatch] = []
     for batch in file.iter_batches(_BATCH, columns=list(COLUMNS)):
         licence = batch.column(batch.schema.get_field_index("LICENSE"))

@@ -1,4 +1,4 @@
-"""Result files, which consist of mllog lines: read any program's, write ours across restarts.
+"""Result files of mllog lines: read those of any program, and write ours across restarts.
 
 Only process 0 writes. When a killed run continues, `recover` removes incomplete entries from its
 log (a block without its end, an evaluation without its scores, steps after the last checkpoint),
@@ -39,15 +39,14 @@ def open_log(workdir: pathlib.Path) -> Any:
     mllog, path = package("mllog.mllog"), workdir / RESULT
     path.parent.mkdir(parents=True, exist_ok=True)
     first = jax.process_index() == 0
-    logger = logging.Logger(
-        "mllog", logging.INFO
-    )  # Without a parent, so that it writes nowhere else.
+    # A logger without a parent, so that it writes nowhere else.
+    logger = logging.Logger("mllog", logging.INFO)
     logger.addHandler(logging.FileHandler(path) if first else logging.NullHandler())
     return mllog.MLLogger(logger, root_dir=str(pathlib.Path(__file__).parents[2]))
 
 
 def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
-    """Cut a run's log to complete entries of at most `samples` images; return its events.
+    """Cut a run's log after the last complete entry up to `samples` images; return its events.
 
     Call this before opening the log. A run without a checkpoint (samples=0) starts from an empty
     log, with a new clock. Raises ValueError if a line of the file is not mllog's.
@@ -67,7 +66,7 @@ def recover(workdir: pathlib.Path, samples: int) -> list[Event]:
 
 
 def read(path: str | os.PathLike[str]) -> list[Event]:
-    """Return the events of all mllog lines in a log, which may have prefixes.
+    """Return the events of all mllog lines in a log; lines may have prefixes.
 
     Raises ValueError if one is malformed.
     """
@@ -92,7 +91,7 @@ def evaluations(events: Sequence[Event]) -> dict[int, dict[str, float]]:
 
 
 def block_ends(events: Sequence[Event]) -> Mapping[int, int]:
-    """Return the times in milliseconds at which training blocks ended, by samples seen."""
+    """Return the times in milliseconds at which training blocks ended, by the number of samples."""
     return {e.metadata["samples_count"]: e.time_ms for e in events if e.key == "block_stop"}
 
 
@@ -120,7 +119,7 @@ def _parse(lines: Sequence[str], path: str | os.PathLike[str]) -> list[Event]:
 
 
 def _whole(events: Sequence[Event], samples: int) -> int:
-    """Return the number of complete events of at most `samples` images at the start of the log."""
+    """Return how many events at the start of the log are complete, up to `samples` images."""
     whole = 0
     for i, event in enumerate(events, 1):
         if not samples or event.metadata.get("samples_count", 0) > samples:

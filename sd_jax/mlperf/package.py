@@ -23,7 +23,7 @@ STATUS = {
     "cloud": "Available cloud",
     "research": "Research, Development, or Internal (RDI)",
 }
-"""The availability of a system: its names in the log, and those in the system's description."""
+"""The availability of a system: {name in the log: name in the system's description}."""
 FIELDS = (
     "submitter", "division", "status", "system_name", "number_of_nodes",
     "host_processors_per_node", "host_processor_model_name", "host_processor_core_count",
@@ -49,7 +49,7 @@ def write(
     Args:
         out: The folder that gets the submitter's folder.
         results: The logs of the runs.
-        system: Fields of the system's description that logs and manifests lack.
+        system: Fields of the system's description that the logs and manifests lack.
 
     Returns:
         The submitter's folder, and the fields of the system's description that are still empty.
@@ -95,7 +95,7 @@ def check(logs: Mapping[pathlib.Path, Sequence[Event]]) -> dict[str, str]:
     seeds = Counter(seed for events in logs.values() for seed in values(events, "seed"))
     if doubled := [seed for seed, count in seeds.items() if count > 1]:
         raise ValueError(
-            f"two of the runs have the seed {doubled[0]}, and the rules require different ones: "
+            f"two of the runs have the seed {doubled[0]}, but the rules require different seeds: "
             "run sd_jax.mlperf without --seed, so that it draws the seed from the system"
         )
     return header

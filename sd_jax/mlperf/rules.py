@@ -1,4 +1,4 @@
-"""The rules of MLPerf training for Stable Diffusion: targets, and what a config may not change."""
+"""The rules of MLPerf training for Stable Diffusion: targets, and fixed values of the config."""
 
 import math
 from collections.abc import Mapping
@@ -41,12 +41,13 @@ def check(s: Settings) -> None:
         )
     if s.run.steps < steps_between(s):
         raise ValueError(
-            f"steps is {s.run.steps}, and the first evaluation is after {steps_between(s)} steps: "
-            "raise it to about ten times that number"
+            f"steps is {s.run.steps}, but the first evaluation is after {steps_between(s)} steps: "
+            "set steps to about ten times that number"
         )
     if s.unet_weights:
         raise ValueError(
-            f"unet.weights is {s.unet_weights!r}: leave it empty: runs start from random weights"
+            f"unet.weights is {s.unet_weights!r}: leave it empty, because runs start "
+            "with random weights"
         )
     if not s.vae_weights:
         raise ValueError("vae.weights is empty: name the VAE, which decodes the images to evaluate")

@@ -1,6 +1,6 @@
 """A run of the benchmark: training blocks alternate with evaluations, all recorded in its log.
 
-The log and the checkpoints alone say what is done, so a killed run continues where it stopped.
+A killed run continues where it stopped: the log and the checkpoints record what is done.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ MODES = INLINE, TRAIN, EVALUATE = "inline", "train", "evaluate"
 
 
 class Submission(NamedTuple):
-    """The part of the log's header that no config holds: the submitter, division and system."""
+    """The log's header beyond the config: the submitter, division and system."""
 
     division: str
     org: str
@@ -49,7 +49,7 @@ class Submission(NamedTuple):
 
 
 class OpenRun(NamedTuple):
-    """A run with its config, networks and log opened and checked; its data are still closed."""
+    """A run whose config, networks and log are open and checked; its data are not open yet."""
 
     s: Settings
     config: Mapping[str, Any]
@@ -95,8 +95,8 @@ def go(
         config: The whole config.
         workdir: The workdir, shared by all processes.
         mode: One of MODES.
-        seed: The seed; None for the seed in the workdir, or for a new one drawn from the system.
-        eval_batch: Images that a device draws at once in an evaluation.
+        seed: The seed; None for the seed in the workdir, or for a new run one from the system.
+        eval_batch: Images per device and batch in an evaluation.
         submission: The header of the log.
         init_start: The start of the command in milliseconds since the epoch.
     """
@@ -151,7 +151,7 @@ def _open_evaluate(run: OpenRun, images_per_device: int) -> Evaluate:
 
 
 def _go_on(run: OpenRun, evaluate: Evaluate | None, submission: Submission, init_start: int) -> str:
-    """Do what is left of the run; return its status at the end."""
+    """Finish the run; return its status at the end."""
     if evaluate and run.mode == EVALUATE:
         return _rounds(run, evaluate, lambda step: None)
     program = _warm_up(run, evaluate)
@@ -202,9 +202,9 @@ def _log_header(run: OpenRun, submission: Submission, init_start: int) -> None:
 
 
 def _rounds(run: OpenRun, evaluate: Evaluate, reach: Callable[[int], None]) -> str:
-    """Evaluate until one evaluation meets the targets or the steps are over; return the status.
+    """Evaluate until one evaluation meets the targets or the steps end; return the status.
 
-    `reach` trains to a step. The status is "running" if a checkpoint is still missing then.
+    `reach` trains to a step. The status is "running" if that leaves a checkpoint missing.
     """
     done = mllog.evaluations(run.events)
     for step in range(run.interval, run.last + 1, run.interval):
@@ -277,6 +277,6 @@ def _stop(run: OpenRun, status: str, step: int) -> str:
 
 
 def _trained(workdir: pathlib.Path) -> int:
-    """Return the step of the newest sound checkpoint, 0 without one."""
+    """Return the step of the newest undamaged checkpoint, or 0 if there is none."""
     folder = workdir / runs.CHECKPOINTS
     return restore.newest_sound(folder) if restore.steps(folder) else 0

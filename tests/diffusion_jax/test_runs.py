@@ -55,9 +55,9 @@ def test_another_config_is_refused_and_the_differences_are_named(tmp_path):
         runs.claim(tmp_path, other)
     assert str(error.value) == (
         f"{tmp_path} was made with another config (data.source: "
-        "'diffusion_jax.examples.digits' there, 'folder' wanted; "
-        "unet.cond_dim: 64 there, 32 wanted; unet.dropout: 0.0 there, 0.5 wanted): "
-        "choose another --workdir, or give the config that it was made with"
+        "'diffusion_jax.examples.digits' stored, 'folder' requested; "
+        "unet.cond_dim: 64 stored, 32 requested; unet.dropout: 0.0 stored, 0.5 requested): "
+        "choose another --workdir, or use the config of this one"
     )
     assert (tmp_path / "config.json").read_text() == before
 
@@ -97,7 +97,7 @@ def test_a_folder_without_a_config_is_no_workdir(tmp_path):
     with pytest.raises(FileNotFoundError) as error:
         runs.load(tmp_path)
     assert str(error.value) == (
-        f"{tmp_path} holds no config.json: it is no workdir of a training run. Train one with\n"
+        f"{tmp_path} holds no config.json: it is not the workdir of a run. Train one with\n"
         f"  python -m imagen_jax.train --config=configs/quickstart.py --workdir={tmp_path}"
     )
 
@@ -112,8 +112,8 @@ def test_fields_that_came_later_have_their_defaults_and_are_named_in_one_line(tm
     (line,) = (record.getMessage() for record in caplog.records)
     later = ", ".join(f"evaluation.{field}" for field in sorted(Evaluation._fields))
     assert line == (
-        f"{tmp_path / 'config.json'} is of earlier code: defaults for {later}, step_timeout, "
-        "unet.kind"
+        f"{tmp_path / 'config.json'} was written by an earlier version: using defaults for "
+        f"{later}, step_timeout, unet.kind"
     )
 
 
@@ -190,7 +190,7 @@ def test_precomputed_embeddings_were_t5s(tmp_path):
     captions = {**now, "data": {**now["data"], "text": "txt"}}
     (tmp_path / "config.json").unlink()
     runs.claim(tmp_path, captions)
-    with pytest.raises(ValueError, match=r"text\.weights: '' there, 't5-11b' wanted"):
+    with pytest.raises(ValueError, match=r"text\.weights: '' stored, 't5-11b' requested"):
         runs.claim(tmp_path, {**captions, "text": {**now["text"], "weights": "t5-11b"}})
 
 

@@ -92,7 +92,7 @@ def test_an_option_of_a_unet_goes_from_file_and_flag_to_the_workdir_and_back(
     loaded = imagen_settings.read_settings(runs.load(tmp_path)).unet
     assert (type(loaded), loaded.sharpness) == (Sharper, 0.5)  # Yesterday's run has it too.
     flag = ("--config.sample_every=0", "--config.unet.sharpness=2")
-    with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 there, 2\.0 wanted"):
+    with pytest.raises(ValueError, match=r"unet\.sharpness: 0\.5 stored, 2\.0 requested"):
         runs.claim(tmp_path, parse(monkeypatch, f"--config={file}", *flag).to_dict())
     runs.claim(tmp_path / "new", parse(monkeypatch, f"--config={file}", *flag).to_dict())
     loaded = imagen_settings.read_settings(runs.load(tmp_path / "new")).unet

@@ -128,11 +128,11 @@ def test_a_prompt_that_is_not_stored_names_the_command(path):
     [
         (
             {"width": 32},
-            r"made in another way \(width: 64 there, 32 wanted\): set the text",
+            r"made with other settings \(width: 64 stored, 32 requested\): set the text",
         ),
-        ({"max_tokens": 8}, r"\(max_tokens: 16 there, 8 wanted\)"),
-        ({"read_tokens": 16}, r"\(read_tokens: 32 there, 16 wanted\)"),
-        ({"encoder": "clip"}, r"\(encoder: 't5' there, 'clip' wanted\)"),
+        ({"max_tokens": 8}, r"\(max_tokens: 16 stored, 8 requested\)"),
+        ({"read_tokens": 16}, r"\(read_tokens: 32 stored, 16 requested\)"),
+        ({"encoder": "clip"}, r"\(encoder: 't5' stored, 'clip' requested\)"),
     ],
 )
 def test_a_store_of_something_else_is_refused(path, text, message):
@@ -145,7 +145,7 @@ def test_weights_are_compared_where_they_are_at_hand(path, weights, tmp_path):
     lookup.open_encoder(settings(store=path, weights=weights).text)
     lookup.open_encoder(settings(store=path, weights="of/another-machine").text)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, update=2.0)
-    with pytest.raises(ValueError, match=r"\(weights: '\w+' there, '\w+' wanted\)"):
+    with pytest.raises(ValueError, match=r"\(weights: '\w+' stored, '\w+' requested\)"):
         lookup.open_encoder(settings(store=path, weights=str(other)).text)
 
 
@@ -158,7 +158,7 @@ def test_new_prompts_are_encoded_by_the_same_encoder(path, weights, tmp_path):
     named = cascade.read_run(tmp_path, {"text.weights": weights})
     assert lookup.open_online(named.text).tokenize(["new"])["text_ids"].shape == (1, 32)
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
-    with pytest.raises(ValueError, match=r"\(weights: '\w+' there, '\w+' wanted\)"):
+    with pytest.raises(ValueError, match=r"\(weights: '\w+' stored, '\w+' requested\)"):
         lookup.open_online(named.text._replace(weights=str(other)))
     moved = str(tmp_path / "moved")
     shutil.copytree(path, moved)

@@ -246,7 +246,7 @@ def refused(tmp_path):
         ("--config.nope=1", "unknown config field nope: the config has "),
         ("--config=configs/nope.py", "No such file or directory: 'configs/nope.py'"),
         ("--config.batch_size=12", "batch_size 12 does not divide over accumulate 1 x replica 1 x "
-                                   "fsdp 8 = 8: the nearest batch sizes that do are 8 or 16"),
+                                   "fsdp 8 = 8: the nearest valid sizes are 8 and 16"),
         ("--config.optimizer.micro_batch=3", "batch_size 8 does not divide over optimizer."
                                              "micro_batch 3 x replica 1 x fsdp 8 = 24: the near"),
         ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),
@@ -288,7 +288,7 @@ def test_a_source_of_embeddings_is_no_encoder(refused):
 def test_a_workdir_of_another_config_is_refused(refused, trained):
     message = refused("--config.optimizer.lr=0.5", workdir=trained)
     assert message.startswith(f"error: {trained} was made with another config (optimizer.lr: ")
-    assert "0.5 wanted): choose another --workdir" in message
+    assert "0.5 requested): choose another --workdir" in message
 
 
 def test_the_help_teaches():

@@ -142,7 +142,7 @@ def test_bad_input_is_said(tmp_path, capsys):
     assert "not a COCO captions file" in error("captions", f"--annotations={tmp_path}/x.json")
     annotations(tmp_path / "y.json", 20)
     few = error("captions", f"--annotations={tmp_path}/y.json")
-    assert "30000 captions of different images are needed, and the file has captions of 20" in few
+    assert "30000 captions of different images are needed, but the file has captions of 20" in few
     (tmp_path / "c.tsv").write_text("id\tcaption\n1\ta\n")
     images = ("images", f"--captions={tmp_path}/c.tsv", f"--images={tmp_path}/in")
     assert "c.tsv has no column image_id" in error(*images)

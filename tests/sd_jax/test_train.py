@@ -124,7 +124,7 @@ def test_a_killed_precache_goes_on_and_loses_and_doubles_nothing(
     (tmp_path / names[1]).write_bytes(content)
     assert precache.encode(s, tmp_path, Work(SHARD, 1, verify=True)) == 3
     assert (tmp_path / names[1]).read_bytes() == (stored / names[1]).read_bytes()
-    message = r"started with other settings \(shard: 4 there, 5 wanted\)"
+    message = r"started with other settings \(shard: 4 stored, 5 requested\)"
     with pytest.raises(ValueError, match=message):
         precache.encode(s, tmp_path, Work(5, 1))
 
@@ -212,12 +212,12 @@ def test_mlperfs_moments_are_read_and_other_shapes_are_errors(tmp_path, vae):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"latents__scale": 1.0}, r"other settings \(scale: 0\.5 there, 1\.0 wanted\)"),
+        ({"latents__scale": 1.0}, r"other settings \(scale: 0\.5 stored, 1\.0 requested\)"),
         (
             {"latents__pixels": "unit"},
-            r"other settings \(pixels: 'symmetric' there, 'unit' wanted\)",
+            r"other settings \(pixels: 'symmetric' stored, 'unit' requested\)",
         ),
-        ({"latents__image_size": 16}, r"other settings \(image_size: 8 there, 16 wanted\)"),
+        ({"latents__image_size": 16}, r"other settings \(image_size: 8 stored, 16 requested\)"),
     ],
 )
 def test_moments_made_in_another_way_are_refused(stored, vae, changes, message):

@@ -45,7 +45,7 @@ def _fetch(args: argparse.Namespace) -> int:
     if args.hash:
         if len(urls) > 1:
             raise ValueError(
-                f"--hash is the hash of one file, and --url names {len(urls)}: use --sums"
+                f"--hash is for one file, but --url names {len(urls)} files: use --sums"
             )
         sums |= fetch.read_sums(f"{args.hash}  {fetch.name(urls[0])}")
     if args.dry_run:
@@ -152,8 +152,8 @@ def _parser() -> argparse.ArgumentParser:
     arg("--verify", action="store_true", help="also hash existing files")
     arg("--dry_run", action="store_true", help="only print the URLs and hashes")
 
-    arg = add("download", _download, "Download tables of URLs into tars with img2dataset; its "
-              "other arguments are passed on.")  # fmt: skip
+    arg = add("download", _download, "Download tables of URLs into tars with img2dataset; other "
+              "arguments are passed to it.")  # fmt: skip
     arg("--urls", required=True, help="a parquet file, or a folder of parquet files")
     arg("--out", required=True, help="folder of the tars")
     arg("--url_column", default="URL")
@@ -216,15 +216,15 @@ def _count(text: str) -> int:
 
 
 def _add_source(arg, max_broken: float = 1.0) -> None:
-    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or a module of your own")
+    arg("--source", required=True, help=f"{', '.join(sources.SOURCES)}, or the name of your module")
     arg("--path", required=True, help="data.path of a config")
     arg("--text", default="txt", help="data.text of a config")
     arg(
         "--max_broken", type=float, default=max_broken,
-        help="the largest share of damaged records that is no error",
+        help="largest allowed share of damaged records",
     )  # fmt: skip
 
 
 if __name__ == "__main__":
-    flags.FLAGS.mark_as_parsed()  # By argparse: absl's log waits for its own flags.
+    flags.FLAGS.mark_as_parsed()  # argparse has read the flags; absl's log waits for this.
     main()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
-_INSTALL = """img2dataset is not installed. It pins old packages, so give it an environment:
+_INSTALL = """img2dataset is not installed. It pins old packages: install it in its own environment:
   python -m venv img2dataset-env && img2dataset-env/bin/pip install img2dataset
   PATH=$PWD/img2dataset-env/bin:$PATH python -m diffusion_jax.data.prepare download ..."""
 

@@ -1,4 +1,4 @@
-"""Download files; a file appears under its name only once it is complete and its hash is right.
+"""Download files; a file gets its final name only once it is complete and its hash is right.
 
 A killed download leaves a hidden `.part` file and continues from it. Downloads into a bucket
 restart an incomplete file.
@@ -136,7 +136,7 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
 
 
 def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
-    """Append the rest of a file, or download it anew if the server cannot send a range."""
+    """Download the missing end of a file, or all of it if the server cannot send a range."""
     done = part.stat().st_size if part.exists() else 0
     if not re.match("(https?|ftp|file):", url):  # fsspec reads gs://, s3:// and others.
         with storage.open_file(url) as stored, part.open("ab") as file:
@@ -151,9 +151,8 @@ def _continue(url: str, part: pathlib.Path, timeout: float) -> None:
             return
         raise
     with response:
-        whole = (
-            getattr(response, "status", None) != 206
-        )  # 206: the server sends the requested range.
+        # 206: the server sends only the requested range.
+        whole = getattr(response, "status", None) != 206
         total = int(response.headers.get("Content-Length") or 0) + (0 if whole else done)
         with part.open("wb" if whole else "ab") as file:
             _copy(response, file, url, total)
@@ -179,4 +178,4 @@ def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
     algorithm = _ALGORITHMS[len(digest)]
     actual = file_hash(path, algorithm)
     if actual != digest.lower():
-        raise ValueError(f"{what or path} has the {algorithm} {actual}, and should have {digest}")
+        raise ValueError(f"{what or path} has the {algorithm} {actual}, but should have {digest}")

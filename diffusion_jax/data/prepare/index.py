@@ -1,4 +1,4 @@
-"""Make the index of each tar and the list of records before training, which reads tars by them."""
+"""Write the index of each tar and the list of records, which training needs to read tars."""
 
 import collections
 import functools

@@ -41,14 +41,14 @@ _ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", 
 def merge(
     images: str, embeddings: str, out: pathlib.Path, key: str = "", engine: Engine = ALONE
 ) -> dict[str, int]:
-    """Write a merged tar into `out` for each tar of images; existing ones are skipped.
+    """Write a merged tar into `out` for each tar of images; existing tars are skipped.
 
-    An embedding belongs to the record of the same name in the tar that its folder is named after.
-    An embedding without a folder belongs to a record in any tar.
+    An embedding TAR/KEY belongs to the record KEY of the tar of that name. An embedding KEY without
+    a folder belongs to the record of that name in any tar.
 
     Args:
         images: Tars of images, as tar_files.find reads them.
-        embeddings: Tars of embeddings, likewise.
+        embeddings: Tars of embeddings, given in the same way.
         out: The folder of the merged tars.
         key: The name of the array in pickles, see read_pickle.
         engine: Distributes the work.
@@ -67,8 +67,8 @@ def merge(
         raise ValueError(
             f"several tars of {images} have the same name: merge each folder separately"
         )
-    named = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
-    places = _Places(out / f"places-{named}.tmp", len(stored))
+    digest = hashlib.blake2b(json.dumps([stored, stamps]).encode(), digest_size=8).hexdigest()
+    places = _Places(out / f"places-{digest}.tmp", len(stored))
     with writer.Writer(out):
         places.folder.mkdir(exist_ok=True)
         work = lambda make: Program(make, images, embeddings, places, out, key)

@@ -1,6 +1,6 @@
 """Write any source as shards of equal size: webdataset tars or ArrayRecord files.
 
-Shard i holds the usable ones of the source's records i * N to (i + 1) * N - 1. So shards can be
+Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
 written in any order and by several processes, and a killed command can continue.
 """
 
@@ -55,7 +55,7 @@ def reshard(
         engine: Distributes the shards of this process.
 
     Returns:
-        The number of "written" records, and of dropped ones by reason.
+        The number of "written" records, and of dropped records by reason.
 
     Raises:
         ValueError: If `out` holds shards of another source, or an argument is out of range.

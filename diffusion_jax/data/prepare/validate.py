@@ -21,7 +21,7 @@ from diffusion_jax.engines import ALONE, Engine
 from diffusion_jax.machine import files, sheets, tables, untrusted
 
 _CHUNK = 64
-_PART = 4096  # Records whose counts one file holds.
+_PART = 4096  # Records per file of intermediate counts.
 _HASHED = ("images", "texts")
 _ROW = np.dtype([("key", tables.KEY)])
 _NAMED = 20
@@ -183,7 +183,7 @@ def _report(
 
 
 def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return a sheet of the usable ones of `num` random records, 128 x 128, with their captions."""
+    """Return a sheet of the usable records among `num` random ones, 128 x 128, with captions."""
     images, captions = [], []
     for record in records.read(_draw(len(records), min(num, len(records)), seed)):
         if isinstance(record.text, transforms.Unusable):

@@ -13,14 +13,14 @@ __all__ = ["open_scorer", "open_source", "prompts"]
 
 
 def prompts() -> list[str]:
-    """Return the 290 prompts: first those that training shows, then those held out."""
+    """Return the 290 prompts: first the 272 that training shows, then the 18 held-out ones."""
     return pictures.seen_prompts() + pictures.heldout_prompts()
 
 
 def open_scorer(
     size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
 ) -> Any:
-    """Return the evaluate.scorers.Scorer of the digits: see scorer.open_scorer."""
-    from diffusion_jax.examples.digits import scorer  # Loads metrics that training does without.
+    """Return the scorer of the digits, an evaluate.scorers.Scorer; see scorer.open_scorer."""
+    from diffusion_jax.examples.digits import scorer  # Loads metrics that training does not need.
 
     return scorer.open_scorer(size, num_seen, num_heldout, metrics)

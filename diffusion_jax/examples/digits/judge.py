@@ -1,7 +1,7 @@
 """The judge of the coloured digits, which recognises digit, ink and paper in a picture.
 
-A support vector machine on real 8x8 glyphs recognises the digit, nearest colours give ink and
-paper. Nothing is downloaded. On real pictures about one in a hundred is misread.
+A support vector machine on real 8x8 glyphs recognises the digit; ink and paper are the
+nearest named colours. Nothing is downloaded. On real pictures about one in a hundred is misread.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ class Judge:
 
 
 def fit_judge() -> Judge:
-    """Fit a judge to the training glyphs, which the generator is trained on too."""
+    """Fit a judge to the training glyphs, on which the generator is also trained."""
     from sklearn.svm import SVC  # Slow to import.
 
     glyphs = digits.load("train")

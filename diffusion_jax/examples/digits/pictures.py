@@ -61,7 +61,7 @@ def caption(prompt: Prompt) -> str:
 
 
 def parse(text: str) -> Prompt:
-    """Return the prompt of a caption. Raises ValueError for other texts than the 290 captions."""
+    """Return the prompt of a caption. Raises ValueError if it is not one of the 290."""
     if text not in _prompt_of_caption():
         raise ValueError(
             f"{text!r} is not a caption of the coloured digits: write 'a INK DIGIT on PAPER paper' "
@@ -83,7 +83,7 @@ def heldout_prompts() -> list[str]:
 
 @functools.cache
 def load(split: str) -> Glyphs:
-    """Return the glyphs of "train" (a fixed random 70 % of each digit) or "test" (the rest)."""
+    """Return the glyphs of "train" (a fixed random 70 % of each digit) or of "test" (30 %)."""
     from sklearn.datasets import load_digits  # Slow to import.
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
@@ -122,9 +122,9 @@ def render(
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
-    """Return the training pictures at the size that the task takes.
+    """Return the training pictures at the size that the task needs.
 
-    Raises ValueError if the config wants embeddings or moments: the digits have captions.
+    Raises ValueError if the config needs embeddings or moments: the digits have captions.
     """
     if shapes.embeddings or shapes.moments:
         raise ValueError(
@@ -148,12 +148,12 @@ class Digits(Pictures):
             )
         glyphs = load("train")
         self._mix = enlarge(glyphs.images, size)
-        seen = [parse(text) for text in seen_prompts()]
-        self._captions = [caption(p) for p in seen]
-        self._inks = np.stack([_rgb(INKS, p.ink) for p in seen])
-        self._papers = np.stack([_rgb(PAPERS, p.paper) for p in seen])
-        shown = glyphs.digits[:, None] == np.array([p.digit for p in seen])
-        self._glyph_of, self._prompt_of = np.nonzero(shown)
+        prompts = [parse(text) for text in seen_prompts()]
+        self._captions = [caption(p) for p in prompts]
+        self._inks = np.stack([_rgb(INKS, p.ink) for p in prompts])
+        self._papers = np.stack([_rgb(PAPERS, p.paper) for p in prompts])
+        same_digit = glyphs.digits[:, None] == np.array([p.digit for p in prompts])
+        self._glyph_of, self._prompt_of = np.nonzero(same_digit)
 
     def __len__(self) -> int:
         """Return the number of different pictures, about 34,000."""
@@ -182,7 +182,7 @@ def write_examples(
     itself if it ends in .tar, else out/00000.tar.
     """
     digits = Digits(size)
-    # With a prime step, glyphs and colours vary from the start.
+    # With a prime step, even the first few pictures vary in glyph and colours.
     images, captions = digits.read(np.arange(num) * 617 % len(digits))
     records, out = [], pathlib.Path(out)
     for i, (image, text) in enumerate(zip(images, captions, strict=True)):
@@ -198,13 +198,13 @@ def write_examples(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line of diffusion_jax/data/digits.py."""
+    """Run the command diffusion_jax.data.digits."""
     parser = argparse.ArgumentParser(
         prog="python -m diffusion_jax.data.digits",
         description="Write a tiny data set of coloured digits.",
     )
     parser.add_argument(
-        "--out", required=True, help="folder (or .tar) to write, created if missing"
+        "--out", required=True, help="folder (or .tar file) to write, created if missing"
     )
     parser.add_argument("--num", type=int, default=100, help="number of pictures")
     parser.add_argument("--size", type=int, default=64, help="side in pixels, a multiple of 8")

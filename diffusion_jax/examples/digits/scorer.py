@@ -1,4 +1,4 @@
-"""The scorer of the quick start: what the judge reads in the images, and their Fréchet distance."""
+"""The scorer of the quick start: the share of correct pictures, and the Fréchet distance."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from diffusion_jax.metrics import cards
 from diffusion_jax.metrics.features import gaussian
 from diffusion_jax.metrics.stats_files import Stats
 
-_REAL = 4_000  # Real images that the generated ones are compared with.
+_REAL = 4_000  # Number of real images in the reference.
 _GUIDANCE = (1, 1.5, 2, 3, 4)
 
 
@@ -24,31 +24,31 @@ def open_scorer(
         size: The side of the images in pixels.
         num_seen: Images of each prompt that training shows.
         num_heldout: Images of each prompt held out of training.
-        metrics: Keys of METRICS; () for all that the judge allows.
+        metrics: Keys of METRICS; () for all metrics that the judge supports.
     """
-    judge, seen = judges.fit_judge(), digits.seen_prompts() * num_seen
-    prompts = seen + digits.heldout_prompts() * num_heldout
-    of_seen = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
-    real = judge.features(judges.real_pictures(size, of_seen))
+    judge, seen_prompts = judges.fit_judge(), digits.seen_prompts() * num_seen
+    prompts = seen_prompts + digits.heldout_prompts() * num_heldout
+    real_prompts = list(itertools.islice(itertools.cycle(digits.seen_prompts()), _REAL))
+    real = judge.features(judges.real_pictures(size, real_prompts))
     right_on_real = judges.compare_on_real(judge, size).min(axis=1).mean()
     card = cards.make_card(
         judge, image_size=(size, size), n=len(prompts), prompts=prompt_files.fingerprint(prompts),
         reference=f"held-out digits, n {_REAL}",
     ) | {
-        "images_seen": len(seen),
-        "images_heldout": len(prompts) - len(seen),
+        "images_seen": len(seen_prompts),
+        "images_heldout": len(prompts) - len(seen_prompts),
         "judge_accuracy_on_real": round(float(right_on_real), 4),
     }  # fmt: skip
     extract = lambda images, prompts: (
         judge.features(images), judges.compare(judge(images), prompts)
     )  # fmt: skip
-    every = max(1, len(seen) // 24)
+    num, every = len(seen_prompts), max(1, len(seen_prompts) // 24)
     return Scorer(
         prompts,
         {"digits": Judge(card, ("digits", "right"), extract, Stats(gaussian(real), real, card))},
         metrics,
-        groups={"seen": slice(len(seen)), "heldout": slice(len(seen), None)},
-        shown=[*range(0, len(seen), every), *range(len(seen), len(seen) + 18)],
+        groups={"seen": slice(num), "heldout": slice(num, None)},
+        shown=[*range(0, num, every), *range(num, num + 18)],
         real=lambda shown: (judges.real_pictures(size, shown), shown),
         guidance=_GUIDANCE,
     )

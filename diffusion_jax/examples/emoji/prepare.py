@@ -1,8 +1,8 @@
 """Captioned emoji: 325 subjects in several styles, skin tones and background colours.
 
-A prompt is "a firefighter with dark skin, noto style, on a blue background". A hash of its name
-holds one in ten compositions (subject, tone, background) out of training. The emoji are the work of
-others; a card beside the set names their authors and licences (STYLES).
+A prompt is "a firefighter with dark skin, noto style, on a blue background". One in ten
+compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji have
+other authors; a card beside the set names them and their licences (STYLES).
 """
 
 import contextlib
@@ -41,7 +41,7 @@ TONES = {
     "dark": "1F3FF",
 }
 TONED = ("hands", "people")
-"""The kinds of subject that have skin; each of their tones is a composition of its own."""
+"""The kinds of subject that have a skin tone; each tone is a separate composition."""
 HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
@@ -79,7 +79,7 @@ class Composition(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name in files, whose hash decides whether the composition is held out."""
+        """The name in file names; its hash decides whether the composition is held out."""
         return f"{self.code}_{self.background}"
 
 
@@ -91,7 +91,7 @@ def caption(shown: Composition, style: str) -> str:
 
 @functools.cache
 def compositions() -> tuple[Composition, ...]:
-    """Return all compositions, in the order of the table of subjects."""
+    """Return all compositions, in the order of subjects.txt."""
     every, kind = [], ""
     for line in _SUBJECTS.read_text(encoding="utf-8").splitlines():
         if line.startswith("# "):
@@ -152,7 +152,7 @@ def prepare(
             for style in named
             for variant in range(max(1, variants // 2) if shown.tone else variants)
         ]
-        rows.sort(key=lambda row: _hash(_name(*row)))  # So every tar holds all kinds of subject.
+        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffles, so tars are alike.
         counts[group] = len(rows)
         _write_tars(out / group, rows, read, size)
         lines = [caption(shown, style) for shown in members for style in named]
@@ -288,7 +288,7 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """Open the picture of a code, with or without FE0F, which asks for a coloured emoji."""
+    """Open the picture of a code, with or without FE0F, the selector of coloured emoji."""
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")

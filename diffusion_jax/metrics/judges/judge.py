@@ -2,8 +2,9 @@
 
 As in CLIP (Radford et al. 2021), the towers map an image and its caption to nearby unit vectors.
 The judge gives two scores: fd_judge, the Frechet distance of the images' vectors, and r1_judge, the
-share of images whose own caption is the nearest of all captions that the judge knows. Compare them
-only with scores of the same judge, whose hash the card holds; they are neither FID nor CLIP scores.
+share of images that are nearer to their caption than to all other captions of the judge. Compare
+these scores only between runs scored by the same judge (the card holds its hash); they are neither
+FID nor CLIP scores.
 """
 
 import hashlib
@@ -105,11 +106,11 @@ class Judge(NamedTuple):
     """The text tower; it takes hashed words [B, L]."""
     max_tokens: int
     candidates: list[str]
-    """The captions among which an image's own must be the nearest."""
+    """The captions that r1_judge compares with an image's caption."""
     reference: Pair
     """Held-out images that generated ones are compared with."""
     test: Pair
-    """Other held-out images; their scores are those of a perfect model."""
+    """Other held-out images; a perfect model would have their scores."""
     card: dict[str, Any]
     """The training data and settings, and the scores of real and damaged images."""
 
@@ -200,7 +201,7 @@ def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndar
 
 
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
-    """Return read(images, captions) -> (vectors [B, D], 1 if the own caption is nearest [B, 1]).
+    """Return read(images, captions) -> (vectors [B, D], whether its caption is nearest [B, 1]).
 
     The candidates are the judge's captions and `prompts`, which must include the captions. Captions
     with the same tokens count as one.
@@ -214,23 +215,23 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
     texts = in_parts(lambda part: of_text(tokens(part)), list(different.values()))
     place = {ids: i for i, ids in enumerate(different)}
 
-    def read(images, own):
+    def read(images, image_captions):
         vectors = in_parts(of_image, images)
-        rows = np.array([place[ids.tobytes()] for ids in tokens(own)])
+        rows = np.array([place[ids.tobytes()] for ids in tokens(image_captions)])
         return vectors, nearest(vectors, texts, rows)[:, None].astype(np.float64)
 
     return read
 
 
 def nearest(
-    images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], own: np.ndarray
+    images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], text_rows: np.ndarray
 ) -> Bool[np.ndarray, "N"]:
-    """Return whether text `own` of each image is nearer than all other texts."""
+    """Return whether each image is nearest to its text; `text_rows` are the rows of these texts."""
     cosines = images @ texts.T
     rows = np.arange(len(images))
-    mine = cosines[rows, own].copy()
-    cosines[rows, own] = -np.inf
-    return mine > cosines.max(1)
+    matching = cosines[rows, text_rows].copy()
+    cosines[rows, text_rows] = -np.inf
+    return matching > cosines.max(1)
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:

@@ -2,8 +2,8 @@
 
 A hash of the text holds out one in ten captions, with its images, so training never sees a caption
 of the test. Half of the held-out images are the reference of fd_judge. The other half is the test:
-the judge scores it unchanged, blurred, with noise, with shuffled captions, and optionally with the
-images of another set in its place.
+the judge scores it unchanged, blurred, with noise, with shuffled captions, and optionally
+with the images of another set instead.
 """
 
 import functools
@@ -31,7 +31,7 @@ from diffusion_jax.text import hashed
 HELD_OUT = 0.1
 """The share of captions to hold out."""
 MAX_RECORDS = 200_000
-_KEPT = 1_000  # Images in the reference and in the test, at most.
+_HELD_OUT_IMAGES = 1_000  # Largest number of images in the reference and in the test.
 _CANDIDATES = 5_000
 _BATCH = 128
 _MAX_TOKENS = 64
@@ -55,7 +55,7 @@ def train(
     Args:
         data: The set, "SOURCE:PATH::TEXT".
         size: The side to which the judge resizes images, a multiple of 16.
-        seen: Images of training, counted with repetition.
+        seen: Number of training images, counted with repetition.
         seed: Seed of the parameters and of the order of images.
         other: A set with the same captions in another style, for the test.
 
@@ -105,7 +105,9 @@ def split(pictures: Pictures) -> Split:
             f"{len(pictures)} pictures with {len(share)} different captions are too few to train a "
             f"judge: give at least {_BATCH} pictures and about 50 captions"
         )
-    return Split(training, _spread(reference, _KEPT), _spread(test, _KEPT), list(share))
+    return Split(
+        training, _spread(reference, _HELD_OUT_IMAGES), _spread(test, _HELD_OUT_IMAGES), list(share)
+    )
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
@@ -158,7 +160,7 @@ def contrast(
 
 
 def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
-    """Return both scores, with intervals, of the test images, unchanged and damaged."""
+    """Return both scores, with intervals, for the unchanged and the damaged test images."""
     images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
     sets: dict[str, Pair] = {
@@ -196,7 +198,7 @@ def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarra
 
 
 def _same_captions(other: str, trained: Judge) -> Pair:
-    """Return the images of another set that match captions of the test, with these captions.
+    """Return the images of another set whose captions match the test's, with the test's captions.
 
     Words that all captions of a set share, such as its style, are ignored in the comparison. Raises
     ValueError if no caption matches.

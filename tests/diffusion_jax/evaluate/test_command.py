@@ -352,7 +352,7 @@ def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_pat
     assert re.search(r"guidance_2 was started with other settings \(clip.model: '\w+' there", err)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), asked)
-    assert "clip.n: 67 there, 66 wanted" in capsys.readouterr().err
+    assert "clip.n: 67 stored, 66 requested" in capsys.readouterr().err
     assert len(rows_of(out)) == 1
 
 

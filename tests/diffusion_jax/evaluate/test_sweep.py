@@ -88,9 +88,11 @@ def test_features_of_another_sweep_are_refused_by_what_differs(tmp_path):
     assert loop.claim(tmp_path / "f", {"toy": card}) == {"toy": card}
     newer = card | {"versions": {"jax": "2"}}
     assert loop.claim(tmp_path / "f", {"toy": newer}) == {"toy": card}
-    with pytest.raises(ValueError, match=r"other settings .toy.seed: 0 there, 1 wanted.: use the"):
+    with pytest.raises(
+        ValueError, match=r"other settings .toy.seed: 0 stored, 1 requested.: use the"
+    ):
         loop.claim(tmp_path / "f", {"toy": card | {"seed": 1}})
-    with pytest.raises(ValueError, match=r"clip\.seed: None there, 0 wanted"):
+    with pytest.raises(ValueError, match=r"clip\.seed: None stored, 0 requested"):
         loop.claim(tmp_path / "f", {"toy": card, "clip": card})
 
 

@@ -14,7 +14,9 @@ def test_a_new_folder_is_claimed_and_another_identity_is_refused(tmp_path):
     claims.claim(path, identity)
     assert json.loads(path.read_text()) == {"size": 8, "net": {"width": [1, 2]}}
     assert claims.claim(path, identity | {"size": 9}, free=("size",))["size"] == 8
-    with pytest.raises(ValueError, match=r"out was started .*\(net\.width: \[1, 2\] there, \[3\] "):
+    with pytest.raises(
+        ValueError, match=r"out was started .*\(net\.width: \[1, 2\] stored, \[3\] "
+    ):
         claims.claim(path, {"size": 8, "net": {"width": (3,)}})
-    with pytest.raises(ValueError, match=r"depth: None there, 1 wanted; size: 8 there, 9 w"):
+    with pytest.raises(ValueError, match=r"depth: None stored, 1 requested; size: 8 stored, 9 r"):
         claims.claim(path, identity | {"depth": 1, "size": 9})

@@ -55,13 +55,13 @@ def test_paths_behave_as_on_a_disk(folder):
     assert not folder.exists()
     with pytest.raises(FileNotFoundError):
         one.read_bytes()
-    with pytest.raises(TypeError, match="is no local file"):
+    with pytest.raises(TypeError, match="is not a local file"):
         one.touch()
 
 
 def test_a_bucket_that_is_not_there_is_one_line(folder):
     lost = str(folder).replace(emulators.BUCKET, "nobody", 1)
-    with pytest.raises(ValueError, match=f"--out={lost} cannot be written to: is there such"):
+    with pytest.raises(ValueError, match=f"--out={lost} cannot be written to: does the bucket"):
         files.check_writable(lost, "--out")
     files.check_writable(folder, "--out")
     assert not folder.exists()

@@ -43,8 +43,8 @@ def test_minus_1_takes_the_devices_that_are_left(sizes, expected):
             r"mesh replica=1, fsdp=3, tensor=1 does not fit 8 devices: 3 does not divide 8",
         ),
         ((1, -1, 16), r"fsdp=-1, tensor=16 does not fit 8 devices: 16 does not divide 8"),
-        ((-1, -1, 1), r"at most one is -1"),
-        ((1, 0, 1), r"fsdp=0, tensor=1: sizes are positive"),
+        ((-1, -1, 1), "one may be -1"),
+        ((1, 0, 1), r"fsdp=0, tensor=1: sizes must be positive"),
     ],
 )
 def test_sizes_that_do_not_divide_the_devices_are_an_error(sizes, message):
@@ -162,11 +162,11 @@ def test_check_batch_names_every_value_and_the_nearest_sizes():
     sharding.check_batch(24, accumulate=3, mesh=mesh)
     message = (
         r"batch_size 30 does not divide over accumulate 3 x replica 2 x fsdp 2 = 12: "
-        r"the nearest batch sizes that do are 24 or 36"
+        r"the nearest valid sizes are 24 and 36"
     )
     with pytest.raises(ValueError, match=message):
         sharding.check_batch(30, accumulate=3, mesh=mesh)
-    with pytest.raises(ValueError, match=r"the nearest batch size that does is 12$"):
+    with pytest.raises(ValueError, match=r"the nearest valid size is 12$"):
         sharding.check_batch(5, accumulate=3, mesh=mesh)
     with pytest.raises(ValueError, match=r"accumulate 0"):
         sharding.check_batch(8, accumulate=0, mesh=mesh)

@@ -265,10 +265,14 @@ def test_what_cannot_be_is_said_before_anything_is_encoded(
 
 def test_a_store_of_another_encoder_is_refused(whole, weights, tmp_path):
     other = tiny_weights.t5_folder(tmp_path / "other", width=64, stream=2.0)
-    with pytest.raises(ValueError, match=r"made in another way \(weights: '\w+' there, '\w+' want"):
+    with pytest.raises(
+        ValueError, match=r"made with other settings \(weights: '\w+' stored, '\w+' request"
+    ):
         fill.run(fill.open_job(config(whole, other)), WORK)
     longer = config(whole, weights, text__max_tokens=8)
-    with pytest.raises(ValueError, match=r"\(max_tokens: 16 there, 8 wanted\): set the text group"):
+    with pytest.raises(
+        ValueError, match=r"\(max_tokens: 16 stored, 8 requested\): set the text group"
+    ):
         fill.run(fill.open_job(longer), WORK)
 
 

@@ -158,10 +158,14 @@ def test_a_shard_cut_off_or_lost_is_found_at_the_start(tmp_path):
     shard = first_shard(make(tmp_path))
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-1])
-    with pytest.raises(ValueError, match=f"has {len(whole) - 1} of {len(whole)} bytes: make it a"):
+    with pytest.raises(
+        ValueError, match=f"has {len(whole) - 1} of {len(whole)} bytes: create it a"
+    ):
         store.Store(tmp_path)
     shard.unlink()
-    with pytest.raises(FileNotFoundError, match=r"shard-\w+.safetensors is missing: make it again"):
+    with pytest.raises(
+        FileNotFoundError, match=r"shard-\w+.safetensors is missing: create it again"
+    ):
         store.Store(tmp_path)
 
 
@@ -191,7 +195,7 @@ def test_a_changed_index_is_found_at_the_start(tmp_path):
 
 def test_a_store_of_another_identity_or_format_is_not_continued(tmp_path):
     make(tmp_path)
-    with pytest.raises(ValueError, match=r"another way \(weights: '1a' there, '9' wanted\)"):
+    with pytest.raises(ValueError, match=r"other settings \(weights: '1a' stored, '9' requested\)"):
         shards.start(tmp_path, IDENTITY | {"weights": "9"}, "int8")
     with pytest.raises(ValueError, match="has the format 'int8', not 'float32': use the same"):
         shards.start(tmp_path, IDENTITY, "float32")

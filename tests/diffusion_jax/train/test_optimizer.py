@@ -112,7 +112,7 @@ def test_the_passes_of_a_step_follow_from_batch_and_mesh():
     [
         ({"micro_batch": 24},
          "batch_size 4096 does not divide over optimizer.micro_batch 24 x replica 4 x fsdp 8 = "
-         "768: the nearest batch sizes that do are 3840 or 4608"),
+         "768: the nearest valid sizes are 3840 and 4608"),
         ({"accumulate": 3}, "batch_size 4096 does not divide over accumulate 3 x replica 4 x "),
     ],
 )  # fmt: skip

@@ -94,7 +94,7 @@ def test_there_is_no_score_of_images_that_are_not_finite(tmp_path, caplog):
 
 def test_features_of_another_sampler_are_refused(tmp_path):
     scores(tmp_path)
-    with pytest.raises(ValueError, match=r"mlperf.seed: 3 there, 4 wanted"):
+    with pytest.raises(ValueError, match=r"mlperf.seed: 3 stored, 4 requested"):
         scores(tmp_path, seed=4)
 
 
@@ -153,6 +153,6 @@ def test_departures_from_the_rules_are_named():
     with pytest.raises(ValueError, match="steps is 999, and the first evaluation is after 1000"):
         rules.check(s)
     with pytest.raises(
-        ValueError, match=r"unet.weights is .a.: leave it empty: runs start from random"
+        ValueError, match=r"unet.weights is .a.: leave it empty, because runs start with random"
     ):
         rules.check(s._replace(run=s.run._replace(steps=1000), unet_weights="a"))

@@ -131,7 +131,7 @@ def test_half_a_file_of_another_program_is_refused_and_a_whole_one_hashed_once(
     changed = CHECKPOINT[:-1] + bytes([CHECKPOINT[-1] ^ 1])
     path.write_bytes(changed)
     fetch(server, tmp_path)  # Known, and as long as it was.
-    with pytest.raises(ValueError, match="and should have"):
+    with pytest.raises(ValueError, match="but should have"):
         fetch(server, tmp_path, verify=True)
     path.write_bytes(CHECKPOINT[:-1])
     with pytest.raises(ValueError, match="the file is incomplete"):
@@ -155,7 +155,7 @@ def test_what_a_server_gives_must_have_the_hash_that_is_known(server, tmp_path):
         ("md5", b"<html>", "'<html>' is not a line of md5sum"),
         ("md5", f"{'0' * 32}  ../../a\n".encode(), "or its path leaves the set"),
         ("md5", f"{'0' * 32}  a.ckpt\n".encode(), "lists 1 files, but not 512-base-ema.ckpt"),
-        ("uri", b"<html>", "must hold the address of a folder, and holds '<html>'"),
+        ("uri", b"<html>", "must hold the address of a folder, but holds '<html>'"),
     ],
 )
 def test_a_list_of_another_kind_is_named(server, tmp_path, suffix, content, message):

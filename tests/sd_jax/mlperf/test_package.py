@@ -101,7 +101,7 @@ def test_runs_that_are_no_submission_are_refused_before_anything_is_written(runs
 
     assert refused(runs[:9]) == "a submission has 10 runs: give 10 logs, not 9"
     twin = write_run(tmp_path / "twin", seed=103)
-    assert "two of the runs have the seed 103, and the rules require" in refused([*runs[:9], twin])
+    assert "two of the runs have the seed 103, but the rules require" in refused([*runs[:9], twin])
     them = write_run(tmp_path / "them", seed=1, org="them")
     assert "submission_org is us in" in refused([*runs[:9], them])
     nobody = [write_run(tmp_path / f"n{i}", seed=i, org="none") for i in range(10)]

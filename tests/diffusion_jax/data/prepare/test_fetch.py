@@ -86,7 +86,7 @@ def test_a_wrong_hash_leaves_nothing(server, tmp_path):
     sums = fetch.read_sums(f"{'0' * 40}  folder/a.bin\n{SHA512} *b.bin\n")
     assert sums == {"a.bin": "0" * 40, "b.bin": SHA512}
     sha1 = hashlib.sha1(CONTENT).hexdigest()
-    with pytest.raises(ValueError, match=f"a.bin has the sha1 {sha1}, and should have 0000"):
+    with pytest.raises(ValueError, match=f"a.bin has the sha1 {sha1}, but should have 0000"):
         fetch.fetch([f"{server.url}/a.bin"], tmp_path, sums)
     assert list(tmp_path.iterdir()) == []
 
@@ -133,4 +133,4 @@ def test_the_command(server, tmp_path, capsys):
     assert (tmp_path / "out" / "b").read_bytes() == CONTENT
     assert run(f"--url={server.url}/c", f"--hash={'0' * 64}")[0] == 2
     code, said = run(*urls, "--hash=0")
-    assert code == 2 and "--hash is the hash of one file, and --url names 2" in said.err
+    assert code == 2 and "--hash is for one file, but --url names 2" in said.err

@@ -77,7 +77,9 @@ def test_embeddings_stay_embeddings(tmp_path):
 
 def test_other_shards_in_the_folder_are_refused(folder, tmp_path):
     write(folder, tmp_path)
-    with pytest.raises(ValueError, match=r"started with other settings \(num: 4 there, 5 wanted\)"):
+    with pytest.raises(
+        ValueError, match=r"started with other settings \(num: 4 stored, 5 requested\)"
+    ):
         write(folder, tmp_path, num=5)
     with pytest.raises(ValueError, match="format is 'zip': choose from webdataset, arrayrecord"):
         write(folder, tmp_path, format="zip")
