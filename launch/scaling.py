@@ -98,7 +98,10 @@ def _linear_up_to(points: list[Choice]) -> int:
 
 
 def _efficiency(points: list[Choice], few: int, many: int) -> float:
-    """Return samples/s per device on `many` devices relative to `few`, none hidden."""
+    """Return samples/s per device on `many` devices relative to `few`.
+
+    No communication is hidden.
+    """
     seconds_few, seconds_many = (points[DEVICES.index(n)].step.exposed for n in (few, many))
     return few * seconds_few / (many * seconds_many)
 

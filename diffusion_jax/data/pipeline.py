@@ -27,7 +27,7 @@ Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
 class Apart(NamedTuple):
-    """Pictures held out of training."""
+    """Pictures held out of training, and the function that batches them."""
 
     pictures: Pictures
     make: Callable[[Rows, Sequence[Any]], Batch]

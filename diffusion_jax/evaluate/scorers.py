@@ -197,7 +197,7 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
 
 
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
-    """Raise ValueError if a setting is given that the data source's own scorer does not use."""
+    """Raise ValueError if a setting that the data source's scorer does not use is set."""
     for name in _OF_PROMPTS:
         if settings[name]:
             raise ValueError(

@@ -11,7 +11,7 @@ from diffusion_jax.metrics.features import Rows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
-    """Return the mean over pairs of image and text."""
+    """Return the mean cosine over pairs of image and text as a score."""
     return bootstrap.mean(cosines[:, 0])
 
 

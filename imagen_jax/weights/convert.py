@@ -1,4 +1,4 @@
-"""Conversion of NeMo checkpoints to workdirs and back; repeat a command that was interrupted."""
+"""Conversion of NeMo checkpoints to workdirs, and of workdirs to files with NeMo's names."""
 
 import os
 from collections.abc import Mapping

@@ -38,7 +38,7 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 def best(
     traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> Choice | None:
-    """Return the choice with the shortest step without hidden communication; None if none fits."""
+    """Return the choice whose step is shortest with no communication hidden; None if none fits."""
     choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 

@@ -175,7 +175,7 @@ def table(profile: Profile) -> list[tuple[str, str]]:
                                 "Nothing was measured"),
         ("by kind", shares(profile.cycles)),
         ("by layer", shares(profile.layers)),
-        *(("dearest" * (not i), f"{million(row.cycles)} {row.kind}: {row.what}")
+        *(("most cycles" * (not i), f"{million(row.cycles)} {row.kind}: {row.what}")
           for i, row in enumerate(profile.dearest)),
     ]  # fmt: skip
     if profile.unknown:
