@@ -349,7 +349,7 @@ def test_features_of_other_weights_in_the_same_place_are_refused(inputs, tmp_pat
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path, seed=1)], scorer, asked)
     err = capsys.readouterr().err
-    assert re.search(r"guidance_2 was started with other settings \(clip.model: '\w+' there", err)
+    assert re.search(r"guidance_2 was started with other settings \(clip.model: '\w+' stored", err)
     with pytest.raises(SystemExit, match="2"):
         evaluation.evaluate([make_subject(tmp_path)], make_scorer(inputs, PROMPTS[:66]), asked)
     assert "clip.n: 67 stored, 66 requested" in capsys.readouterr().err

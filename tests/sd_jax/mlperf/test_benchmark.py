@@ -118,7 +118,7 @@ def test_what_cannot_judge_is_refused(asked, tmp_path):
     refused = lambda message: pytest.raises(ValueError, match=message)
     with refused("evaluation.clip is empty"):
         benchmark.open_judge(asked._replace(clip=""))
-    with refused(r"num_prompts is 11, and .*captions.tsv holds 10"):
+    with refused(r"num_prompts is 11, but .*captions.tsv holds 10"):
         benchmark.open_judge(asked._replace(num_prompts=11))
     with pytest.raises(FileNotFoundError, match="no file of captions at nowhere"):
         benchmark.open_judge(asked._replace(prompts="nowhere.tsv"))
@@ -150,7 +150,7 @@ def test_departures_from_the_rules_are_named():
         "optimizer.clip is 1.0, not inf",
         "text.drop_prob is 0.1, not 0.0",
     ]
-    with pytest.raises(ValueError, match="steps is 999, and the first evaluation is after 1000"):
+    with pytest.raises(ValueError, match="steps is 999, but the first evaluation is after 1000"):
         rules.check(s)
     with pytest.raises(
         ValueError, match=r"unet.weights is .a.: leave it empty, because runs start with random"
