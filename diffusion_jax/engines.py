@@ -81,7 +81,7 @@ class Share(NamedTuple):
     def turns(self, count: int) -> Iterator[int]:
         """Yield 0 ... count - 1: this worker's part in order, then the others in random order.
 
-        The others are for dead workers; in random order, two workers rarely do the same item.
+        Doing the others replaces dead workers; two workers rarely do the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
@@ -100,7 +100,7 @@ class Beam(NamedTuple):
     """Options of Beam, such as --runner=FlinkRunner. The default is the direct runner."""
 
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
-        """Do the same as Share.fill.
+        """Write the missing items, as Share.fill does, with Beam.
 
         If a runner does not retry the items of a dead worker, it is started again with the missing
         items, as long as each attempt makes progress. Raises OSError if Beam cannot finish.

@@ -141,7 +141,7 @@ def network(
 def factors(
     workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
 ) -> Params:
-    """Return the parameters that a run saved, LoRA factors unmerged; arguments as in `network`."""
+    """Return the parameters that a run saved, which are the factors if it is a LoRA run."""
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))

@@ -19,7 +19,7 @@ class System(NamedTuple):
     """A NamedTuple with the field `run` and one field for each config group, whose type is a
     NamedTuple or a network. The field `unet_weights` is the value `weights` of the group `unet`."""
     check: Callable[[Any], None]
-    """Raises ValueError for settings that do not go together; the ranges are checked before."""
+    """Raises ValueError for settings that contradict each other; the ranges are checked before."""
     command: str
     """The module that `python -m` runs for training."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})

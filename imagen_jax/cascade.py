@@ -155,7 +155,7 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
         stages: The workdir and the settings of each.
 
     Raises:
-        ValueError: If one does not.
+        ValueError: If a stage enlarges images of another size.
     """
     for (before, a), (after, b) in itertools.pairwise(stages):
         if b.super_resolution.factor == 1:
@@ -296,7 +296,9 @@ def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
     s, workdir = first.settings, first.workdir
     if s.super_resolution.factor == 1:
         if size is not None:
-            raise ValueError(f"{workdir} is a base model, which starts from no image: give none")
+            raise ValueError(
+                f"{workdir} is a base model, which has no image to enlarge: leave the image out"
+            )
         return
     enlarges = f"{workdir} enlarges images of {s.input_size}x{s.input_size}"
     if size is None:
@@ -304,4 +306,4 @@ def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
             f"{enlarges}: name a model that draws them first, or give images to start from"
         )
     if size != (s.input_size, s.input_size):
-        raise ValueError(f"{enlarges} and got {size[0]}x{size[1]}: resize it first")
+        raise ValueError(f"{enlarges}, not of {size[0]}x{size[1]}: resize them first")

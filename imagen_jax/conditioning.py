@@ -174,7 +174,7 @@ class AttentionPool(nn.Module):
 
 
 class TextEmbed(nn.Module):
-    """Layers between the pooled text and the time embedding, to which their output is added."""
+    """Layers that turn the pooled text into a vector that is added to the time embedding."""
 
     width: int
     dtype: DTypeLike = jnp.float32

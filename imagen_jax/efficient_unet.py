@@ -128,7 +128,7 @@ def check(unet: EfficientUNet, text_width: int) -> None:
     if unet.image_size % unit:
         raise ValueError(
             f"unet.image_size {unet.image_size} cannot be halved {len(unet.channel_mult) - 1} "
-            f"times: take a multiple of {unit}, or fewer levels"
+            f"times: choose a multiple of {unit}, or fewer levels"
         )
 
 

@@ -125,7 +125,7 @@ def check_resolutions(unet: Any) -> None:
     if unet.image_size % unit:
         raise ValueError(
             f"unet.image_size {unet.image_size} does not divide into patches of {unet.patch} and "
-            f"{levels - 1} halvings: take a multiple of {unit}, or fewer levels"
+            f"{levels - 1} halvings: choose a multiple of {unit}, or fewer levels"
         )
     resolutions = [unet.image_size // unet.patch >> level for level in range(levels)]
     for resolution in unet.attention_resolutions:
@@ -140,7 +140,7 @@ def check_width(name: str, width: int) -> None:
     """Raise ValueError unless `width` is a multiple of group norm's 32 groups."""
     if width < 32 or width % 32:
         raise ValueError(
-            f"unet.{name} is {width}: group normalisation has 32 groups, so take a multiple of 32"
+            f"unet.{name} is {width}: group normalisation has 32 groups, so choose a multiple of 32"
         )
 
 

@@ -145,7 +145,7 @@ def read_settings(config: Mapping[str, Any]) -> Settings:
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for settings that do not go together."""
+    """Raise ValueError for settings that contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)

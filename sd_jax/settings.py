@@ -225,7 +225,7 @@ def uses_moments(data: Data) -> bool:
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for settings that do not go together."""
+    """Raise ValueError for settings that contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
@@ -305,7 +305,7 @@ def _check_data(s: Settings) -> None:
 
 
 def check_autoencoder(s: AutoencoderSettings) -> None:
-    """Raise ValueError for settings that do not go together."""
+    """Raise ValueError for settings that contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     vae_module.check(s.vae)
     size, unit = s.reconstruction.image_size, vae_module.factor(s.vae)

@@ -138,7 +138,7 @@ class UNet(nn.Module):
         if height % unit or width % unit:
             raise ValueError(
                 f"latents of {height} x {width} cannot be halved {len(self.channel_mult) - 1} "
-                f"times: take multiples of {unit}"
+                f"times: choose multiples of {unit}"
             )
 
 

@@ -84,7 +84,7 @@ def kind_of(hint: Any) -> Any:
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Return a value, or text parsed as one, that fits its annotation. Raises ValueError."""
+    """Return a value of the annotated type; parse text. Raises ValueError if it does not fit."""
     value = typed(value, hint)
     check_value(field, value, hint)
     return value

@@ -44,7 +44,7 @@ class Guide(NamedTuple):
 
 
 class Model(NamedTuple):
-    """What a wrapper in GUIDANCE can use of the guided model."""
+    """Facts about the guided model that the functions in GUIDANCE receive."""
 
     scalings: Precond
     sigmas: Sigmas

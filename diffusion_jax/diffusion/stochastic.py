@@ -87,10 +87,11 @@ def dpmpp_3m_sde(
 
 
 def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
-    """Run the steps of a multistep solver; a step to 0 returns D.
+    """Run a stochastic multistep solver; a step to sigma = 0 returns D.
 
-    steps(x, D, (the last two D, and their h), h, (1 + strength) h) returns x at the end of a step
-    without its noise. Before the first steps, the h of earlier ones are 0.
+    `steps` computes x at the end of a step, before noise is added. Its arguments are x, D, the
+    previous two D with their step sizes h (0 before the first step), h in ln sigma, and
+    (1 + strength) h.
     """
     path = brownian(noise)
 

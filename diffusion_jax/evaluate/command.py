@@ -91,16 +91,16 @@ def of_models(
     name: str = "",
     overrides: Sequence[Sequence[Overrides]] = ((),),
 ) -> Subject:
-    """Return the Subject of a model or a cascade; points are all combinations of its axes.
+    """Return the Subject of a model or a cascade, with a point for each combination of its axes.
 
     Args:
         models: The stages, loaded with the first weights and overrides.
-        draw: Draws with stages, prompts, seeds and guidance.
-        describe: Returns what else the pictures of a stage depend on.
+        draw: Maps stages, prompts, seeds and guidance to images.
+        describe: Returns further facts about a stage for the card of its scores.
         source: The source of the training data.
         sizes: The sides of the first stage's images and of the pictures.
         weights: The weights to evaluate, of each of the first stages.
-        name: The subject's label beside others.
+        name: The label that tells the subject from others in a table.
         overrides: The overrides of every stage, at each point of the sampler's axes.
     """
     joined = lambda values: ", ".join(map(str, values))

@@ -56,7 +56,8 @@ def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
 def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
     """Return the sheet of pictures of a point, if it exists.
 
-    Earlier code saved one sheet per guidance, which is that of its last point.
+    Earlier code saved one sheet per guidance: the last point with this guidance overwrote the
+    others.
     """
     same_name = lambda other: sheet_name(other) == sheet_name(row)
     last = [other for other in one.rows if same_name(other)][-1:] == [row]

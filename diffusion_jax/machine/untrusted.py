@@ -54,7 +54,7 @@ def read_array(file: Any, size: int) -> np.ndarray:
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
     version = np.lib.format.read_magic(file)
     if version not in header:
-        raise ValueError(f"an .npy of version {version}")
+        raise ValueError(f"the .npy has version {version}: only 1.0 and 2.0 are supported")
     shape, fortran, dtype = header[version](file)
     expected = math.prod(shape) * dtype.itemsize
     if dtype.hasobject:

@@ -122,7 +122,7 @@ class Decoded:
         return images, status
 
     def reason(self, status: int) -> str:
-        """Return "broken_image". Raises ValueError if the status is that of a differing size."""
+        """Return "broken_image". Raises ValueError for an image of another size."""
         if status == _UNLIKE:
             h, w, _ = self.shape
             raise ValueError(

@@ -140,7 +140,7 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """Turn the output of a 3x3 convolution with padding into that without, bit for bit.
+    """Cut the border off a padded 3x3 convolution's output; the rest equals the unpadded one.
 
     On CPUs, XLA's fast convolution requires padding. Without it, two layers took half of the
     network's time.

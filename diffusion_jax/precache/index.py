@@ -80,7 +80,7 @@ def finish(
 
 
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
-    """Write the shards' names to a file in `folder`, which is named by their hash."""
+    """Write the names of the shards to a file in `folder`; its name is a hash of these names."""
     text = "\n".join(names)
     name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     files.write_whole(folder / name, text)

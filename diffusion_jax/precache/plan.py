@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return self.folder / f"keys-{chunk:08}"
 
     def firsts(self, part: int) -> pathlib.Path:
-        """Return the path of the numbers, sorted int64, of a range's captions to encode."""
+        """Return the path of a range's list of caption numbers to encode (sorted int64)."""
         return self.folder / f"firsts-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:

@@ -42,7 +42,7 @@ _DAMAGED = "damaged"  # The folder of checkpoints that failed their checksums.
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """A data iterator whose position, as bytes, a checkpoint can hold."""
+    """A data iterator with a position that a checkpoint can save as bytes."""
 
     def get_state(self) -> bytes:
         """Return the position after the last batch that was read."""

@@ -56,7 +56,7 @@ OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
 
 
 class Examples(NamedTuple):
-    """Texts that are drawn during training, always from the same seeds, and their captions."""
+    """The prompts that training draws as examples, always from the same seeds."""
 
     batch: Texts
     captions: tuple[str, ...]

@@ -200,7 +200,7 @@ def watch(
 
 
 class _Walk:
-    """Runs a jaxpr operation by operation, and observes the output of each module."""
+    """An interpreter of jaxprs that checks each module's output for values that are not finite."""
 
     def __init__(self, batch_size: int) -> None:
         self.modules: list[str] = []
@@ -262,7 +262,10 @@ def module_of(scope: str) -> str:
 
 
 def _bad_rows(observed: Observed) -> np.ndarray:
-    """Return the samples whose loss is not finite, else whose inputs, else whose outputs."""
+    """Return the numbers of the samples with a loss that is not finite.
+
+    If all losses are finite, check the inputs in the same way, then the outputs of modules.
+    """
     losses = ~np.isfinite(observed.labels.get("loss", np.zeros(observed.rows.shape[1])))
     inputs = [bad for bad in observed.inputs.values() if bad.ndim]
     rows = [losses, np.any(inputs, axis=0), *observed.rows]

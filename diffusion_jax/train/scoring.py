@@ -20,7 +20,7 @@ def open_scoring(
 
     Args:
       evaluation: the group.
-      source: data.source, whose own scorer is used if the group names no file of prompts.
+      source: data.source, whose own scorer is used if the group does not name a file of prompts.
       size: the side of the pictures that the model draws.
       open_prompts: takes all prompts and returns the tokenizer for them.
 

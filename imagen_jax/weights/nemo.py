@@ -95,7 +95,7 @@ def unet_from_config(config: Any) -> UNet | EfficientUNet:
         raise ValueError(f"unet_type is {kind!r}: it must be 'base', 'sr-unet' or 'sr'")
     missing = [name for name in ("image_size", "embed_dim") if name not in fields]
     if missing:
-        raise ValueError(f"the config's unet lacks {' and '.join(missing)}, which have no default")
+        raise ValueError(f"the config's unet lacks {' and '.join(missing)}: add each to the file")
     if fields.get("channels", 3) != 3:
         raise ValueError(f"unet.channels is {fields['channels']}: it must be 3")
     noise_aug = bool(config.get("noise_cond_aug") or fields.get("noise_cond_aug", False))

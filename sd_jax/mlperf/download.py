@@ -128,7 +128,7 @@ def download(
 def missing(
     folder: pathlib.Path, hashes: Mapping[str, str], present: bool = False
 ) -> list[pathlib.Path]:
-    """Return the files of a set that its folder lacks, or with `present` those that it has."""
+    """Return the files of a set that its folder lacks, or, with `present`, holds."""
     return [folder / path for path in hashes if (folder / path).is_file() is present]
 
 

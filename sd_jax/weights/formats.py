@@ -289,7 +289,7 @@ def check_only(config: Config, options: Config) -> None:
 
 
 def _read(config: Config, family: _Family) -> dict[str, Any]:
-    """Return our fields, read from a family's config. Raises ValueError for other models."""
+    """Translate a foreign config to our fields. Raises ValueError for a network we do not have."""
     missing = [name for name in family.needed if name not in config]
     if missing:
         keys = ", ".join(map(str, config)) or "nothing"

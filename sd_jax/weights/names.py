@@ -153,13 +153,13 @@ def _reversed_up(path: str, levels: Sequence[int]) -> str:
 def unet_dialect(state: StateDict) -> str:
     """Return the dialect of a UNet's names. Raises ValueError for unknown names."""
     marks = {"diffusers": "conv_norm_out.weight", "nemo": "out.1.weight", "ldm": "out.2.weight"}
-    return _dialect(state, marks, "Stable Diffusion UNet")
+    return _dialect(state, marks, "a Stable Diffusion UNet")
 
 
 def vae_dialect(state: StateDict) -> str:
     """Return the dialect of a VAE's names. Raises ValueError for unknown names."""
     marks = {"diffusers": "encoder.conv_norm_out.weight", "ldm": "encoder.norm_out.weight"}
-    return _dialect(state, marks, "autoencoder")
+    return _dialect(state, marks, "an autoencoder")
 
 
 def unet_from_torch(state: StateDict, unet: UNet, text_width: int) -> Any:
@@ -240,6 +240,6 @@ def _dialect(state: StateDict, marks: Mapping[str, str], what: str) -> str:
         if mark in state:
             return dialect
     raise ValueError(
-        f"these weights are no {what}: among {len(state)} arrays such as "
+        f"these weights are not {what}: among {len(state)} arrays such as "
         f"{', '.join(sorted(state)[:3])} there is none of {', '.join(marks.values())}"
     )

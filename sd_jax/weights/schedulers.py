@@ -124,8 +124,9 @@ def read_sampler(config: Config, sampler: Sampler) -> Sampler:
 def _with_sigma_grid(config: Config, s: Sampler, grid: str, noise: str, exploding: bool) -> Sampler:
     """Return the sampler on a Karras or exponential grid.
 
-    The grid ends at the config's sigma_min and sigma_max. Without these, k-diffusion's solvers use
-    the ends of the grid that their timestep spacing gives, and others those of the noise schedule.
+    The grid ends at the config's sigma_min and sigma_max. If the config lacks these,
+    k-diffusion's solvers use the ends of the grid from their timestep spacing; other solvers
+    use the ends of the noise schedule.
     """
     low, high = config.get("sigma_min"), config.get("sigma_max")
     if exploding:

@@ -110,7 +110,7 @@ def test_what_is_not_given_is_an_error():
         (dict(num_res_blocks=(1, 0)), "num_res_blocks (1, 0) must hold a number above 0 for each"),
         (dict(num_res_blocks=(1,)), "(1,) must hold a number above 0 for each of the 2 levels"),
         (dict(attention_levels=(2,)), "attention_levels (2,) must be among the levels, 0 to 1"),
-        (dict(image_size=9), "image_size 9 cannot be halved 1 times: take a multiple of 2"),
+        (dict(image_size=9), "image_size 9 cannot be halved 1 times: choose a multiple of 2"),
         (dict(embed_dim=48), "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
         (dict(head_dim=64), "unet.head_dim 64 does not divide the width 32 of a level"),
         (dict(num_heads=3), "unet.num_heads 3 does not divide the width 64 of a level"),

@@ -251,7 +251,7 @@ def refused(tmp_path):
                                              "micro_batch 3 x replica 1 x fsdp 8 = 24: the near"),
         ("--config.mesh.tensor=3", "mesh replica=1, fsdp=-1, tensor=3 does not fit 8 devices"),
         ("--config.unet.embed_dim=48", "unet.embed_dim * 1 is 48: group normalisation has 32 "
-                                       "groups, so take a multiple of 32"),
+                                       "groups, so choose a multiple of 32"),
         ("--config.unet.attention_resolutions=(3,)", "unet.attention_resolutions holds 3, which a "
                                                      "UNet of image_size 16 and 1 levels never"),
         ("--config.data.source=digts", "the data source 'digts' is unknown"),

@@ -310,12 +310,12 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         ),
         (
             dict(image_size=6, channel_mult=(1, 2, 3)),
-            "unet.image_size 6 does not divide into patches of 1 and 2 halvings: take a multiple "
+            "unet.image_size 6 does not divide into patches of 1 and 2 halvings: choose a multiple "
             "of 4",
         ),
         (
             dict(image_size=9, patch=2),
-            "unet.image_size 9 does not divide into patches of 2 and 0 halvings: take a multiple "
+            "unet.image_size 9 does not divide into patches of 2 and 0 halvings: choose a multiple "
             "of 2",
         ),
         (

@@ -125,7 +125,7 @@ def _fetch(url: str, path: pathlib.Path, digest: str | None, timeout: float) -> 
             raise OSError(f"{url}: {error}") from error
         except OSError as error:
             if attempt == _ATTEMPTS - 1:
-                raise OSError(f"{url} after {_ATTEMPTS} attempts: {error}") from error
+                raise OSError(f"{url}: {_ATTEMPTS} attempts failed: {error}") from error
             time.sleep(2.0**attempt)
     try:
         check(part, digest, url)

@@ -215,7 +215,7 @@ def efficient(**changes):
         (efficient(per_head_channels=-1, num_attn_heads=5), "unet.num_heads 5 does not divide"),
         (efficient(embed_dim="wide"), "a value in the config's unet has the wrong type: "),
         (efficient(channels=1), "unet.channels is 1: it must be 3"),
-        ({"unet": {"cond_dim": 64}}, "lacks image_size and embed_dim, which have no default"),
+        ({"unet": {"cond_dim": 64}}, "lacks image_size and embed_dim: add each"),
         ({"unet": SMALL | {"per_head_channels": -1}}, "unet.head_dim -1 does not divide"),
         ({"unet": SMALL | {"attention_type": "flash"}}, "unet.attention is 'flash'"),
     ],
