@@ -81,7 +81,7 @@ class Share(NamedTuple):
     def turns(self, count: int) -> Iterator[int]:
         """Yield 0 ... count - 1: this worker's part in order, then the others in random order.
 
-        Doing the others replaces dead workers; two workers rarely do the same item.
+        The others cover for dead workers; the random order keeps workers off the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
