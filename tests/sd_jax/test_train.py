@@ -231,7 +231,7 @@ def test_moments_of_another_vae_are_refused(stored, vae, monkeypatch):
     monkeypatch.setattr(train, "read_vae", lambda path, network: other)
     s = tiny.read_settings(on_moments(stored, vae).to_dict())
     with pytest.raises(
-        ValueError, match=r"computed with other settings \(vae: '\w+' there, '\w+' wa"
+        ValueError, match=r"computed with other settings \(vae: '\w+' stored, '\w+' req"
     ):
         train.prepare(s, sharding.make_mesh(1, 1, 1))
 
