@@ -7,7 +7,7 @@ A run with config.optimizer.ema_widths=(0.05, 0.1) keeps averages of these relat
 writes snapshots of them. Averages of other widths are combined from the snapshots after training:
 evaluate, sample and diffusion_jax.heldout do this for --ema=0.05,0.07,0.15. This command lists the
 snapshots and the accuracy that each width reaches at a step. With --width and --out, it writes one
-average as the parameters of a folder that those commands take as their --workdir.
+average as the parameters of a new run, whose folder those commands accept as --workdir.
 
 "error" is the error of the average's profile over the steps, relative to the norm of the profile.
 The error of the weights is about a hundredth of it. "rounding" is the factor by which the rounding
@@ -33,7 +33,7 @@ flags.disclaim_key_flags()  # The flags are defined below, if this module runs a
 
 
 def describe(workdir: str, step: int | None = None) -> str:
-    """Return lines with the stored averages of a run and the error of each width of a table.
+    """Return a report on the stored averages of a run and the accuracy of other widths.
 
     `step` is that of a checkpoint or snapshot; None: the newest. Raises ValueError if the run
     stores no averages.
@@ -85,7 +85,9 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
     base = files.path(workdir) / finetune.BASE
     with runs.writing(out):
         runs.claim(out, config)
-        if base.is_file() and jax.process_index() == 0:  # The fingerprint of what a LoRA adapts.
+        if (
+            base.is_file() and jax.process_index() == 0
+        ):  # The fingerprint of the weights that a LoRA adapts.
             files.write_whole(files.path(out) / finetune.BASE, base.read_text())
         yield folder
 
@@ -111,7 +113,7 @@ def _span(steps: list[int]) -> str:
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _WIDTH = flags.DEFINE_string("width", None, "The width to write, such as 0.07.")
     _CHECKPOINT = flags.DEFINE_integer("checkpoint", None, "A saved step; default: the newest.")
     _OUT = flags.DEFINE_string("out", None, "The folder to write, which becomes a run.")
@@ -123,7 +125,9 @@ if __name__ == "__main__":
         with cli.bad_input():
             width, out = _WIDTH.value, _OUT.value
             if (width is None) != (out is None):
-                raise ValueError("--width names an average and --out its folder: give both")
+                raise ValueError(
+                    "--width (the average) and --out (its folder) belong together: give both"
+                )
             if width is None or out is None:
                 text = describe(_WORKDIR.value, _CHECKPOINT.value)
             else:

@@ -1,4 +1,4 @@
-"""The start of every command: flags, configs, error messages, processes, compilation cache."""
+"""Shared start-up of all commands: flags, configs, errors, processes, compilation cache."""
 
 import contextlib
 import difflib
@@ -118,7 +118,7 @@ def start(*, alone: bool = False) -> None:
         from diffusion_jax.weights import buckets  # Imports Orbax.
 
         with bad_input():
-            buckets.absolute(str(bucket))  # Otherwise JAX would open it through TensorFlow.
+            buckets.absolute(str(bucket))  # Otherwise JAX would open the bucket through TensorFlow.
     if not alone:
         with bad_input():
             distributed.join()
@@ -144,8 +144,8 @@ def bad_input(
 ) -> Iterator[None]:
     """Turn errors that a user can fix into one line and exit code `code`.
 
-    Keep the `usual` types around checks of the input only, since elsewhere they indicate bugs. Busy
-    and a full disk exit with codes at which launchers start the command again.
+    Catch the `usual` types only around checks of the input: elsewhere they indicate bugs. For Busy
+    and a full disk, the exit code tells launchers to start the command again.
     """
     try:
         yield
@@ -165,7 +165,7 @@ def _end(error: Exception, code: int = 1) -> NoReturn:
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
-    """Return a message that names the whole field, where ml_collections names its last part."""
+    """Return a message with the full path of an unknown field; ml_collections names its end."""
     matches = lambda pattern: filter(None, (re.match(pattern, arg) for arg in argv))
     files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers read jobs.
     for flag, path in (m.groups() for m in matches(r"--?(config|job)\.([\w.]+)")):
@@ -207,9 +207,9 @@ def _unraisable(hook_args: Any) -> None:
 
 
 def _is_for_users(record: LogRecord) -> bool:
-    """Return whether to show a line: those of this project, and warnings of libraries."""
+    """Return whether to show a log line: any line of this project, or a library's warning."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
     if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):
-        return False  # A hundred lines about a failed save, whose error is raised as well.
+        return False  # They log a hundred lines about a failed save, which also raises.
     return record.levelno >= WARNING or any(file.is_relative_to(root / name) for name in packages)

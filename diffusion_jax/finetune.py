@@ -1,4 +1,4 @@
-"""Runs that start from given weights: they train all of them, or a LoRA beside them (see lora).
+"""Fine-tuning: runs that start from given weights and train all of them or a LoRA (see lora).
 
 A LoRA run does not store the weights that it adapts. Its config holds their path and base.json
 their fingerprint, so that drawing with the run reads the same weights again.
@@ -25,13 +25,13 @@ Read = Callable[[], Params]
 
 
 class Start(NamedTuple):
-    """What a run trains, and from which parameters."""
+    """A run's task and its initial parameters."""
 
     task: Task
     read: Read | None = None
     """Reads the initial parameters as host arrays; None: task.init makes them."""
     base: str = ""
-    """The fingerprint of the weights that a LoRA adapts; "": it is no LoRA run."""
+    """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
 
 
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
@@ -53,7 +53,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
         return Start(task, read if weights else None)
     if not weights:
         raise ValueError(
-            f"lora.rank is {s.rank} and unet.weights is empty: say which model to adapt, such as "
+            f"lora.rank is {s.rank} and unet.weights is empty: name the model to adapt, such as "
             "unet.weights=runs/base, or train all weights with lora.rank=0"
         )
     base = read()
@@ -103,10 +103,10 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
-    """Return the task that a run draws with, which for a LoRA run adds the factors to the base.
+    """Return the task to draw with; for a LoRA run, it adds the factors to the base.
 
-    `read` reads the base. The arrays of `task.frozen` are on the devices already, and so are those
-    of the result. Raises ValueError if the base is not the one that the run was trained on.
+    `read` reads the base. All arrays of `task.frozen` must be on the devices already. Raises
+    ValueError if the base is not the one that the run was trained on.
     """
     if not s.rank:
         return task
@@ -121,8 +121,8 @@ def network(
     """Return a run's network as host arrays, with LoRA factors merged into it.
 
     Args:
-      workdir: the folder of the run.
-      s: its settings.
+      workdir: the workdir of the run.
+      s: the settings of the run.
       abstract: the shapes of the network's parameters.
       read: reads the weights that a LoRA run adapts.
       which: "raw" or an average, as in restore.load_params.

@@ -2,17 +2,17 @@
 
     python -m diffusion_jax.heldout --workdir=runs/quickstart
 
-The loss compares two runs, two averages or two commits to the last digit. The records are a share
-of the data (config.data.heldout), chosen by a hash of their keys (file names, positions in tars,
-row numbers in tables). Each record meets the same noise levels with the same noise, and no text is
-dropped. Training writes the loss every config.heldout.every steps; this command measures any
-checkpoint of any run.
+The loss is reproducible to the last digit, so that it can compare runs, averages or commits. The
+records are a share of the data (config.data.heldout), chosen by a hash of their keys (file names,
+positions in tars, row numbers in tables). Each record meets the same noise levels with the same
+noise, and no text is dropped. Training writes the loss every config.heldout.every steps; this
+command measures any checkpoint of any run.
 
 Standard output holds a line of JSON for the parameters and for each average: step, weights ("raw",
 "ema_0.999"), "loss", the mean over all levels before any weighting, and "loss/sigma_S" at each
 level. "v_loss" is |D - x0|^2 (1 + sigma^2) / sigma^2, whatever the network predicts. It compares
-runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run that held nothing out
-can be measured on data that it has seen, with --share=0.01.
+runs of different objectives at equal levels: --levels=0.1,0.3,1,3,10. A run without held-out
+records can be measured on a share of its training data: --share=0.01.
 """
 
 import functools
@@ -48,7 +48,7 @@ class Records(NamedTuple):
     batch: Texts
     """The pictures and their tokenized texts, one row per record."""
     numbers: UInt32[np.ndarray, "R"]
-    """The low halves of the records' keys, which seed their noise."""
+    """The low 32 bits of the records' keys, which seed their noise."""
     sigmas: Float[np.ndarray, "L"]
     """The noise levels; each record is measured at all of them."""
 
@@ -59,9 +59,9 @@ class Records(NamedTuple):
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
-    """Read the records that a config's `heldout` group asks for; None if it asks for none.
+    """Read the records of a config's `heldout` group; None if no held-out loss is measured.
 
-    Raises ValueError if the data hold no records out.
+    Raises ValueError if the data set has no held-out records.
     """
     if not s.every or measure is None:
         return None
@@ -77,7 +77,7 @@ def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Recor
 def make_scorer(
     task: Task, frozen: Any, mesh: Mesh, records: Records, batch_size: int
 ) -> Callable[[Params], dict[str, float]]:
-    """Return score(params) -> losses by name, computed for `batch_size` rows at a time.
+    """Return score(params) -> {name: loss}, computed for `batch_size` rows at a time.
 
     The losses of single rows are float32. Their means are taken in float64, in an order that does
     not depend on the number of devices.
@@ -136,16 +136,16 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the held-out losses of a run, and return a line of output for each of its weights.
+    """Measure the held-out losses of a run; return one line of output for each kind of weights.
 
     Args:
-      workdir: the folder of the run.
+      workdir: the workdir of the run.
       step: the step of the checkpoint; None: the newest.
       weights: "raw" and names of averages; (): all that are saved.
       share: the share of the data to measure on; None: config.data.heldout.
       records: the largest number of records; None: config.heldout.records.
       sigmas: the noise levels; (): those of config.heldout.
-      base: the new place of the weights that a LoRA run adapts; None: the one in its config.
+      base: the new path of the weights that a LoRA run adapts; None: the path in its config.
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.
     """
@@ -158,7 +158,7 @@ def measure_run(
         raise ValueError(f"{workdir} is a run of {config['system']}, which has no held-out loss")
     if not (share or s.data.heldout):
         raise ValueError(
-            f"{workdir} held no records out: give the share of its data to measure on, such as "
+            f"{workdir} has no held-out records: give the share of its data to measure on, such as "
             "--share=0.01"
         )
     finetune.check_wanted(base, s.lora)
@@ -197,7 +197,7 @@ def measure_run(
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_string("workdir", None, "The folder of a run.", required=True)
+    _WORKDIR = flags.DEFINE_string("workdir", None, "The workdir of a run.", required=True)
     _EMA = flags.DEFINE_list(
         "ema", [], 'Decays or widths of averages, "ema" or "raw"; default: all that are saved.'
     )
@@ -209,7 +209,7 @@ if __name__ == "__main__":
         "records", None, "The largest number of records.", lower_bound=1
     )
     _BASE = flags.DEFINE_string(
-        "unet_weights", None, "The new place of the weights that a LoRA run adapts."
+        "unet_weights", None, "The new path of the weights that a LoRA run adapts."
     )
     _LEVELS = flags.DEFINE_list(
         "levels", [], "Noise levels; default: quantiles of the training distribution."

@@ -29,10 +29,10 @@ Shape = tuple[int, ...]
 def adapt(task: Task, base: Params, s: Lora) -> Task:
     """Return a task whose parameters are factors for s.targets; `base` becomes frozen.
 
-    `base` is the network's part of `task.init`; shapes suffice if nothing is computed. s.scale acts
+    `base` holds the network's parameters, or only their shapes if nothing is computed. s.scale acts
     in sampling only. Raises ValueError if s.targets or s.rank does not fit: see `layers`.
     """
-    layers(base, s)  # Raises before anything compiles.
+    layers(base, s)  # Raise errors before anything compiles.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
 
     def loss(params, frozen, batch, key):
@@ -131,7 +131,7 @@ def _merged(base: Params, params: Params, scale: float) -> Params:
     kernels: dict[str, Any] = flatten_dict(base[_NETWORK], sep="/")
     for path, pair in flat(params).items():
         name = f"{path}/{_KERNEL}"
-        # In float32 even where matmuls default to bfloat16; the cost is negligible.
+        # In float32, even if matmuls default to bfloat16; the cost is negligible.
         product = jnp.matmul(pair["down"], pair["up"], precision=jax.lax.Precision.HIGHEST)
         kernels[name] = kernels[name] + scale * product
     learned = {name: tree for name, tree in params.items() if name != FACTORS}

@@ -1,4 +1,4 @@
-"""Systems by name: the groups of a system's configs, and how a config becomes typed settings."""
+"""Find systems by name, and convert their configs to typed settings."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -58,7 +58,7 @@ def complete(config: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: For an unknown group or field, or an omitted field without a default.
     """
     if not config.get("system"):
-        raise ValueError(f"the config lacks system: choose from {', '.join(KNOWN)}")
+        raise ValueError(f"the config has no field `system`: choose from {', '.join(KNOWN)}")
     system = find(config["system"])
     fields, groups = settings.split(config)
     values = {"system": "", **settings.complete(ranges.defaults(Run), fields, "")}

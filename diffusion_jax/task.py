@@ -1,6 +1,6 @@
 """Task: the interface between a system and the training loop, sampling and evaluation.
 
-The functions below it are shared by the losses of all systems.
+The losses of all systems share the functions below it.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,9 +33,9 @@ class Measure(NamedTuple):
     """The held-out loss of single images at given noise levels."""
 
     levels: Callable[[int], Float[np.ndarray, "n"]]
-    """n to the n quantiles of training's noise levels."""
+    """n -> n quantiles of the noise levels of training."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
-    """(params, frozen, batch, one key per image, one level per image) to each image's unweighted
+    """(params, frozen, batch, one key per image, one level per image) -> each image's unweighted
     loss and its v-loss (see Objective.errors). No text is dropped."""
 
 
@@ -43,14 +43,14 @@ class Task(NamedTuple):
     """A system as pure functions, and the sharding of its parameters."""
 
     init: Callable[[PRNGKeyArray], Params]
-    """Key to the initial parameters."""
+    """key -> the initial parameters."""
     loss: LossFn
-    """(params, frozen, batch, key) to a scalar and metrics."""
+    """(params, frozen, batch, key) -> (a scalar, metrics)."""
     sample: Sample
-    """(params, frozen, batch of texts, one key per image, guidance) to images in about [-1, 1].
+    """(params, frozen, batch of texts, one key per image, guidance) -> images in about [-1, 1].
 
-    An image depends on its own key, text and guidance alone, not on its batch. Guidance None is
-    guidance 1 without the unconditional half of the work.
+    An image depends only on its own key, text and guidance, not on its batch. Guidance None gives
+    the images of guidance 1 at half the cost.
     """
     frozen: Frozen
     """Weights that are not trained: sharded, never donated, and in no checkpoint."""

@@ -6,7 +6,7 @@
     images = cascade.draw(stages, ["a red seven on gray paper"], seeds=[0])[-1]
 
 Each stage has its own checkpoint, sampler and guidance. Images pass from a stage to the next one
-neither clipped nor rounded.
+without being clipped or rounded.
 """
 
 import itertools
@@ -39,11 +39,11 @@ OPTIONS: Options = {
     "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
     **options.of_group("sampler", Sampler),
 }
-"""What can be chosen of a stage, by the names of flags and keywords."""
+"""The options of a stage, keyed by the names of their flags and keywords."""
 
 
 def choose(**values: Any) -> Choice:
-    """Return a Choice, which says how to open a stage, from values of OPTIONS by name.
+    """Convert values of OPTIONS to a Choice, with which `load` opens a stage.
 
     Raises ValueError for an unknown name, and for a value of another type or out of range.
     """
@@ -61,10 +61,10 @@ def load(
 
     Args:
         workdirs: The runs, in the order in which they draw.
-        choices: How to open each; see `choose`.
+        choices: A Choice for each run; see `choose`.
         embedded: Whether the models draw from embeddings made elsewhere. Their text encoders are
             then not opened.
-        strengths: For each, the share of the steps that draw over given pictures.
+        strengths: For each run, the share of the steps that draw over given pictures.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -94,14 +94,14 @@ def load_model(
     """Open the model of a training run.
 
     Args:
-        workdir: The run's.
-        overrides: Values in place of the config's, by field; see `choose`.
-        weights: Which saved weights draw.
+        workdir: The workdir of the run.
+        overrides: Values that replace those of the config, keyed by field; see `choose`.
+        weights: The saved weights to draw with.
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
         embedded: As for `load`.
         strength: The share of the steps that draw over a given picture: see diffusion.editing.
-        encoders: A dict, empty at first. Models that are opened with the same one share the weights
-            of their text encoders.
+        encoders: A cache, empty at first. Models that are opened with the same cache share the
+            weights of their text encoders.
 
     Raises:
         FileNotFoundError: If there is no such run, checkpoint or guide.
@@ -109,13 +109,13 @@ def load_model(
     """
     s = read_run(workdir, overrides)
     ranges.check_value("strength", strength, Share)
-    mesh = sharding.make_mesh()  # The devices need not be those of the training.
+    mesh = sharding.make_mesh()  # Training may have used other devices.
 
     # The text encoder and the guide.
     if embedded and not registry.ENCODERS[s.text.encoder].pretrained:
         raise ValueError(
-            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: its "
-            "embeddings are never made in advance"
+            f"the text encoder {s.text.encoder!r} needs --prompt=TEXT or --prompts=FILE: it reads "
+            "no embeddings"
         )
     if embedded:
         encoder, frozen = lookup.open_encoder(s.text, embedded), ()
@@ -127,7 +127,7 @@ def load_model(
     if guiding:
         frozen = {"text": frozen, "guide": guiding.params}
 
-    # The UNet, or the factors that a run of LoRA trained beside it.
+    # The UNet, to which a LoRA run adds its factors.
     imagen = task.make_task(s, encoder)._replace(frozen=frozen)
     read_base = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     imagen = finetune.adapted(imagen, workdir, s.lora, read_base, mesh)
@@ -152,7 +152,7 @@ def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
     """Check that each stage enlarges what the stage before it draws.
 
     Args:
-        stages: The workdir and the settings of each.
+        stages: The workdir and the settings of each stage.
 
     Raises:
         ValueError: If a stage enlarges images of another size.
@@ -182,10 +182,10 @@ def draw(
 
     Args:
         stages: The models, from the first to the last.
-        prompts: Texts, or for models opened as `embedded` embeddings of [tokens, width] each.
-        seeds: As many as prompts.
-        low_res: What the first stage enlarges if it is a super-resolution model.
-        pictures: What all stages draw over.
+        prompts: Texts; for models opened with `embedded`, an embedding [tokens, width] per text.
+        seeds: One seed per prompt.
+        low_res: The images to enlarge if the first stage is a super-resolution model.
+        pictures: The pictures that all stages draw over.
 
     Raises:
         ValueError: If the numbers of prompts and seeds differ, or a size does not fit.
@@ -208,14 +208,14 @@ def draw_batches(
     low_res: Images | None = None,
     guidance: float | None = None,
 ) -> Iterator[list[Images]]:
-    """Yield the images of a few rows at a time, as every stage drew them, in the rows' order.
+    """Draw batch by batch; each batch is a list with one array of images per stage.
 
     Args:
         stages: The models, from the first to the last.
         texts: Each stage's tokens or embeddings.
         seeds: One per row.
         sizes: Each stage's batch size.
-        low_res: What the first stage enlarges, in about [-1, 1].
+        low_res: The images that the first stage enlarges, in about [-1, 1].
         guidance: The guidance of all stages; by default each stage takes its own.
     """
     stage, batch = stages[0], dict(texts[0])
@@ -241,7 +241,7 @@ def draw_batches(
 def with_pictures(
     stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Return each stage's texts, with the pictures that it draws over, if any, in its size.
+    """Return each stage's texts together with the pictures that it draws over, in its size.
 
     Raises ValueError for a picture that is not square.
     """
@@ -258,7 +258,7 @@ def with_pictures(
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """Return what a stage's pictures depend on; infinite bounds, which JSON lacks, are left out."""
+    """Describe a stage for cards; infinite bounds are left out, because JSON has no infinity."""
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
     if not (s.sampler.grid or s.sampler.end):  # Cards of earlier code had none of these fields.
@@ -273,7 +273,7 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Return the stages with their samplers, as the command writes them beside each picture."""
+    """Return the card of stages and samplers that the command writes beside each picture."""
     each = []
     for stage in stages:
         s, described = stage.settings, describe(stage)

@@ -2,9 +2,9 @@
 
     python -m imagen_jax.evaluate --workdir=runs/quickstart
 
-draws the coloured digits, and a judge reads digit, ink and paper back from each picture. A prompt
-counts if all three are right; prompts that training never showed count separately. Models of other
-pictures are scored by FID and CLIP score, as a curve over guidance:
+This command draws coloured digits, and a judge reads digit, ink and paper back from each picture. A
+picture is right if all three are; prompts that training never showed are counted separately. Models
+of other pictures are scored by FID and CLIP score, as a curve over guidance:
 
     python -m imagen_jax.evaluate --workdir=runs/base64 --workdir=runs/sr256 \\
         --prompts=captions_val2014.json --num_prompts=30000 --reference=coco_256.npz \\
@@ -14,16 +14,16 @@ pictures are scored by FID and CLIP score, as a curve over guidance:
 --text_weights names the text encoder if the config does not, as after training on stored
 embeddings.
 
---checkpoint and --ema take lists, whose values make further points. They are the first model's;
-repeated, --ema=0.999,0.9999 --ema=0.9999,raw, they are those of the next stages, in all
-combinations. --sampler, --steps, --eta and all other settings of the sampler take lists too:
---steps=10,20,30. For a cascade, commas separate its stages, with one value for all or one for each,
+--checkpoint and --ema take lists of values for the first model; each value makes a point of the
+sweep. Repeat them for the next stages of a cascade, as in --ema=0.999,0.9999 --ema=0.9999,raw; all
+combinations are scored. --sampler, --steps, --eta and all other sampler settings take lists too:
+--steps=10,20,30. For a cascade, commas separate the stages, with one value for all or one for each,
 and a repeated flag makes further points: --steps=30,20 --steps=10,10. Every point draws with the
 same seeds. Features are saved batch by batch, so that an interrupted sweep continues.
 
 WORKDIR/evaluation/NAME receives sweep.csv, fid_scores.csv and clip_scores.csv, curve.png and .pdf,
 a sheet of pictures for each guidance, and scores/, a card with each score. The scores are also
-written to the metrics, and everything to one page, WORKDIR/report.html.
+written to the metrics, and WORKDIR/report.html shows everything on one page.
 """
 
 from collections.abc import Sequence
@@ -54,8 +54,8 @@ def open_subject(
 
     Args:
         workdirs: The run of each stage.
-        points: At each point, the values of cascade.OPTIONS of every stage.
-        weights: The weights to evaluate, of each of the first stages.
+        points: For each point, the values of cascade.OPTIONS of every stage.
+        weights: The weights to evaluate for each of the first stages; later stages use the default.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.

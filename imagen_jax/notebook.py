@@ -20,7 +20,7 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
     """Open a run, or the runs of a cascade in the order in which they draw.
 
     Args:
-        *workdirs: The runs.
+        *workdirs: The workdirs of the runs.
         **values: Values of cascade.OPTIONS, the flags of the command `sample`; a list holds one
             value per stage.
 

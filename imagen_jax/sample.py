@@ -3,28 +3,30 @@
     python -m imagen_jax.sample --workdir=runs/quickstart --prompt="a red seven on gray paper" \\
         --num_images=8 --out=pictures
 
-A cascade names its models in the order in which they draw. A flag holds one value for all of them,
-or one for each; what is left out is taken from each config. Each setting of the sampler is a flag
-(--eta, --churn, --rho, --sigma_max, --guidance_low ...):
+For a cascade, give --workdir for each model in the order in which they draw. A flag holds one value
+for all models or one for each; the default is the value in each config. Each sampler setting is a
+flag (--eta, --churn, --rho, --sigma_max, --guidance_low ...):
 
     python -m imagen_jax.sample --workdir=runs/base64 --workdir=runs/sr256 --guidance=7.5,8 \\
         --steps=30,20 --prompts=captions.txt --out=pictures
 
-Give --prompt several times, or a file with one prompt a line as --prompts. The text encoder is the
-one that the models were trained with. Models trained on stored embeddings need its weights,
+Give --prompt several times, or a file with one prompt per line as --prompts. The text encoder is
+the one that the models were trained with. Models trained on stored embeddings need its weights,
 --text_weights=FOLDER, or texts that it has embedded elsewhere, --embeddings=FILE (.npy, .npz or
 .safetensors, one text each). If the first model is a super-resolution model, it enlarges the
 pictures of --low_res, one for each text.
 
 Image-to-image: --image=photo.png --strength=0.6 takes one square picture for all texts, or one for
-each, resized for each stage. The first stage draws over it in the last 0.6 of its steps, and the
-later stages enlarge the result; with --strength=0.6,0.3 they draw over the picture too. Inpainting:
---mask=mask.png, in the picture's size, is white where the picture is drawn anew; what is black
-stays the same to the last pixel, at every stage. At --strength=1 the new part starts from noise.
+each, and resizes it for each stage. The first stage draws over it in the last 0.6 of its steps, and
+the later stages enlarge the result; with --strength=0.6,0.3 they draw over the picture too.
+Inpainting: --mask=mask.png, in the picture's size, is white where the picture is redrawn; the black
+part stays the same to the last pixel, at every stage. At --strength=1 the new part starts from
+noise.
 
 --out receives a PNG for each image, sheet.png with all images and their captions, and
-metadata.jsonl with what is needed to draw an image again. Image n has the seed --seed + n and
-depends on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of --seed=0.
+metadata.jsonl with all settings that are needed to draw an image again. Image n has the seed --seed
++ n and depends on its seed and prompt alone: --seed=5 --num_images=1 draws the sixth image of
+--seed=0.
 """
 
 import pathlib
@@ -49,20 +51,22 @@ _EMBEDDINGS = flags.DEFINE_multi_string("embeddings", [], "A file with one embed
 _LOW_RES = flags.DEFINE_multi_string("low_res", [], "A picture to enlarge; one for each text.")
 _PICTURES = pictures.define()
 _STRENGTH = flags.DEFINE_list(
-    "strength", ["0.8"], "Share of the steps that draw over --image: the first stage's, or each's."
+    "strength",
+    ["0.8"],
+    "Share of the steps that draw over --image: one value for the first stage, or one per stage.",
 )
-_ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write what the earlier stages drew.")
+_ALL_SIZES = flags.DEFINE_bool("all_sizes", False, "Also write the images of the earlier stages.")
 _OPTIONS = option_flags.define_by_stage(cascade.OPTIONS)
-_BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once. One for all, or one each.")
+_BATCH = flags.DEFINE_list("batch_size", [], "Images drawn at once. One value, or one per stage.")
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the cascade that the flags name, and what it draws from."""
+    """Open the cascade and the inputs that the flags name."""
     del out
     if bool(prompts) == bool(_EMBEDDINGS.value):
         raise ValueError(
-            "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or in their place "
-            "--embeddings=FILE, which the models' text encoder made"
+            "there must be texts to draw: give --prompt=TEXT or --prompts=FILE, or instead "
+            "--embeddings=FILE, made by the models' text encoder"
         )
     workdirs = _WORKDIR.value
     batch_sizes = option_flags.each("batch_size", _BATCH.value, Count, len(workdirs))
@@ -96,7 +100,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return --strength of each stage; a single value is the first stage's, the others get 1."""
+    """Return the strength of each stage; a single --strength is for the first, the others get 1."""
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 

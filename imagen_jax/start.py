@@ -8,7 +8,7 @@ a Hugging Face data set on disk, or SOURCE:PATH::TEXT with the values of a confi
 
 The command reads the pictures, measures a few training steps of suitable models on this machine,
 writes a short config (for a cascade, one per stage) and a sheet of the first training pictures, and
-prints the commands to run next. It overwrites no file.
+prints the commands to run next. It never overwrites a file.
 """
 
 from diffusion_jax.start.command import command
@@ -19,7 +19,7 @@ _TRAIN = "imagen_jax.train"
 
 
 def rungs() -> list[Rung]:
-    """Return the models to choose from, smallest first: a base model alone or with an upsampler."""
+    """Return the models to choose from, smallest first: base models and cascades of two stages."""
     alone = lambda base: Stage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
         alone(base)._replace(share=0.75),

@@ -7,8 +7,8 @@ Any value of the config can be changed on the command line: --config.optimizer.l
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
-where the first loss or gradient that was not finite came from. The same command run again continues
-exactly where the last checkpoint ends. SIGTERM saves a checkpoint and exits with code 143.
+where the first loss or gradient that was not finite came from. Running the same command again
+continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
 """
 
 import functools
@@ -29,19 +29,19 @@ from imagen_jax import super_resolution
 from imagen_jax.settings import Settings, read_settings
 from imagen_jax.task import make_task
 
-_SHOWN = 8  # Pictures whose texts are drawn where the prompts cannot be.
+_SHOWN = 8  # The number of pictures whose texts are drawn if prompts cannot be drawn.
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     """Open the text encoder, the data and the model; ValueError or OSError if one is missing."""
-    # The text encoder, which is not opened if its outputs lie beside the pictures (`embedded`).
+    # The text encoder, which is not opened if the data hold its outputs (`embedded`).
     encoder = lookup.open_encoder(s.text, s.data.embedded)
 
-    # The data, and what is drawn during training.
+    # The data, and the examples to draw during training.
     batches = open_batches(s, encoder, mesh)
     examples = _examples(s, encoder, batches)
 
-    # The model, from random numbers or from given weights, all of which or a LoRA of it is trained.
+    # The model, with random or given weights; training changes all of them or only a LoRA.
     read = lambda: _read_weights(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
@@ -79,7 +79,7 @@ def _open_prompts(s: Settings, encoder: TextEncoder) -> loop.OpenPrompts:
 
 
 def _read_weights(path: str, unet: Any, text_width: int) -> Any:
-    # Loads the readers of NeMo's checkpoints, which runs from random numbers do without.
+    # Imported here because runs with random initial weights need no readers of checkpoints.
     from imagen_jax.weights.initial import read_unet
 
     return read_unet(path, unet, text_width)

@@ -2,10 +2,11 @@
 
     python -m imagen_jax.web --workdir=runs/quickstart [--workdir=runs/other ...] [--port=8765]
 
-It prints the address to open. Only this machine can reach it unless --host says otherwise; then the
-page asks for a token, which is printed too. Pictures appear while they are drawn, each with a link
-and the command that draws it again; two settings make a grid. Sweeps and training curves are read
-from the runs. It needs the extra [web]: pip install starlette uvicorn.
+It prints the address to open. Only this machine can reach the page, unless --host names another
+address; then the page needs the token that is printed with it. Pictures appear while they are
+drawn, each with a link and the command that draws it again. A grid compares the values of two
+settings. Sweeps and training curves are read from the runs. It needs the extra [web]: pip install
+starlette uvicorn.
 A cascade is --workdir=runs/base64,runs/sr256, its stages separated by commas.
 """
 

@@ -4,7 +4,7 @@ import importlib
 from typing import Any
 
 
-def __getattr__(name: str) -> Any:  # `load` alone: `import sd_jax` is light.
+def __getattr__(name: str) -> Any:  # Import `load` when it is used: `import sd_jax` stays fast.
     if name != "load":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return importlib.import_module("sd_jax.notebook").load

@@ -33,11 +33,11 @@ OPTIONS: Options = {
     ),
     **options.of_group("sampler", settings.Sampler),
 }  # fmt: skip
-"""What can be chosen of a model, by the names of flags and keywords."""
+"""The options of a model, keyed by the names of their flags and keywords."""
 
 
 def choose(**values: Any) -> Choice:
-    """Return a Choice, the arguments of `load`, from values of OPTIONS by name.
+    """Convert values of OPTIONS to a Choice, the arguments of `load`.
 
     Raises ValueError for an unknown name, and for a value of another type or out of range.
     """
@@ -57,20 +57,20 @@ def load(
 
     Args:
         path: The workdir, directory or file.
-        overrides: Values in place of the config's, by field; see `choose`.
-        weights: Which saved weights of a run draw; of a file, its averaged or its raw weights.
+        overrides: Values that replace those of the config, keyed by field; see `choose`.
+        weights: The saved weights of a run; for a file, its averaged or its raw weights.
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
-        file: What a directory or a file may not say itself.
+        file: Facts that a directory or a file may not contain.
         strength: The share of the steps that draw over a given picture; see settings.Pipeline.
 
     Raises:
         FileNotFoundError: If the path, or something that it names, does not exist.
-        ValueError: If the model lacks a part, or the arguments do not fit it.
+        ValueError: If a part of the model is missing, or the arguments do not fit it.
     """
     path = files.path(path)
     if path.is_file() or (path / "model_index.json").is_file() or (path / "unet").is_dir():
         if guide:
-            raise ValueError(f"--guide={guide} is for runs, --workdir, and {path} is no run")
+            raise ValueError(f"--guide={guide} needs a run (--workdir), but {path} is not a run")
         return published.load_model(files.local(path), overrides, weights.ema, file, strength)
     if not path.is_dir():
         raise FileNotFoundError(f"there is no {path}: name a run, a diffusers directory or a file")
@@ -89,8 +89,8 @@ def draw(
 ) -> UInt8[np.ndarray, "N H W 3"]:
     """Draw one image for each prompt and its seed; None stands for the model's settings.
 
-    With `images`, image n is drawn over images[n], where masks[n] is True if masks are given. It
-    depends on nothing but its own prompt, seed, picture and mask.
+    With `images`, image n is drawn over images[n]; with `masks`, only where masks[n] is True. Image
+    n depends only on its own prompt, seed, picture and mask.
 
     Raises:
         ValueError: If the numbers of prompts, seeds and images differ, or a size does not fit.
@@ -103,7 +103,7 @@ def draw(
         settings.check_size(model.settings, "the images' height", images.shape[1])
         settings.check_size(model.settings, "the images' width", images.shape[2])
     if masks is not None and (images is None or masks.shape != images.shape[:3]):
-        raise ValueError(f"masks of {masks.shape}: give images of the same sizes")
+        raise ValueError(f"masks have the shape {masks.shape}: give images of the same size")
     pictures = {sampling.IMAGE: images, sampling.MASK: masks}
     pictures = {name: array for name, array in pictures.items() if array is not None}
     batches = draw_batches(model, prompts, seeds, negative_prompt, guidance, pictures)
@@ -121,8 +121,8 @@ def draw_batches(
 ) -> Iterator[Images]:
     """Draw like `draw`, but yield `batch_size` images at a time, in about [-1, 1].
 
-    `pictures` holds pictures and masks by their names in sampling. Where guidance changes nothing,
-    the negative prompt is not even encoded.
+    `pictures` holds pictures and masks, keyed by sampling.IMAGE and MASK. If guidance changes
+    nothing, the negative prompt is not even encoded.
     """
     s: settings.Sampler = model.settings.sampler
     negative_prompt = s.negative_prompt if negative_prompt is None else negative_prompt
@@ -155,7 +155,7 @@ def describe_guidance(model: Model) -> dict[str, Any]:
 
 
 def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
-    """Return a card's fields of the grid, if it is not the sampler's own, and of churn."""
+    """Return the card fields of the grid and of churn that differ from the defaults."""
     names = ("grid", "end", "offset", "sigma_min", "sigma_max", "rho", "unit_start")
     has_grid, defaults = sampler.grid or sampler.end, sampler._field_defaults
     fields = {name: getattr(sampler, name) for name in (*names, "churn")}
@@ -164,5 +164,5 @@ def describe_grid(sampler: settings.Sampler) -> dict[str, Any]:
 
 
 def default_batch_size(model: Model) -> int:
-    """Return how many images are drawn at once by default; larger images use smaller batches."""
+    """Return the default batch size; larger images use smaller batches."""
     return program.default_batch_size(*model.settings.output_shape)

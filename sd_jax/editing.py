@@ -17,9 +17,9 @@ IMAGE, MASK = "image", "mask"
 def over(
     p: Pipeline, vae_params: Any, batch: Mapping[str, Any], keys: Key[Array, "B"]
 ) -> Callable[[Sampler], Sampler]:
-    """Return a wrapper of samplers that draws over batch[IMAGE] where batch[MASK], if any, is True.
+    """Return a wrapper of samplers that redraws batch[IMAGE], only where batch[MASK] if given.
 
-    A latent is known where all of its pixels are; see diffusion.editing.
+    A latent is redrawn if any of its pixels is; see diffusion.editing.
     """
     factor, pixels = vae.factor(p.vae), to_range(batch[IMAGE], p.latents.pixels)
     moments: Any = p.vae.apply(vae_params, pixels, method="encode")

@@ -5,9 +5,9 @@
         --inception=pt_inception-2015-12-05-6726825d.pth \\
         --clip=weights/CLIP-ViT-H-14-laion2B-s32B-b79K
 
-draws the prompts at each guidance and scores them by FID and CLIP score, as a curve over guidance.
-A model of the coloured digits is scored by their judge, without any of these files. --checkpoint
-and --ema take lists, whose values make further points, and so do all settings of the sampler:
+This command draws the prompts at each guidance and scores the pictures by FID and CLIP score, as a
+curve over guidance. A model of the coloured digits is scored by their judge, which needs none of
+these files. --checkpoint, --ema and all sampler settings take lists, whose values make more points:
 --sampler=ddim,dpmpp_2m --steps=10,20,50 --eta=0,1. Every point draws with the same seeds. Features
 are saved batch by batch, so that an interrupted sweep continues.
 
@@ -16,13 +16,13 @@ Several models, trained here or elsewhere, share one figure with a curve each:
     python -m sd_jax.evaluate --workdir=runs/sd1_256 --model=weights/sd-v1-5 \\
         --model=weights/sd-v2-0-base --size=256 --out=runs/beside ...
 
-Each draws at its own size, by its config's sampler or its directory's scheduler unless --sampler,
---steps and --grid say otherwise; --size resizes the pictures before they are scored.
+Each draws at its own size, with its config's sampler or its directory's scheduler unless --sampler,
+--steps or --grid is given; --size resizes the pictures before they are scored.
 
 WORKDIR/evaluation/NAME, of the first run or of --out, receives sweep.csv, fid_scores.csv and
 clip_scores.csv, curve.png and .pdf, a sheet of pictures for each guidance, and scores/, a card with
-each score. The scores are also written to the metrics, and everything to one page,
-WORKDIR/report.html (beside MLPerf's reference runs:
+each score. The scores are also written to the metrics, and WORKDIR/report.html shows everything
+on one page (to compare with MLPerf's reference runs:
 python -m diffusion_jax.report WORKDIR --rcp).
 """
 
@@ -53,13 +53,13 @@ def open_run(
     """Open the model of a run to evaluate.
 
     Args:
-        workdir: The run's.
-        points: The values of drawing.OPTIONS at each point.
+        workdir: The workdir of the run.
+        points: For each point, the values of drawing.OPTIONS.
         weights: The weights to evaluate.
 
     Raises:
         FileNotFoundError: If there is no such run.
-        ValueError: If it cannot draw.
+        ValueError: If the values do not fit the run.
     """
     choice = drawing.choose(**points[0])._replace(weights=weights[0])
     s, model = read_run(workdir, choice.overrides), drawing.load(workdir, *choice)
@@ -106,9 +106,11 @@ def _draw(
 
 
 if __name__ == "__main__":
-    _WORKDIR = flags.DEFINE_multi_string("workdir", [], "The workdir of a training run; several.")
+    _WORKDIR = flags.DEFINE_multi_string(
+        "workdir", [], "The workdir of a training run; may be repeated."
+    )
     _MODEL = flags.DEFINE_multi_string(
-        "model", [], "A diffusers directory or a checkpoint file; several."
+        "model", [], "A diffusers directory or a checkpoint file; may be repeated."
     )
     _OPTIONS = option_flags.define_axes(
         drawing.OPTIONS, without=(*evaluation.AXES, "height", "width")
@@ -118,7 +120,9 @@ if __name__ == "__main__":
     def open_subjects(weights: Sequence[Sequence[Weights]]) -> list[Subject]:
         """Open the models that the flags name."""
         if not (_WORKDIR.value or _MODEL.value):
-            raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH, or several")
+            raise ValueError(
+                "there is no model: give --workdir=FOLDER of a training run or --model=PATH"
+            )
         file_flags.check_unused(bool(_MODEL.value), _FILE())
         if not _WORKDIR.value and not flags.FLAGS.out:
             raise ValueError("--model has no workdir: name the folder for the files, --out=PATH")

@@ -1,4 +1,4 @@
-"""Flags for models that were trained elsewhere: what their files may not say."""
+"""Flags for models that were trained elsewhere: facts that their files may not contain."""
 
 from collections.abc import Callable
 
@@ -22,16 +22,25 @@ def define() -> Callable[[], File]:
     dtypes = ["bfloat16", "float32"]
     holders = [
         flags.DEFINE_enum(
-            "prediction", None, ["eps", "v"], "What the UNet of --model predicts, if it says none."
+            "prediction",
+            None,
+            ["eps", "v"],
+            "What the UNet of --model predicts, if its files do not say.",
         ),
         flags.DEFINE_string("tokenizer", None, "Folder of CLIP's tokenizer, for --model=FILE."),
-        flags.DEFINE_integer("norm_groups", None, "Of --model=FILE: 16 for MLPerf's."),
-        flags.DEFINE_enum("dtype", None, dtypes, "The arithmetic of --model; float32 on CPUs."),
+        flags.DEFINE_integer(
+            "norm_groups", None, "Groups of the norms of --model=FILE; 16 for MLPerf's."
+        ),
+        flags.DEFINE_enum(
+            "dtype", None, dtypes, "The arithmetic of --model; by default float32 on CPUs."
+        ),
         flags.DEFINE_string(
-            "config", None, "LDM's yaml of --model=FILE, for the heads if the file lacks them."
+            "config",
+            None,
+            "LDM's yaml of --model=FILE; gives the number of heads if the file does not.",
         ),
         flags.DEFINE_multi_string(
-            "lora", None, "A LoRA to merge into --model, FILE or FILE:STRENGTH; several."
+            "lora", None, "A LoRA to merge into --model, FILE or FILE:STRENGTH; may be repeated."
         ),
     ]
 

@@ -21,12 +21,12 @@ def load(path: str | os.PathLike[str], *, file: File = NO_FACTS, **values: Any) 
 
     Args:
         path: The workdir, directory or file.
-        file: What a directory or a file may not say itself.
+        file: Facts that a directory or a file may not contain.
         **values: Values of drawing.OPTIONS, the flags of the command `sample`.
 
     Raises:
         FileNotFoundError: If there is no such model.
-        ValueError: If a value does not fit it.
+        ValueError: If a value does not fit the model.
     """
     model = drawing.load(path, *drawing.choose(**values), file=file)
     card = lambda models: drawing.card(models[0])

@@ -18,9 +18,9 @@ def sketched(denoise: Denoiser, preview: Preview, p: Pipeline, vae_params: Any) 
 
 
 def colours(p: Pipeline, vae_params: Any) -> tuple[Float[Array, "Z 3"], Float[Array, "3"]]:
-    """Return the RGB value of a unit of each latent channel, and of a zero latent.
+    """Return the RGB change per unit of each latent channel, and the RGB of a zero latent.
 
-    They are the VAE's first-order response to latents that are constant over the image.
+    The former is the VAE's first-order response to latents that are constant over the image.
     """
     z = p.vae.latent_channels
     flat = jnp.concatenate([jnp.eye(z), -jnp.eye(z), jnp.zeros((1, z))]) / p.latents.scale

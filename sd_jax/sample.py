@@ -8,10 +8,10 @@
 
 --workdir is a run of sd_jax.train. --model is a diffusers directory, or a file of CompVis,
 Stability, MLPerf or NeMo (.ckpt, .safetensors, .nemo, .npz). A file needs CLIP's vocabulary,
---tokenizer=FOLDER, and a file of 2.x the kind of its output, --prediction=eps or v. Settings that
-are left out are the run's, or else 50 steps at guidance 7.5 and the size that the model was trained
-at, by a directory's own scheduler or PLMS. Each setting of the sampler is a flag (--eta, --churn,
---grid ...).
+--tokenizer=FOLDER, and a file of 2.x also --prediction=eps or v, the kind of its output. By default
+a run draws with its own settings. Other models draw at the size that they were trained at, with 50
+steps at guidance 7.5, by the directory's own scheduler or PLMS. Each sampler setting is a flag
+(--eta, --churn, --grid ...).
 
 A LoRA trained here is a run, --workdir, and --lora_scale is its strength. LoRA files of diffusers
 and kohya are merged into a --model, as FILE or FILE:STRENGTH: --lora=style.safetensors:0.7
@@ -20,11 +20,11 @@ and kohya are merged into a --model, as FILE or FILE:STRENGTH: --lora=style.safe
 Image-to-image: --image=photo.png --strength=0.6 takes one picture for all prompts, or one for each,
 and draws over it in the last 0.6 of the steps. Pictures are resized to --height and --width if
 these are given. Inpainting: --mask=mask.png, in the picture's size, is white where the picture is
-drawn anew; what is black stays the same to the last pixel. At --strength=1 the new part starts from
+redrawn; the black part stays the same to the last pixel. At --strength=1 the new part starts from
 noise.
 
 --out receives a PNG for each image, sheet.png with all images and their prompts, and metadata.jsonl
-with what is needed to draw an image again. Image n has the seed --seed + n and depends on its seed,
+with all settings to draw an image again. Image n has the seed --seed + n and depends on its seed,
 prompts and picture alone: --seed=5 --num_images=1 draws the sixth image of --seed=0.
 """
 
@@ -51,15 +51,15 @@ _PICTURES = pictures.define()
 _STRENGTH = flags.DEFINE_float("strength", 0.8, "Share of the steps that draw over --image.")
 _BATCH = flags.DEFINE_integer("batch_size", None, "Images drawn at once.", lower_bound=1)
 _PREVIEW = flags.DEFINE_integer(
-    "preview_every", 0, "Steps after which preview.png shows what is being drawn; 0: never.",
+    "preview_every", 0, "Steps between updates of preview.png, a picture of the drawing; 0: never.",
     lower_bound=0,
 )  # fmt: skip
 
 
 def open_session(prompts: list[str], out: pathlib.Path) -> Session:
-    """Open the model that the flags name, and what it draws from."""
+    """Open the model and the inputs that the flags name."""
     if bool(_WORKDIR.value) == bool(_MODEL.value):
-        raise ValueError("give --workdir=FOLDER of a training run, or --model=PATH: one of them")
+        raise ValueError("give exactly one of --workdir=FOLDER (a training run) and --model=PATH")
     file = _FILE()
     file_flags.check_unused(bool(_MODEL.value), file)
     if not prompts:
@@ -89,7 +89,7 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _preview(out: pathlib.Path) -> Preview:
-    """Return a function that writes every n-th sketch that it receives to preview.png."""
+    """Return a function that writes every n-th preview (--preview_every) to preview.png."""
     steps = itertools.count(1)
 
     def show(sketches: ArrayLike, sigma: ArrayLike) -> None:

@@ -18,7 +18,7 @@ from sd_jax.editing import IMAGE, MASK
 from sd_jax.settings import Pipeline, Settings
 
 NEGATIVE = "negative_"
-_PIXELS = 2**20  # Decoded at once per device; feature maps take about 2 KiB per pixel.
+_PIXELS = 2**20  # Pixels to decode at once per device; each takes about 2 KiB of feature maps.
 
 
 def make_sample(p: Pipeline, *arguments: Any, **named: Any) -> Callable[..., Images]:
@@ -89,13 +89,13 @@ def make_begin(
 
 
 def _denoiser_of(unet: Any, params: Any, scalings: Precond) -> Callable[[Any], Denoiser]:
-    """Return D of a network as a function of its text."""
+    """Return a function that maps a text context to the denoiser D."""
     network: Any = lambda text: lambda x, time: unet.apply(params, x, time, text)
     return lambda text: precond.denoiser(network(text), scalings)
 
 
 def prompts(encoder: TextEncoder, texts: Sequence[str], negative: str | Sequence[str]) -> Texts:
-    """Return a sampling batch: the tokens of texts and of their negative prompts, one or each."""
+    """Return a sampling batch: the tokens of texts and of one negative prompt for all or each."""
     negatives = [negative] * len(texts) if isinstance(negative, str) else negative
     tokens = encoder.tokenize(negatives)
     return {**encoder.tokenize(texts), **{NEGATIVE + k: v for k, v in tokens.items()}}

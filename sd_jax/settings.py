@@ -82,7 +82,7 @@ class Sampler(NamedTuple):
     """How images are drawn."""
 
     name: SamplerName = "plms"
-    """A name in samplers.SAMPLERS, with arguments if need be: restart(low=0.5)."""
+    """A name in samplers.SAMPLERS, possibly with arguments: restart(low=0.5)."""
     steps: Annotated[int, "[1, 1000]"] = 50
     """Number of steps."""
     eta: ranges.Share = 0.0
@@ -92,9 +92,9 @@ class Sampler(NamedTuple):
     negative_prompt: str = ""
     """The text that guidance leads away from; "" for the dropped text."""
     height: ranges.Amount = 0
-    """The height of the images in pixels; 0 for that of training."""
+    """The height of the images in pixels; 0 for the training size."""
     width: ranges.Amount = 0
-    """The width of the images in pixels; 0 for that of training."""
+    """The width of the images in pixels; 0 for the training size."""
     churn: ranges.Scale = 0.0
     """The amount of new noise of the sampler heun (S_churn of Karras et al. 2022)."""
     grid: GridName = ""
@@ -104,9 +104,9 @@ class Sampler(NamedTuple):
     offset: Annotated[int, "[0, 1000]"] = 1
     """The first time of the grid "leading"."""
     sigma_min: _Level = 0.0
-    """The smallest level of the grids "karras" and "exponential"; 0 for that of the table."""
+    """The smallest level of the grids "karras" and "exponential"; 0 for the table's smallest."""
     sigma_max: _Level = 0.0
-    """The largest level of these grids; 0 for that of the table. Other grids are clipped to it."""
+    """The largest level of these grids; 0 for the table's largest. It also clips other grids."""
     rho: ranges.Positive = 7.0
     """The exponent of Karras et al.'s grid (2022, equation 5)."""
     unit_start: bool = True
@@ -238,7 +238,7 @@ def check(s: Settings) -> None:
 
 
 def check_pipeline(p: Pipeline) -> None:
-    """Raise ValueError for settings that nothing can be drawn with."""
+    """Raise ValueError for settings that cannot draw anything."""
     for name in ("conditioning", "latents", "diffusion", "sampler"):  # Some come from a flag.
         group = getattr(p, name)
         ranges.check(type(group), group._asdict(), name)

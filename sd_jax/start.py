@@ -35,7 +35,7 @@ def rungs() -> list[Rung]:
 
 
 def read_fields(path: str) -> Changes:
-    """Return the config fields of a VAE on disk; ValueError or FileNotFoundError if none is."""
+    """Return the config fields of a VAE on disk. Raises ValueError if `path` holds no VAE."""
     if (files.path(path) / runs.CHECKPOINTS).is_dir():
         fields: dict[str, Any] = runs.load(path, "sd_jax.vae")["vae"]
         scale = 1.0

@@ -88,7 +88,7 @@ def make_task(s: Settings, encoder: TextEncoder, vae_params: Any) -> Task:
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return the task, with shapes as the VAE's weights, and a training batch of one."""
+    """Return the task, with shapes in place of the VAE's weights, and a training batch of one."""
     vae, side = s.vae, s.latents.image_size
     small = side // vae_module.factor(vae)
     if uses_moments(s.data):

@@ -13,8 +13,8 @@ run is --config.mesh.fsdp=8 --config.mesh.replica=4.
 
 The workdir gets metrics.jsonl (and tensorboard/: `tensorboard --logdir=runs`), pictures of
 config.prompts under samples/, checkpoints/, config.json and manifest.json. not_finite.json reports
-where the first loss or gradient that was not finite came from. The same command run again continues
-exactly where the last checkpoint ends. SIGTERM saves a checkpoint and exits with code 143.
+where the first loss or gradient that was not finite came from. Running the same command again
+continues exactly from the last checkpoint. SIGTERM saves a checkpoint and exits with code 143.
 """
 
 from typing import Any
@@ -45,8 +45,8 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
     vae_params = read_vae(s.vae_weights, s.vae) if s.vae_weights else None
     batches = open_batches(s, encoder, vae_params, mesh)
 
-    # What is drawn during training. The prompts are tokenized even if nothing is drawn, because a
-    # store of embeddings must hold the empty and the negative prompt, which training needs too.
+    # The examples to draw during training. The prompts are tokenized even if nothing is drawn,
+    # because a store of embeddings must hold the empty and the negative prompt.
     prompts, negative_prompt = s.run.prompts, s.sampler.negative_prompt
     tokenize = lambda texts: sampling.prompts(encoder, texts, negative_prompt)
     examples = loop.Examples(tokenize(list(prompts)), prompts, s.sampler.guidance)
@@ -55,7 +55,7 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
         lookup.open_prompts(s.text, encoder, False, prompts)  # Checks that a store holds them.
         return tokenize
 
-    # The model: from random numbers or from given weights; all of it is trained, or a LoRA.
+    # The model, with random or given weights; training changes all of them or only a LoRA.
     read = lambda: read_unet(s.unet_weights, s.unet, s.text.width)
     task = make_task(s, encoder, vae_params)
     task, start, base = finetune.begin(task, s.lora, s.unet_weights, read)
@@ -77,12 +77,12 @@ def open_batches(
     side = s.latents.image_size // vae_module.factor(s.vae)
     shape = (side, side, 2 * s.vae.latent_channels)
     pictures = sources.open_pictures(s.data, s.latents.image_size, moments=shape)
-    pictures.read(np.arange(1))  # Another shape is an error here, not after compiling.
+    pictures.read(np.arange(1))  # Raise an error for another shape before compiling.
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh, "moments")
 
 
 def made_by(latents: Latents, vae_params: Any) -> dict[str, Any]:
-    """Return what moments depend on, for their manifest: settings, and a digest of the VAE."""
+    """Return a manifest of moments: the settings and a digest of the VAE that they depend on."""
     identity = {"image_size": latents.image_size, "scale": latents.scale, "pixels": latents.pixels}
     return identity | ({"vae": pretrained.digest(vae_params)} if vae_params else {})
 

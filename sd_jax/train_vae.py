@@ -2,7 +2,7 @@
 
     python -m sd_jax.train_vae --config=configs/sd_quickstart_vae.py --workdir=runs/sd_vae
 
-Give its workdir to sd_jax.train as --config.vae.weights. The metric `latent_std` is the standard
+Give the workdir to sd_jax.train as --config.vae.weights. The metric `latent_std` is the standard
 deviation of the latents; --config.latents.scale should be its inverse. Reconstructions of the first
 pictures are under samples/. Config, data, checkpoints and SIGTERM work as in sd_jax.train.
 """
@@ -32,7 +32,7 @@ _SHOWN = 8  # Pictures that are reconstructed during training.
 
 
 def read_settings(config: Mapping[str, Any]) -> AutoencoderSettings:
-    """Check a whole config, in milliseconds. Raises ValueError with what to change."""
+    """Return the checked settings of a config. Raises ValueError for invalid values."""
     return systems.read(config, "sd_jax.vae")
 
 

@@ -82,7 +82,7 @@ train --config.optimizer.ema_widths=(0.5,) | optimizer.ema_widths is (0.5,): it 
 train --config.optimizer.moment_dtype=int8 | optimizer.moment_dtype is 'int8': choose from
 sample --ema=0.07 --prompt=x | no average '0.07' in
 averages --width=0.4 --out=D/out | --width=0.4: it must be above 0 and below 0.28
-averages --width=0.07 | --width names an average and --out its folder
+averages --width=0.07 | --width (the average) and --out (its folder) belong together
 averages | holds no power-function averages: train with
 train --config.optimizer.ema_decays=(9999.0,) | optimizer.ema_decays is (9999.0,): it must be from 0
 train --config.data.max_broken=2.0 | data.max_broken is 2.0: it must be from 0 to 1
@@ -130,14 +130,14 @@ sample --prompt=a --image=D/images/0.png --strength=2 | --strength is 2.0: it mu
 sd_sample --prompt=a --image=D/images/0.png --mask=D/wide.png | is 4x3 and its picture 20x20
 sd_sample --prompt=a --lora=D/none | --config and --lora are for --model
 train --config.unet.weights=D/none | unet.weights is 'D/none': there is no such run, folder or file
-train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: say which model to adapt
+train --config.lora.rank=4 | lora.rank is 4 and unet.weights is empty: name the model to adapt
 train --config.lora.rank=-1 | lora.rank is -1: it must be 0 or more
 train --config.data.prior=D/images | no .jsonl in D/images
 sd_sample --prompt=a --height=13 | sampler.height is 13
 sd_sample --prompt=a --image=D/none.png | D/none.png
 sd_sample --prompt=a --image=D/file | D/file
 sd_sample --prompt=a --image=D/images/0.png --strength=0 | strength is 0.0, which makes 0 of
-sd_sample --prompt=a --model=D/file | give --workdir=FOLDER of a training run, or --model=PATH
+sd_sample --prompt=a --model=D/file | give exactly one of --workdir=FOLDER (a training run)
 evaluate --name=../../x | --name=../../x: give the name of a folder under evaluation/, not a path
 evaluate --name= | --name=: give the name of a folder
 evaluate --guidance=x | --guidance is 'x': it must be a number
@@ -173,7 +173,7 @@ heldout --workdir=D/none | D/none holds no config.json
 heldout --levels=x | --levels=x: give noise levels above 0
 heldout --levels=nan | --levels=nan: give noise levels above 0
 heldout --share=2 | share
-heldout | D/imagen held no records out: give the share
+heldout | D/imagen has no held-out records: give the share
 heldout --share=0.01 --checkpoint=7 | no checkpoint of step 7
 report D/scored --out=D/none/page.html | D/none/page.html
 heldout word | unknown arguments ['word']

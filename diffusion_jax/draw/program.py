@@ -118,7 +118,7 @@ def in_batches(
 
 
 def default_batch_size(height: int, width: int) -> int:
-    """Return how many images are drawn at once by default; larger images use smaller batches."""
+    """Return the default batch size; larger images use smaller batches."""
     return jax.device_count() * min(64, max(1, _PIXELS // (height * width)))
 
 

@@ -39,7 +39,7 @@ class Point(NamedTuple):
     params: Sequence[Params]
     draw: loop.Draw
     card: Card
-    """Sampler, steps, precision, and what else the pictures depend on."""
+    """Sampler, steps, precision, and other settings on which the pictures depend."""
     later: str = ""
     """Checkpoints and averages of the later stages of a cascade, if they vary over the sweep."""
     settings: Mapping[str, str] = {}
@@ -47,10 +47,10 @@ class Point(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """What is evaluated: a model or a cascade, of any system."""
+    """A model or a cascade to evaluate, of any system."""
 
     workdir: pathlib.Path
-    """Receives the files of sweeps, under evaluation/."""
+    """The folder whose evaluation/ receives the files of the sweep."""
     source: str
     """The source of the training data, which may have its own prompts and judge."""
     size: int
@@ -58,13 +58,13 @@ class Subject(NamedTuple):
     batch_size: int
     """The largest batch to draw at once by default."""
     points: Sequence[Callable[[], Point]]
-    """Open the points in turn; each loads its weights."""
+    """Functions that open one point each, and load its weights."""
     name: str = ""
-    """Its label beside others on a curve."""
+    """The label of its curve if several subjects share a figure."""
 
 
 class Sweep(NamedTuple):
-    """The guidance of a sweep, and how its pictures are drawn."""
+    """The guidance values of a sweep, and the settings for drawing and saving its pictures."""
 
     guidance: Sequence[float]
     seed: int = 0
@@ -78,7 +78,7 @@ class Sweep(NamedTuple):
 
 
 AXES = ("ema", "checkpoint", "guidance")
-"""Options of drawing that the flags of sweep_flags make axes."""
+"""Drawing options that are axes by the flags of sweep_flags."""
 
 
 def of_models(
@@ -149,7 +149,7 @@ def command(
     """Run `python -m SYSTEM.evaluate --workdir=FOLDER`, with the caller's docstring as its --help.
 
     Args:
-        open_subjects: Opens what the flags name, with the weights to evaluate of each stage. Its
+        open_subjects: Opens the models of the flags, given the weights of each stage. Its
             ValueError and OSError become a one-line message and exit code 2.
         guidance: The guidance to score at by default.
         write_page: Writes the page of a workdir and returns its path.
@@ -187,9 +187,9 @@ def command(
 
 
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
-    """Draw and score a batch in the abstract; return lines that say what would be done.
+    """Trace drawing and scoring of a batch without compiling; describe what would be done.
 
-    Raises ValueError for what would fail.
+    Raises ValueError for a sweep that would fail.
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -261,9 +261,9 @@ def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card, images: pathlib.Path,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
-    """Return the cards and the features of all prompts at one point; saved ones are not redone.
+    """Return the cards and the features of all prompts at one point; saved features are reused.
 
-    `images` is the folder of its pictures, if they are saved.
+    `images` is the folder for the point's pictures, if they are saved.
     """
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -340,11 +340,11 @@ def check_folder(name: str | None) -> None:
 
 
 def common_size(subjects: Sequence[Subject]) -> int:
-    """Return the side of all subjects' pictures. Raises ValueError if they differ."""
+    """Return the side of all subjects' pictures. Raises ValueError if the sides differ."""
     sides = sorted({subject.size for subject in subjects})
     if len(sides) > 1:
         raise ValueError(
-            f"the models draw pictures of {', '.join(map(str, sides))} pixels: give a size to "
-            f"which they are resized before they are scored, such as --size={sides[0]}"
+            f"the models draw pictures of {', '.join(map(str, sides))} pixels: resize them before "
+            f"they are scored, with --size={sides[0]} for example"
         )
     return sides[0]

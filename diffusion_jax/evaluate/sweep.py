@@ -29,7 +29,7 @@ REAL = "real.png"
 """A sheet of real pictures, of the same prompts as the drawn ones if possible."""
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
-_MAX_LETTERS = 60  # Of a setting in the name of a file.
+_MAX_LETTERS = 60  # The largest length of a setting in a file name.
 
 
 class SweepResult(NamedTuple):
@@ -38,7 +38,7 @@ class SweepResult(NamedTuple):
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """By the name of the file, which names the point and the extractor."""
+    """Scores keyed by file name, which consists of the point and the extractor."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
@@ -116,7 +116,7 @@ def write_metrics(
     """Write metrics.jsonl, and event files in which a sweep is a curve over guidance.
 
     In TensorBoard each point is a run, whose scores and pictures (a sheet per row) are at step 100
-    x guidance. The figure of curve.png is beside them.
+    x guidance. The figure curve.png is included too.
     """
     lines = []
     for row in rows:
@@ -160,7 +160,7 @@ def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
 
 
 def describe(row: Row) -> str:
-    """Return the guidance of a row and its scores with their intervals, a line each."""
+    """Describe a row: its guidance and its scores with their intervals, one per line."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
@@ -172,10 +172,10 @@ def describe(row: Row) -> str:
 
 
 def sheet_name(row: Row, several: bool = False) -> str:
-    """Return the name of the sheet of pictures of a row.
+    """Return the file name of a row's sheet of pictures.
 
-    With `several` points the name holds the point's, else only the model, if there is more than
-    one.
+    With `several` points the name contains the point's name, otherwise only the model's name if the
+    sweep has several models.
     """
     model = point_name(row) if several else _file_name(row.get("model") or "")
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")

@@ -44,28 +44,30 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
             "prompts", None, "A file of prompts: .txt, .tsv, COCO's .json, SOURCE:PATH::TEXT."
         ),
         count("num_prompts", None, "The number of prompts, drawn at random from the file."),
-        flags.DEFINE_string("reference", "", "Statistics of real images, .npz."),
+        flags.DEFINE_string("reference", "", "Statistics of real images (.npz), for FID."),
         flags.DEFINE_string("inception", "", "Weights of Inception, for FID."),
         flags.DEFINE_string("clip", "", "Weights of CLIP, for the CLIP score."),
         flags.DEFINE_string(
-            "clip_reference", "", "Features of real images that `metrics stats --clip` made: CMMD."
+            "clip_reference",
+            "",
+            "Features of real images, made by `metrics stats --clip`, for CMMD.",
         ),
         flags.DEFINE_string("dinov2", "", "Weights of DINOv2 (ViT-L/14), for FD-DINOv2."),
         flags.DEFINE_string(
             "dinov2_reference",
             "",
-            "Statistics of real images that `metrics stats --dinov2` made: FD-DINOv2.",
+            "Statistics of real images, made by `metrics stats --dinov2`, for FD-DINOv2.",
         ),
         flags.DEFINE_string(
-            "judge", "", "A folder of `metrics train_judge`, for fd_judge and r1_judge."
+            "judge", "", "A judge from `metrics train_judge`, for fd_judge and r1_judge."
         ),
         flags.DEFINE_list(
             "metrics",
             [],
             "Scores to compute, such as fid,kid; by default all that the files allow.",
         ),
-        count("num_seen", 1, "Quick start: images of each prompt that training showed."),
-        count("num_heldout", 8, "Quick start: images of each prompt that training never showed."),
+        count("num_seen", 1, "Quick start: images per prompt that training showed."),
+        count("num_heldout", 8, "Quick start: images per prompt that training never showed."),
     ]
     return {holder.name: holder for holder in holders}
 
@@ -74,7 +76,7 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
     """Return the weights to evaluate of each stage, from the values of --ema and --checkpoint.
 
     The list ends with the last stage that either flag names. Raises ValueError for a checkpoint
-    that is no number.
+    that is not a number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
@@ -86,5 +88,5 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
 
 
 def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
-    """Return the values of a flag as its annotation types them. Raises ValueError."""
+    """Convert the texts of a flag to the type `hint`. Raises ValueError for an invalid text."""
     return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

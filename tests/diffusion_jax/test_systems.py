@@ -56,7 +56,10 @@ def test_a_short_file_makes_a_whole_config_that_the_command_line_changes(monkeyp
         ("c.unet.embd_dim = 8", "unknown config field unet.embd_dim: did you mean unet.embed_dim?"),
         ("del c.unet.image_size", "the config lacks unet.image_size"),
         ("del c.steps", "the config lacks steps"),
-        ("del c.system", "the config lacks system: choose from imagen_jax, sd_jax, sd_jax.vae"),
+        (
+            "del c.system",
+            "the config has no field `system`: choose from imagen_jax, sd_jax, sd_jax.vae",
+        ),
         ("c.system = 'imagen'", "system is 'imagen': did you mean 'imagen_jax'?"),
         ("c.system = 'sd_jax.vea'", "system is 'sd_jax.vea': did you mean 'sd_jax.vae'?"),
         ("c.unet.kind = 'effcient'", "unet.kind is 'effcient': did you mean 'efficient'?"),

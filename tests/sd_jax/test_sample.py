@@ -91,7 +91,7 @@ def test_image_to_image_keeps_more_at_less_strength(four, published, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give --workdir=FOLDER of a training run, or --model=PATH: one of them"),
+        ((), "give exactly one of --workdir=FOLDER (a training run) and --model=PATH"),
         (
             ("--workdir={d}", "--prompt=a", "--dtype=float32"),
             "--prediction, --tokenizer, --norm_groups, --dtype, --config and --lora are for --mod",
