@@ -1,11 +1,11 @@
-"""Checkpoints: saved in the background, whole or absent, restored into any sharding.
+"""Checkpoints of a training run: saved in the background and restored into any sharding.
 
-Each step has a folder with one item for everything that is read on its own: `params`, an
+Each step has a folder. The folder holds one item for each part that can be read alone: `params`, an
 `ema_<decay>` for each average, `optimizer` (with the step and the count of skipped steps), `data`
-(the position of the data iterator, one file per process) and `metadata` (the caller's JSON). The
-folder also holds checksums of all files. Each save is read back and compared with them, and each
-start looks for the newest checkpoint that matches. Snapshots are folders of the same format that
-hold only the power-function averages.
+(the position of the data iterator, one file per process) and `metadata` (JSON values from the
+caller). The folder also holds checksums of all files. After each save, the files are read back and
+compared with the checksums. A run starts from the newest checkpoint whose files match. Snapshots
+are folders of the same format that hold only the power-function averages.
 """
 
 import asyncio
@@ -36,20 +36,20 @@ from diffusion_jax.weights import averages, restore
 
 _DELETED = "deleted"  # The folder of checkpoints that are being deleted.
 COMMIT = "commit_success.txt"
-"""The file that Orbax writes last in a bucket, where no folder can be renamed."""
+"""Orbax writes this file last in a bucket, because a bucket cannot rename folders."""
 _DAMAGED = "damaged"  # The folder of checkpoints that failed their checksums.
 
 
 @runtime_checkable
 class DataIterator(Protocol):
-    """A data iterator with a position that a checkpoint can save as bytes."""
+    """An iterator over batches. It can save its position as bytes and return to it."""
 
     def get_state(self) -> bytes:
         """Return the position after the last batch that was read."""
         ...
 
     def set_state(self, state: bytes) -> None:
-        """Go to a position; the next batch is the one that followed it."""
+        """Move to a position. The next batch is the one after it."""
         ...
 
 
@@ -58,19 +58,20 @@ class NotSaved(RuntimeError):
 
 
 class Checkpointer:
-    """The checkpoints of one run under `directory`; call `close` before the process ends.
+    """The checkpoints of one run under `directory`. Call `close` before the process ends.
 
-    It keeps the last `keep_last` steps (None: all) and every multiple of `keep_every` (0: none). A
-    step counts as saved only when all of it is on the disk.
+    It keeps the newest `keep_last` checkpoints (None: all) and every checkpoint whose step is a
+    multiple of `keep_every` (0: no others). A checkpoint counts as saved when all its files are on
+    the disk.
     """
 
     def __init__(
         self, directory: str | os.PathLike[str], keep_last: int | None, keep_every: int = 0
     ) -> None:
-        """Create `directory` if needed, and remove the remains of saves that were killed.
+        """Create `directory` if needed, and remove incomplete saves.
 
-        Damaged checkpoints that are newer than the newest sound one are moved into the folder
-        `damaged`, since their steps will be trained and saved again. Raises restore.Damaged if
+        If checkpoints newer than the newest undamaged one are damaged, they are moved into the
+        folder `damaged`, because training will save their steps again. Raises restore.Damaged if
         every checkpoint is damaged.
         """
         last = checkpoint_managers.LatestN(keep_last)
@@ -103,19 +104,19 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         read_back: bool = True,
     ) -> None:
-        """Copy `state` off the devices and return; a thread writes it.
+        """Copy `state` to the host and return. A thread writes it to disk.
 
-        The state may be donated as soon as this returns. First waits for the previous save, and
-        raises its error. A step that is saved already is not written again.
+        The state may be donated as soon as this returns. This method first waits for the previous
+        save and raises its error. If the step is saved already, it is not written again.
 
         Args:
           step: the step of the state.
           state: the state to save.
-          data_iterator: its position is saved too.
+          data_iterator: the iterator whose position is saved.
           metadata: values that JSON can hold.
-          read_back: compare the files with their checksums. If False, this save and a previous one
-            that is still being checked skip the comparison, so that the process can end sooner; the
-            next start compares.
+          read_back: whether to compare the written files with their checksums. If False, a
+            previous save that is still being compared also stops comparing, so that the process
+            can end sooner. The next start then compares the files.
 
         Raises NotSaved if the previous save failed.
         """
@@ -131,7 +132,10 @@ class Checkpointer:
         *,
         read_back: bool = True,
     ) -> None:
-        """Save each tree as an item of its own, together with other items, as `save` does."""
+        """Save each tree as one item of a checkpoint, together with other items.
+
+        Like `save`, it writes in the background and first waits for the previous save.
+        """
         if not read_back:
             self._hurried.set()
         self.wait()
@@ -143,13 +147,13 @@ class Checkpointer:
         self._checking = self._checker.submit(self._finish, step)
 
     def snapshots(self, settings: Optimizer) -> "Snapshots":
-        """Return the run's snapshots, in a folder beside its checkpoints; `close` closes both."""
+        """Return the run's snapshots, in a folder next to its checkpoints. `close` closes both."""
         folder = self._directory.parent / restore.SNAPSHOTS
         self._snapshots = Snapshots(folder, self.latest_step() or 0)
         return self._snapshots
 
     def latest_step(self) -> int | None:
-        """Return the step of the newest whole checkpoint, or None if there is none.
+        """Return the step of the newest complete checkpoint, or None if there is none.
 
         A checkpoint that is still being written does not count. At the start of a run, damaged
         checkpoints do not count either.
@@ -159,11 +163,11 @@ class Checkpointer:
     def restore(
         self, abstract_state: TrainState, data_iterator: DataIterator, step: int | None = None
     ) -> TrainState:
-        """Return the state of `step` (None: the newest), and set `data_iterator` to its position.
+        """Return the state of `step` (None: the newest), and move `data_iterator` to its position.
 
-        `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf, which may
-        differ from the sharding that was saved. Raises ValueError if the saved parameters have
-        other names or shapes, and FileNotFoundError if there is no checkpoint.
+        `abstract_state` holds a jax.ShapeDtypeStruct with a sharding for each leaf. The sharding
+        may differ from the one at saving. Raises ValueError if the saved parameters have other
+        names or shapes. Raises FileNotFoundError if there is no checkpoint.
         """
         self.wait()
         restore.check_exists(self._directory, step)
@@ -175,7 +179,7 @@ class Checkpointer:
         return TrainState(params=items["params"], ema=ema, **items["optimizer"])
 
     def wait(self) -> None:
-        """Wait until the last save is whole. Raises NotSaved if it failed."""
+        """Wait until the last save is complete. Raises NotSaved if it failed."""
         checking, self._checking = self._checking, None
         with self._explained():
             self._manager.wait_until_finished()
@@ -184,7 +188,7 @@ class Checkpointer:
         self._clear_deleted()
 
     def close(self) -> None:
-        """Wait for the last save, stop the threads, and raise the save's error if it failed."""
+        """Wait for the last save and stop the threads. Raises NotSaved if the save failed."""
         try:
             self.wait()
         finally:
@@ -243,7 +247,7 @@ class Checkpointer:
 
 
 def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath.Path]:
-    """Move the folders of these steps into the folder `name`; return their new paths."""
+    """Move the folders of these steps into the folder `name`. Return their new paths."""
     places = [directory / name / str(step) for step in steps]
     for place in places:
         if name == _DELETED and files.remote(directory):
@@ -263,16 +267,20 @@ def _set_aside(directory: epath.Path, steps: list[int], name: str) -> list[epath
 
 
 def _delete(folder: epath.Path) -> None:
-    """Delete a checkpoint in a bucket; the commit file goes first, so that a kill does no harm."""
+    """Delete a checkpoint in a bucket.
+
+    The commit file is deleted first. If the process is killed midway, the rest does not count as a
+    checkpoint.
+    """
     (folder / COMMIT).unlink(missing_ok=True)
     folder.rmtree()
 
 
 class Snapshots:
-    """Snapshots of a run's power-function averages, one folder each; none is ever pruned.
+    """Snapshots of a run's power-function averages, one folder each. None is ever pruned.
 
-    Training waits until a snapshot is complete. So all earlier snapshots exist, whichever
-    checkpoint a run continues from. Later snapshots are deleted and written again.
+    Training waits until a snapshot is complete. So whichever checkpoint a run continues from, all
+    snapshots before it exist. Snapshots after it are deleted and written again.
     """
 
     def __init__(self, directory: str | os.PathLike[str], step: int) -> None:
@@ -302,20 +310,23 @@ def powers(state: TrainState) -> dict[str, Params]:
 
 
 def check(directory: str | os.PathLike[str], step: int, state: TrainState) -> None:
-    """Raise ValueError unless a checkpoint has a state's names and shapes; no array is read."""
+    """Raise ValueError unless a checkpoint has the names and shapes of a state. Read no array."""
     root = restore.absolute(directory) / str(step)
     restore.check_averages(root, list(state.ema))
     restore.check_items(root, _items(state))
 
 
 class _BytesHandler(ocp.CheckpointHandler):
-    """Reads and writes a file of bytes for each process."""
+    """An Orbax handler that reads and writes one file of bytes per process."""
 
     def save(self, directory: epath.Path, args: "_BytesSave") -> None:
         _own_file(directory).write_bytes(args.item)
 
     def restore(self, directory: epath.Path, args: None = None) -> bytes:
-        """Return this process's bytes. If the process count changed, all files must be equal."""
+        """Return the bytes that this process saved.
+
+        If the number of processes changed, all saved files must be equal, and any one is returned.
+        """
         if _own_file(directory).exists():
             return _own_file(directory).read_bytes()
         files = list(directory.glob("process_*"))

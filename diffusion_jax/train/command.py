@@ -1,4 +1,4 @@
-"""The training command of every system: flags, checks, then the loop."""
+"""The training command of every system. It reads the flags, checks the run and starts the loop."""
 
 import contextlib
 import pathlib
@@ -25,9 +25,9 @@ from diffusion_jax.train.trace import FOLDER, Trace, parse
 from diffusion_jax.weights import restore
 
 _WATCHED = ("diffusion", "super_resolution", "sampler", "data", "text")
-"""Groups with fields that only some samplers, sources or encoders read."""
+"""Config groups with fields that only some samplers, data sources or text encoders read."""
 _PATHS = ("path", "weights", "store")
-"""Fields that name files."""
+"""Names of config fields that hold a file or folder."""
 flags.disclaim_key_flags()  # --help shows the flags with the module that calls `command`.
 
 
@@ -36,12 +36,13 @@ def command(
 ) -> None:
     """Run `python -m SYSTEM.train --config=FILE --workdir=FOLDER`.
 
-    The docstring of the calling module is the --help text. ValueError and OSError raised by `read`
-    or `prepare` become a one-line message and exit code 2. SIGTERM saves and exits with code 143.
+    The docstring of the calling module is the --help text. If `read` or `prepare` raises ValueError
+    or OSError, the command prints one line and exits with code 2. On SIGTERM it saves a checkpoint
+    and exits with code 143.
 
     Args:
       read: converts a config to settings, which include `run`, `optimizer` and `mesh`.
-      prepare: opens the task, its data and its examples; see loop.Inputs.
+      prepare: opens the task, the data and the examples. It returns a loop.Inputs.
     """
     config = cli.define_config()
     workdir_flag = flags.DEFINE_string(
@@ -113,7 +114,7 @@ def command(
 
 
 def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scoring | None:
-    """Open the scores that config.evaluation asks for; None if there are none."""
+    """Open the scores of the config's `evaluation` group. Return None if it asks for no scores."""
     if open_prompts is None or not s.evaluation.every:
         return None
     # Imported here because it loads judges, extractors and metrics.
@@ -123,9 +124,9 @@ def open_evaluation(s: Any, open_prompts: loop.OpenPrompts | None) -> loop.Scori
 
 
 def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str, Any]) -> None:
-    """Print a rehearsal's report, and warn of each field that the run does not read.
+    """Print a rehearsal's report, and warn about each field that the run does not read.
 
-    Raises ValueError if such a field is a path that the command line set.
+    Raises ValueError if an unread field is a path that was set on the command line.
     """
     for field, value in unread.items():
         if field in overrides and field.rpartition(".")[2] in _PATHS:
@@ -140,7 +141,7 @@ def _print_report(report: str, unread: Mapping[str, Any], overrides: Mapping[str
 
 
 def how_to_go_on(workdir: pathlib.Path) -> str:
-    """Return a sentence on how to continue a run that ended early."""
+    """Return a sentence that tells the user how to continue a run that ended early."""
     return (
         "The same command, in each process, continues from the last checkpoint in "
         f"{workdir / runs.CHECKPOINTS}: {shlex.join(sys.orig_argv)}"

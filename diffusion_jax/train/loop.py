@@ -1,7 +1,7 @@
 """The training loop of every system, from the first batch to the last checkpoint.
 
-It continues from the newest checkpoint of the workdir. SIGTERM makes it save and stop; a step that
-hangs ends the process.
+It continues from the newest checkpoint in the workdir. On SIGTERM it saves a checkpoint and stops.
+If a step hangs, a watchdog ends the process.
 """
 
 import contextlib
@@ -52,11 +52,11 @@ from diffusion_jax.train.trace import NO_TRACE, Trace
 from diffusion_jax.train.watchdog import Watchdog
 
 OpenPrompts = Callable[[Sequence[str]], Callable[[Sequence[str]], Texts]]
-"""Takes all prompts of an evaluation, and returns the tokenizer for batches of them."""
+"""Takes all prompts of an evaluation. Returns a function that tokenizes a batch of them."""
 
 
 class Examples(NamedTuple):
-    """The prompts that training draws as examples, always from the same seeds."""
+    """The prompts of the example pictures that training draws, always from the same seeds."""
 
     batch: Texts
     captions: tuple[str, ...]
@@ -64,23 +64,24 @@ class Examples(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """Scores taken during training: after every `every` images, and at the end."""
+    """Scores computed during training: after every `every` images, and at the end."""
 
     every: int
     score: Callable[[Draw, Params], Mapping[str, float]]
     rehearse: Callable[[Draw, Params], None] = lambda draw, params: None
-    """Draws and scores one batch, without computing anything if `draw` is a rehearsal's."""
+    """Draws and scores one batch. If `draw` comes from a rehearsal, this is traced, not computed.
+    """
 
     def is_due(self, step: int, batch_size: int) -> bool:
-        """Return whether this step passed a multiple of `every` images."""
+        """Return whether this step reached or passed a multiple of `every` images."""
         return step * batch_size // self.every > (step - 1) * batch_size // self.every
 
 
 class Inputs(NamedTuple):
-    """The opened and checked inputs of a run; nothing is computed yet.
+    """The opened and checked inputs of a run. Nothing is computed yet.
 
-    A system's `prepare` returns it without `evaluation` and `records`, which the training command
-    opens for all systems.
+    A system's `prepare` returns it without `evaluation` and `records`. The training command opens
+    these two for all systems.
     """
 
     task: Task
@@ -88,22 +89,22 @@ class Inputs(NamedTuple):
     examples: Examples = Examples({}, (), 0.0)
     evaluation: Scoring | None = None
     start: Callable[[], Params] | None = None
-    """Reads the initial parameters as host arrays; None: task.init makes them."""
+    """Reads the initial parameters as host arrays. None: task.init creates random parameters."""
     records: heldout.Records | None = None
-    """The records of the held-out loss; None: it is not measured."""
+    """The records for the held-out loss. None: training does not measure a held-out loss."""
     base: str = ""
-    """The fingerprint of the frozen weights that a LoRA adapts: see finetune."""
+    """The fingerprint of the frozen weights that a LoRA adapts, a hash of all arrays."""
     open_prompts: OpenPrompts | None = None
-    """Opens the prompts of an evaluation; None: the system draws no prompts."""
+    """Opens the prompts of an evaluation. None: the system does not draw from prompts."""
 
 
 class Program(NamedTuple):
     """The compiled training step."""
 
     step: Any
-    """(state, frozen, batch, key) -> (state, metrics), with the program's memory_analysis()."""
+    """The compiled (state, frozen, batch, key) -> (state, metrics), with its memory_analysis()."""
     flops: float
-    """Floating-point operations of one step, counted in its jaxpr."""
+    """The number of floating-point operations in one step, counted in its jaxpr."""
 
 
 def train(
@@ -113,12 +114,12 @@ def train(
     """Train to step `run.steps`, continuing from the newest checkpoint in `workdir`.
 
     Args:
-      inputs: the task, its data, and the drawings and measurements during training.
+      inputs: the task, its data, and the examples and scores computed during training.
       run: steps, batch size, seed, and the intervals of logging, drawing and saving.
-      settings: the optimizer; `settings.accumulate` is the number of micro batches in a step.
-      mesh: the devices; parameters and frozen weights are placed by `task.rules`.
-      workdir: gets metrics, samples/, checkpoints/ and manifest.json.
-      config: the run's config, written to the manifest and the checkpoints.
+      settings: the optimizer. `settings.accumulate` is the number of micro batches per step.
+      mesh: the devices. `task.rules` place the parameters and frozen weights on them.
+      workdir: the folder for metrics, samples/, checkpoints/ and manifest.json.
+      config: the run's config, which is written to the manifest and the checkpoints.
       trace: the steps to trace for xprof.
       program: the step that `warm_up` compiled for the same task and settings.
 
@@ -126,7 +127,7 @@ def train(
       The last state. After SIGTERM its step is below `run.steps`.
 
     Raises:
-      NothingLearned: settings.max_skipped steps in a row were skipped; nothing is saved.
+      NothingLearned: settings.max_skipped steps in a row were skipped. Nothing is saved.
       OutOfMemory: the step does not fit in the memory of a device.
     """
     task, batches = inputs.task, inputs.batches
@@ -233,14 +234,14 @@ def train(
 
 
 def _is_due(step: int, every: int, steps: int) -> bool:
-    """Return whether an event is due, every `every` steps (0: never) and at the last step."""
+    """Return whether an event is due: at every multiple of `every` (0: never) and at the end."""
     return every > 0 and (step % every == 0 or step == steps)
 
 
 def make_step(
     task: Task, settings: Optimizer, tx: optax.GradientTransformationExtraArgs, layout: Any
 ):
-    """Return the jitted (state, frozen, batch, key) -> (state, metrics), which donates the state.
+    """Return the jitted (state, frozen, batch, key) -> (state, metrics). It donates the state.
 
     `layout` holds the sharding of each leaf of the state.
     """
@@ -262,9 +263,9 @@ def make_step(
 def warm_up(
     task: Task, run: Run, settings: Optimizer, mesh: Mesh, batch: Mapping[str, np.ndarray]
 ) -> Program:
-    """Compile the step and run it once on a made-up batch; the state that it returns is dropped.
+    """Compile the step and run it once on an artificial batch. Its results are discarded.
 
-    `batch` holds this process's rows.
+    `batch` holds the rows of this process.
     """
     tx, key, create, layout = _plan(task, run, settings, mesh)
     state = jax.jit(create, out_shardings=layout)(key)
@@ -276,7 +277,7 @@ def warm_up(
 
 
 def _plan(task, run, settings, mesh):
-    """Return the optimizer, the run's key, key -> initial state, and the state's shardings."""
+    """Return the optimizer, the run's key, a function key -> initial state, and its shardings."""
     tx = make_optimizer(settings, run.steps)
     key = jax.jit(jax.random.key, static_argnums=0, out_shardings=replicated(mesh))(run.seed)
     create = lambda key: init_state(task.init(key), tx, settings.ema_decays, settings.ema_widths)
@@ -305,7 +306,7 @@ def _compile(step, arguments) -> Program:
 def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState:
     """Return the newest checkpoint's state, or a new one.
 
-    `start` reads the parameters of a new state; its averages start from them too.
+    `start` reads the parameters of a new state. The averages start from the same parameters.
     """
     step = checkpoints.latest_step()
     if step is None:
@@ -322,7 +323,7 @@ def _first_state(checkpoints, create, key, layout, batches, start) -> TrainState
 
 
 def _draw_examples(draw, params, examples, seed):
-    """Return a contact sheet of the examples, uint8 [H, W, 3], always from the same seeds."""
+    """Draw the examples from fixed seeds. Return one picture of all of them, uint8 [H, W, 3]."""
     seeds = [seed + i for i in range(len(examples.captions))]
     guidance = np.full(len(seeds), examples.guidance, np.float32)
     images = sheets.to_uint8(draw(params, examples.batch, seeds, guidance))

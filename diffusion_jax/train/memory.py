@@ -16,15 +16,15 @@ from diffusion_jax.train.optimizer import snapshot_every
 from diffusion_jax.train.state import TrainState
 
 USABLE = 0.9
-"""The share of a device's memory for arrays; the runtime and fragmentation take the rest."""
+"""The share of a device's memory that arrays can use. The runtime and gaps take the rest."""
 SAMPLES = 1009
-"""Batch size of the traced step. It is a prime, so that dimensions divisible by it are batch
-dimensions."""
+"""Batch size of the traced step. It is prime, so a dimension that it divides is a batch dimension.
+"""
 _COPIES = 1.18  # Factor for layout copies, reversed kernels and gaps, fitted to XLA's CPU compiler.
 
 
 class Bytes(NamedTuple):
-    """Bytes needed on one device, by kind."""
+    """Memory in bytes that a step needs on one device, by kind."""
 
     parameters: int
     optimizer: int
@@ -39,20 +39,20 @@ class Bytes(NamedTuple):
 
 
 class Traced(NamedTuple):
-    """A task and the traced program of its loss and gradient, valid for any batch size."""
+    """A task and the traced program of its loss and gradient. It is valid for any batch size."""
 
     task: Task
     state: TrainState
-    """Its leaves are shapes."""
+    """A training state whose leaves are shapes."""
     example: Any
-    """The arrays of a batch, or their shapes, with any number of rows."""
+    """The arrays of a batch or their shapes. The number of rows does not matter."""
     program: Program
     flops: float
     """Floating-point operations per training sample, forward and backward."""
 
 
 def trace(task: Task, state: TrainState, example: Any) -> Traced:
-    """Trace loss and gradient once, for all batch sizes and meshes; this takes seconds."""
+    """Trace loss and gradient once, in seconds. The result serves all batch sizes and meshes."""
     gradient = jax.value_and_grad(task.loss, has_aux=True)
     arguments = (state.params, shapes(task.frozen), batch_of(example, SAMPLES), abstract_key())
     closed = jax.make_jaxpr(gradient)(*arguments)
@@ -61,7 +61,10 @@ def trace(task: Task, state: TrainState, example: Any) -> Traced:
 
 
 def bytes_per_device(traced: Traced, mesh: Mesh | AbstractMesh, samples: int, passes: int) -> Bytes:
-    """Estimate the memory of a step of `passes` micro batches, of `samples` per device each."""
+    """Estimate the memory of a step on one device.
+
+    The step has `passes` micro batches. Each has `samples` samples per device.
+    """
     on_device = lambda tree: bytes_on_device(traced.task, tree, mesh)
     parameters = on_device(traced.state.params)
     temporary = peak(lifetimes(traced, mesh), samples)
@@ -91,7 +94,7 @@ class Disk(NamedTuple):
 
 
 def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
-    """Compute the disk space of a finished run; `state` may hold shapes."""
+    """Compute the disk space of a finished run. The leaves of `state` may be shapes."""
     leaves = jax.tree.leaves(state)
     checkpoints = run.keep_last + (run.steps // run.keep_every if run.keep_every else 0)
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state.params)) * len(settings.ema_widths)
@@ -101,12 +104,12 @@ def disk(run: Run, settings: Optimizer, state: TrainState) -> Disk:
 
 
 def peak(arrays: Lifetimes, samples: int) -> int:
-    """Return the peak of temporary bytes on a device that processes `samples` in a pass."""
+    """Return the largest number of temporary bytes on a device with `samples` in a micro batch."""
     return int(_COPIES * traced_memory.peak(arrays, samples))
 
 
 def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
-    """Return when each array of the step is live, on a device of this mesh."""
+    """Return the operations between which each array of the step is in memory on one device."""
     params, program = traced.state.params, traced.program
     weights = (params, shapes(traced.task.frozen))
     leaves, places = (
@@ -123,14 +126,14 @@ def lifetimes(traced: Traced, mesh: Mesh | AbstractMesh) -> Lifetimes:
 
 
 def inputs_over(axis: str, program: Program, places: Sequence[Any]) -> set[int]:
-    """Return the inputs that this mesh axis splits, given the shardings of the weights."""
+    """Return the inputs of the program whose sharding (in `places`) uses this mesh axis."""
     over = lambda names: axis in ((names,) if isinstance(names, str) else names or ())
     pairs = zip(program.inputs, places, strict=False)
     return {v for v, place in pairs if any(map(over, place.spec))}
 
 
 def bytes_on_device(task: Task, tree: Any, mesh: Mesh | AbstractMesh) -> int:
-    """Return a tree's bytes on one device, sharded by the task's rules."""
+    """Return the bytes of a tree on one device, if it is sharded by the task's rules."""
     layout = sharding.shardings(tree, mesh, task.rules)
     return sum(jax.tree.leaves(jax.tree.map(_shard_bytes, tree, layout)))
 

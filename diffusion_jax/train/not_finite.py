@@ -1,8 +1,8 @@
-"""Find where a loss or gradient that is not finite came from, by running its batch again.
+"""Find the module that produced a non-finite loss or gradient, by running its batch again.
 
-The loss and its gradient are a list of operations (a jaxpr), each labelled with its module. They
-run again inside one jit, which checks the last outputs of each run of operations in one module,
-forwards and backwards. This works for any network.
+The loss and its gradient are a list of operations (a jaxpr), and each operation is labelled with
+its module. They run again inside one jit. Whenever the operations pass from one module to the next,
+the last outputs are checked, in the forward and in the backward pass. This works for any network.
 """
 
 import json
@@ -33,17 +33,17 @@ _OUTSIDE = "the loss, outside of its modules"
 _AT_START = 10  # Steps in a row that may be skipped before the first finite one.
 _LISTED = 16  # The largest number of samples and modules in a report.
 Names = Callable[[Sequence[int]], list[str]]
-"""Returns the names of the pictures in some rows of the batch."""
+"""Maps row numbers of the batch to the names of their pictures."""
 
 
 class Lookout:
-    """A watch for skipped steps, whose loss or gradient is not finite."""
+    """A watch for skipped steps. A step is skipped if its loss or gradient is not finite."""
 
     def __init__(self, step: int, skipped: int, lag: int, most: int) -> None:
-        """Start after `step` steps, `skipped` of which were skipped.
+        """Start at step `step`, when `skipped` steps have been skipped so far.
 
-        A step is checked `lag` steps later, so that the host does not wait for it. `most` skipped
-        steps in a row end the run; before the first finite step, at most 10 do.
+        A step is checked `lag` steps later, so that the host does not wait for it. The run ends
+        after `most` skipped steps in a row. Before the first finite step, it ends after at most 10.
         """
         self._skipped, self._lag, self._most = skipped, lag, most
         self._learned = skipped < step
@@ -54,9 +54,9 @@ class Lookout:
     def failed(
         self, step: int, batch: Batch, metrics: Metrics, last: bool
     ) -> tuple[int, Batch] | None:
-        """Add a step; return (step, batch) of the first skipped step, once, and None otherwise.
+        """Add a step. Return (step, batch) of the run's first skipped step once, otherwise None.
 
-        With `last`, all pending steps are checked, since no step follows. Raises NothingLearned
+        If `last` is True, no step follows, and all pending steps are checked. Raises NothingLearned
         after too many skipped steps in a row.
         """
         first = None
@@ -90,30 +90,32 @@ class NothingLearned(RuntimeError):
 
 
 class Observed(NamedTuple):
-    """Observations of one micro batch of B samples that ran again, as host arrays."""
+    """What a second run of one micro batch of B samples showed, as host arrays."""
 
     part: int
-    """Index of the micro batch: the first one with a value that is not finite, or the last."""
+    """Index of the micro batch: the first with a non-finite value, or the last one."""
     modules: Sequence[str]
-    """Module names in the order in which they finished, one entry per call."""
+    """Module names in the order in which the modules finished, one entry per call."""
     bad: np.ndarray
-    """[modules]: whether the module's output is not finite somewhere."""
+    """[modules]: whether any value of the module's output is not finite."""
     rows: np.ndarray
-    """[modules, B]: the samples for which it is not finite, if the output has a row per sample."""
+    """[modules, B]: the samples with a non-finite output, if the output has a row per sample."""
     inputs: Mapping[str, np.ndarray]
-    """Whether each parameter is not finite, [], or in which rows a batch's array is not, [B]."""
+    """For a parameter: whether it has a non-finite value, []. For a batch's array: in which rows,
+    [B]."""
     labels: Mapping[str, np.ndarray]
-    """Each sample's "sigma" and "loss", [B], if the task's loss labels them."""
+    """The "sigma" and "loss" of each sample, [B], if the task's loss labels these arrays."""
 
 
 def investigate(
     path: pathlib.Path, step: int, now: int, loss_fn: LossFn, params: Params, frozen: Frozen,
     batch: Batch, keys: Sequence[PRNGKeyArray], everywhere: NamedSharding, names: Names,
 ) -> None:  # fmt: skip
-    """Run the batch of `step` again and write a report on it; every process must call it alike.
+    """Run the batch of `step` again and write a report on it.
 
-    `params` are the parameters of step `now`, and `keys` has a key for each micro batch of `step`.
-    If the batch cannot run again, mostly for lack of memory, a warning replaces the report.
+    Every process must call this with the same arguments. `params` are the parameters of step `now`.
+    `keys` has a key for each micro batch of `step`. If the batch cannot run again, usually for lack
+    of memory, a warning replaces the report.
     """
     logging.warning("step %d is not finite: running its batch again to find the module", step)
     try:
@@ -127,7 +129,7 @@ def investigate(
 def explain(
     path: pathlib.Path, step: int, now: int, observed: Observed, accumulate: int, names: Names
 ) -> None:
-    """Write the report on `step`, which ran again with the parameters of step `now`, and log it."""
+    """Write and log the report on `step`, which ran again with the parameters of step `now`."""
     modules = list(dict.fromkeys(np.array(observed.modules)[observed.bad].tolist()))
     inside = [module for module in modules if module != _OUTSIDE]
     rows = _bad_rows(observed)
@@ -163,11 +165,11 @@ def watch(
     loss_fn: LossFn, params: Params, frozen: Frozen, batch: Batch,
     keys: Sequence[PRNGKeyArray], everywhere: NamedSharding,
 ) -> Observed:  # fmt: skip
-    """Run a step's loss and gradient again, micro batch by micro batch, and observe each module.
+    """Run a step's loss and gradient again, and check the output of each module.
 
-    Stop at the first micro batch with a value that is not finite. `keys` holds the key of each
-    micro batch. This needs about as much memory and compile time as a step. Every process must call
-    it with the same arguments.
+    The micro batches run in order, up to the first with a non-finite value. `keys` holds the key of
+    each micro batch. This needs about as much memory and compile time as a training step. Every
+    process must call it with the same arguments.
     """
     parts = jax.jit(split, static_argnums=1)(batch, len(keys))
     part = lambda index: jax.tree.map(lambda x: x[index], parts)
@@ -200,7 +202,7 @@ def watch(
 
 
 class _Walk:
-    """An interpreter of jaxprs that checks each module's output for values that are not finite."""
+    """An interpreter of jaxprs that checks whether each module's output is finite."""
 
     def __init__(self, batch_size: int) -> None:
         self.modules: list[str] = []
@@ -229,7 +231,7 @@ class _Walk:
             self.rows.append(jnp.stack([self.rows_of(x) for x in outputs]).any(0))
 
     def rows_of(self, x: Any) -> Any:
-        """Return the rows in which x is not finite, bool [B]; none if its first axis is not B."""
+        """Return the rows in which x is not finite, bool [B]. If x is not [B, ...], none is."""
         if not jnp.issubdtype(x.dtype, jnp.inexact) or x.shape[:1] != (self._batch_size,):
             return jnp.zeros(self._batch_size, bool)
         return ~jnp.isfinite(x).reshape(self._batch_size, -1).all(1)
@@ -253,7 +255,7 @@ class _Walk:
 
 
 def module_of(scope: str) -> str:
-    """Describe an operation's scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
+    """Return a name for a scope: "/transpose(jvp(UNet))/mid" -> "gradient of UNet/mid"."""
     inner = scope.rpartition("/jvp(")  # Rematerialised operations repeat the scope.
     plain = re.sub(r"\w+\(|\)", "", "".join(inner[1:]))
     parts = [p for p in plain.split("/") if p not in ("", "checkpoint", "rematted_computation")]
@@ -262,9 +264,10 @@ def module_of(scope: str) -> str:
 
 
 def _bad_rows(observed: Observed) -> np.ndarray:
-    """Return the numbers of the samples with a loss that is not finite.
+    """Return the indices of the samples whose loss is not finite.
 
-    If all losses are finite, check the inputs in the same way, then the outputs of modules.
+    If all losses are finite, return the samples with a non-finite input. If the inputs are finite
+    too, return the samples with a non-finite module output.
     """
     losses = ~np.isfinite(observed.labels.get("loss", np.zeros(observed.rows.shape[1])))
     inputs = [bad for bad in observed.inputs.values() if bad.ndim]

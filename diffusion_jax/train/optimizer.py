@@ -1,4 +1,4 @@
-"""The optimizer of a config: AdamW as in NeMo, and learning-rate schedules."""
+"""AdamW as in NeMo, and learning-rate schedules."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
@@ -79,7 +79,7 @@ SCHEDULES: Mapping[str, Callable[[Optimizer, int], Schedule]] = {
 
 
 def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a config; `settings.schedule` is a name in SCHEDULES."""
+    """Return the optimizer of a config. `settings.schedule` is a key of SCHEDULES."""
     return adamw(
         SCHEDULES[settings.schedule](settings, steps),
         b1=settings.b1,
@@ -91,7 +91,7 @@ def make_optimizer(settings: Optimizer, steps: int) -> optax.GradientTransformat
 
 
 def check(settings: Optimizer, steps: int) -> None:
-    """Raise ValueError for conflicting values, or a schedule that does not fit `steps`."""
+    """Raise ValueError if values conflict or the schedule does not fit into `steps`."""
     one_of("optimizer.schedule", settings.schedule, SCHEDULES)
     if settings.micro_batch and settings.accumulate > 1:
         raise ValueError(
@@ -102,9 +102,9 @@ def check(settings: Optimizer, steps: int) -> None:
 
 
 def for_mesh(settings: Optimizer, batch_size: int, mesh: Mesh | AbstractMesh) -> Optimizer:
-    """Return the settings with `accumulate` derived from `micro_batch`, if that is set.
+    """Return the settings, with `accumulate` computed from `micro_batch` if that is set.
 
-    Raises ValueError if the batch does not divide into micro batches over the mesh's devices.
+    Raises ValueError if the batch cannot be divided into micro batches over the mesh's devices.
     """
     if not settings.micro_batch:
         sharding.check_batch(batch_size, settings.accumulate, mesh)
@@ -137,9 +137,9 @@ def adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Return Adam with decoupled weight decay (Loshchilov & Hutter 2019) on every parameter.
 
-    Biases decay too, as in NeMo's Imagen. The first moment is kept in `moment_dtype`. The state
-    holds the learning rate of the last update, for reports: see `learning_rate`. `update` takes a
-    bool `finite`; if it is False, the state does not change and the updates must not be applied.
+    Biases decay too, as in NeMo's Imagen. The first moment is stored in `moment_dtype`. The state
+    holds the learning rate of the last update, which `learning_rate` reads. `update` takes a bool
+    `finite`. If it is False, the state does not change, and the caller must not apply the updates.
     """
     return optax.chain(
         _scale_by_adam(b1, b2, eps, moment_dtype),
@@ -149,15 +149,16 @@ def adamw(
 
 
 def learning_rate(opt_state: optax.OptState) -> Float[Array, ""]:
-    """Return the learning rate of the last update, from a state of `adamw`."""
+    """Return the learning rate of the last update from the state of an `adamw` optimizer."""
     return opt_state[-1].learning_rate  # pyright: ignore[reportIndexIssue, reportAttributeAccessIssue]
 
 
 def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
-    """Return the new tree if `finite`, else the old one.
+    """Return the tree `new` if `finite` is True, and the tree `old` otherwise.
 
-    XLA fuses a select per leaf into the loop that computes the leaf, but not a lax.cond. Derive
-    further trees, such as the EMA, from the returned tree; otherwise XLA's CPU backend adds a copy.
+    XLA fuses one select per leaf into the loop that computes the leaf. It cannot fuse a lax.cond.
+    Compute other trees, such as the EMA, from the returned tree; otherwise XLA's CPU backend adds a
+    copy.
     """
     return jax.tree.map(lambda new, old: jnp.where(finite, new, old), new, old)
 
@@ -165,7 +166,7 @@ def keep_finite(finite: ArrayLike, new: T, old: T) -> T:
 def _scale_by_adam(
     b1: float, b2: float, eps: float, moment_dtype: str
 ) -> optax.GradientTransformationExtraArgs:
-    """Return optax.scale_by_adam, except that its state is unchanged unless `finite`."""
+    """Return optax.scale_by_adam with one change: its state changes only if `finite`."""
     adam = optax.scale_by_adam(b1, b2, eps, mu_dtype=moment_dtype)
 
     def update(updates, state, params=None, *, finite=True, **_):
@@ -184,7 +185,7 @@ def _scale_by_adam(
 
 
 def _scale_by_schedule(schedule: Schedule) -> optax.GradientTransformationExtraArgs:
-    """Return the transformation update -> -lr * update, whose state keeps lr."""
+    """Return the transformation update -> -lr * update. Its state holds lr."""
 
     def init(params):
         del params

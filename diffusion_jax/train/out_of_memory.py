@@ -1,4 +1,4 @@
-"""An error for a full device, which lists the largest arrays and suggests a remedy."""
+"""The error for a full device. It lists the largest arrays and suggests a remedy."""
 
 import contextlib
 import math
@@ -19,7 +19,7 @@ class OutOfMemory(RuntimeError):
 
 
 def on_a_device(tree: Any) -> int:
-    """Return the bytes of a tree of jax.Arrays on one device."""
+    """Return the bytes that a tree of jax.Arrays occupies on one device."""
     size = lambda leaf: math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
     return sum(size(leaf) for leaf in jax.tree.leaves(tree))
 
@@ -32,10 +32,10 @@ def explained(
 
     Args:
       workdir: the folder for `memory.prof`.
-      held: trees of jax.Arrays, keyed by their names in the message.
-      samples: the number of samples per device in one pass.
+      held: trees of jax.Arrays on the device, keyed by their names in the message.
+      samples: the number of samples per device in one micro batch.
 
-    Yields the bytes of each tree on one device, to which the caller may add entries.
+    Yields a dict with the bytes of each tree on one device. The caller may add entries to it.
     """
     sizes = {name: on_a_device(tree) for name, tree in held.items()}
     del held  # Otherwise this frame would keep the first batch on the devices.

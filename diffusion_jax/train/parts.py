@@ -1,8 +1,8 @@
-"""Random keys with which a micro batch draws its rows of the whole batch's noise.
+"""Random keys that give a micro batch the same noise as its rows get in the whole batch.
 
 A loss draws noise in arrays [B, ...], one row per sample. With `key_of`, a sample gets the same
-noise whether its batch is processed at once or in micro batches. So neither a device's memory nor
-the mesh changes what a run learns.
+noise whether its batch is processed at once or in micro batches. So a run learns the same on any
+mesh and with any device memory.
 """
 
 import functools
@@ -18,8 +18,9 @@ from jaxtyping import Array, ArrayLike, Int, Key, PRNGKeyArray
 def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyArray:
     """Return the key of micro batch `part` of `parts`, which holds rows part, part + parts, ...
 
-    An array [b, ...] drawn from it equals these rows of the array [parts * b, ...] drawn from
-    `key`. The same holds for keys that are split from it. Scalars equal those drawn from `key`.
+    An array [b, ...] drawn from this key equals the same rows of the array [parts * b, ...] drawn
+    from `key`. This also holds for keys that are split from it. Scalars equal those drawn from
+    `key`.
     """
     data = jnp.append(jax.random.key_data(key), jnp.asarray(part, jnp.uint32))
     return jax.random.wrap_key_data(data, impl=_implementation(parts, jax.random.key_impl(key)))
@@ -27,7 +28,7 @@ def key_of(key: PRNGKeyArray, part: Int[ArrayLike, ""], parts: int) -> PRNGKeyAr
 
 @functools.cache
 def _implementation(parts: int, whole: Hashable) -> Any:
-    """Return a variant of the generator `whole` whose keys also hold the number of a part."""
+    """Return a variant of the random generator `whole` whose keys also hold the index of a part."""
     size = jax.random.key_data(jax.random.key(0, impl=whole)).size
 
     def key(data: Array) -> PRNGKeyArray:

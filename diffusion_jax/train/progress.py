@@ -1,4 +1,4 @@
-"""The metrics and the speed of a training run, between reports."""
+"""The metrics and the speed of a training run since its last report."""
 
 import contextlib
 import time
@@ -20,9 +20,9 @@ IN_FLIGHT = 2
 
 
 class Progress:
-    """The metrics since the last report, and the time spent on training since then.
+    """The metrics since the last report, and the training time since then.
 
-    Time spent on drawing, scoring and saving does not count.
+    Time for drawing, scoring and saving does not count.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Progress:
         self._since, self._waited = time.time(), 0.0
 
     def add(self, metrics: Metrics) -> None:
-        """Add a step's metrics, and wait until the step IN_FLIGHT steps earlier is computed."""
+        """Add a step's metrics. Wait until the step IN_FLIGHT steps before it is computed."""
         self._metrics.append(metrics)
         if len(self._metrics) > IN_FLIGHT:
             jax.block_until_ready(self._metrics[-1 - IN_FLIGHT])
@@ -67,7 +67,7 @@ class Progress:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count the time inside this context as waiting for data, which `report` writes."""
+        """Count the time inside this context as waiting for data."""
         start = time.time()
         with jax.profiler.TraceAnnotation("data"):
             yield
@@ -75,7 +75,7 @@ class Progress:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for the steps so far, and stop the clock while inside this context."""
+        """Wait for the steps so far, and stop the clock inside this context."""
         jax.block_until_ready(self._metrics)
         start = time.time()
         yield

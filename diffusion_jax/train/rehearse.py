@@ -1,8 +1,9 @@
 """Rehearse a run before its first step: trace everything that it will compute, compile nothing.
 
-Loss, step, sampler and evaluation are traced with real texts and a real record of each source, and
-the shapes in existing checkpoints are compared with the run's. This takes seconds. Errors surface
-now rather than during training; without errors, a report describes the run.
+Loss, step, sampler and evaluation are traced with real texts and a real record of each data source.
+The shapes in existing checkpoints are compared with the run's shapes. This takes seconds. It finds
+errors that would otherwise appear during training. If there are none, it returns a report that
+describes the run.
 """
 
 import contextlib
@@ -44,18 +45,19 @@ def rehearse(
     inputs: loop.Inputs, run: Run, settings: Optimizer, mesh: Mesh, workdir: pathlib.Path,
     alone: bool = True, device_memory: float | None = None,
 ) -> str:  # fmt: skip
-    """Trace the whole run and return a report on it, in lines.
+    """Trace the whole run and return a report on it, as lines of text.
 
     Args:
       inputs: the opened run.
       run: its steps, batch size and intervals.
-      settings: the optimizer, whose `accumulate` is the number of passes per step.
+      settings: the optimizer. `accumulate` is the number of micro batches per step.
       mesh: the devices of the run.
-      workdir: compared with the run, but not written to.
-      alone: whether no training follows; then damaged checkpoints are looked for here.
-      device_memory: bytes of a device of the run; None: those of this machine.
+      workdir: an existing run in it is compared with this one. Nothing is written to it.
+      alone: whether the command ends after the rehearsal. If so, look for damaged checkpoints
+        here, since no training will.
+      device_memory: bytes of memory of one device; None: that of this machine's devices.
 
-    Raises ValueError for a run that would fail. Other errors get a note on the rehearsed part.
+    Raises ValueError if the run would fail. Other errors get a note that names the traced part.
     """
     start, task = time.time(), inputs.task
     tx = make_optimizer(settings, run.steps)
@@ -91,7 +93,7 @@ def rehearse(
 
 
 def _rehearse_drawing(inputs: loop.Inputs, params: Params, mesh: Mesh) -> str:
-    """Trace the drawing of the examples, with and without guidance, and of a scored batch."""
+    """Trace the sampler for the examples, with and without guidance, and for a scored batch."""
     examples, evaluation, line = inputs.examples, inputs.evaluation, "nothing during training"
     with programs.rehearsal():
         draw = make_draw(inputs.task.sample, memory.shapes(inputs.task.frozen), mesh)
@@ -116,7 +118,7 @@ def _draw(draw: Draw, params: Params, examples: loop.Examples) -> tuple[int, ...
 
 
 class _named:
-    """A context that adds a note "while rehearsing WHAT" to any error raised inside."""
+    """A context manager that adds the note "while rehearsing WHAT" to errors raised inside it."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -140,7 +142,7 @@ def _count(tree: Any) -> int:
 
 
 def _shapes_of(example: dict[str, np.ndarray]) -> str:
-    """Describe the arrays of a row, and how many tokens the texts fill."""
+    """Describe the arrays of one row, and how many of its tokens are not padding."""
     shapes = [f"{k} {'x'.join(map(str, x.shape[1:]))}" for k, x in example.items()]
     masks = [x for name, x in example.items() if name.endswith("mask")]
     lengths = [int(n) for mask in masks for n in mask.sum(1)]
@@ -162,7 +164,10 @@ def _memory(need: memory.Bytes, booked: float | None) -> str:
 def _workdir(
     workdir: pathlib.Path, run: Run, usage: memory.Disk, state: TrainState, alone: bool
 ) -> Rows:
-    """Report the workdir's state and the run's disk use; ValueError if the run cannot use it."""
+    """Describe the workdir's state and the run's disk use.
+
+    Raises ValueError if the run cannot use the workdir.
+    """
     if jax.process_index() == 0 or not files.remote(workdir):
         files.check_writable(workdir, "--workdir")
     steps, free = restore.steps(workdir / runs.CHECKPOINTS), _free(workdir)
@@ -189,7 +194,7 @@ def _workdir(
 
 
 def _free(workdir: pathlib.Path) -> int | float:
-    """Return the free bytes of a workdir's disk; inf for a bucket."""
+    """Return the free bytes of a workdir's disk. Return inf for a bucket."""
     if files.remote(workdir):
         return math.inf
     existing = next(path for path in (workdir, *workdir.absolute().parents) if path.exists())

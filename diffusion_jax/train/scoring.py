@@ -1,4 +1,4 @@
-"""Scores during training: computed as by the evaluation command, but written to the metrics."""
+"""Compute the scores of the evaluation command during training, for the metrics of the run."""
 
 from collections.abc import Sequence
 
@@ -20,8 +20,8 @@ def open_scoring(
 
     Args:
       evaluation: the group.
-      source: data.source, whose own scorer is used if the group does not name a file of prompts.
-      size: the side of the pictures that the model draws.
+      source: the name data.source. Its own scorer is used if the group names no prompts file.
+      size: the side in pixels of the pictures that the model draws.
       open_prompts: takes all prompts and returns the tokenizer for them.
 
     Raises:
@@ -57,10 +57,11 @@ def open_scoring(
 def score_now(
     scorer: Scorer, draw: loop.Draw, guidance: Sequence[float], batch_size: int
 ) -> dict[str, float]:
-    """Draw and score all prompts at each guidance, `batch_size` images at a time.
+    """Draw and score all prompts at each guidance scale, `batch_size` images at a time.
 
-    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images are not finite, their
-    number replaces the scores: {"evaluation/guidance_2/images_not_finite": 3}.
+    Returns scores such as {"evaluation/guidance_2/fid": 12.3}. If some images are not finite, there
+    are no scores at this guidance scale, only their number:
+    {"evaluation/guidance_2/images_not_finite": 3}.
     """
     scores = {}
     for value in guidance:

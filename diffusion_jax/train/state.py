@@ -19,7 +19,7 @@ DecayAt = Callable[[float, Int[Array, ""]], Float[Array, ""] | float]
 
 
 class TrainState(NamedTuple):
-    """Everything that a step changes, which is also what a checkpoint holds."""
+    """The training state: everything that a step changes and a checkpoint stores."""
 
     step: Int[Array, ""]  # Steps done, including skipped ones.
     params: Params
@@ -47,8 +47,9 @@ def constant_decay(decay: float, step: Int[Array, ""]) -> float:
 def warmup_decay(decay: float, step: Int[Array, ""]) -> Float[Array, ""]:
     """Return min(decay, (1 + step) / (10 + step)), so that short runs forget their initial weights.
 
-    With a constant decay d the initial weights make up d^n of the average after n steps, or 74 %
-    after 3,000 steps at 0.9999. Here the average always spans about a tenth of the run.
+    With a constant decay d, the initial weights make up d^n of the average after n steps. At 0.9999
+    this is 74 % after 3,000 steps. With this schedule, the average spans about the last tenth of
+    the run until `decay` is reached.
     """
     return jnp.minimum(decay, (1.0 + step) / (10.0 + step))
 
@@ -84,12 +85,13 @@ def make_train_step(
 ) -> Callable[[TrainState, Frozen, Batch, PRNGKeyArray], tuple[TrainState, Metrics]]:
     """Return train_step(state, frozen, batch, key) -> (state, metrics), ready for jax.jit.
 
-    `key` is the run's key. The step folds in the step and the micro batch, so that a resumed run
-    draws the same noise. `metrics` holds loss, grad_norm (before clipping), lr, skipped, param_norm
-    and the metrics of `loss_fn`, as means over the micro batches.
+    `key` is the run's key. The step folds its number and the index of the micro batch into it, so
+    that a resumed run draws the same noise. `metrics` holds loss, grad_norm (before clipping), lr,
+    skipped, param_norm and the metrics of `loss_fn`, averaged over the micro batches.
 
-    If the loss or the gradient norm is not finite, the step is skipped: only `step`, `skipped` and
-    the averages of `ema_widths` change, which average the unchanged parameters once more.
+    If the loss or the gradient norm is not finite, the step is skipped. Then only `step`, `skipped`
+    and the averages of `ema_widths` change. These averages count the unchanged parameters once
+    more.
 
     Donate `state` to the compiled step, but never `frozen`.
 
@@ -97,10 +99,10 @@ def make_train_step(
       loss_fn: (params, frozen, batch, key) -> (loss, metrics).
       tx: an `optimizer.adamw`.
       ema_decays: the decays of the exponential averages.
-      ema_widths: the relative widths of the averages by power functions.
-      accumulate: the number of micro batches, which must divide the batch.
-      one_noise: give each row the noise that it would get in an undivided batch.
-      clip: the global norm to which the mean gradient is clipped; inf: never.
+      ema_widths: the relative widths of the power-function averages (Karras et al. 2024).
+      accumulate: the number of micro batches. It must divide the batch size.
+      one_noise: whether each row gets the same noise as in an undivided batch.
+      clip: the largest global norm of the mean gradient; inf: no clipping.
       decay_at: (decay, step) -> the decay at this step.
     """
 
@@ -142,7 +144,7 @@ def make_train_step(
 
 
 def _mean_gradient(loss_fn: LossFn, accumulate: int, one_noise: bool):
-    """Return value_and_grad of the mean loss over micro batches, each with a key of its own."""
+    """Return value_and_grad of the mean loss over micro batches. Each has its own random key."""
     gradient = jax.value_and_grad(loss_fn, has_aux=True)
 
     def mean_gradient(params, frozen, batch, key):
@@ -172,7 +174,8 @@ def micro_key(
 ) -> PRNGKeyArray:
     """Return the key of a micro batch, given the key of its step.
 
-    With `one_noise`, noise drawn from it equals this micro batch's rows of the whole batch's noise.
+    If `one_noise` is True, noise drawn from it equals the micro batch's rows of the noise for the
+    whole batch.
     """
     if one_noise and accumulate > 1:
         return parts.key_of(jax.random.fold_in(key, 0), index, accumulate)
@@ -182,15 +185,16 @@ def micro_key(
 def micro_keys(
     key: PRNGKeyArray, step: ArrayLike, accumulate: int, one_noise: bool
 ) -> list[PRNGKeyArray]:
-    """Return the keys of all micro batches of the step that starts from state.step == `step`."""
+    """Return the keys of all micro batches of the step that starts when state.step is `step`."""
     key = jax.random.fold_in(key, step)
     return [micro_key(key, index, accumulate, one_noise) for index in range(accumulate)]
 
 
 def split(batch: Batch, accumulate: int) -> Batch:
-    """Split [B, ...] into [accumulate, B / accumulate, ...]; micro batch i holds rows i, i + a, ...
+    """Split [B, ...] into [a, B / a, ...] with a = `accumulate`.
 
-    Because a micro batch takes every a-th row, each device holds a part of it already.
+    Micro batch i holds rows i, i + a, i + 2 a, ... Each device then already holds its part of every
+    micro batch.
     """
 
     def rows(x):
@@ -203,15 +207,15 @@ def split(batch: Batch, accumulate: int) -> Batch:
 
 
 def _clip(grads: Params, norm: Float[Array, ""], clip: float) -> Params:
-    """Scale by min(1, clip / (norm + 1e-6)), the coefficient of Megatron and NeMo."""
+    """Scale by min(1, clip / (norm + 1e-6)), as Megatron and NeMo do."""
     scale = jnp.minimum(1.0, clip / (norm + 1e-6))
     return jax.tree.map(lambda g: g * scale, grads)
 
 
 def _power_average(ema: Params, params: Params, gamma: float, step: Int[Array, ""]) -> Params:
-    """Return beta ema + (1 - beta) params, beta = (1 - 1 / t)^(gamma + 1), t = step + 1.
+    """Return beta ema + (1 - beta) params with beta = (1 - 1 / t)^(gamma + 1) and t = step + 1.
 
-    The small 1 - beta is computed directly, since 1 - float32(beta) would have few digits.
+    1 - beta is small and is computed directly. Subtracting float32(beta) from 1 would lose digits.
     """
     share = -jnp.expm1((gamma + 1) * jnp.log1p(-1.0 / (step + 1)))
     return jax.tree.map(lambda e, p: e + share * (p - e), ema, params)

@@ -1,10 +1,10 @@
-"""A trace of some training steps for xprof, which shows the time of devices and host.
+"""Trace some training steps for xprof, which shows the time spent on devices and host.
 
     python -m imagen_jax.train --config=... --workdir=RUN --profile_steps=100:105
     pip install xprof && xprof --logdir=RUN/profile
 
-Operations are labelled with the network's modules, the loss and the update. The host's rows show
-each step and each wait for data.
+Operations are labelled with the network's modules, the loss and the update. The rows of the host
+show each step and each wait for data.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ def parse(text: str) -> range:
 
 
 class Trace:
-    """A trace of some steps, written to a folder; call `close` even if training ends early."""
+    """A trace of some steps, written to a folder. Call `close` even if training ends early."""
 
     def __init__(self, folder: pathlib.Path, steps: range) -> None:
         self._folder, self._steps, self._running = folder, steps, False
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[list[Any]]:
-        """Enclose one step; the caller appends the step's results to the list that this yields.
+        """Enclose one step. The caller appends the step's results to the yielded list.
 
-        After the last traced step the trace ends as soon as these results are computed.
+        The trace ends as soon as the results of the last traced step are computed.
         """
         results: list[Any] = []
         if self._steps and number == self._steps.start:

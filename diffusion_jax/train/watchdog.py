@@ -1,4 +1,4 @@
-"""A watchdog, which ends a process whose step hangs and prints the stacks of all threads."""
+"""A watchdog that ends a process whose step hangs, and prints the stacks of all threads."""
 
 import contextlib
 import faulthandler
@@ -11,16 +11,16 @@ _STDERR = 2
 
 
 class Watchdog:
-    """End this process with code 1 once `seconds` pass without a `beat`; close it when done.
+    """End this process with code 1 if `beat` is not called for `seconds`. Close it when done.
 
-    The timer runs outside of Python, so it also fires while a call into a library holds the
-    interpreter. Shortly before, if Python still runs, a line is printed. Use one per process.
+    The timer runs outside of Python, so it also fires while a library call holds the interpreter
+    lock. If Python still runs, a line is printed shortly before. Use one watchdog per process.
     """
 
     def __init__(
         self, seconds: float | int, advice: Callable[[], str] = lambda: "Start it again."
     ) -> None:
-        """Prepare the watchdog; the first beat starts it. The printed line ends with `advice()`."""
+        """Prepare the watchdog. The first beat starts it. The printed line ends with `advice()`."""
         self._seconds, self._advice = seconds, advice
         self._before = min(2, 0.1 * seconds)  # The line is printed this long before the end.
         self._due: float | None = None
@@ -40,7 +40,7 @@ class Watchdog:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stop the clock while inside this context, and restart it afterwards."""
+        """Stop the clock inside this context. Restart it afterwards."""
         self._stop()
         yield
         self.beat()
