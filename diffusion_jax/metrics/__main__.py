@@ -110,7 +110,7 @@ _ONLY_FOR: Mapping[str, Collection[str]] = {
     "clip": ("out", "prompts", "clip", "reference"),
     "train_judge": ("data", "out", "other"),
 }
-"""Flags that only some commands read, by command."""
+"""Maps each command to the flags that it reads and that not every command reads."""
 _FEW = 4  # Below this number of images per dimension, a distance mostly depends on the number.
 
 
@@ -226,7 +226,7 @@ def _scores(
     real: stats_files.Stats | None,
     column: Callable[[str], str],
 ) -> dict[str, float]:
-    """Return the columns of these metrics, with intervals if --all is set."""
+    """Compute the named metrics; return their table columns, with intervals if --all is set."""
     seed = {"seed": _SEED.value}
     options = {"kid": {"size": _SUBSET.value, **seed}, "fid_infinity": seed}
     prepare = functools.cache(lambda reference: reference(real))  # Takes seconds for FID.
@@ -262,7 +262,7 @@ def _side(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
 
 
 def _of_images(path: str, extractor: extractors.Extractor) -> stats_files.Stats:
-    """Compute statistics and features on all devices of all processes."""
+    """Compute the statistics and features of a set of images on all devices of all processes."""
     opened = reference.Images(path, extractor, _SIZE.value, _FIT.value)
     progress, mesh = Meter("images", len(opened)).reach, sharding.make_mesh()
     stream, skipped = extractors.extract(
@@ -280,7 +280,7 @@ def _card_of(
     real: stats_files.Stats,
     generated: stats_files.Stats,
 ) -> cards.Card:
-    """Return the generated images' card with the name of the reference."""
+    """Return the card of the generated images, completed with the name of the reference set."""
     counts = [side.gaussian.n for side in (real, generated)]
     empty = cards.make_card(extractor, image_size=(0, 0), n=counts[1] or 0) | {"image_size": None}
     card = generated.card or empty

@@ -1,7 +1,7 @@
 """Accuracy: the share of images that a judge finds to match their captions.
 
-`right` has a row for each image and a column for each part of its caption (such as an object and
-its colour): 1 where the judge recognises the part in the image, else 0.
+The array `right` has a row for each image and a column for each part of its caption, such as an
+object and its colour. An entry is 1 if the judge recognises the part in the image, and 0 otherwise.
 """
 
 from collections.abc import Callable
@@ -19,5 +19,5 @@ def all_right(right: Float[np.ndarray, "N P"]) -> Score:
 
 
 def part_right(part: int) -> Callable[[Float[np.ndarray, "N P"]], Score]:
-    """Return a metric: the share of images that match one part (a column) of their caption."""
+    """Return a metric function that computes the share of images matching caption part `part`."""
     return lambda right: Score(float(right[:, part].mean()), decimals=4)

@@ -8,16 +8,16 @@ from jaxtyping import Float
 
 
 class Score(NamedTuple):
-    """A score of a set of images."""
+    """The score of a set of images, with the data for its interval and its table columns."""
 
     value: float
     each: Float[np.ndarray, "N"] | None = None
-    """First-order contribution of each image, from which the interval is computed; None for scores
-    without an interval."""
+    """First-order contribution of each image, used to compute the confidence interval. Scores
+    without an interval have None."""
     more: Mapping[str, float] | None = None
-    """Further columns by suffix: {"deviation": 0.1} adds the column NAME_deviation."""
+    """Additional columns, keyed by suffix: {"deviation": 0.1} adds the column NAME_deviation."""
     decimals: int | None = None
-    """Number of decimals that all columns are rounded to; None does not round."""
+    """Number of decimals to round all columns to. None means no rounding."""
 
 
 class Interval(NamedTuple):
@@ -28,7 +28,7 @@ class Interval(NamedTuple):
 
 
 def mean(values: Float[np.ndarray, "N"]) -> Score:
-    """Return the score that is the mean of the images' values."""
+    """Return the mean of one value per image as a score."""
     return Score(float(values.mean()), values)
 
 
@@ -40,14 +40,14 @@ def interval(
     confidence: float = 0.95,
     seed: int = 0,
 ) -> Interval:
-    """Return the percentile bootstrap interval of a score, to first order.
+    """Return a percentile bootstrap interval of a score, to first order.
 
-    The images' contributions are resampled with replacement, and the deviations of their mean are
-    added to the score. The interval does not include the bias that depends on the number of images
-    (see frechet.extrapolated).
+    Each replicate resamples the images' contributions with replacement. The deviation of its mean
+    from the original mean is added to the score. The interval ignores the score's bias, which
+    depends on the number of images; frechet.extrapolated removes this bias from FID.
 
     Args:
-        each: contribution of each image (Score.each), such as frechet.influence.
+        each: first-order contribution of each image, for example from frechet.influence.
         score: the score.
         replicates: number of resamplings.
         confidence: probability covered by the interval.

@@ -1,4 +1,4 @@
-"""Cards record how scores were computed, and thus which scores are comparable."""
+"""Cards record how scores were computed, and thus show which scores are comparable."""
 
 import json
 import os
@@ -18,12 +18,14 @@ ALIKE = ("extractor", "weights", "preprocessing", "image_size", "fit", "n", "ref
 """Fields that must be equal for scores to be comparable."""
 FREE = ("seed", "sampler", "steps", "guidance", "checkpoint", "ema", "precision", "model",
         "resized")  # fmt: skip
-"""Fields of the scored model, which may differ in a table; `model` is a hash of its weights."""
+"""Fields that describe the scored model and may differ between the rows of a table.
+
+`model` is a hash of the model's weights."""
 
 
 @runtime_checkable
 class Extractor(Protocol):
-    """The fields of an extractor or judge that a card records."""
+    """Protocol with the attributes of a feature extractor or judge that a card records."""
 
     @property
     def name(self) -> str: ...
@@ -36,20 +38,20 @@ class Extractor(Protocol):
 
 
 class Scored(NamedTuple):
-    """Scores by name, and the card that they share."""
+    """Scores by name, and one card that describes how all of them were computed."""
 
     scores: dict[str, float]
     card: Card
 
 
 def make_card(extractor: Extractor, *, image_size: Sequence[int], n: int, **fields: Any) -> Card:
-    """Return a card, in which fields that do not apply are None.
+    """Return a card. Fields that are not given are None.
 
     Args:
         extractor: the extractor or judge.
         image_size: height and width in pixels.
         n: number of images.
-        **fields: other fields in ALIKE and FREE.
+        **fields: values of other fields listed in ALIKE or FREE.
 
     Raises:
         ValueError: a field is unknown.
@@ -83,12 +85,12 @@ def versions() -> dict[str, str]:
 
 
 def reference_name(path: str, n: int | None) -> str:
-    """Return a card's name for real images: their file or folder, and their number."""
+    """Return a name for a set of real images, made of its file or folder name and image count."""
     return f"{pathlib.Path(path).name}, n {'unknown' if n is None else n}"
 
 
 def read_scored(path: str | os.PathLike[str]) -> Scored:
-    """Read scores and their card from a JSON file. Raises ValueError if it has none."""
+    """Read scores and their card from a JSON file. Raise ValueError if the file has no scores."""
     try:
         content = json.loads(files.path(path).read_text())
         return Scored(dict(content["scores"]), dict(content["card"]))
@@ -97,20 +99,23 @@ def read_scored(path: str | os.PathLike[str]) -> Scored:
 
 
 def differing(cards: Sequence[Card], fields: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the fields in which cards differ, with each card's value."""
+    """Return the fields whose values differ between the cards, with the value in each card."""
     values = {field: [card.get(field) for card in cards] for field in fields}
     return {field: each for field, each in values.items() if any(v != each[0] for v in each)}
 
 
 def table(scored: Mapping[str, Scored], *, allow: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return a row per set of scores: its name, the fields that differ, and the shared scores.
+    """Return one table row per set of scores.
+
+    A row holds the name of the set, the fields that differ between the sets, and the scores that
+    all sets have.
 
     Args:
         scored: scores by name.
-        allow: fields of ALIKE that may differ.
+        allow: fields in ALIKE that may differ nevertheless.
 
     Raises:
-        ValueError: another field of ALIKE differs, or no score is common to all.
+        ValueError: any other field in ALIKE differs, or the sets have no score in common.
     """
     cards = [item.card for item in scored.values()]
     strict = [field for field in ALIKE if field not in allow]

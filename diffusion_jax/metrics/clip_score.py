@@ -1,6 +1,7 @@
-"""The CLIP score of MLPerf and NeMo: the cosine of an image's and its text's CLIP embeddings.
+"""The CLIP score of MLPerf and NeMo: the cosine between an image's and a text's CLIP embeddings.
 
-It is neither multiplied by 100 nor clipped at 0, and differs between ViT-L/14 and ViT-H/14.
+The score is neither multiplied by 100 nor clipped at 0. ViT-L/14 and ViT-H/14 give different
+scores.
 """
 
 import numpy as np
@@ -11,12 +12,12 @@ from diffusion_jax.metrics.features import Rows
 
 
 def score(cosines: Float[np.ndarray, "N 1"]) -> bootstrap.Score:
-    """Return the mean cosine over pairs of image and text as a score."""
+    """Return the mean of the cosines of all image-text pairs as a score."""
     return bootstrap.mean(cosines[:, 0])
 
 
 def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
-    """Return the score of each pair of image and text, -1 to 1, in float64.
+    """Return the cosine of each image-text pair, from -1 to 1, in float64.
 
     Raises:
         ValueError: the features of images and texts differ in shape.
@@ -32,5 +33,5 @@ def cosines(images: Rows, texts: Rows) -> Float[np.ndarray, "N 1"]:
 
 
 def normalised(rows: Rows) -> Rows:
-    """Scale rows to norm 1, as CMMD requires."""
+    """Scale each row to L2 norm 1, as CMMD requires."""
     return rows / np.linalg.norm(rows, axis=1, keepdims=True)

@@ -1,4 +1,4 @@
-"""CLIP's towers (Radford et al. 2021) as extractors."""
+"""Loads the image and text towers of CLIP (Radford et al. 2021) as feature extractors."""
 
 import hashlib
 import os
@@ -19,11 +19,11 @@ PREPROCESSING = {"open_clip": preprocess.open_clip, "squash": preprocess.squash}
 
 
 class Clip(NamedTuple):
-    """CLIP's two towers as extractors, whose features are not normalised."""
+    """The two towers of a CLIP as feature extractors. The features are not normalised."""
 
     image: Extractor
     text: Extractor
-    """The text tower, whose inputs are token ids [B, L]."""
+    """The text tower. It takes token ids [B, L]."""
     tokenize: Callable[[Sequence[str]], Int[np.ndarray, "B L"]]
 
 
@@ -33,9 +33,9 @@ def load(
     """Load both towers of a CLIP in float32.
 
     Args:
-        weights: a folder or a Hub name.
-        name: the model's name in scores; the folder's name by default.
-        preprocessing: "open_clip" as in MLPerf and NeMo, or "squash" for CMMD.
+        weights: a folder, or the name of a Hugging Face Hub repository.
+        name: name of the model in score tables. The default is the folder's name.
+        preprocessing: "open_clip", used by MLPerf and NeMo, or "squash", used by CMMD.
 
     Raises:
         FileNotFoundError: weights, config or tokenizer are missing.
@@ -78,7 +78,7 @@ def load(
 
 
 def load_image(weights: str | os.PathLike[str], preprocessing: str) -> Extractor:
-    """Load the image tower alone."""
+    """Load only the image tower, with the named preprocessing ("open_clip" or "squash")."""
     return load(weights, preprocessing=preprocessing).image
 
 
@@ -92,7 +92,7 @@ def _projected(tower: Any) -> Callable[[Any, jax.Array], jax.Array]:
 
 
 def _digest(folder: pathlib.Path) -> str:
-    """Return the SHA-256 of the folder's concatenated safetensors, or else of its pickles."""
+    """Return the SHA-256 of the folder's weight files: safetensors, or pickles if it has none."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
         with path.open("rb") as file:

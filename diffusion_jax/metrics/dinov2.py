@@ -1,8 +1,8 @@
 """DINOv2's vision transformers (Oquab et al. 2023; with registers, Darcet et al. 2023).
 
 FD-DINOv2 (Stein et al. 2023) is the Fréchet distance between normalised class tokens of ViT-L/14 on
-pictures of 224 pixels. It agrees better with human judgement than the distance between Inception's
-features. Letters: B batch, P patches and the tokens before them, D width.
+224-pixel pictures. It agrees better with human judgement than FID, which uses Inception's features.
+Shape letters: B is the batch, P the number of tokens (class, registers, patches), D the width.
 """
 
 import os
@@ -28,7 +28,7 @@ _EPS = 1e-6
 
 
 class DinoV2(nn.Module):
-    """A vision transformer from normalised 224-pixel pictures to the class token, in float32."""
+    """A float32 vision transformer that maps normalised 224-pixel pictures to the class token."""
 
     width: int
     mlp_width: int
@@ -39,10 +39,10 @@ class DinoV2(nn.Module):
 
     @nn.compact
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
-        """Return the class token after the final norm.
+        """Return the class token [B, D] after the final norm.
 
-        The tokens are the class token, the registers, and the patches in row order. All except the
-        registers have position embeddings.
+        The token order is class token, registers, patches row by row. Registers have no position
+        embeddings; all other tokens have them.
         """
         b, p, d, side = len(images), self.patch, self.width, SIZE // self.patch
         param = lambda name, *shape: self.param(name, nn.initializers.normal(0.02), shape)
@@ -80,11 +80,11 @@ class _Block(nn.Module):
 
 
 def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
-    """Load the extractor.
+    """Load a DINOv2 as a feature extractor.
 
     Args:
-        weights: a Hugging Face folder or name, or a .pth as published by the authors.
-        name: the model's name in scores; the file's stem by default.
+        weights: a Hugging Face folder or repository name, or a .pth file published by the authors.
+        name: name of the model in score tables. The default is the file name without its suffix.
 
     Raises:
         FileNotFoundError: the weights are missing.
@@ -121,7 +121,7 @@ def load(weights: str | os.PathLike[str], name: str = "") -> Extractor:
 
 
 def of_state(state: StateDict, num_heads: int | None = None) -> tuple[DinoV2, StateDict]:
-    """Return the network of a state dict, and the arrays renamed to this module's names.
+    """Return the network that fits a state dict, and the arrays under this module's names.
 
     Position embeddings are interpolated to 224 pixels.
 
@@ -155,7 +155,7 @@ def abstract_params(network: DinoV2) -> Any:
 
 
 def table(params: Any) -> list[torch_weights.Entry]:
-    """Return the table of parameter names in the arrays returned by `of_state`."""
+    """Return a table that maps parameters to the array names returned by `of_state`."""
     rules = [(r"block_(\d+)/(\w+)", r"blocks.\1.\2"), ("positions", "pos_embed"),
              ("class_token", "cls_token")]  # fmt: skip
     return torch_weights.table(
@@ -199,8 +199,8 @@ def _renamed(state: StateDict) -> dict[str, np.ndarray]:
 def _positions(positions: np.ndarray, side: int, *, antialias: bool) -> np.ndarray:
     """Interpolate position embeddings to [1, 1 + side^2, D] with torch's bicubic kernels.
 
-    As in the authors' code, models with registers use antialiasing; the others add 0.1 to the size,
-    which shifts the grid by a hundredth of a patch.
+    As in the authors' code, models with registers use antialiasing. Models without registers add
+    0.1 to the size, which shifts the grid by a hundredth of a patch.
     """
     grid = np.asarray(positions, np.float32)[:, 1:]
     trained = round(grid.shape[1] ** 0.5)

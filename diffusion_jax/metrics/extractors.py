@@ -1,9 +1,9 @@
-"""Extractors compute features of images (or token ids) in batches sharded over the mesh.
+"""Computes features of images or token ids in batches that are sharded over the mesh.
 
-An extractor consists of two pure functions and weights. `program` runs it on the devices; it is
-used by `extract` (images in files), `on_host` (arrays on the host) and samplers, whose images stay
-on the devices. The batch and the number of devices and processes change features by no more than
-float32 rounding.
+An extractor consists of two pure functions and weights. `program` runs it on the devices. `extract`
+uses `program` for images in files, `on_host` for arrays on the host, and samplers for images that
+stay on the devices. The batch size and the number of devices and processes change the features by
+no more than float32 rounding.
 """
 
 import functools
@@ -25,59 +25,65 @@ from diffusion_jax.metrics.weights import Weights
 
 
 class Extractor(NamedTuple):
-    """A network from images [B, H, W, 3] on 0..255, uint8 or float32, to features [B, D]."""
+    """A network that maps images [B, H, W, 3], uint8 or float32 in 0..255, to features [B, D]."""
 
     name: str
-    """A name used in scores: "inception", "inception_768", "clip_vit_l_14" ..."""
+    """Name used in score tables, such as "inception", "inception_768" or "clip_vit_l_14"."""
     width: int
-    """D."""
+    """The number of features D."""
     preprocessing: str
     weights: str
     """A hash of the weights."""
     official: bool
-    """Whether these are the weights that define FID."""
+    """Whether the weights are the public Inception weights that define FID."""
     params: Any
-    """A pytree of numpy arrays, to be passed to `apply`."""
+    """The weights: a pytree of numpy arrays, the first argument of `apply`."""
     prepare: Callable[[Num[Array, "B ..."]], Array]
-    """Maps images of any size to the network's input; compiled for each size."""
+    """Maps images of any size to the network's input. It is compiled once per image size."""
     apply: Callable[[Any, Array], Float[Array, "B D"]]
-    """The network in float32, a single program for all image sizes."""
+    """The network in float32. It is compiled once for all image sizes."""
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Images of one size, or rows of token ids, read on the host."""
+    """A source of images of equal size, or of rows of token ids, in host memory."""
 
     shape: tuple[int, ...]
-    """The shape of one image or row."""
+    """The shape of one image, or of one row of token ids."""
     dtype: Any
 
     def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray) -> tuple[np.ndarray, UInt8[np.ndarray, "B"]]:
-        """Return rows, and a status for each: 0 if it is usable, else an argument of `reason`."""
+        """Return the rows at `indices`, and a status per row.
+
+        Status 0 marks a usable row. `reason` explains any other status.
+        """
         ...
 
     def reason(self, status: int) -> str:
-        """Return the reason for a status other than 0. Raises ValueError if it is an error."""
+        """Return why a row with this nonzero status is skipped.
+
+        Raise ValueError if such a row must not be skipped.
+        """
         ...
 
 
 class Extracted(NamedTuple):
-    """The features of a source's images."""
+    """The features of a source's images, and the counts of skipped images."""
 
     stream: Stream
     skipped: dict[str, int]
-    """Number of images without features by reason: "not_finite", or a reason of the source."""
+    """Number of skipped images, keyed by "not_finite" or by the text from Source.reason."""
 
 
 def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2048") -> Extractor:
-    """Return the FID Inception as an extractor.
+    """Return the FID Inception as a feature extractor.
 
     Args:
         weights: the weights.
-        mode: the preprocessing, a key of preprocess.INCEPTION.
-        level: the level of features, a key of inception.LEVELS.
+        mode: name of the preprocessing, a key of preprocess.INCEPTION.
+        level: name of the feature level, a key of inception.LEVELS.
 
     Raises:
         ValueError: `mode` or `level` is unknown.
@@ -107,7 +113,10 @@ def inception_extractor(weights: Weights, mode: str = "pytorch", level: str = "2
 
 
 def load_inception(path: str, mode: str = "pytorch", level: str = "2048") -> Extractor:
-    """Load the FID Inception's weights from a file (see weights.load) and return its extractor."""
+    """Load the FID Inception from a weight file and return it as a feature extractor.
+
+    If `path` is "", the public weights are downloaded.
+    """
     return inception_extractor(weights.load(path), mode, level)
 
 
@@ -120,7 +129,11 @@ def extract(
     keep: bool = True,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Extracted:
-    """Return the features of all usable rows of a source, in order, in every process."""
+    """Compute the features of all usable rows of a source.
+
+    Every process receives all features, in the order of the rows. With keep=False, only sums for
+    the mean and covariance are stored. `progress` is called with the number of rows done so far.
+    """
     run = make_extract(extractor, mesh, batch_size=batch_size, keep=keep)
     return run(source, range(len(source)), progress)
 
@@ -128,10 +141,10 @@ def extract(
 def make_extract(
     extractor: Extractor, mesh: Mesh, *, batch_size: int = 64, keep: bool = True
 ) -> Callable[..., Extracted]:
-    """Return a function extract(source, rows, progress) that computes features of a range of rows.
+    """Return a function extract(source, rows, progress) that computes features of a row range.
 
-    Programs are compiled once. Each process reads only the rows of its own devices, and reads the
-    next batch while the devices compute.
+    Programs are compiled once. Each process reads only the rows that its local devices need. It
+    reads the next batch while the devices compute.
     """
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
     rows_sharding = batch_sharding(mesh)
@@ -139,7 +152,7 @@ def make_extract(
     size = _padded_size(batch_size, mesh)  # All batches have this size and share a program.
 
     def batches(source: Source, rows: range) -> Iterator[tuple[Rows, np.ndarray]]:
-        """Yield features and statuses of all processes' images in each process."""
+        """Yield the features and statuses of each global batch, the same in every process."""
         pending = None
         for start in range(rows.start, rows.stop, batch_size):
             end = min(start + batch_size, rows.stop)
@@ -171,8 +184,8 @@ def make_extract(
 def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.Array]:
     """Return a function run(params, images) that maps sharded images to replicated features [B, D].
 
-    The caller places the extractor's `params` on the devices. If an image is not finite, its
-    features are NaN.
+    The caller must place the extractor's `params` on the devices. The features of an image with
+    non-finite pixels are NaN.
     """
     rows_sharding = batch_sharding(mesh)
 
@@ -194,9 +207,9 @@ def program(extractor: Extractor, mesh: Mesh) -> Callable[[Any, jax.Array], jax.
 
 
 def on_host(extractor: Extractor) -> Callable[[np.ndarray], Rows]:
-    """Return a function that maps images or ids [B, ...] on the host to features [B, D].
+    """Return a function that maps images or token ids [B, ...] on the host to features [B, D].
 
-    Every process must call it with the same array.
+    Every process must call the returned function with the same array.
     """
     mesh = sharding.make_mesh()
     run, params = program(extractor, mesh), _replicated_params(extractor, mesh)
@@ -213,13 +226,13 @@ def _replicated_params(extractor: Extractor, mesh: Mesh) -> Any:
 
 
 def _padded_size(size: int, mesh: Mesh) -> int:
-    """Round a batch size up to a multiple of the number of shards."""
+    """Round a batch size up to a multiple of the number of batch shards of the mesh."""
     ways = mesh.shape["replica"] * mesh.shape["fsdp"]
     return -(-size // ways) * ways
 
 
 def _read(source: Source, indices: np.ndarray, rows_sharding: Any) -> tuple[jax.Array, jax.Array]:
-    """Return a global batch and its statuses; each process reads the rows of its own devices."""
+    """Return a global batch and its statuses. Each process reads only its local devices' rows."""
     read = functools.cache(lambda start, stop: source.read(indices[start:stop]))
 
     def part(number: int) -> Callable[[Any], np.ndarray]:

@@ -1,7 +1,7 @@
-"""Collects features of many images, or sums them in a stream, in float64 on the host.
+"""Collects the features of many images, or accumulates their sums, in float64 on the host.
 
-Sums are computed in blocks of a fixed number of rows, so they are bit-identical for every batch
-size and number of devices or processes. The sums of several streams can be merged.
+Sums are computed over blocks of a fixed number of rows. For equal features they are therefore
+bit-identical for every batch size. The sums of several streams can be merged.
 """
 
 from typing import NamedTuple
@@ -14,25 +14,25 @@ Rows = Float[np.ndarray, "_N _D"]
 
 
 class Gaussian(NamedTuple):
-    """The first two moments of features; `n` is None if it is unknown."""
+    """The mean and covariance of `n` feature vectors; `n` is None if it is unknown."""
 
     mean: Float[np.ndarray, "D"]
     cov: Float[np.ndarray, "D D"]
-    """Divided by n - 1."""
+    """The sample covariance, with divisor n - 1."""
     n: int | None
 
 
 class Sums(NamedTuple):
-    """Mergeable sums over features, from which their moments are computed."""
+    """Sums over feature vectors that can be merged and give the mean and covariance."""
 
     n: int
     """Number of rows."""
     mean: Float[np.ndarray, "D"]
     scatter: Float[np.ndarray, "D D"]
-    """The sum of the outer products of all rows minus their mean."""
+    """Sum over rows of (row - mean)(row - mean)'."""
 
     def gaussian(self) -> Gaussian:
-        """Return the moments. Raises ValueError for fewer than two rows."""
+        """Return the mean and covariance. Raise ValueError for fewer than two rows."""
         if self.n < 2:
             raise ValueError(f"a covariance needs at least 2 images, but there are {self.n}")
         return Gaussian(self.mean, self.scatter / (self.n - 1), self.n)
@@ -44,7 +44,7 @@ def no_sums(width: int) -> Sums:
 
 
 def merged(one: Sums, other: Sums) -> Sums:
-    """Return the sums over the rows of both.
+    """Return the sums over the rows of both arguments.
 
     The order of several merges affects the last digits. The update of Chan, Golub & LeVeque (1979)
     avoids sums of squares, which cancel if the mean is large compared with the spread.
@@ -59,10 +59,10 @@ def merged(one: Sums, other: Sums) -> Sums:
 
 
 class Stream:
-    """An accumulator of features in batches, which counts and leaves out non-finite rows."""
+    """An accumulator of feature batches. It skips rows that are not finite, and counts them."""
 
     def __init__(self, width: int, *, keep: bool = True):
-        """Start with no rows; with `keep` False, only sums are stored, in constant memory."""
+        """Start with no rows. With keep=False, store only sums, which take constant memory."""
         self._width, self._keep = width, keep
         self._waiting: list[np.ndarray] = []
         self._rows: list[np.ndarray] = []
@@ -73,7 +73,7 @@ class Stream:
         """Number of rows left out, because the image has a NaN or float32 overflowed."""
 
     def add(self, rows: Rows) -> None:
-        """Add the features of the next images."""
+        """Add the features of the next images, one row per image."""
         if rows.ndim != 2 or rows.shape[1] != self._width:
             raise ValueError(f"features have shape {rows.shape}, not [N, {self._width}]")
         mask = finite(rows)
@@ -90,13 +90,13 @@ class Stream:
             self._waiting = [waiting[_BLOCK:]]
 
     def features(self) -> Rows:
-        """Return all rows [n, D]. Raises ValueError if the stream has keep=False."""
+        """Return all finite rows [n, D]. Raise ValueError if the stream has keep=False."""
         if not self._keep:
             raise ValueError("the stream has keep=False, so its features were not stored")
         return np.concatenate(self._rows or [np.zeros((0, self._width), np.float32)])
 
     def sums(self) -> Sums:
-        """Return the sums over all rows so far."""
+        """Return the sums over all rows added so far."""
         if self._keep:
             stream = Stream(self._width, keep=False)
             for rows in self._rows:
@@ -108,7 +108,7 @@ class Stream:
         return self._sums
 
     def gaussian(self) -> Gaussian:
-        """Return the moments of all rows so far. Raises ValueError for fewer than two rows."""
+        """Return the mean and covariance so far. Raise ValueError for fewer than two rows."""
         try:
             return self.sums().gaussian()
         except ValueError as error:
@@ -117,12 +117,12 @@ class Stream:
 
 
 def finite(rows: Rows) -> Bool[np.ndarray, "N"]:
-    """Return a mask of the rows whose values are all finite."""
+    """Return a boolean mask that is True for rows without NaN or infinity."""
     return np.asarray(np.isfinite(rows).all(1))
 
 
 def gaussian(features: Rows) -> Gaussian:
-    """Return the moments of features. Raises ValueError for fewer than two rows."""
+    """Return the mean and covariance of features. Raise ValueError for fewer than two rows."""
     stream = Stream(features.shape[1], keep=False)
     stream.add(features)
     return stream.gaussian()

@@ -1,10 +1,11 @@
 """The Frechet distance between two sets of features (Heusel et al. 2017), in float64.
 
-The distance is |mean a - mean b|^2 + tr A + tr B - 2 tr (A B)^(1/2). With B = F'F, the last trace
-is the sum of the square roots of the eigenvalues of F A F', which is symmetric, so that they are
-real. With fewer images than dimensions, A = E'E where E are the centred features, and the trace is
-the sum of the singular values of E F'. This is exact, whereas square roots of low-rank covariances
-underestimate it by about 1e-3.
+For means a, b and covariances A, B, the distance is |a - b|^2 + tr A + tr B - 2 tr (A B)^(1/2).
+Write B = F'F. The last trace is then the sum of the square roots of the eigenvalues of F A F'. This
+matrix is symmetric, so its eigenvalues are real. With fewer images than dimensions, A = E'E for the
+centred features E, scaled by (n - 1)^(-1/2), and the trace is the sum of the singular values of
+E F'. The second form is exact. Square roots of low-rank covariances instead underestimate the trace
+by about 1e-3.
 """
 
 from typing import NamedTuple
@@ -16,25 +17,30 @@ from diffusion_jax.metrics.bootstrap import Score
 from diffusion_jax.metrics.features import Gaussian, Rows, gaussian
 
 Sample = Rows | Gaussian
-"""Features, or their moments, which are less exact if there are fewer images than dimensions."""
+"""Features, or their mean and covariance.
+
+With fewer images than dimensions, features give a more exact distance."""
 
 
 class Reference(NamedTuple):
-    """One side of the distance, prepared once for many comparisons."""
+    """The reference set of the distance, prepared once for many comparisons."""
 
     mean: Float[np.ndarray, "D"]
     factor: Float[np.ndarray, "R D"]
-    """F, with covariance F' F."""
+    """A factor F of the covariance F'F."""
 
 
 def score(sample: Sample, reference: Reference) -> Score:
-    """Return the distance as a score, which has no interval if `sample` is a Gaussian."""
+    """Return the distance as a score. The score has no interval if `sample` is a Gaussian."""
     each = None if isinstance(sample, Gaussian) else influence(sample, reference)
     return Score(distance(sample, reference), each)
 
 
 def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) -> Score:
-    """Return FID-infinity as a score. Raises ValueError if `sample` is a Gaussian."""
+    """Return FID extrapolated to infinitely many images as a score.
+
+    Raise ValueError if `sample` is a Gaussian, because the fit needs features.
+    """
     if isinstance(sample, Gaussian):
         raise ValueError("FID-infinity needs the features of each image, not only their moments")
     value, residual = extrapolated(sample, reference, seed=seed)
@@ -42,12 +48,19 @@ def score_at_infinity(sample: Sample, reference: Reference, *, seed: int = 0) ->
 
 
 def frechet(a: Sample, b: Sample) -> float:
-    """Return the distance. For equal sets of low rank, rounding may make it as low as -1e-3."""
+    """Return the Frechet distance between `a` and `b`.
+
+    If both are the same set with fewer images than dimensions, rounding errors can make the result
+    negative, down to -1e-3.
+    """
     return distance(a, reference(b))
 
 
 def reference(sample: Sample) -> Reference:
-    """Prepare one side: factor its covariance, or centre its features if they are few."""
+    """Prepare the reference set.
+
+    Factor its covariance. With fewer images than dimensions, the centred features are the factor.
+    """
     if _is_few(sample):
         return Reference(*_centred(sample))
     moments = _moments(sample)
@@ -56,7 +69,7 @@ def reference(sample: Sample) -> Reference:
 
 
 def distance(sample: Sample, reference: Reference) -> float:
-    """Return the distance to a prepared side. Raises ValueError if the dimensions differ."""
+    """Return the distance to a prepared reference. Raise ValueError if the dimensions differ."""
     factor = reference.factor
     width = sample.mean.size if isinstance(sample, Gaussian) else sample.shape[1]
     if width != reference.mean.size:
@@ -80,12 +93,12 @@ def distance(sample: Sample, reference: Reference) -> float:
 def influence(features: Rows, reference: Reference) -> Float[np.ndarray, "N"]:
     """Return each image's first-order contribution to the distance.
 
-    The contribution is n times the derivative of the distance by the image's weight.
+    The contribution is n times the derivative of the distance with respect to the image's weight.
 
-    The spread of the contributions' mean estimates the spread of the distance over sets of n images
-    (the infinitesimal jackknife, Efron 1982). With fewer images than dimensions, the estimate is
-    within a factor of 1.5; a bootstrap would overestimate the spread several times there, and each
-    replicate would need a decomposition.
+    The standard error of the contributions' mean estimates the standard deviation of the distance
+    over sets of n images (the infinitesimal jackknife, Efron 1982). With fewer images than
+    dimensions, this estimate is within a factor of 1.5. A bootstrap would overestimate the standard
+    deviation several times there, and each replicate would need a matrix decomposition.
     """
     mean, rows = _centred(features)
     n = len(rows)
@@ -98,8 +111,9 @@ def extrapolated(
 ) -> tuple[float, float]:
     """Return FID-infinity (Chong & Forsyth 2020) and the root-mean-square residual of its fit.
 
-    FID-infinity is the value at 1/n = 0 of a line fitted to the distances of `points` subsets.
-    Their sizes range from a tenth of the images (at least 2) to all, drawn without replacement.
+    The distance is computed for `points` random subsets, drawn without replacement. The subset
+    sizes n range from a tenth of the images (at least 2) to all images. A line in 1/n is fitted to
+    the distances, and FID-infinity is its value at 1/n = 0.
 
     Raises:
         ValueError: there are fewer than 20 images.
@@ -117,7 +131,7 @@ def extrapolated(
 
 
 def _row_shares(rows: Float[np.ndarray, "N R"]) -> Float[np.ndarray, "N"]:
-    """Return each row's share of the sum of the singular values, the diagonal of U S U'."""
+    """Return each row's contribution to the sum of the singular values: the diagonal of USU'."""
     if len(rows) < rows.shape[1]:
         squares, left = np.linalg.eigh(rows @ rows.T)
         return np.square(left) @ np.sqrt(np.maximum(squares, 0))
@@ -135,7 +149,7 @@ def _moments(sample: Sample) -> Gaussian:
 
 
 def _centred(features: Sample) -> tuple[np.ndarray, np.ndarray]:
-    """Return the mean, and rows E whose E' E is the covariance."""
+    """Return the mean, and scaled centred features E such that E'E is the covariance."""
     x = np.asarray(features, np.float64)
     if len(x) < 2:
         raise ValueError(f"a covariance needs at least 2 images, but there are {len(x)}")

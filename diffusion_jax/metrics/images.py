@@ -1,4 +1,4 @@
-"""Reads images for extractors from folders (as pytorch-fid does), tars and other data sources."""
+"""Reads images for feature extractors from folders, tars and other data sources."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,15 +24,19 @@ class Files(NamedTuple):
 
     number: int
     read: Callable[[int], tuple[bytes, str]]
-    """Returns the contents of an image file, and its name for messages."""
+    """Maps an image's number to the contents of its file and its name for messages."""
     left_out: Callable[[], dict[str, int]]
-    """Returns the number of files left out, by reason."""
+    """Returns the number of records without a usable image, keyed by reason."""
     stamps: Callable[[], Sequence[str]] = tuple
-    """Returns a text for each file that changes with its size; empty if sizes are unknown."""
+    """Returns one text per file that contains its name and size, or () if sizes are unknown."""
 
 
 def open_files(path: str) -> Files:
-    """Open a folder of images, tars ("a.tar", "{a,b}.tar"), or a source "SOURCE:PATH::TEXT"."""
+    """Open a set of image files.
+
+    `path` is a folder, a tar or several tars ("a.tar", "{a,b}.tar"), or a captioned data source
+    "SOURCE:PATH::TEXT".
+    """
     if (named := sources.open_named(path)) is not None:
         return record_files(named)
     if path.endswith(".tar"):
@@ -41,11 +45,11 @@ def open_files(path: str) -> Files:
 
 
 def folder_files(folder: str | os.PathLike[str]) -> Files:
-    """List the image files of one folder, sorted by name, without subfolders.
+    """List the image files of a folder, sorted by name. Ignore subfolders.
 
     Raises:
         FileNotFoundError: the folder does not exist.
-        ValueError: it has no images.
+        ValueError: the folder has no images.
     """
     root = files.local(folder)
     if not root.is_dir():
@@ -70,7 +74,7 @@ def record_files(records: Records) -> Files:
 
 
 class Decoded:
-    """Files decoded to images of one size, a source for extractors.extract.
+    """Image files decoded to arrays of equal size, as a Source for extractors.extract.
 
     Images are converted to RGB as in pytorch-fid. Incomplete images, and images with more than 8
     bits per channel, are counted as broken.
@@ -83,11 +87,11 @@ class Decoded:
 
         Args:
             files: the files.
-            size: height and width of the images; 0 with "exact".
-            fit: "exact" requires all images to have the size of the first readable one; "squash"
-                resizes to a square whatever the aspect ratio, as for MLPerf's reference; "crop"
-                resizes the shorter side and crops the centre, as in NeMo. Resizing is Pillow's
-                bicubic.
+            size: height and width of the images in pixels. With fit="exact" it must be 0.
+            fit: "exact" does not resize, and all images must have the size of the first readable
+                one. "squash" resizes to a square and ignores the aspect ratio, as for MLPerf's
+                reference. "crop" resizes the shorter side and crops the centre, as in NeMo.
+                Resizing uses Pillow's bicubic filter.
 
         Raises:
             ValueError: `size` and `fit` do not match, or no image is readable.
@@ -103,13 +107,13 @@ class Decoded:
         self.shape = (size, size, 3) if size else self._first_shape()
 
     def __len__(self) -> int:
-        """The number of files, including broken ones."""
+        """Return the number of files, including broken ones."""
         return self._files.number
 
     def read(
         self, indices: np.ndarray
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], UInt8[np.ndarray, "B"]]:
-        """Return images, which are 0 if unusable, and a status for each (see `reason`)."""
+        """Return the images, and a status for each. Status 0 means usable; other images are 0."""
         images = np.zeros((len(indices), *self.shape), np.uint8)
         status = np.zeros(len(indices), np.uint8)
         for row, image in enumerate(self._threads.map(self._decode, indices.tolist())):
@@ -122,7 +126,7 @@ class Decoded:
         return images, status
 
     def reason(self, status: int) -> str:
-        """Return "broken_image". Raises ValueError for an image of another size."""
+        """Return "broken_image". If the status marks an image of another size, raise ValueError."""
         if status == _UNLIKE:
             h, w, _ = self.shape
             raise ValueError(

@@ -14,18 +14,19 @@ import numpy as np
 from jaxtyping import Array, Float
 
 Conv = Mapping[str, Any]
-"""{"kernel": [h, w, C, D], "bias": [D]}, numpy or jax arrays."""
+"""A convolution {"kernel": [h, w, C, D], "bias": [D]} of numpy or jax arrays."""
 Params = Mapping[str, Mapping[str, Conv]]
-"""Block -> branch -> convolution, by the names of the public weights. "stem" holds the first five
-convolutions, and "fc" the classifier as a 1x1 convolution."""
+"""Convolutions keyed by block and branch, with the names of the public weights.
+
+"stem" holds the first five convolutions. "fc" holds the classifier as a 1x1 convolution."""
 
 LEVELS = {"64": 64, "192": 192, "768": 768, "2048": 2048, "logits": 1008}
-"""The width of each level of features."""
+"""Maps each feature level to its number of features."""
 _EXACT = jax.lax.Precision.HIGHEST
 
 
 class Outputs(NamedTuple):
-    """Spatial means at four depths, and the logits. Under jit, unused ones are never computed."""
+    """Spatial means at four depths, and the logits. Under jit, unused fields are never computed."""
 
     first_pool: Float[Array, "B 64"]
     second_pool: Float[Array, "B 192"]
@@ -36,7 +37,7 @@ class Outputs(NamedTuple):
 
 
 def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
-    """Compute all levels of features."""
+    """Run the network and return the features of all levels."""
     stem = params["stem"]
     x = _conv(stem["Conv2d_1a_3x3"], x, stride=2, padding="VALID")
     x = _inner(_conv(stem["Conv2d_2a_3x3"], x))
@@ -60,7 +61,7 @@ def apply(params: Params, x: Float[Array, "B 299 299 3"]) -> Outputs:
 
 
 def level(outputs: Outputs, name: str) -> Float[Array, "B D"]:
-    """Return the features at a level, a key of LEVELS."""
+    """Return the features of the named level, a key of LEVELS."""
     return outputs[list(LEVELS).index(name)]
 
 
@@ -110,10 +111,10 @@ def _block_7(p: Mapping[str, Conv], x: Array, *, max_pool: bool) -> Array:
 
 
 def _heads(p: Mapping[str, Conv], x: Array, names: Sequence[str]) -> list[Array]:
-    """Compute a block's 1x1 convolutions as one product, including that of the average pool.
+    """Compute all 1x1 convolutions of a block, including the pooling branch, as one product.
 
-    The paper's form pools before the 1x1 convolution. Both are linear and commute, and pooling
-    afterwards has fewer channels.
+    The paper pools before the 1x1 convolution. Both operations are linear and commute. Pooling
+    afterwards is cheaper, because there are fewer channels.
     """
     *heads, pooled = _side_by_side([p[name] for name in (*names, "branch_pool")], x)
     return [*map(jax.nn.relu, heads), jax.nn.relu(_average_pool(pooled))]
@@ -140,7 +141,7 @@ def _conv(conv: Conv, x: Array, *, stride: int = 1, padding: str = "SAME") -> Ar
 
 
 def _inner(x: Array) -> Array:
-    """Cut the border off a padded 3x3 convolution's output; the rest equals the unpadded one.
+    """Crop the border of a padded 3x3 convolution's output, which leaves the unpadded output.
 
     On CPUs, XLA's fast convolution requires padding. Without it, two layers took half of the
     network's time.
@@ -153,7 +154,7 @@ def _max_pool(x: Array) -> Array:
 
 
 def _average_pool(x: Array) -> Array:
-    """Return means over 3x3 pixels, not counting padding."""
+    """Average over 3x3 pixels. Padding does not count towards the average."""
     window = ((1, 3, 3, 1), (1, 1, 1, 1), "SAME")
     total = jax.lax.reduce_window(x, 0.0, jax.lax.add, *window)
     number = jax.lax.reduce_window(jnp.ones((1, *x.shape[1:3], 1)), 0.0, jax.lax.add, *window)

@@ -24,15 +24,15 @@ _STEM = {
     "Conv2d_4a_3x3": (80, 192, 3, 3),
 }  # fmt: skip
 Sizes = dict[str, tuple[int, int, int, int]]
-"""A convolution's name in its block -> channels in, out, height, width."""
+"""Maps a convolution's name within its block to (channels in, channels out, height, width)."""
 
 
 def to_params(state: torch_weights.StateDict) -> inception.Params:
     """Return the network's params (float32, numpy) from a state dict with the public names.
 
     Raises:
-        ValueError: arrays are missing, superfluous or of another shape, as in torchvision's
-            Inception, which has another classifier and an auxiliary head.
+        ValueError: arrays are missing, unexpected or of another shape. Torchvision's Inception
+            raises it, because its classifier differs and it has an auxiliary head.
     """
     counters = ".num_batches_tracked"
     state = {name: array for name, array in state.items() if not name.endswith(counters)}
@@ -46,7 +46,7 @@ def to_params(state: torch_weights.StateDict) -> inception.Params:
 
 
 def digest(state: torch_weights.StateDict) -> str:
-    """Return the SHA-256 of names and float32 values, which does not depend on the file format."""
+    """Return the SHA-256 of array names and float32 values. It is the same in any file format."""
     result = hashlib.sha256()
     for name in sorted(state):
         if not name.endswith(".num_batches_tracked"):
@@ -56,7 +56,7 @@ def digest(state: torch_weights.StateDict) -> str:
 
 
 def blocks() -> dict[str, Sizes]:
-    """Return the sizes of the network's 94 convolutions by block."""
+    """Return the sizes of the network's 94 convolutions, keyed by block."""
     return {
         "stem": dict(_STEM),
         "Mixed_5b": _block_5(192, 32),
@@ -150,7 +150,7 @@ def _abstract() -> dict[str, dict[str, dict[str, jax.ShapeDtypeStruct]]]:
 
 
 def _fold(conv: Mapping[str, Any]) -> dict[str, Float[np.ndarray, "..."]]:
-    """Fold a batch norm into kernel and bias, computing in float64."""
+    """Fold a batch norm into the kernel and bias of its convolution, in float64."""
     scale = conv["scale"] / np.sqrt(conv["variance"].astype(np.float64) + _EPS)
     bias = conv["bias"] - conv["mean"] * scale
     return {

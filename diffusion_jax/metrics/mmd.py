@@ -19,14 +19,17 @@ _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 def score_kid(generated: Rows, real: Rows, *, size: int | None = None, seed: int = 0) -> Score:
-    """Return KID as a score, by default with subsets of 1000 or, if there are fewer, all images."""
+    """Return KID as a score.
+
+    The default subset size is 1000, or the number of images if that is smaller.
+    """
     size = size or min(_SUBSET, len(generated), len(real))
     value, deviation = kid(real, generated, size=size, seed=seed)
     return Score(value, _influence(_cubic, generated, real), {"deviation": deviation})
 
 
 def score_cmmd(generated: Rows, real: Rows) -> Score:
-    """Normalise CLIP embeddings and return their CMMD as a score."""
+    """Normalise CLIP image embeddings and return their CMMD as a score."""
     generated, real = normalised(generated), normalised(real)
     kernel = lambda a, b: _SCALE * _gaussian(a, b, _SIGMA)
     return Score(cmmd(real, generated), _influence(kernel, generated, real))
@@ -35,19 +38,19 @@ def score_cmmd(generated: Rows, real: Rows) -> Score:
 def kid(
     x: Rows, y: Rows, *, subsets: int = 100, size: int = 1000, seed: int = 0
 ) -> tuple[float, float]:
-    """Return KID (Binkowski et al. 2018): its mean and deviation over pairs of random subsets.
+    """Return the mean and standard deviation of KID over pairs of random subsets.
 
-    KID is unbiased, so it may be negative.
+    KID (Binkowski et al. 2018) is an unbiased estimate, so it may be negative.
 
     Args:
-        x: features of one side.
-        y: features of the other side.
+        x: features of the first set.
+        y: features of the second set.
         subsets: number of pairs of subsets.
         size: number of images per subset.
-        seed: seed of the subsets.
+        seed: random seed for choosing the subsets.
 
     Raises:
-        ValueError: a side has fewer than `size` images.
+        ValueError: a set has fewer than `size` images.
     """
     if min(len(x), len(y)) < size:
         raise ValueError(
@@ -61,7 +64,7 @@ def kid(
 
 
 def kid_of_all(x: Rows, y: Rows) -> float:
-    """Return the unbiased squared MMD of complete sets with the kernel (x.y / D + 1)^3."""
+    """Return the unbiased squared MMD of two complete sets for the kernel (x.y / D + 1)^3."""
     n, m = len(x), len(y)
     if min(n, m) < 2:
         raise ValueError(f"KID needs at least 2 images on both sides, but there are {n} and {m}")
@@ -73,7 +76,7 @@ def kid_of_all(x: Rows, y: Rows) -> float:
 def cmmd(x: Rows, y: Rows) -> float:
     """Return CMMD (Jayasumana et al. 2024): 1000 times the biased MMD^2 with a Gaussian kernel.
 
-    The features should be CLIP's image embeddings, normalised by the caller.
+    The caller passes CLIP image embeddings, normalised to length 1.
     """
     kernel = lambda a, b: _gaussian(a, b, _SIGMA)
     within = _total(kernel, x, x) / len(x) ** 2 + _total(kernel, y, y) / len(y) ** 2
@@ -89,7 +92,7 @@ def _influence(kernel: _Kernel, generated: Rows, real: Rows) -> Float[np.ndarray
 
 
 def _total(kernel: _Kernel, x: Rows, y: Rows) -> float:
-    """Sum the kernel over all pairs."""
+    """Sum the kernel over all pairs of a row of `x` and a row of `y`."""
     return sum(float(kernel(a, b).sum()) for a in _blocks(x) for b in _blocks(y))
 
 
@@ -113,6 +116,6 @@ def _gaussian(x: np.ndarray, y: np.ndarray, sigma: float) -> Float[np.ndarray, "
 def squared_distances(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"]
 ) -> Float[np.ndarray, "N M"]:
-    """Return the squared distances between all pairs of rows, clipped at 0."""
+    """Return the squared distances [N, M] between rows of `x` and rows of `y`, clipped at 0."""
     norms = np.square(x).sum(1)[:, None] + np.square(y).sum(1)
     return np.maximum(norms - 2 * x @ y.T, 0)

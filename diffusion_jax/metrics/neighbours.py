@@ -1,9 +1,9 @@
-"""Fidelity and variety of generated images by nearest neighbours.
+"""Nearest-neighbour metrics for the fidelity and variety of generated images.
 
 Precision and recall are defined by Kynkaanniemi et al. (2019), density and coverage by Naeem et al.
-(2020). The ball of an image reaches to its k-th nearest neighbour in the same set; an image lies
-among the images of the other set if it is in the ball of any of them. Distances are computed for
-2048 rows at a time to save memory.
+(2020). Each image has a k-NN sphere in feature space. The sphere is centred at the image, and its
+radius is the distance to the image's k-th nearest neighbour in the same set. Distances are computed
+for 2048 rows at a time to save memory.
 """
 
 import numpy as np
@@ -18,38 +18,49 @@ _BLOCK = 2048
 
 
 def precision(generated: Rows, real: Rows, *, k: int = 3) -> Score:
-    """Return the share of generated images that lie among the real ones, a measure of fidelity.
+    """Return precision: the share of generated images inside any real image's k-NN sphere.
+
+    Precision measures fidelity.
 
     Raises:
-        ValueError: a side has no more than k images.
+        ValueError: a set has no more than k images.
     """
     generated, real = _centred(generated, real, k)
     return _share(_balls(generated, real, k) > 0)
 
 
 def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
-    """Return the share of real images that lie among the generated ones, a measure of variety.
+    """Return recall: the share of real images inside any generated image's k-NN sphere.
 
-    The interval is over the real images. Raises ValueError as `precision`.
+    Recall measures variety. Its interval resamples the real images.
+
+    Raises:
+        ValueError: a set has no more than k images.
     """
     generated, real = _centred(generated, real, k)
     return _share(_balls(real, generated, k) > 0)
 
 
 def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
-    """Return the mean number of real images' balls that contain a generated image, over k.
+    """Return density: the mean number of real k-NN spheres that contain a generated image, / k.
 
-    This measure of fidelity is robust to outliers among the real images; it is 0 or more, and about
-    1 if both sets have the same distribution. Raises ValueError as `precision`.
+    Density measures fidelity and is robust to outliers among the real images. It is 0 or more, and
+    about 1 if both sets have the same distribution.
+
+    Raises:
+        ValueError: a set has no more than k images.
     """
     generated, real = _centred(generated, real, k)
     return bootstrap.mean(_balls(generated, real, k) / k)
 
 
 def coverage(generated: Rows, real: Rows, *, k: int = 5) -> Score:
-    """Return the share of real images whose ball contains a generated one, a measure of variety.
+    """Return coverage: the share of real images whose k-NN sphere contains a generated image.
 
-    The interval is over the real images. Raises ValueError as `precision`.
+    Coverage measures variety. Its interval resamples the real images.
+
+    Raises:
+        ValueError: a set has no more than k images.
     """
     generated, real = _centred(generated, real, k)
     radii = _radii(real, k)
@@ -62,7 +73,7 @@ def _share(true: Bool[np.ndarray, "N"]) -> Score:
 
 
 def _centred(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Subtract the mean of the real images, which makes distances more precise."""
+    """Subtract the mean of the real images from both sets, for more precise distances."""
     if min(len(real), len(generated)) <= k:
         raise ValueError(
             f"the {k} nearest neighbours need more than {k} images on both sides, but there are "
@@ -75,7 +86,7 @@ def _centred(generated: Rows, real: Rows, k: int) -> tuple[np.ndarray, np.ndarra
 def _balls(
     x: Float[np.ndarray, "N D"], y: Float[np.ndarray, "M D"], k: int
 ) -> Int[np.ndarray, "N"]:
-    """Count, for each row of x, the rows of y that have it within their k-nearest radius."""
+    """Count, for each row of x, the rows of y whose k-NN sphere contains it."""
     radii = _radii(y, k)
     within = [(squared_distances(x[i : i + _BLOCK], y) <= radii).sum(1) for i in _starts(x)]
     return np.concatenate(within)

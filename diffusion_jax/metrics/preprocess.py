@@ -1,7 +1,7 @@
-"""The preprocessing of extractors; scores depend on the exact resize kernels.
+"""Image preprocessing for feature extractors. Scores depend on the exact resize kernels.
 
-Kernels are separable and linear, so resizing multiplies by a matrix for the rows and one for the
-columns. Images are [B, H, W, 3] on 0..255, uint8 or unquantised float32.
+Kernels are separable and linear, so resizing is a product with one matrix for the rows and one for
+the columns. Images are [B, H, W, 3] in 0..255, either uint8 or float32 that is not rounded.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +22,7 @@ _CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
     """Preprocess like pytorch-fid and MLPerf: bilinear, half-pixel centres, no antialias.
 
-    The range is [-1, 1].
+    The output range is [-1, 1].
     """
     return _to_inception(images, _bilinear_centres) * (2 / 255) - 1
 
@@ -30,22 +30,26 @@ def pytorch(images: Images) -> Float[Array, "B 299 299 3"]:
 def tf(images: Images) -> Float[Array, "B 299 299 3"]:
     """Preprocess like the 2015 graph and torch-fidelity: TF1's bilinear grid without half pixels.
 
-    The range is [-1, 0.992], from (x - 128) / 128.
+    The output (x - 128) / 128 has the range [-1, 0.992].
     """
     return (_to_inception(images, _bilinear_corner) - 128) / 128
 
 
 def clean(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like clean-fid 0.1.35: Pillow's antialiased bicubic on floats, clipped only.
+    """Preprocess like clean-fid 0.1.35: Pillow's antialiased bicubic on floats.
 
-    The range is [-1, 0.992], as in `tf`. See Parmar, Zhang, Zhu 2022, "On aliased resizing and
-    surprising subtleties in GAN evaluation".
+    Values are clipped to 0..255 but not rounded. The output (x - 128) / 128 has the range
+    [-1, 0.992]. Source: Parmar, Zhang, Zhu 2022, "On aliased resizing and surprising subtleties in
+    GAN evaluation".
     """
     return (jnp.clip(_to_inception(images, _pillow_bicubic), 0, 255) - 128) / 128
 
 
 def nemo(images: Images) -> Float[Array, "B 299 299 3"]:
-    """Preprocess like NeMo: torch's bicubic with aligned corners, no antialias; [-1, 1]."""
+    """Preprocess like NeMo: torch's bicubic with aligned corners, no antialias.
+
+    The output range is [-1, 1].
+    """
     return _to_inception(images, _bicubic_corners) * (2 / 255) - 1
 
 
@@ -55,7 +59,10 @@ _IMAGENET_MEAN, _IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 def open_clip(size: int) -> Prepare:
-    """Return OpenCLIP's preprocessing: Pillow's 8-bit resize of the shorter side, centre crop."""
+    """Return OpenCLIP's preprocessing: resize the shorter side to `size`, then crop the centre.
+
+    The resize is Pillow's 8-bit bicubic.
+    """
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
         sides = images.shape[1:3]
@@ -69,13 +76,16 @@ def open_clip(size: int) -> Prepare:
 
 
 def squash(size: int) -> Prepare:
-    """Return CMMD's preprocessing: antialiased bicubic to a square, not rounded."""
+    """Return CMMD's preprocessing: antialiased bicubic resize to a square, without rounding."""
 
     return lambda images: _normalise_clip(bicubic_square(size)(images))
 
 
 def bicubic_square(size: int) -> Prepare:
-    """Return a resize to a square with Pillow's antialiased bicubic on floats in 0..255."""
+    """Return a function that resizes to a square with Pillow's antialiased bicubic on floats.
+
+    Input and output values are in 0..255.
+    """
 
     def prepare(images: Images) -> Float[Array, "B S S 3"]:
         rows, columns = (_pillow_bicubic(side, size) for side in images.shape[1:3])
@@ -85,7 +95,10 @@ def bicubic_square(size: int) -> Prepare:
 
 
 def dgm_eval(images: Images) -> Float[Array, "B 224 224 3"]:
-    """Preprocess for DINOv2 as dgm-eval (Stein et al. 2023): Pillow's 8-bit bicubic to a square."""
+    """Preprocess for DINOv2 like dgm-eval (Stein et al. 2023).
+
+    The resize is Pillow's 8-bit bicubic to a square.
+    """
     x = _pillow_8_bits(images, 224, 224) / 255
     return (x - jnp.array(_IMAGENET_MEAN)) / jnp.array(_IMAGENET_STD)
 
@@ -108,7 +121,7 @@ def _resample(
 
 
 def _pillow_8_bits(images: Images, rows: int, columns: int) -> Float[Array, "B O P 3"]:
-    """Resize as Pillow's 8-bit bicubic, which rounds and clips after each of its two passes."""
+    """Resize like Pillow's 8-bit bicubic, which rounds and clips after each of its two passes."""
     h, w = images.shape[1:3]
     along_rows = lambda x, matrix: _resample(x, np.eye(h), matrix)
     along_columns = lambda x, matrix: _resample(x, matrix, np.eye(columns))
@@ -122,8 +135,8 @@ def _pillow_pass(
     """Resample along one axis and round exactly as Pillow does.
 
     Pillow's weights are multiples of 2^-22 and ties are common, so the sum must be exact. It needs
-    30 bits, but float32 has 24. Coarse and fine parts of the weights are therefore summed
-    separately, each without rounding, and the fine sum only affects the final floor.
+    30 bits, but float32 has 24. The code therefore splits the weights into coarse and fine parts
+    and sums each part without rounding. The fine sum only affects the final floor.
     """
     fixed = np.trunc(weights * 2**22 + np.copysign(0.5, weights)) / 2**22
     coarse = np.round(fixed * 2**11) / 2**11
@@ -148,13 +161,13 @@ def _bilinear_corner(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 def bicubic(
     size_in: int, size_out: int, *, antialias: bool, offset: float = 0.0
 ) -> Float[np.ndarray, "O I"]:
-    """Return the matrix of torch's bicubic resize.
+    """Return the matrix [O, I] of torch's bicubic resize.
 
     Args:
-        size_in: I.
-        size_out: O.
+        size_in: the input size I in pixels.
+        size_out: the output size O in pixels.
         antialias: whether to antialias, as Pillow does.
-        offset: without antialias, the scale is (O + offset) / I; DINOv2 uses 0.1.
+        offset: without antialias, the scale is (O + offset) / I. DINOv2 uses 0.1.
     """
     if antialias:
         return _pillow_bicubic(size_in, size_out)
@@ -173,7 +186,10 @@ def _gather(
     taps: Sequence[int],
     kernel: Callable[[np.ndarray], np.ndarray],
 ) -> Float[np.ndarray, "O I"]:
-    """Return the weights of neighbours at floor(centre) + tap, repeating pixels at the border."""
+    """Return the resize matrix that weights the pixels at floor(centre) + tap with the kernel.
+
+    Pixels at the border are repeated.
+    """
     first = np.floor(centres).astype(int)
     weights = np.zeros((len(centres), size_in))
     for tap in taps:
@@ -183,9 +199,10 @@ def _gather(
 
 
 def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
-    """Return the matrix of Pillow's bicubic resize.
+    """Return the matrix [O, I] of Pillow's bicubic resize.
 
-    The kernel widens when the image shrinks, and is normalised over the pixels within the image.
+    The kernel widens if the image shrinks. Its weights are normalised over the pixels inside the
+    image.
     """
     if size_in == size_out:
         return np.eye(size_in)
@@ -201,7 +218,7 @@ def _pillow_bicubic(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def cubic(d: Float[np.ndarray, "*N"], a: float) -> Float[np.ndarray, "*N"]:
-    """Return Keys' kernel (1981) at distances d >= 0.
+    """Evaluate Keys' cubic kernel (1981) at distances d >= 0, in pixels.
 
     The parameter `a` is -0.75 in torch, and -0.5 in Pillow and jax.
     """

@@ -1,8 +1,9 @@
 """Computes statistics of many images in shards, for the command `metrics stats`.
 
-Shard i consists of images i * N to (i + 1) * N - 1 of a source; its file holds the sums of their
-features. All shards are merged in order, so the result is bit-identical whichever process computed
-each shard. At most one shard is in memory at a time, unless the features are kept.
+With N images per shard, shard i consists of images i * N to (i + 1) * N - 1 of a source. Its file
+holds the sums of these images' features. All shards are merged in order, so the result does not
+depend on which process computed which shard, to the last bit. At most one shard is in memory at a
+time, unless the features are saved, too.
 """
 
 import functools
@@ -26,28 +27,31 @@ _SAMPLED = 16  # Number of files whose contents identify a set of images.
 
 
 class Images(engines.Portable):
-    """Images and the extractor of their features."""
+    """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
-        """Open images; see images.open_files for `path`, images.Decoded for `size` and `fit`."""
+        """Open the images of a folder, tars or a data source.
+
+        images.open_files describes `path`; images.Decoded describes `size` and `fit`.
+        """
         self.path, self.extractor = path, extractor
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
         self.source = images.Decoded(self._files, size, fit)
         self.run = functools.cache(self._run)
-        """run(batch_size, keep) returns extractors.make_extract for this process's devices."""
+        """run(batch_size, keep) returns a function that computes features on local devices."""
 
     def __len__(self) -> int:
-        """The number of images, including unusable ones."""
+        """Return the number of images, including unusable ones."""
         return len(self.source)
 
     def card(self, n: int, skipped: dict[str, int]) -> cards.Card:
-        """Return the card of features of `n` images, with counts of skipped images by reason."""
+        """Return the card of features of `n` images. `skipped` counts skipped images by reason."""
         shape = self.source.shape[:2]
         card = cards.make_card(self.extractor, image_size=shape, n=n, fit=self._fit)
         return card | {"images": self.path, "skipped": {**self._files.left_out(), **skipped}}
 
     def digest(self) -> str:
-        """Return a hash of the number of images, their known sizes, and some of their contents."""
+        """Return a hash of the number of images, their file sizes if known, and up to 16 files."""
         digest = hashlib.blake2b(f"{len(self)} ".encode(), digest_size=8)
         for stamp in self._files.stamps():
             digest.update(stamp.encode(errors="surrogateescape"))
@@ -63,29 +67,33 @@ class Images(engines.Portable):
 def open_images(
     path: str, extractor: Callable[[], extractors.Extractor], size: int = 0, fit: str = "exact"
 ) -> Images:
-    """Return `Images` with the extractor returned by extractor(), picklable for Beam's workers."""
+    """Open images with the extractor that `extractor()` loads.
+
+    The result can be pickled for Beam's workers, which call this function again.
+    """
     opened = Images(path, extractor(), size, fit)
     return engines.made_by(opened, open_images, path, extractor, size, fit)
 
 
 class Work(NamedTuple):
-    """How to compute statistics."""
+    """Settings for the computation of statistics."""
 
     shard: int = 5000
     """Images per shard."""
     batch: int = 50
     """Images per batch."""
     keep: bool = False
-    """Whether to save the features, too."""
+    """Whether to save the features of each image, too."""
 
 
 def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) -> None:
-    """Compute statistics and write them to `out`; until then, shards are in a folder beside it.
+    """Compute statistics and write them to `out`.
 
-    If several workers share the work, a worker that finds `out` finished does nothing.
+    Finished shards are stored in a temporary folder next to `out`. If several workers share the
+    work, a worker that finds `out` finished does nothing.
 
     Raises:
-        ValueError: statistics of these images cannot be computed.
+        ValueError: the statistics of these images cannot be computed.
         OSError: the engine failed.
     """
     shards = shards_of(opened, out, work)
@@ -110,7 +118,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
 
 
 class Shards(NamedTuple):
-    """The shards of a set of images, with a file for each."""
+    """The shards of a set of images. Each shard has a file in `folder`."""
 
     images: Images
     work: Work
@@ -119,24 +127,24 @@ class Shards(NamedTuple):
 
     @property
     def numbers(self) -> range:
-        """The numbers of the shards."""
+        """The shard numbers, starting at 0."""
         return range(-(-len(self.images) // self.work.shard))
 
     def rows(self, shard: int) -> range:
-        """Return the range of a shard's images."""
+        """Return the range of image numbers in a shard."""
         first = shard * self.work.shard
         return range(first, min(first + self.work.shard, len(self.images)))
 
     def path(self, shard: int) -> pathlib.Path:
-        """Return the path of a shard's file."""
+        """Return the path of the file of a shard."""
         return self.folder / f"{shard:08}.npz"
 
     def card(self, n: int = 0, **skipped: int) -> cards.Card:
-        """Return the card of statistics of `n` images, with counts of skipped ones by reason."""
+        """Return the card of `n` images' statistics. `skipped` counts skipped images by reason."""
         return self.images.card(n, skipped) | {"digest": self.digest}
 
     def write(self, shard: int) -> None:
-        """Compute a shard and write its file."""
+        """Compute the feature sums of a shard and write its file."""
         run = self.images.run(self.work.batch, self.work.keep)
         rows = self.rows(shard)
         meter = progress.Meter("images", len(rows), name=f"shard {shard}")
@@ -149,7 +157,7 @@ class Shards(NamedTuple):
         files.write_whole(self.path(shard), buffer.getvalue())
 
     def merged(self) -> stats_files.Stats:
-        """Merge the shards' statistics. Raises ValueError if they have fewer than two images."""
+        """Merge the statistics of all shards. Raise ValueError for fewer than two images."""
         sums, skipped, parts = features.no_sums(self.images.extractor.width), Counter[str](), []
         for shard in self.numbers:
             with np.load(io.BytesIO(self.path(shard).read_bytes())) as arrays:
@@ -166,14 +174,17 @@ class Shards(NamedTuple):
 
 
 def shards_of(opened: Images, out: files.Path, work: Work) -> Shards:
-    """Return the shards for the file `out`, in a folder beside it named after the card's hash."""
+    """Return the shards for the statistics file `out`.
+
+    Their folder lies next to `out`. A hash of the card and the settings is part of its name.
+    """
     shards = Shards(opened, work, opened.digest(), files.path(out))
     name = hashlib.sha256(json.dumps([shards.card(), work]).encode()).hexdigest()[:16]
     return shards._replace(folder=shards.folder.with_name(f".{shards.folder.name}.{name}.tmp"))
 
 
 def _is_of(out: files.Path, card: cards.Card, keep: bool) -> bool:
-    """Return whether `out` holds statistics with this card, and features if `keep` is set."""
+    """Return whether `out` holds statistics with this card, and features if `keep` is True."""
     if not files.path(out).is_file():
         return False
     stats = stats_files.read(out)

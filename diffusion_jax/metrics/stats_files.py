@@ -1,7 +1,7 @@
 """Reads and writes statistics of features in .npz files.
 
-Their keys `mu` and `sigma` are those of other FID programs, which ignore the additional keys `n`,
-`card` (JSON) and, optionally, `features`.
+The keys `mu` and `sigma` hold the mean and covariance, as in the files of other FID programs. Those
+programs ignore the additional keys `n`, `card` (JSON) and, optionally, `features`.
 """
 
 import io
@@ -18,12 +18,12 @@ from diffusion_jax.metrics.features import Gaussian, Rows
 
 
 class Stats(NamedTuple):
-    """One side of a distance."""
+    """Statistics of one set of images: mean, covariance, and optionally features and a card."""
 
     gaussian: Gaussian
     features: Rows | None
     card: Card | None
-    """How the features were computed; None in files of other programs."""
+    """A record of how the features were computed. None in files of other programs."""
 
 
 def write(path: str | os.PathLike[str], stats: Stats) -> None:
@@ -68,10 +68,12 @@ def read(path: str | os.PathLike[str]) -> Stats:
 
 
 def check(path: str | os.PathLike[str], stats: Stats, extractor: Extractor) -> None:
-    """Check that statistics were computed with this extractor, as far as their file records it.
+    """Check that statistics were computed with this extractor.
+
+    Statistics without a card are checked only for their number of features.
 
     Raises:
-        ValueError: they were computed with another extractor.
+        ValueError: the statistics were computed with another extractor.
     """
     width = stats.gaussian.mean.size
     if width != extractor.width:

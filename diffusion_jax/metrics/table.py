@@ -1,7 +1,7 @@
-"""METRICS, the table of all scores. A new score is a function of features and a line here.
+"""Defines METRICS, the table of all scores. To add a score, write a function and add a line here.
 
-Sweeps, evaluation during training and the metrics command look up their scores here. Tables,
-figures and pages use its names and order.
+Sweeps, evaluation during training and the metrics command look up their scores in METRICS. Tables,
+figures and pages use its names and its order.
 """
 
 from collections.abc import Callable
@@ -14,30 +14,33 @@ from diffusion_jax.metrics.stats_files import Stats
 
 
 class Metric(NamedTuple):
-    """A score: a function of features, and how tables and figures show it."""
+    """A score: the function that computes it, and settings for tables and figures."""
 
     label: str
-    """The metric's name in tables and figures, which leave it out if this is ""."""
+    """Name of the metric in tables and figures. If it is "", they do not show the metric."""
     features: str
-    """The features that `score` takes: "inception", "dinov2", "clip" (cosine of image and prompt),
-    "clip_image", "judge" and "nearest" (of a trained judge), "digits" and "right" (of the digits'
-    judge)."""
+    """Name of the features that `score` takes.
+
+    "inception", "dinov2" and "clip_image" are image features. "clip" is the cosine of image and
+    prompt. "judge" and "nearest" come from a trained judge. "digits" and "right" come from the
+    judge of the coloured digits."""
     score: Callable[..., Score]
-    """Maps features of generated images, and the result of `reference` if set, to the score."""
+    """Maps features of generated images to the score. If `reference` is set, its result is the
+    second argument."""
     reference: Callable[[Stats], Any] | None = None
-    """Prepares the real side from statistics of real images; None if they lack what it needs."""
+    """Prepares statistics of real images for `score`. Returns None if they lack what it needs."""
     lower_is_better: bool = False
     axis: str = ""
-    """Metrics with the same axis share a figure; the default is the label."""
+    """Label of the figure axis. Metrics with the same axis share a figure. "" means the label."""
     group: str = ""
-    """The scorer's group of prompts whose pictures are scored; "" scores all."""
+    """Name of the group of prompts whose pictures are scored. "" scores all pictures."""
     least: int = 1
-    """Smallest number of images."""
+    """Smallest number of images that the metric needs."""
     public_weights: bool = False
-    """Whether the metric is defined by the public weights: with other weights, the column is named
-    after the extractor."""
+    """Whether the public weights are part of the metric's definition. With other weights, the
+    extractor is part of the column name."""
     by_name: bool = False
-    """Whether sweeps compute it only on request, because it is slow or redundant."""
+    """Whether sweeps compute the metric only on request, because it is slow or redundant."""
 
 
 def _moments(stats: Stats) -> frechet.Reference:
@@ -103,8 +106,9 @@ METRICS: dict[str, Metric] = {
 def column(name: str, card: Card) -> str:
     """Return the name of a metric's column.
 
-    With weights other than the public ones, the extractor is part of the name ("fd_EXTRACTOR",
-    "kid_EXTRACTOR"), so that columns with the same name are comparable.
+    If the metric needs the public weights and the card shows other weights, the name contains the
+    extractor, as in "fd_EXTRACTOR" and "kid_EXTRACTOR". Columns with the same name are therefore
+    comparable.
     """
     if card["official"] or not METRICS[name].public_weights:
         return name
@@ -114,7 +118,7 @@ def column(name: str, card: Card) -> str:
 
 
 def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) -> dict[str, float]:
-    """Return a score's columns: its value, its interval's ends, and further numbers."""
+    """Return the columns of a score: its value, the ends of its interval, and Score.more."""
     row = {name: score.value}
     if interval and score.each is not None:
         low, high = bootstrap.interval(score.each, score.value, seed=seed)
@@ -124,7 +128,10 @@ def columns(name: str, score: Score, *, seed: int = 0, interval: bool = True) ->
 
 
 def shown() -> dict[str, Metric]:
-    """Return the metrics that figures show, by column, with labels for weights not public."""
+    """Return the metrics that figures show, keyed by column.
+
+    Metrics that need the public Inception weights have a second column and label for other weights.
+    """
     standin = {"official": False, "extractor": "inception"}
     metrics = {}
     for name, metric in METRICS.items():

@@ -1,4 +1,4 @@
-"""Reads the FID Inception's weights safely from a file, identifies them by hash, downloads them."""
+"""Reads, identifies, converts and downloads the weights of the FID Inception."""
 
 import hashlib
 import os
@@ -24,20 +24,20 @@ _SHA1 = "bd836944fd6db519dfd8d924aa457f5b3c8357ff"  # Checked by MLPerf, too.
 
 
 class Weights(NamedTuple):
-    """Weights and their identity."""
+    """The weights of the FID Inception, with their hash."""
 
     params: inception.Params
     digest: str
-    """SHA-256 of names and values, which does not depend on the file format."""
+    """SHA-256 of array names and values, which is the same in any file format."""
     official: bool
-    """Whether they come from the public file that defines FID."""
+    """Whether the weights come from the public file that defines FID."""
 
 
 def load(path: str | os.PathLike[str] = "") -> Weights:
     """Load weights from a .pth, .safetensors or .npz file with the public names.
 
     Args:
-        path: the file; "" downloads the public weights.
+        path: the weight file. "" downloads the public weights.
 
     Raises:
         FileNotFoundError: the file does not exist, or the download failed.
@@ -50,7 +50,7 @@ def load(path: str | os.PathLike[str] = "") -> Weights:
 
 
 def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weights:
-    """Convert weights to safetensors, recording whether they come from the public file."""
+    """Convert weights to safetensors, and record whether they come from the public file."""
     if pathlib.Path(out).suffix != ".safetensors":
         raise ValueError(f"cannot write {out}: the name must end in .safetensors")
     weights = load(path)
@@ -65,7 +65,7 @@ def convert(path: str | os.PathLike[str], out: str | os.PathLike[str]) -> Weight
 
 
 def _is_official(path: pathlib.Path, digest: str) -> bool:
-    """Return whether a file is the public one, or was converted from it by `convert`."""
+    """Return whether a file is the public one, or whether `convert` converted it from that file."""
     if path.suffix == ".safetensors":
         try:
             with safe_open(path, "numpy") as file:

@@ -1,10 +1,11 @@
-"""A judge trained on your own captioned data: two small towers, trained in train.py.
+"""A judge: two small networks, trained on the user's captioned images, that score generated images.
 
-As in CLIP (Radford et al. 2021), the towers map an image and its caption to nearby unit vectors.
-The judge gives two scores: fd_judge, the Frechet distance of the images' vectors, and r1_judge, the
-share of images that are nearer to their caption than to all other captions of the judge. Compare
-these scores only between runs scored by the same judge (the card holds its hash); they are neither
-FID nor CLIP scores.
+As in CLIP (Radford et al. 2021), the two networks (towers) map an image and its caption to nearby
+unit vectors. train.py trains them. The judge gives two scores. fd_judge is the Frechet distance
+between the vectors of generated and real images. r1_judge is the share of images that are nearer to
+their own caption than to any other caption that the judge compares. Compare these scores only
+between runs scored by the same judge, whose hash is on the card. They are neither FID nor CLIP
+scores.
 """
 
 import hashlib
@@ -28,9 +29,9 @@ from diffusion_jax.metrics.extractors import Extractor
 from diffusion_jax.text import hashed
 
 WIDTH = 128
-"""The width of the vectors."""
+"""The length of image and text vectors."""
 GRID = 16
-"""The side of the feature map after the first convolution, for images of any size."""
+"""The side of the feature map after the first convolution. It is the same for all image sizes."""
 _CARD, _WEIGHTS, _HELD_OUT, _CAPTIONS = (
     "judge.json",
     "judge.safetensors",
@@ -42,13 +43,13 @@ _ROWS = 100  # Images or texts in a batch.
 
 
 class ImageTower(nn.Module):
-    """A small ResNet from images [B, S, S, 3] in [-1, 1], S a multiple of GRID, to vectors."""
+    """A small ResNet that maps images to vectors; the image side S is a multiple of GRID."""
 
     widths: Sequence[int] = (32, 96, 192)
 
     @nn.compact
     def __call__(self, x: Float[Array, "B S S 3"]) -> Float[Array, "B D"]:
-        """Return vectors [B, WIDTH] that are not normalised."""
+        """Map images in [-1, 1] to vectors [B, WIDTH], not normalised."""
         patch = x.shape[1] // GRID
         norm = lambda h: nn.silu(nn.GroupNorm(16)(h))
         kernel, stride = (2 * patch - 1, 2 * patch - 1), (patch, patch)
@@ -62,7 +63,7 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """A two-layer transformer from hashed words [B, L], padded with 0, to vectors."""
+    """A two-layer transformer that maps hashed words, padded with 0, to vectors."""
 
     width: int = 256
     depth: int = 2
@@ -99,18 +100,18 @@ class Pair(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """A trained judge; `load` reads one."""
+    """A trained judge, with its captions, held-out images and card."""
 
     image: Extractor
     text: Extractor
-    """The text tower; it takes hashed words [B, L]."""
+    """The text tower. It takes hashed words [B, L]."""
     max_tokens: int
     candidates: list[str]
-    """The captions that r1_judge compares with an image's caption."""
+    """Captions that r1_judge compares with each image, in addition to the image's own caption."""
     reference: Pair
-    """Held-out images that generated ones are compared with."""
+    """Held-out real images: the reference set of fd_judge."""
     test: Pair
-    """Other held-out images; a perfect model would have their scores."""
+    """Other held-out real images. A perfect model would reach their scores."""
     card: dict[str, Any]
     """The training data and settings, and the scores of real and damaged images."""
 
@@ -119,7 +120,10 @@ def of_params(
     params: Any, size: int, max_tokens: int, candidates: list[str], pairs: tuple[Pair, Pair],
     card: dict[str, Any],
 ) -> Judge:  # fmt: skip
-    """Return a judge with the parameters {"image", "text"}, which resizes images to `size`."""
+    """Return a judge with the parameters {"image": ..., "text": ...}.
+
+    The judge resizes images to `size` pixels. `pairs` are the reference and the test images.
+    """
     params = jax.tree.map(np.asarray, params)
     digest = _digest(params)
 
@@ -139,12 +143,12 @@ def of_params(
 
 
 def unit(x: Float[Array, "B D"]) -> Float[Array, "B D"]:
-    """Scale vectors to length 1."""
+    """Scale each vector to length 1."""
     return x / jnp.linalg.norm(x, axis=-1, keepdims=True)
 
 
 def save(judge: Judge, out: str | os.PathLike[str]) -> None:
-    """Write a judge's folder. The card comes last, so a folder with a card is complete."""
+    """Write a judge to a folder. The card is written last, so a folder with a card is complete."""
     out = files.path(out)
     out.mkdir(parents=True, exist_ok=True)
     params = {"image": judge.image.params, "text": judge.text.params}
@@ -162,9 +166,9 @@ def save(judge: Judge, out: str | os.PathLike[str]) -> None:
 
 
 def load(folder: str | os.PathLike[str]) -> Judge:
-    """Load a judge that `metrics train_judge` wrote.
+    """Load a judge from a folder written by `metrics train_judge`.
 
-    Raises FileNotFoundError if the folder has no card, ValueError if its files are damaged.
+    Raise FileNotFoundError if the folder has no card. Raise ValueError if its files are damaged.
     """
     folder = files.local(folder)
     if not (folder / _CARD).is_file():
@@ -196,15 +200,16 @@ def load(folder: str | os.PathLike[str]) -> Judge:
 
 
 def vectors(judge: Judge, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B D"]:
-    """Return the vectors of images."""
+    """Compute the judge's vectors of images."""
     return in_parts(extractors.on_host(judge.image), images)
 
 
 def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
-    """Return read(images, captions) -> (vectors [B, D], whether its caption is nearest [B, 1]).
+    """Return a function read(images, captions) that computes the judge's features.
 
-    The candidates are the judge's captions and `prompts`, which must include the captions. Captions
-    with the same tokens count as one.
+    It returns the images' vectors [B, D], and an array [B, 1] that is 1 where the image is nearer
+    to its own caption than to all other candidates. The candidates are judge.candidates and
+    `prompts`, and must include `captions`. Captions with the same tokens count as one.
     """
     of_text, of_image = extractors.on_host(judge.text), extractors.on_host(judge.image)
     tokens = lambda texts: hashed.tokenize(texts, judge.max_tokens)["text_ids"]
@@ -226,7 +231,10 @@ def reader(judge: Judge, prompts: Sequence[str] = ()) -> Read:
 def nearest(
     images: Float[np.ndarray, "N D"], texts: Float[np.ndarray, "C D"], text_rows: np.ndarray
 ) -> Bool[np.ndarray, "N"]:
-    """Return whether each image is nearest to its text; `text_rows` are the rows of these texts."""
+    """Return whether each image vector is nearer to its own text than to all other texts.
+
+    `text_rows` holds the row of each image's own text in `texts`.
+    """
     cosines = images @ texts.T
     rows = np.arange(len(images))
     matching = cosines[rows, text_rows].copy()
@@ -235,7 +243,10 @@ def nearest(
 
 
 def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray, "N T T 3"]:
-    """Shrink real images to `size`, the best that a model of this size can draw."""
+    """Shrink real images to `size` pixels, for comparison with a model of this size.
+
+    Images that are not larger than `size` stay unchanged.
+    """
     if size >= images.shape[1]:
         return images
     shrink = jax.jit(preprocess.bicubic_square(size))
@@ -246,9 +257,10 @@ def seen_at(images: UInt8[np.ndarray, "N S S 3"], size: int) -> UInt8[np.ndarray
 def real_pictures(
     judge: Judge, size: int
 ) -> Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N S S 3"], list[str]]]:
-    """Return show(prompts), which returns a held-out image of each prompt and its caption.
+    """Return a function show(prompts) that returns a held-out image for each prompt.
 
-    A prompt without a held-out image gets the image of another caption.
+    show also returns the captions of these images. A prompt without a held-out image gets an image
+    with another caption.
     """
     pairs = [judge.reference, judge.test]
     images = np.concatenate([pair.images for pair in pairs])
@@ -265,7 +277,7 @@ def real_pictures(
 
 
 def in_parts(run: Callable[[Any], np.ndarray], rows: Any) -> np.ndarray:
-    """Call `run` on batches of rows and join the results."""
+    """Call `run` on batches of `rows` and concatenate the results."""
     return np.concatenate([run(rows[i : i + _ROWS]) for i in range(0, len(rows), _ROWS)])
 
 
@@ -274,7 +286,6 @@ def _flat(params: Any) -> Sequence[tuple[tuple[str, ...], np.ndarray]]:
 
 
 def _digest(params: Any) -> str:
-    """Return a hash of the parameters' names and values."""
     whole = hashlib.sha256()
     for name, array in _flat(params):
         whole.update("/".join(name).encode() + np.ascontiguousarray(array).tobytes())

@@ -1,9 +1,9 @@
-"""Train a judge (see judge.py) on a captioned set, in minutes, and test what it detects.
+"""Trains a judge (see judge.py) on a captioned data set, and tests which damage it detects.
 
-A hash of the text holds out one in ten captions, with its images, so training never sees a caption
-of the test. Half of the held-out images are the reference of fd_judge. The other half is the test:
-the judge scores it unchanged, blurred, with noise, with shuffled captions, and optionally
-with the images of another set instead.
+Training takes minutes. A hash of the text holds out one in ten captions and all of their images, so
+training never sees a test caption. Half of the held-out images are the reference set of fd_judge.
+The other half is the test set. The judge scores the test set unchanged, blurred, with noise and
+with shuffled captions. Optionally it also scores another set's images with the same captions.
 """
 
 import functools
@@ -29,7 +29,7 @@ from diffusion_jax.metrics.judges.judge import Judge, Pair
 from diffusion_jax.text import hashed
 
 HELD_OUT = 0.1
-"""The share of captions to hold out."""
+"""The share of captions that training does not see."""
 MAX_RECORDS = 200_000
 _HELD_OUT_IMAGES = 1_000  # Largest number of images in the reference and in the test.
 _CANDIDATES = 5_000
@@ -38,30 +38,30 @@ _MAX_TOKENS = 64
 
 
 class Split(NamedTuple):
-    """The indices of the images in each part, and the captions."""
+    """The image indices of the training, reference and test parts, and all captions."""
 
     training: Int[np.ndarray, "N"]
     reference: Int[np.ndarray, "R"]
     test: Int[np.ndarray, "T"]
     captions: list[str]
-    """The different captions, in the order of their first images."""
+    """The distinct captions, in the order in which they first occur."""
 
 
 def train(
     data: str, *, size: int = 64, seen: int = 150_000, seed: int = 0, other: str = ""
 ) -> Judge:
-    """Train a judge on a captioned set and score it on the held-out part.
+    """Train a judge on a captioned data set, and test it on the held-out captions.
 
     Args:
-        data: The set, "SOURCE:PATH::TEXT".
-        size: The side to which the judge resizes images, a multiple of 16.
+        data: The data set, "SOURCE:PATH::TEXT".
+        size: The side in pixels to which the judge resizes images: a multiple of 16, at least 32.
         seen: Number of training images, counted with repetition.
         seed: Seed of the parameters and of the order of images.
-        other: A set with the same captions in another style, for the test.
+        other: A data set with the same captions in another style, used as one more test.
 
     Raises:
-        ValueError: If `size` is wrong, or a set is unreadable or too small.
-        OSError: If a set is missing.
+        ValueError: If `size` is invalid, or a data set is unreadable or too small.
+        OSError: If a data set is missing.
     """
     if size % judge.GRID or size < 2 * judge.GRID:
         raise ValueError(
@@ -87,7 +87,7 @@ def train(
 def split(pictures: Pictures) -> Split:
     """Split the images by a hash of their captions, so no caption is in two parts.
 
-    Raises ValueError if a part is too small.
+    Raise ValueError if a part is too small.
     """
     rows = _spread(np.arange(len(pictures)), MAX_RECORDS)
     texts = [str(text) for text in pictures.texts(rows)]
@@ -111,7 +111,7 @@ def split(pictures: Pictures) -> Split:
 
 
 def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) -> Any:
-    """Train both towers on `seen` images; return their parameters {"image", "text"}."""
+    """Train both towers on `seen` images and return {"image": params, "text": params}."""
     steps = max(1, seen // _BATCH)
     schedule = optax.warmup_cosine_decay_schedule(0.0, 1e-3, steps // 10, steps)
     tx = optax.chain(
@@ -148,7 +148,10 @@ def fit(pictures: Pictures, size: int, max_tokens: int, seen: int, seed: int) ->
 def contrast(
     params: Any, x: Float[Array, "B S S 3"], ids: UInt32[Array, "B L"]
 ) -> Float[Array, ""]:
-    """Return the InfoNCE loss in both directions; rows with equal captions share the target."""
+    """Return the InfoNCE loss in both directions.
+
+    Images with equal captions count as matches of each other's caption.
+    """
     towers: tuple[Any, Any] = (judge.IMAGE, judge.TEXT)
     images = judge.unit(towers[0].apply({"params": params["image"]}, x))
     texts = judge.unit(towers[1].apply({"params": params["text"]}, ids))
@@ -160,7 +163,10 @@ def contrast(
 
 
 def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float]]:
-    """Return both scores, with intervals, for the unchanged and the damaged test images."""
+    """Score the test images, unchanged and damaged, with fd_judge and r1_judge.
+
+    Return the scores and their intervals, keyed by the name of the damage.
+    """
     images, captions = trained.test
     shuffled = [captions[i] for i in np.random.RandomState(0).permutation(len(captions))]
     sets: dict[str, Pair] = {
@@ -179,29 +185,29 @@ def damaged_scores(trained: Judge, other: str = "") -> dict[str, dict[str, float
 
 
 def scores(read: judge.Read, real: frechet.Reference, pair: Pair) -> dict[str, float]:
-    """Return the columns of fd_judge and r1_judge for images with captions."""
+    """Return the table columns of fd_judge and r1_judge for captioned images."""
     vectors, right = read(*pair)
     both = {"fd_judge": frechet.score(vectors, real), "r1_judge": accuracy.all_right(right)}
     return {k: round(v, 4) for n, one in both.items() for k, v in table.columns(n, one).items()}
 
 
 def blurred(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
-    """Blur images with a Gaussian; `share` is its standard deviation relative to the side."""
+    """Blur images with a Gaussian whose standard deviation is `share` times the image side."""
     sigma = share * images.shape[1]
     return ndimage.gaussian_filter(images, (0, sigma, sigma, 0))
 
 
 def noisy(images: UInt8[np.ndarray, "N S S 3"], share: float) -> UInt8[np.ndarray, "N S S 3"]:
-    """Add normal noise; `share` is its standard deviation relative to the value of white."""
+    """Add normal noise with a standard deviation of `share` times the white value, 255."""
     noise = np.random.RandomState(0).standard_normal(images.shape) * 255 * share
     return np.clip(np.rint(images + noise), 0, 255).astype(np.uint8)
 
 
 def _same_captions(other: str, trained: Judge) -> Pair:
-    """Return the images of another set whose captions match the test's, with the test's captions.
+    """Find images of another data set whose captions match those of the test images.
 
-    Words that all captions of a set share, such as its style, are ignored in the comparison. Raises
-    ValueError if no caption matches.
+    Return them with the matching test captions. The comparison ignores words that all captions of
+    a data set share, such as its style. Raise ValueError if no caption matches.
     """
     pictures = sources.open_pictures(sources.named(other), trained.card["size"])
     rows = np.arange(min(len(pictures), MAX_RECORDS))
@@ -219,19 +225,19 @@ def _same_captions(other: str, trained: Judge) -> Pair:
 
 
 def _telling(captions: Sequence[str], among: Sequence[str]) -> list[tuple[str, ...]]:
-    """Return the words of each caption that are not in all of `among`."""
+    """Return the words of each caption, without the words that occur in every text of `among`."""
     shared = set.intersection(*(set(text.split()) for text in among))
     return [tuple(word for word in text.split() if word not in shared) for text in captions]
 
 
 def _read(pictures: Pictures, rows: Int[np.ndarray, "N"]) -> Pair:
-    """Read the usable images of these rows."""
+    """Read the usable images and their captions at these row numbers."""
     _, images, texts = pictures.usable(rows)
     return Pair(images, [str(text) for text in texts])
 
 
 def _spread(rows: Int[np.ndarray, "N"], most: int) -> Int[np.ndarray, "M"]:
-    """Return at most `most` of the rows, evenly spaced."""
+    """Select at most `most` rows, evenly spaced."""
     count = min(len(rows), most)
     return rows[np.arange(count) * len(rows) // count] if count else rows
 
