@@ -70,7 +70,7 @@ def test_a_folder_becomes_a_config_that_trains_and_draws(tmp_path, package, capt
     with Image.open(tmp_path / "mine.png") as sheet:
         assert sheet.width == 4 + 8 * 132
     again = commands.run(f"{package}.start", *given, devices=1)
-    assert again.code == 2 and "is there already" in again.err
+    assert again.code == 2 and "exists already" in again.err
     after = told.out.partition("next:\n")[2].replace("runs/", f"{tmp_path}/runs/").splitlines()
     for config in tmp_path.glob("mine*.py"):  # Where it says that the autoencoder will be.
         config.write_text(config.read_text().replace("runs/", f"{tmp_path}/runs/"))
