@@ -324,7 +324,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
             "reaches: choose from [16, 8]",
         ),
         (dict(embed_dim=48), "unet.embed_dim * 1 is 48: group normalisation has 32 groups"),
-        (dict(cond_dim=40), "unet.cond_dim is 40: group normalisation has 32 groups, so take a m"),
+        (dict(cond_dim=40), "unet.cond_dim is 40: group normalisation has 32 groups, so choose"),
         (dict(head_dim=64), "unet.head_dim 64 does not divide the width 32 of a level with atten"),
         (
             dict(image_size=8, channel_mult=(3, 4), attention_resolutions=(8,), head_dim=64),
@@ -334,7 +334,7 @@ def test_a_missing_low_res_image_or_its_noise_level_is_an_error():
         (dict(init_kernel=4), "unet.init_kernel 4 must be odd"),
         (dict(noise_aug=True), "unet.noise_aug needs unet.low_res=True"),
         (dict(attention_impl="cudnn"), "'cudnn', which needs a 16-bit dtype and a head_dim"),
-        (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "not for bfloat16 and 4"),
+        (dict(attention_impl="cudnn", dtype="bfloat16", head_dim=4), "not bfloat16 and 4"),
     ],
 )
 def test_fields_that_do_not_go_together_say_why(changes, message):

@@ -36,7 +36,9 @@ def test_collectives_are_read_from_compiled_programs(line, kind, size, groups):
 
 
 def test_groups_that_cannot_be_read_are_an_error_and_not_left_out():
-    with pytest.raises(ValueError, match=r"cannot read which devices .*nobody.*: use --fast"):
+    with pytest.raises(
+        ValueError, match=r"cannot parse the groups of devices .*nobody.*: use --fast"
+    ):
         traffic.of_hlo("%a = f32[8] all-reduce(%x), replica_groups=nobody, x")
 
 

@@ -142,7 +142,9 @@ def test_training_begins_where_the_config_says(base):
     inputs = prepared(unet__weights=str(base[0]), lora__rank=2)
     assert inputs.start is None and len(inputs.base) == 32
     same(inputs.task.frozen["base"], {"params": base[1]["params"]})
-    with pytest.raises(ValueError, match=r"lora.rank is 2 and unet.weights is empty: say which"):
+    with pytest.raises(
+        ValueError, match=r"lora.rank is 2 and unet.weights is empty: name the model"
+    ):
         prepared(lora__rank=2)
     with pytest.raises(ValueError, match=r"has another architecture; .* arrays differ"):
         c = config(unet__weights=str(base[0]))

@@ -130,7 +130,7 @@ def test_a_config_of_another_model_says_what_is_not_here(read, config, message):
 
 
 def test_mlperfs_groups_do_not_go_to_diffusers():
-    with pytest.raises(ValueError, match=r"unet\.norm_groups is 16: diffusers has one number"):
+    with pytest.raises(ValueError, match=r"unet\.norm_groups is 16: diffusers needs 32"):
         formats.unet_to_diffusers(UNet(norm_groups=16), 1024)
     with pytest.raises(ValueError, match=r"channel_mult is \(2, 4\): in diffusers the first level"):
         formats.unet_to_diffusers(UNet(channel_mult=(2, 4), attention_levels=(0,)), 1024)
