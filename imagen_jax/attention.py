@@ -1,7 +1,7 @@
 """Attention blocks of Imagen's UNets: pixels attend to pixels, to text, or to both.
 
-Images are NHWC. Shapes: B batch, H W pixels, C channels, L text tokens of width D, N heads, K head
-dim.
+Images are NHWC. Shapes: B batch, H W pixels, C channels, L text tokens of width D, N heads, K width
+of a head.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ class SelfAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context=None, text_mask=None):
-        """Return x plus attention's output; the text is ignored."""
+        """Return x plus the output of attention. The text is ignored."""
         del context, text_mask
         tokens = _tokens(x)  # [B, HW, C]
         q, k, v = _heads(self, GroupNorm(name="norm")(tokens), 3, x, "qkv")  # [B, HW, N, K] each
@@ -43,7 +43,7 @@ class CrossAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus attention's output; an empty text adds only the output layer's bias."""
+        """Return x plus the output of attention. An empty text adds only the last layer's bias."""
         (q,) = _heads(self, GroupNorm(name="norm")(_tokens(x)), 1, x, "q")  # [B, HW, N, K]
         # [B, L, N, K] each
         k, v = _heads(self, GroupNorm(name="norm_context")(context), 2, x, "kv")
@@ -60,7 +60,7 @@ class FusedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus attention's output; queries and pixel keys have separate norms."""
+        """Return x plus the output of attention. Queries and pixel keys have separate norms."""
         tokens = _tokens(x)  # [B, HW, C]
         (q,) = _heads(self, GroupNorm(name="norm")(tokens), 1, x, "q")  # [B, HW, N, K]
         # k and v: [B, HW, N, K] each from the pixels, [B, L, N, K] each from the text.
@@ -81,7 +81,7 @@ class StackedAttention(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B H W C"], context: Float[Array, "B L D"], text_mask):
-        """Return x plus the block's output; inside, each of the three layers has a residual."""
+        """Return x plus the output of three layers, each of which has a residual connection."""
         c = x.shape[-1]
         fields = (self.head_dim, self.implementation, self.dtype)
         h = dense(GroupNorm(name="norm")(x), c, "in", dtype=self.dtype)  # [B, H, W, C]
@@ -103,7 +103,7 @@ BLOCKS = {
 
 
 def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: int) -> None:
-    """Raise ValueError for fields from which attention cannot be built."""
+    """Raise ValueError if attention cannot be built from these fields of a UNet."""
     named.one_of("unet.attention", kind, BLOCKS)
     named.one_of("unet.attention_impl", implementation, IMPLEMENTATIONS)
     if implementation == "cudnn" and (
@@ -116,7 +116,7 @@ def check_attention(kind: str, implementation: str, dtype: DTypeLike, head_dim: 
 
 
 def check_heads(widths: Iterable[int], head_dim: int) -> None:
-    """Raise ValueError unless `head_dim` divides all widths, those of the levels with attention."""
+    """Raise ValueError unless `head_dim` divides the width of every level with attention."""
     for width in widths:
         if head_dim < 1 or width % head_dim:
             raise ValueError(
@@ -126,18 +126,21 @@ def check_heads(widths: Iterable[int], head_dim: int) -> None:
 
 
 def _tokens(x: Array) -> Array:
-    """Reshape to [B, HW, C], before the norm: the TPU compiler then copies less than after it."""
+    """Reshape [B, H, W, C] to [B, HW, C].
+
+    Do this before the norm: the TPU compiler then copies less than if it is done after the norm.
+    """
     return x.reshape(len(x), -1, x.shape[-1])
 
 
 def _heads(block: Any, normed: Array, parts: int, x: Array, name: str) -> list[Array]:
-    """Map [B, T, D] to `parts` arrays [B, T, N, K], with N * K the width of x."""
+    """Map [B, T, D] to `parts` arrays [B, T, N, K], where N * K is the width of x."""
     num_heads = x.shape[-1] // block.head_dim
     layer = ToHeads(parts, num_heads, block.head_dim, dtype=block.dtype, name=name)
     return layer(normed)
 
 
 def _out(block: Any, out: Array, x: Array) -> Array:
-    """Map attention's output [B, HW, N, K] to [B, H, W, C] by a layer initialised to zero."""
+    """Map attention's output [B, HW, N, K] to [B, H, W, C] with a layer initialised to zero."""
     layer = FromHeads(x.shape[-1], zero=True, dtype=block.dtype, name="out")
     return layer(out).reshape(x.shape)

@@ -39,13 +39,13 @@ OPTIONS: Options = {
     "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
     **options.of_group("sampler", Sampler),
 }
-"""The options of a stage, keyed by the names of their flags and keywords."""
+"""The options of a stage. Each key is a flag of the command `sample` and a keyword of `load`."""
 
 
 def choose(**values: Any) -> Choice:
-    """Convert values of OPTIONS to a Choice, with which `load` opens a stage.
+    """Convert values of OPTIONS to a Choice, the argument with which `load` opens a stage.
 
-    Raises ValueError for an unknown name, and for a value of another type or out of range.
+    Raises ValueError for an unknown name, a value of the wrong type, or a value out of range.
     """
     return options.choose(OPTIONS, values)
 
@@ -60,11 +60,11 @@ def load(
     """Open the models of a cascade.
 
     Args:
-        workdirs: The runs, in the order in which they draw.
-        choices: A Choice for each run; see `choose`.
-        embedded: Whether the models draw from embeddings made elsewhere. Their text encoders are
-            then not opened.
-        strengths: For each run, the share of the steps that draw over given pictures.
+        workdirs: The workdirs of the runs, in the order in which they draw.
+        choices: A Choice for each run, from `choose`.
+        embedded: Whether the models will draw from text embeddings computed elsewhere. If so,
+            their text encoders are not opened.
+        strengths: For each run, the share of its sampling steps, if it draws over a picture.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.
@@ -95,11 +95,12 @@ def load_model(
 
     Args:
         workdir: The workdir of the run.
-        overrides: Values that replace those of the config, keyed by field; see `choose`.
+        overrides: Values that replace values of the config, keyed by field.
         weights: The saved weights to draw with.
         guide: A run that guides this one, WORKDIR or WORKDIR@STEP.
-        embedded: As for `load`.
-        strength: The share of the steps that draw over a given picture: see diffusion.editing.
+        embedded: Whether the model will draw from text embeddings computed elsewhere. If so,
+            its text encoder is not opened.
+        strength: The share of the sampling steps, if the model draws over a picture.
         encoders: A cache, empty at first. Models that are opened with the same cache share the
             weights of their text encoders.
 
@@ -144,18 +145,17 @@ def load_model(
 
 
 def read_run(workdir: str | os.PathLike[str], overrides: Mapping[str, Any] = {}) -> Settings:
-    """Return a run's settings with overrides. Raises the errors of draw.model.read_run."""
+    """Return a run's settings with overrides.
+
+    Raises FileNotFoundError if there is no run, and ValueError if the overrides do not fit it.
+    """
     return model.read_run(workdir, overrides, "imagen_jax")
 
 
 def check_chain(stages: Sequence[tuple[str, Settings]]) -> None:
-    """Check that each stage enlarges what the stage before it draws.
+    """Raise ValueError if a stage does not draw images of the size that the next stage enlarges.
 
-    Args:
-        stages: The workdir and the settings of each stage.
-
-    Raises:
-        ValueError: If a stage enlarges images of another size.
+    `stages` holds the workdir and the settings of each stage.
     """
     for (before, a), (after, b) in itertools.pairwise(stages):
         if b.super_resolution.factor == 1:
@@ -176,9 +176,9 @@ def draw(
     low_res: UInt8[np.ndarray, "N h w 3"] | None = None,
     pictures: Pictures | None = None,
 ) -> list[UInt8[np.ndarray, "N H W 3"]]:
-    """Draw one image for each prompt and its seed; return the images of every stage.
+    """Draw one image for each prompt and seed. Return the images of every stage.
 
-    Image n depends on nothing but its own prompt, seed, small image and picture.
+    Each image depends only on its own prompt, seed, small image and picture.
 
     Args:
         stages: The models, from the first to the last.
@@ -208,15 +208,15 @@ def draw_batches(
     low_res: Images | None = None,
     guidance: float | None = None,
 ) -> Iterator[list[Images]]:
-    """Draw batch by batch; each batch is a list with one array of images per stage.
+    """Draw in batches. Yield one list per batch, with one array of images per stage.
 
     Args:
         stages: The models, from the first to the last.
-        texts: Each stage's tokens or embeddings.
-        seeds: One per row.
-        sizes: Each stage's batch size.
+        texts: The tokens or embeddings for each stage.
+        seeds: One seed per image.
+        sizes: The batch size of each stage.
         low_res: The images that the first stage enlarges, in about [-1, 1].
-        guidance: The guidance of all stages; by default each stage takes its own.
+        guidance: The guidance scale of all stages. By default, each stage uses its own.
     """
     stage, batch = stages[0], dict(texts[0])
     if low_res is not None:
@@ -241,7 +241,7 @@ def draw_batches(
 def with_pictures(
     stages: Sequence[Model], texts: Sequence[Texts], pictures: Pictures | None, num_texts: int
 ) -> list[Texts]:
-    """Return each stage's texts together with the pictures that it draws over, in its size.
+    """Add the pictures to draw over to the texts of each stage, resized to the stage's output size.
 
     Raises ValueError for a picture that is not square.
     """
@@ -258,7 +258,10 @@ def with_pictures(
 
 
 def describe(stage: Model) -> dict[str, Any]:
-    """Describe a stage for cards; infinite bounds are left out, because JSON has no infinity."""
+    """Describe a stage for a card, the JSON saved with a picture.
+
+    Infinite bounds are left out, because JSON has no infinity.
+    """
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
     if not (s.sampler.grid or s.sampler.end):  # Cards of earlier code had none of these fields.
@@ -273,7 +276,7 @@ def describe(stage: Model) -> dict[str, Any]:
 
 
 def card(stages: Sequence[Model]) -> dict[str, Any]:
-    """Return the card of stages and samplers that the command writes beside each picture."""
+    """Return the card that the command writes with each picture: its stages and samplers."""
     each = []
     for stage in stages:
         s, described = stage.settings, describe(stage)
@@ -286,13 +289,16 @@ def card(stages: Sequence[Model]) -> dict[str, Any]:
 
 
 def batch_sizes(stages: Sequence[Model], num_images: int) -> list[int]:
-    """Return the default batch size of each stage; larger images use smaller batches."""
+    """Return the default batch size of each stage. Larger images use smaller batches."""
     sides = [stage.settings.output_size for stage in stages]
     return [min(default_batch_size(side, side), num_images) for side in sides]
 
 
 def check_low_res(first: Model, size: tuple[int, ...] | None) -> None:
-    """Raise ValueError unless the first stage starts from images of this (height, width)."""
+    """Raise ValueError unless the first stage can start from images of this (height, width).
+
+    None means that there are no images to enlarge.
+    """
     s, workdir = first.settings, first.workdir
     if s.super_resolution.factor == 1:
         if size is not None:

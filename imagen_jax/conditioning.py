@@ -1,6 +1,6 @@
 """Conditioning of NeMo's UNets on the time, the text, and the low-res image with its noise level.
 
-Shapes: B batch, L text tokens of width D, E = 4 unet.embed_dim time embedding.
+Shapes: B batch, L text tokens of width D, E = 4 unet.embed_dim width of the time embedding.
 """
 
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Pictured(Protocol):
 
 @runtime_checkable
 class Conditioned(Pictured, Protocol):
-    """Fields of a UNet that is conditioned as NeMo's UNets are."""
+    """Fields of a UNet with the time, text and image conditioning of NeMo's UNets."""
 
     embed_dim: int
     text_pooling: str
@@ -57,8 +57,8 @@ def condition(
 ) -> tuple[Float[Array, "B E"], Float[Array, "B T {cond_dim}"], Bool[Array, "B T"]]:
     """Return the embedding for residual blocks, the context for attention, and its mask.
 
-    T is L, or L + 1 with a null token. Call this from within the `__call__` of `unet`, which then
-    owns the parameters.
+    The context has L tokens, or L + 1 with a null token. Call this from within the `__call__` of
+    `unet`, so that the parameters belong to `unet`.
     """
     embed = lambda name: TimeEmbed(unet.embed_dim, unet.learned_time_dim, unet.dtype, name=name)
     emb = embed("time_embed")(time)  # [B, E]
@@ -84,20 +84,20 @@ def condition(
 def with_low_res(
     x: Float[Array, "B H W 3"], low_res: Float[Array, "B _ _ 3"] | None
 ) -> Float[Array, "B H W 6"]:
-    """Append the low-res image, enlarged to the size of x, to the channels of x."""
+    """Enlarge the low-res image to the size of x and append it to the channels of x."""
     low_res = required(low_res, "low_res", "low_res").astype(x.dtype)
     return jnp.concatenate([x, bicubic_upsample(low_res, *x.shape[1:3])], axis=-1)
 
 
 def required(value: Array | None, name: str, field: str) -> Array:
-    """Return the argument's value, or raise ValueError if it is None although `field` needs it."""
+    """Return an argument's value. Raise ValueError if it is None although `field` requires it."""
     if value is None:
         raise ValueError(f"a UNet with {field}=True must be given {name}")
     return value
 
 
 def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
-    """Return inputs of zeros for `unet`: a batch of one image and one text token."""
+    """Return example inputs for `unet`, all zeros, with one image and one text token."""
     image = jnp.zeros((1, unet.image_size, unet.image_size, 3))
     inputs = {
         "x": image,
@@ -113,7 +113,7 @@ def example_inputs(unet: Pictured, text_width: int) -> dict[str, Any]:
 
 
 def check_conditioning(unet: Conditioned) -> None:
-    """Raise ValueError for inconsistent fields."""
+    """Raise ValueError if the fields contradict each other."""
     named.one_of("unet.text_pooling", unet.text_pooling, POOLING)
     if unet.learned_time_dim % 2 or unet.learned_time_dim < 0:
         raise ValueError(
@@ -124,7 +124,7 @@ def check_conditioning(unet: Conditioned) -> None:
 
 
 def check_low_res(unet: Pictured) -> None:
-    """Raise ValueError if the UNet expects noise on a low-res image that it does not have."""
+    """Raise ValueError if `noise_aug` is set for a UNet without a low-res image."""
     if unet.noise_aug and not unet.low_res:
         raise ValueError(
             "unet.noise_aug needs unet.low_res=True: there is no image to add noise to"
@@ -155,9 +155,9 @@ class TimeEmbed(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """Pooling of a text to one vector: a weighted mean over its tokens.
+    """Pooling of a text to one vector, a weighted mean over its tokens.
 
-    The softmax of the weights runs over all positions including padding, as in NeMo, so results
+    The softmax of the weights runs over all positions including padding, as in NeMo. So results
     depend on the padded length.
     """
 
@@ -174,7 +174,7 @@ class AttentionPool(nn.Module):
 
 
 class TextEmbed(nn.Module):
-    """Layers that turn the pooled text into a vector that is added to the time embedding."""
+    """Layers that map the pooled text to a vector. The vector is added to the time embedding."""
 
     width: int
     dtype: DTypeLike = jnp.float32

@@ -1,11 +1,12 @@
 """Efficient UNet of Imagen's super-resolution models (Saharia et al. 2022, appendix B.1).
 
-Most residual blocks, and all attention, are at low resolutions: a level halves the resolution
-before its residual blocks and doubles it after them. It computes the same numbers as NVIDIA NeMo's
+On the way down, a level first halves the resolution and then applies its residual blocks. On the
+way up, it applies them first and then doubles the resolution. So most residual blocks and all
+attention are at low resolutions. The network computes the same numbers as NVIDIA NeMo's
 EfficientUNetModel.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w pixels at a level, C channels of a level, E time
-embedding, L text tokens of width D, T context tokens.
+Images are NHWC. Shapes: B batch, H W pixels, h w pixels at a level, C channels of a level, E width
+of the time embedding, L text tokens of width D, T context tokens.
 """
 
 import functools
@@ -24,23 +25,25 @@ from imagen_jax.layers import ConvTranspose, HalvingConv, Network, ResBlock, che
 
 
 class EfficientUNet(Network):
-    """Network F(x, time | text, low-res image); its fields are the `unet` group of a config.
+    """Network F(x, time | text, low-res image). Its fields are the `unet` group of a config.
 
-    The attention's context is as wide as the text. The deepest level does not halve the resolution.
+    The context of attention is as wide as the text. The deepest level does not halve the
+    resolution.
     """
 
     embed_dim: Count = 128
     channel_mult: Counts = (1, 2, 4, 8, 8)
     num_res_blocks: Counts = (2, 4, 8, 8, 8)
-    """Number of residual blocks of each level; level 0 has half of the full resolution."""
+    """Number of residual blocks of each level. Level 0 has half of the full resolution."""
     attention_levels: Annotated[Sequence[int], "[0, inf)", [()]] = (3, 4)
-    """Levels whose residual blocks are followed by attention, both on the way down and up."""
+    """Levels with attention after their residual blocks, both on the way down and on the way up."""
     attention: str = "fused"
     num_heads: Amount = 0
-    """Number of attention heads, which overrides `head_dim`; 0 for heads of `head_dim`."""
+    """Number of attention heads. If it is 0, `head_dim` determines the number."""
     text_pooling: str = "attention"
     learned_time_dim: Amount = 0
-    """Even number of learned sinusoids that embed the time; 0 for fixed sinusoids."""
+    """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
+    """
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
@@ -60,7 +63,7 @@ class EfficientUNet(Network):
         *,
         train: bool = False,
     ) -> Float[Array, "B H W 3"]:
-        """Return F in float32. `time` is the preconditioner's c_noise; `train` has no effect."""
+        """Return F in float32. `time` is the preconditioner's c_noise. `train` has no effect."""
         del train
         cond_dim = text.shape[-1]
         check_text_width(self, cond_dim)
@@ -105,7 +108,7 @@ class EfficientUNet(Network):
         return True
 
     def check(self, text_width: int) -> None:
-        """Raise ValueError for inconsistent fields; see `check`."""
+        """Raise ValueError if the fields contradict each other or do not fit the text width."""
         check(self, text_width)
 
     def _attention(self, width, name):
@@ -115,13 +118,13 @@ class EfficientUNet(Network):
 
 
 def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the widths with attention; on the way up, a level has the width of the one above."""
+    """Return the widths of attention. On the way up, a level has the width of the level above it."""
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
 
 
 def check(unet: EfficientUNet, text_width: int) -> None:
-    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling."""
+    """Raise ValueError if the fields contradict each other. Call this before compiling."""
     check_layers(unet)
     check_text_width(unet, text_width)
     unit = 2 ** (len(unet.channel_mult) - 1)
@@ -133,7 +136,7 @@ def check(unet: EfficientUNet, text_width: int) -> None:
 
 
 def check_layers(unet: EfficientUNet) -> None:
-    """Raise ValueError for fields from which the layers cannot be built."""
+    """Raise ValueError if the layers cannot be built from these fields."""
     check_conditioning(unet)
     levels = len(unet.channel_mult)
     if len(unet.num_res_blocks) != levels or min(unet.num_res_blocks, default=0) < 1:
@@ -162,7 +165,7 @@ def check_layers(unet: EfficientUNet) -> None:
 
 
 def check_text_width(unet: EfficientUNet, text_width: int) -> None:
-    """Raise ValueError unless the attention accepts text of this width."""
+    """Raise ValueError if the attention cannot read text of this width."""
     if unet.attention != "self" and unet.attention_levels and (text_width < 1 or text_width % 32):
         raise ValueError(
             f"the text width is {text_width}, but an EfficientUNet with {unet.attention} attention "

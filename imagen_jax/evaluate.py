@@ -53,9 +53,9 @@ def open_subject(
     """Open a cascade of runs to evaluate.
 
     Args:
-        workdirs: The run of each stage.
-        points: For each point, the values of cascade.OPTIONS of every stage.
-        weights: The weights to evaluate for each of the first stages; later stages use the default.
+        workdirs: The workdir of each stage.
+        points: For each point of the sweep, the values of cascade.OPTIONS of every stage.
+        weights: The weights to evaluate, for the first stages. Later stages use the default.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.

@@ -26,21 +26,21 @@ class Network(nn.Module):
     """Whether the low-res image is noisy; a second time input gives its noise level."""
     remat: bool = False
     remat_keeps: Annotated[str, KEEPS] = "nothing"
-    """With remat, the values to store instead of recomputing them: a key of nn.layers.KEEPS."""
+    """With remat, the values to store rather than recompute: a key of nn.layers.KEEPS."""
     attention_impl: str = "auto"
-    """Implementation of attention, see attention.attend."""
+    """Implementation of attention: a name that attention.attend accepts, such as "xla"."""
     dtype: Annotated[DTypeLike, DTYPES] = jnp.float32
 
 
 class ResBlock(nn.Module):
-    """Residual block: norm -> SiLU -> conv, twice, with the embedding added at the second norm."""
+    """Residual block of norm, SiLU and convolution, twice. The embedding enters at the second norm."""
 
     width: int
     resample: str = ""
-    """"up" or "down" to double or halve the resolution between the first SiLU and convolution."""
+    """"up" to double or "down" to halve the resolution, between the first SiLU and convolution."""
     scale_shift: bool = True
-    """Whether the embedding scales and shifts the second norm's output instead of being added to
-    its input."""
+    """If True, the embedding scales and shifts the second norm's output. If False, it is added to
+    the norm's input."""
     always_project: bool = False
     """Whether the shortcut is a 1x1 convolution even if the width does not change."""
     skip_scale: float = 1.0
@@ -50,7 +50,7 @@ class ResBlock(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"]):
-        """Return [B, H, W, width], or half or twice this H and W if the block resamples."""
+        """Return [B, H, W, width]. If the block resamples, H and W are twice or half those of x."""
         h = GroupNorm(silu=True, name="norm1")(x)  # [B, H, W, C]
         if self.resample == "down":
             h, x = ops.average_pool_2x2(h), ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
@@ -104,7 +104,7 @@ def bicubic_upsample(
 ) -> Float[Array, "B H W C"]:
     """Enlarge images like torch's bicubic interpolate: a = -0.75, half-pixel centres, edge padding.
 
-    It does not antialias, so it is not for reducing images. jax.image.resize uses a = -0.5.
+    Do not use it to reduce images, because it does not antialias. jax.image.resize uses a = -0.5.
     """
     if x.shape[1:3] == (height, width):
         return x
@@ -116,9 +116,10 @@ def bicubic_upsample(
 
 
 def check_resolutions(unet: Any) -> None:
-    """Raise ValueError unless the levels halve the image evenly and have all attention resolutions.
+    """Raise ValueError unless the resolution of every level is whole and attention fits the levels.
 
-    `unet` is a UNet or MagnitudeUNet.
+    Each level halves the resolution. Each attention resolution must be that of a level. `unet` is a
+    UNet or MagnitudeUNet.
     """
     levels = len(unet.channel_mult)
     unit = unet.patch * 2 ** (levels - 1)
@@ -156,7 +157,7 @@ def _bicubic_weights(size_in: int, size_out: int) -> Float[np.ndarray, "O I"]:
 
 
 def _cubic(d: Float[np.ndarray, "N"], a: float = -0.75) -> Float[np.ndarray, "N"]:
-    """Evaluate Keys' cubic kernel (1981) at distances from 0 to 2."""
+    """Evaluate the cubic kernel of Keys (1981) at distances from 0 to 2."""
     near = (a + 2) * d**3 - (a + 3) * d**2 + 1
     far = a * d**3 - 5 * a * d**2 + 8 * a * d - 4 * a
     return np.where(d <= 1, near, far)

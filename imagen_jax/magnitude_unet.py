@@ -1,12 +1,12 @@
 """Magnitude-preserving UNet of EDM2, config G (Karras et al. 2024, arXiv 2312.02696), with text.
 
-It has neither group norm nor biases. Weights of unit length, scaled sums and activations, and pixel
-norm on the way down keep every activation near magnitude 1 (see nn.magnitude). The pooled text
-replaces the paper's class label, and attention may also see the text tokens. Train it with precond
-"edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
+It has neither group norm nor biases. All activations keep a magnitude near 1, because weights have
+unit length, sums and activations are scaled, and the way down uses pixel norm (see nn.magnitude).
+The pooled text replaces the paper's class label. Attention may also see the text tokens. Train it
+with precond "edm", weight "uncertainty", schedule "inverse_sqrt" and no weight decay.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level),
-C channels of a level, E embedding, L text tokens of width D, N heads, K head dim.
+Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level), C
+channels of a level, E width of the embedding, L text tokens of width D, N heads, K width of a head.
 """
 
 import functools
@@ -33,17 +33,18 @@ _CLIP = 256  # Activations are clipped to this magnitude.
 
 
 class MagnitudeUNet(Network):
-    """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
+    """Network F(x, time | text[, low-res image]). Its fields are the `unet` group of a config."""
 
     patch: Count = 1
-    """Side of the patches that pixels are gathered into first; resolutions then count patches."""
+    """Side in pixels of the patches that the image is first divided into. Resolutions count
+    patches."""
     embed_dim: Count = 192
     channel_mult: Counts = (1, 2, 3, 4)
     num_res_blocks: Count = 3
     attention_resolutions: Annotated[Sequence[int], "(0, inf)", [()]] = (16, 8)
     attention: Annotated[str, ATTENTION] = "fused"
-    """Whether pixels attend to pixels and text ("fused"), to text ("cross"), or to pixels ("self",
-    as in the paper)."""
+    """What pixels attend to: pixels and text ("fused"), text ("cross"), or pixels ("self", as in
+    the paper)."""
     cond_dim: Count = 512
     dropout: Decay = 0.0
     low_res: bool = False
@@ -119,8 +120,8 @@ class MagnitudeUNet(Network):
     def _conditions(self, time, text, text_mask, low_res_time):
         """Return the embedding [B, E], attention's context [B, L, cond_dim] and its mask [B, L].
 
-        A one is appended to each token, so that a dropped text, which is all zeros, also becomes a
-        learned vector of magnitude 1.
+        A one is appended to each token. A dropped text is all zeros, so the one lets it become a
+        learned vector of magnitude 1 too.
         """
         widths = [self.embed_dim * m for m in self.channel_mult]
         linear = lambda name: MPConv(max(widths), name=name)
@@ -143,7 +144,7 @@ class MagnitudeUNet(Network):
         return self.image_size // self.patch >> level
 
     def check(self, text_width: int = 0) -> None:
-        """Raise ValueError for inconsistent fields. Every text width is accepted."""
+        """Raise ValueError if the fields contradict each other. Every text width is accepted."""
         del text_width
         check_attention(self.attention, self.attention_impl, self.dtype, self.head_dim)
         check_low_res(self)
@@ -162,11 +163,12 @@ class Block(nn.Module):
 
     width: int
     decoder: bool = False
-    """Whether the block is on the way up; blocks on the way down start with pixel norm."""
+    """Whether the block is on the way up. Blocks on the way down start with pixel norm."""
     resample: str = ""
-    """"up" or "down" to first double or halve the resolution."""
+    """"up" to double or "down" to halve the resolution at the start of the block; "" for neither.
+    """
     attention: str = ""
-    """Kind of attention, in ATTENTION; "" for none."""
+    """Kind of attention: a key of ATTENTION, or "" for none."""
     head_dim: int = 64
     dropout: float = 0.0
     train: bool = False
@@ -175,7 +177,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Return [B, H, W, width]. `context` may be None if the block does not attend to it."""
+        """Return [B, H, W, width]. `context` may be None for a block that does not attend to text."""
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
         if self.resample == "up":
@@ -214,7 +216,7 @@ class Block(nn.Module):
         return self._out(attend(q, *text, text_mask, implementation=self.implementation), x)
 
     def _heads(self, tokens, parts, name):
-        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K] of head vectors with magnitude 1."""
+        """Map tokens [B, T, _] to `parts` arrays [B, T, N, K]. Each head vector has magnitude 1."""
         heads = self._layer(name, width=parts * self.width)(tokens)  # [B, T, parts C]
         shape = (*heads.shape[:2], parts, self.width // self.head_dim, self.head_dim)
         heads = normalize(heads.reshape(shape))  # [B, T, parts, N, K]

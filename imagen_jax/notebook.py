@@ -1,4 +1,4 @@
-"""Trained models in a notebook.
+"""Open trained models in a notebook.
 
 import imagen_jax
 
@@ -21,8 +21,8 @@ def load(*workdirs: str | os.PathLike[str], **values: Any) -> Loaded:
 
     Args:
         *workdirs: The workdirs of the runs.
-        **values: Values of cascade.OPTIONS, the flags of the command `sample`; a list holds one
-            value per stage.
+        **values: Values of cascade.OPTIONS, named like the flags of the command `sample`. A list
+            holds one value per stage.
 
     Raises:
         FileNotFoundError: If a workdir holds no run.

@@ -100,13 +100,13 @@ def open_session(prompts: list[str], out: pathlib.Path) -> Session:
 
 
 def _strengths(num_stages: int) -> list[float]:
-    """Return the strength of each stage; a single --strength is for the first, the others get 1."""
+    """Return the strength of each stage. A single --strength is for the first; the others get 1."""
     strengths = option_flags.each("strength", _STRENGTH.value, Share, num_stages)
     return strengths if len(_STRENGTH.value) > 1 else [*strengths[:1], *[1.0] * (num_stages - 1)]
 
 
 def _texts(stages: Sequence[Model], prompts: list[str]) -> tuple[list[str], list[Texts]]:
-    """Return the captions, and the tokens or embeddings that each stage reads."""
+    """Return the captions, and the tokens or embeddings for each stage."""
     if not _EMBEDDINGS.value:
         return prompts, [stage.encoder.tokenize(prompts) for stage in stages]
     paths = [files.path(path) for path in _EMBEDDINGS.value]

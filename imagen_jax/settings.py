@@ -1,4 +1,4 @@
-"""The config of an Imagen model, base or super-resolution: typed settings and their check."""
+"""The settings of an Imagen model, base or super-resolution, and the check of their values."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
@@ -33,14 +33,14 @@ from imagen_jax.unet import UNet
 
 
 class Diffusion(NamedTuple):
-    """The objective: what the network predicts, the noise of training, and the loss."""
+    """The training objective: what the network predicts, the noise levels, and the loss."""
 
     precond: PrecondName = "edm"
-    """What the network predicts, a name in precond.PRECONDS, such as edm, eps, v or x0."""
+    """What the network predicts: a key of precond.PRECONDS, such as edm, eps, v or x0."""
     sigma_data: ranges.Positive = 0.5
-    """EDM's standard deviation of the data."""
+    """The standard deviation of the data that EDM's preconditioner assumes."""
     noise: NoiseName = "lognormal"
-    """The noise levels of training, a name in noise.NOISES."""
+    """The distribution of noise levels in training: a key of noise.NOISES."""
     p_mean: Annotated[float, "(-inf, inf)"] = -1.2
     """The mean of ln(sigma) for the noise "lognormal"."""
     p_std: ranges.Positive = 1.2
@@ -50,64 +50,65 @@ class Diffusion(NamedTuple):
     weight: WeightName = "min_snr"
     """The weight of the loss at each noise level."""
     min_snr: ranges.Scale = 0.0
-    """Bound on the weight of levels with little noise (Hang et al. 2023: 5); 0 for no weighting."""
+    """Largest SNR in the weight min_snr (Hang et al. 2023 use 5); 0 for no weighting."""
     offset_noise: ranges.Share = 0.0
-    """Scale of offset noise, one normal draw per image and channel; 0 for none."""
+    """Scale of offset noise, which is one normal draw per image and channel; 0 for none."""
 
 
 class SuperResolution(NamedTuple):
     """The small image that a super-resolution model enlarges."""
 
     factor: ranges.Count = 1
-    """Side of the large image divided by that of the small one; 1 for base models."""
+    """Side of the large image divided by the side of the small one; 1 for base models."""
     aug_sigma: ranges.Positive = 0.002
-    """Noise level of the small image in sampling, for models with unet.noise_aug."""
+    """Noise level of the small image during sampling, if the model has unet.noise_aug."""
 
 
 class Sampler(NamedTuple):
-    """How images are drawn. Discrete schedules have noise levels of their own."""
+    """How images are drawn. Discrete noise schedules use their own noise levels."""
 
     name: SamplerName = "heun"
-    """A name in samplers.SAMPLERS, with arguments if need be: restart(low=0.5)."""
+    """A key of samplers.SAMPLERS, optionally with arguments, such as restart(low=0.5)."""
     steps: ranges.Count = 30
     """Number of steps."""
     sigma_min: ranges.Positive = 0.002
-    """The smallest noise level of the grid before 0."""
+    """The smallest noise level of the grid. The last step goes from it to 0."""
     sigma_max: ranges.Positive = 80.0
     """The largest noise level, at which sampling starts."""
     rho: ranges.Positive = 7.0
     """The exponent of Karras et al.'s grid (2022, equation 5)."""
     churn: ranges.Scale = 0.0
-    """The amount of new noise of the sampler heun (S_churn of Karras et al. 2022)."""
+    """The amount of new noise per step in the sampler heun (S_churn of Karras et al. 2022)."""
     eta: ranges.Share = 0.0
-    """The share of new noise of the sampler ddim; 1 for DDPM's ancestral sampling."""
+    """The share of new noise per step in the sampler ddim; 1 for DDPM's ancestral sampling."""
     guidance: ranges.Scale = 7.5
-    """The guidance scale; 1 for none."""
+    """The guidance scale; 1 for no guidance."""
     guidance_low: ranges.LowLevel = 0.0
     """The smallest noise level at which guidance acts."""
     guidance_high: ranges.HighLevel = float("inf")
     """The largest noise level at which guidance acts."""
     threshold: ThresholdName = "dynamic"
-    """How predicted images are limited to [-1, 1], a name in guidance.THRESHOLDS."""
+    """How predicted images are limited to [-1, 1]: a key of guidance.THRESHOLDS."""
     grid: GridName = ""
-    """The noise levels of the steps, a key of GRIDS; "" for the default of noise and sampler."""
+    """The spacing of noise levels: a key of GRIDS, or "" for the default of the noise and sampler.
+    """
     end: EndName = ""
-    """The end of the grid: "zero", or "sigma_min" for the smallest level."""
+    """The last noise level: "zero", or "sigma_min" to stop at the smallest level above zero."""
     offset: Annotated[int, "[0, 1000]"] = 1
-    """The first time of the grid "leading" on a discrete schedule."""
+    """The first timestep of the grid "leading", for discrete noise schedules."""
     guiding: GuidingName = "cfg"
     """Kinds of guidance: keys of GUIDANCE joined by +, such as apg(norm=5)+rescale."""
     negative_prompt: str = ""
-    """The text that guidance leads away from; "" for the model without text."""
+    """The text that guidance moves away from; "" for the prediction without text."""
 
 
 class Settings(NamedTuple):
-    """A checked config."""
+    """The checked settings of a config."""
 
     run: Run
     unet: UNet | EfficientUNet | MagnitudeUNet
     unet_weights: str
-    """The initial weights, or those that LoRA adapts: a workdir, or a checkpoint of NeMo; "" for
+    """The initial weights, or the weights that LoRA adapts: a workdir or a NeMo checkpoint. "" for
     random weights."""
     text: Text
     diffusion: Diffusion
@@ -136,16 +137,16 @@ UNETS: dict[str, type | str] = {
     "efficient": EfficientUNet,
     "magnitude": MagnitudeUNet,
 }
-"""Values of unet.kind: networks, or "MODULE:CLASS"."""
+"""Values of unet.kind. Each is a network class or the string "MODULE:CLASS"."""
 
 
 def read_settings(config: Mapping[str, Any]) -> Settings:
-    """Return the checked settings of a config. Raises ValueError."""
+    """Return the checked settings of a config. Raise ValueError if they are invalid."""
     return systems.read(config, "imagen_jax")
 
 
 def check(s: Settings) -> None:
-    """Raise ValueError for settings that contradict each other."""
+    """Raise ValueError if settings contradict each other."""
     optimizer_module.check(s.optimizer, s.run.steps)
     registry.check(s.text)
     settings.check_prompts(s.run, s.data)
@@ -164,7 +165,7 @@ def check(s: Settings) -> None:
 
 
 def _check_sizes(s: Settings) -> None:
-    """Raise ValueError unless the sizes of the large image, the small one and the data fit."""
+    """Raise ValueError unless the sizes of the large image, the small image and the data fit."""
     factor, size, resize = s.super_resolution.factor, s.unet.image_size, s.data.resize
     if size % factor:
         raise ValueError(
@@ -189,7 +190,10 @@ def _check_sizes(s: Settings) -> None:
 
 
 def _check_texts(s: Settings) -> None:
-    """Raise ValueError for embeddings in the data that the encoder or a store cannot stand for."""
+    """Raise ValueError if the data holds text embeddings that the model cannot use.
+
+    They need a pretrained text encoder, and exclude a separate store of embeddings.
+    """
     if not s.data.embedded or s.data.source == "synthetic":
         return
     if not registry.ENCODERS[s.text.encoder].pretrained:

@@ -15,31 +15,34 @@ from diffusion_jax.diffusion.precond import Images, Precond, Sigma
 
 
 def shrink(images: Float[Array, "B H W C"], factor: int) -> Float[Array, "B h w C"]:
-    """Resize with an antialiased bicubic filter (a = -0.5, as in Pillow and torch), unclipped."""
+    """Resize images with an antialiased bicubic filter (a = -0.5, as in Pillow and torch).
+
+    The result is not clipped.
+    """
     batch, height, width, channels = images.shape
     small = (batch, height // factor, width // factor, channels)
     return jax.image.resize(images, small, "cubic", precision=jax.lax.Precision.HIGHEST)
 
 
 class LowRes(NamedTuple):
-    """A UNet's arguments `low_res` and `low_res_time`; both None for a base model."""
+    """The arguments `low_res` and `low_res_time` of a UNet. Both are None for a base model."""
 
     image: Images | None = None
     time: Sigma | None = None
 
 
 def with_noise(image: Images, sigma: Sigma, eps: Images, scalings: Precond) -> LowRes:
-    """Return a small image at noise level sigma: c_in * (image + sigma * eps), and c_noise."""
+    """Return the input c_in * (image + sigma * eps) for a small image, and the time c_noise."""
     c = scalings(sigma)
     noisy = image + sigma[:, None, None, None] * eps
     return LowRes(c.c_in[:, None, None, None] * noisy, c.c_noise)
 
 
 def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Array, "B"]]:
-    """Return each image's keys for its own noise and for the noise of its small image.
+    """Return keys for the noise of each image, and keys for the noise of its small image.
 
-    All stages of a cascade get the same seed, so `size`, the side of the stage's images, is folded
-    in.
+    All stages of a cascade get the same seed. So that their noise differs, `size`, the side of the
+    stage's images in pixels, is folded into the keys.
     """
     stage = jax.vmap(jax.random.fold_in, (0, None))(keys, size)
     return tuple(jax.vmap(jax.random.split, out_axes=1)(stage))
@@ -48,7 +51,10 @@ def own_keys(keys: Key[Array, "B"], size: int) -> tuple[Key[Array, "B"], Key[Arr
 def sampling_inputs(
     image: Images, sigma: float | None, keys: Key[Array, "B"], scalings: Precond
 ) -> LowRes:
-    """Return a small image at one noise level, drawn from the keys; unchanged if sigma is None."""
+    """Add noise of level sigma, drawn from the keys, to small images.
+
+    If sigma is None, the images do not change.
+    """
     if sigma is None:
         return LowRes(image)
     batch, height, width, channels = image.shape

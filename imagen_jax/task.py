@@ -1,4 +1,4 @@
-"""An Imagen model, base or super-resolution, as a Task."""
+"""A Task, the functions that training and sampling call, for an Imagen model."""
 
 import functools
 from collections.abc import Callable
@@ -35,17 +35,18 @@ def make_task(
 ) -> Task:
     """Return a model's init, loss and sampler as a Task.
 
-    A super-resolution model makes its small images from the large ones in training. In sampling it
-    takes them as batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. If the batch
-    has "image", uint8 [B, H, W, 3], the sampler draws over it, and only at the pixels where
-    batch["mask"] [B, H, W] is True if the batch has it (see diffusion.editing).
+    In training, a super-resolution model makes its small images from the large ones. In sampling,
+    it reads them from batch["low_res"], float [B, h, w, 3] in about [-1, 1], of any size. If the
+    batch has "image", uint8 [B, H, W, 3], the sampler draws over it. If the batch also has "mask",
+    bool [B, H, W], the sampler changes only the pixels where the mask is True (see
+    diffusion.editing).
 
     Args:
         s: The model's settings.
-        encoder: The text encoder, whose weights are the frozen ones.
-        guide: Settings of a second model that guides this one; the frozen weights are then
+        encoder: The text encoder. Its weights are the frozen weights of the Task.
+        guide: Settings of a second model that guides this one. The frozen weights are then
             {"text", "guide"}.
-        strength: Share of the steps that draw over a picture.
+        strength: The share of the sampling steps, if the model draws over a picture.
     """
     unet, goal = s.unet, objective.make(s.diffusion)
     samplers.check_grid(goal.noise, s.sampler)
@@ -103,7 +104,7 @@ def make_task(
 
 
 def example(s: Settings, encoder: TextEncoder) -> tuple[Task, dict[str, np.ndarray]]:
-    """Return the task and a training batch of one image, for tracing without weights."""
+    """Return the task and a training batch of one image. Both can be traced without weights."""
     side = s.unet.image_size
     return make_task(s, encoder), {"image": np.zeros((1, side, side, 3), np.uint8)}
 
@@ -122,7 +123,7 @@ def _make_begin(
     negative_tokens = encoder.tokenize([prompt]) if prompt else {}
 
     def negative(frozen, text, mask):
-        """Encode the negative prompt for each image; if empty, return zeros and the text's mask."""
+        """Encode the negative prompt for each image. Zeros with the text's mask replace ""."""
         if not prompt:
             return jnp.zeros_like(text), mask
         rows = {k: jnp.asarray(v).repeat(len(text), 0) for k, v in negative_tokens.items()}
@@ -167,7 +168,7 @@ def _make_begin(
 def _denoiser_of(
     s: Settings, params: Any, scalings: Precond | None = None
 ) -> Callable[[Any], Denoiser]:
-    """Return D of a model as a function of its conditions: text, mask, small image and its time."""
+    """Return a function of text, mask, small image and its time that returns the denoiser D."""
     scalings = scalings or objective.make(s.diffusion).scalings
     network: Any = lambda inputs: lambda x, time: s.unet.apply(params, x, time, *inputs)
     return lambda inputs: precond.denoiser(network(inputs), scalings)

@@ -33,7 +33,10 @@ _SHOWN = 8  # The number of pictures whose texts are drawn if prompts cannot be 
 
 
 def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
-    """Open the text encoder, the data and the model; ValueError or OSError if one is missing."""
+    """Open the text encoder, the data and the model.
+
+    Raises ValueError or OSError if one is missing.
+    """
     # The text encoder, which is not opened if the data hold its outputs (`embedded`).
     encoder = lookup.open_encoder(s.text, s.data.embedded)
 
@@ -50,17 +53,18 @@ def prepare(s: Settings, mesh: sharding.Mesh) -> loop.Inputs:
 
 
 def open_batches(s: Settings, encoder: TextEncoder, mesh: sharding.Mesh) -> Batches:
-    """Open the training data of a config: this process's rows of each batch."""
+    """Open the training data of a config. The batches hold the rows of this process."""
     shape = (s.text.max_tokens, s.text.width) if s.data.embedded else None
     pictures = sources.open_pictures(s.data, s.unet.image_size, embeddings=shape)
     return training_batches(pictures, encoder.tokenize, s.run, s.data, mesh)
 
 
 def _examples(s: Settings, encoder: TextEncoder, batches: Batches) -> loop.Examples:
-    """Return the config's prompts, or the texts of the first pictures if prompts cannot be drawn.
+    """Return the config's prompts as examples, or the texts of the first training pictures.
 
-    A super-resolution model needs small images as well, so it takes those of the first pictures.
-    Prompts also need an encoder, which runs on stored embeddings may lack.
+    The texts of the pictures are used if prompts cannot be drawn. A super-resolution model needs
+    small images as well, so it takes those of the first pictures. Prompts also need a text encoder,
+    which a run on stored embeddings may lack.
     """
     factor, prompts = s.super_resolution.factor, s.run.prompts
     if factor == 1 and (not s.data.embedded or (prompts and s.text.weights)):

@@ -1,11 +1,12 @@
 """UNet of Imagen's base models and of the 400M super-resolution model.
 
 It has wide residual blocks, and attention to pixels and text at chosen resolutions. The time and
-the pooled text scale and shift the norms of every residual block. It computes the same numbers as
-NVIDIA NeMo's UNetModel.
+the pooled text scale and shift the norms of every residual block. The network computes the same
+numbers as NVIDIA NeMo's UNetModel.
 
-Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level),
-C channels of a level, E time embedding, L text tokens of width D, T context tokens of width K.
+Images are NHWC. Shapes: B batch, H W pixels, h w patches at a level (halved from level to level), C
+channels of a level, E width of the time embedding, L text tokens of width D, T context tokens of
+width K.
 """
 
 import functools
@@ -25,11 +26,11 @@ from imagen_jax.layers import ConvTranspose, Network, ResBlock, check_resolution
 
 
 class UNet(Network):
-    """Network F(x, time | text[, low-res image]); its fields are the `unet` group of a config."""
+    """Network F(x, time | text[, low-res image]). Its fields are the `unet` group of a config."""
 
     patch: Count = 1
-    """Side of the patches that pixels are gathered into first (Hoogeboom et al. 2023); resolutions
-    then count patches. NeMo's models have 1."""
+    """Side in pixels of the patches that the image is first divided into (Hoogeboom et al. 2023).
+    Resolutions count patches. NeMo's models have 1."""
     embed_dim: Count = 256
     channel_mult: Counts = (1, 2, 3, 4)
     num_res_blocks: Annotated[int | Sequence[int], "(0, inf)"] = 3
@@ -38,7 +39,8 @@ class UNet(Network):
     cond_dim: Count = 512
     text_pooling: str = "attention"
     learned_time_dim: Amount = 0
-    """Even number of learned sinusoids that embed the time; 0 for fixed sinusoids."""
+    """Number of learned sinusoids that embed the time (even). If it is 0, the sinusoids are fixed.
+    """
     null_token: bool = False
     """Whether to add one learned token to every text."""
     init_kernel: Count = 3
@@ -108,7 +110,7 @@ class UNet(Network):
         return ops.depth_to_space(h.astype(jnp.float32), self.patch)  # [B, H, W, 3]
 
     def _layers(self, train):
-        """Return the residual block and the attention block, which lack only width and name."""
+        """Return the residual block and the attention block, complete but for width and name."""
         res = functools.partial(
             with_remat(ResBlock, self.remat, self.remat_keeps),
             scale_shift=self.scale_shift,
@@ -138,13 +140,13 @@ class UNet(Network):
 
 
 def attends(unet: UNet, level: int) -> bool:
-    """Return whether the blocks of a level have attention; level 0 is the full resolution."""
+    """Return whether the blocks of a level have attention. Level 0 has the full resolution."""
     patches = unet.image_size // unet.patch
     return 2**level in {patches // r for r in unet.attention_resolutions}
 
 
 def check(unet: UNet) -> None:
-    """Raise ValueError for inconsistent fields. This is cheap: call it before compiling.
+    """Raise ValueError if the fields contradict each other. Call this before compiling.
 
     Unlike `check_layers`, it also rejects attention resolutions that no level has. NeMo ignores
     these silently, but in a config they are a mistake.
@@ -154,7 +156,7 @@ def check(unet: UNet) -> None:
 
 
 def check_layers(unet: UNet) -> None:
-    """Raise ValueError for fields from which the layers cannot be built."""
+    """Raise ValueError if the layers cannot be built from these fields."""
     check_attention(unet.attention, unet.attention_impl, unet.dtype, unet.head_dim)
     check_conditioning(unet)
     levels = len(unet.channel_mult)

@@ -31,8 +31,8 @@ def to_workdir(
     """Convert a NeMo checkpoint to a workdir at step 0, to sample, evaluate or train from.
 
     `source` is a .ckpt, .nemo, .safetensors or .npz file. If NeMo's NAME-EMA.ckpt exists next to
-    NAME.ckpt, the averages are read from it; otherwise they are copies of the weights. The written
-    checkpoint is verified by `check_written`.
+    NAME.ckpt, the averages are read from it. Otherwise they are copies of the weights. At the end,
+    `check_written` reads the checkpoint back.
 
     Raises ValueError if file and config do not match, or if the workdir already has checkpoints.
     """
@@ -77,9 +77,10 @@ def to_workdir(
 def check_written(
     workdir: str | os.PathLike[str], s: Settings, weights: Mapping[str, Params]
 ) -> None:
-    """Raise ValueError unless a workdir holds exactly these weights, keyed by name of the average.
+    """Raise ValueError unless a workdir holds exactly the given weights.
 
-    The network must also compute the same, finite outputs from the weights that are read back.
+    `weights` is keyed by the name of each average. The network must also compute the same, finite
+    outputs from the weights that are read back.
     """
     folder = files.path(workdir) / runs.CHECKPOINTS
     with_learned = objective.make(s.diffusion).with_learned
@@ -118,8 +119,11 @@ def from_workdir(
 ) -> None:
     """Write the weights of a workdir as a NeMo state dict to a .safetensors or .npz file.
 
-    The factors of a LoRA run are merged into its base weights, which are read from `base` or, by
-    default, from the path in its config. `ema` and `step` are those of restore.load_params.
+    The factors of a LoRA run are merged into its base weights. These are read from `base` or, by
+    default, from the path in the run's config.
+
+    `ema` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
+    largest decay. `step` is the checkpoint; None: the newest.
 
     Raises ValueError or FileNotFoundError if the weights do not exist or NeMo has no such network.
     """
@@ -137,9 +141,10 @@ def from_workdir(
 
 
 def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
-    """Raise ValueError if NeMo's config differs from the settings in ways that weights do not show.
+    """Raise ValueError if NeMo's config contradicts the settings.
 
-    These are the number of heads, the scaling of shortcuts, and the preconditioner.
+    It compares the number of heads, the scaling of shortcuts, and the preconditioner, because the
+    arrays of weights do not show these.
     """
     nemo_unet = nemo.unet_from_config(config)
     pairs = [
@@ -161,7 +166,7 @@ def check_nemo_config(config: Mapping[str, Any], s: Settings) -> None:
 
 
 class _Start:
-    """Loader state at the start of the data."""
+    """A data iterator that stays at the start of the data."""
 
     def get_state(self) -> bytes:
         return b'{"samples": 0}'

@@ -1,4 +1,4 @@
-"""Reads the network of a run or of a NeMo checkpoint, to start from, adapt or convert."""
+"""Read the network of a run or of a NeMo checkpoint, to start from, adapt or convert it."""
 
 import os
 from typing import Any
@@ -20,8 +20,9 @@ Network = UNet | EfficientUNet | MagnitudeUNet
 def read_unet(path: str | os.PathLike[str], unet: Network, text_width: int) -> Any:
     """Return the parameters of a network, float32 on the host.
 
-    `path` is WORKDIR or WORKDIR@STEP of a run, whose average is read, or a NeMo checkpoint. Raises
-    FileNotFoundError, or ValueError if the parameters belong to another network.
+    `path` is a NeMo checkpoint, or a run as WORKDIR or WORKDIR@STEP. From a run, its average is
+    read. Raises FileNotFoundError if nothing is there. Raises ValueError if the parameters belong
+    to another network.
     """
     workdir, step = finetune.at_step(path)
     if (files.path(workdir) / runs.CONFIG).is_file():
@@ -37,9 +38,11 @@ def of_run(
     step: int | None = None,
     base: str | None = None,
 ) -> Any:
-    """Return the params of a workdir's UNet; `which` and `step` are those of restore.load_params.
+    """Return the parameters of the UNet of a run.
 
-    `base` is the place of a LoRA run's base weights, by default the path in its config.
+    `which` is "raw", the name of an average such as "0.9999", or "ema" for the average with the
+    largest decay. `step` is the checkpoint; None: the newest. `base` is the path of the weights
+    that a LoRA run adapts; None: the path in its config.
     """
     s, abstract = settings_of(workdir), nemo.abstract_params(unet, text_width)
     finetune.check_wanted(base, s.lora)
@@ -48,7 +51,7 @@ def of_run(
 
 
 def settings_of(workdir: str | os.PathLike[str]) -> Settings:
-    """Return the settings of a run; ValueError or FileNotFoundError if there is no run."""
+    """Return the settings of a run. Raise ValueError or FileNotFoundError if there is no run."""
     return read_settings(runs.load(workdir, "imagen_jax"))
 
 

@@ -1,4 +1,4 @@
-"""Conversion of weights and configs to and from NeMo's, with a table of names for each network.
+"""Convert weights and configs to and from NeMo's, with a table of names for each network.
 
 NeMo's `unet_type` is "base" or "sr-unet" for UNet and "sr" for EfficientUNet.
 """
@@ -33,14 +33,14 @@ PREFIX = "model.model.unet."
 
 
 def table(params: Any, unet: UNet | EfficientUNet) -> list[Entry]:
-    """Return NeMo's name of every parameter; `params` may be abstract."""
+    """Return the NeMo name of every parameter. The leaves of `params` may be shapes."""
     return torch_weights.table(params, _name_of(unet), _layouts(unet))
 
 
 def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> Any:
     """Convert a NeMo state dict to params of `unet`, for text embeddings of width `text_width`.
 
-    NeMo's prefixes of names are optional. Raises ValueError with the keys that do not fit.
+    NeMo's prefixes of names are optional. Raises ValueError that lists the keys that do not fit.
     """
     state = _without_prefixes(state)
     for part in ("weight", "bias"):  # NeMo registers this layer under two names.
@@ -57,7 +57,7 @@ def from_nemo(state: StateDict, unet: UNet | EfficientUNet, text_width: int) -> 
 
 
 def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
-    """Convert params to a NeMo state dict without prefixes; a UNet's first layer has two names."""
+    """Convert params to a NeMo state dict without prefixes. A UNet's first layer gets two names."""
     state = torch_weights.to_state_dict(params, table(params, unet))
     if isinstance(unet, UNet):
         for part in ("weight", "bias"):
@@ -66,7 +66,7 @@ def to_nemo(params: Any, unet: UNet | EfficientUNet) -> dict[str, np.ndarray]:
 
 
 def require_nemo(unet: UNet | EfficientUNet | MagnitudeUNet) -> UNet | EfficientUNet:
-    """Return `unet`, or raise ValueError if NeMo has no such network."""
+    """Return `unet`. Raise ValueError if NeMo has no such network."""
     if isinstance(unet, MagnitudeUNet):
         raise ValueError(f"NeMo has no {type(unet).__name__}: choose another unet.kind")
     return unet
@@ -80,8 +80,8 @@ def abstract_params(unet: UNet | EfficientUNet | MagnitudeUNet, text_width: int)
 def unet_from_config(config: Any) -> UNet | EfficientUNet:
     """Build the network of a NeMo model config, with NeMo's defaults.
 
-    It reads the fields `unet_type`, `unet` and `noise_cond_aug`. Raises ValueError for networks
-    that this project does not implement or that NeMo could not build either.
+    It reads the fields `unet_type`, `unet` and `noise_cond_aug`. Raises ValueError for a network
+    that this project does not implement or that NeMo itself could not build.
     """
     if not isinstance(config, Mapping):
         raise ValueError(
@@ -237,7 +237,7 @@ _INSIDE = (
 
 
 def _layouts(unet: UNet | EfficientUNet) -> list[tuple[str, Layout]]:
-    """Return the layouts of kernels that NeMo stores as 1x1 or transposed convolutions."""
+    """Return the layouts of the kernels that NeMo stores as 1x1 or transposed convolutions."""
     stacked = [(".*_attn/(in|out)", CONV2D_1), (r".*_attn/ff_\w+", LINEAR)]
     return [
         *(stacked if unet.attention == "stacked" else []),
@@ -263,7 +263,10 @@ def _without_prefixes(state: StateDict) -> dict[str, np.ndarray]:
 
 
 def _ints(values: Sequence[Any]) -> tuple[int, ...]:
-    """Convert to integers, also 2.0 and "2" from YAML and JSON. Raises ValueError for fractions."""
+    """Convert values to integers. 2.0 and "2" from YAML and JSON become 2.
+
+    Raises ValueError for fractions.
+    """
     ints = tuple(int(value) for value in values)
     if any(float(value) != integer for value, integer in zip(values, ints, strict=True)):
         raise ValueError(f"the config's unet has {list(values)} where integers are expected")
