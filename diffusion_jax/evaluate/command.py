@@ -1,8 +1,8 @@
-"""The evaluation command of every system: flags -> points -> scores, pictures, a page.
+"""The evaluation command that all systems share. It scores points and writes tables and a page.
 
-A point is a model with a checkpoint, an average of its weights and settings. Each is drawn at every
-guidance, with the same prompts and the same noise. The features of the pictures are saved batch by
-batch (see loop).
+A point is a model with one checkpoint, one average (EMA) of its weights, and fixed sampler
+settings. The command draws pictures for every point at every guidance scale, with the same prompts
+and the same noise. loop.py saves the features of the pictures batch by batch.
 """
 
 import functools
@@ -32,35 +32,35 @@ from diffusion_jax.task import Params
 
 
 class Point(NamedTuple):
-    """A point of a sweep: a model or a cascade with certain weights and settings."""
+    """A point of a sweep: a model or a cascade with fixed weights and sampler settings."""
 
     checkpoint: int
     ema: str
     params: Sequence[Params]
     draw: loop.Draw
     card: Card
-    """Sampler, steps, precision, and other settings on which the pictures depend."""
+    """The sampler, its steps, the precision, and other settings that affect the pictures."""
     later: str = ""
-    """Checkpoints and averages of the later stages of a cascade, if they vary over the sweep."""
+    """Checkpoints and averages (EMA) of a cascade's later stages, if they vary over the sweep."""
     settings: Mapping[str, str] = {}
-    """The config fields that vary over the sweep, such as "sampler.steps"."""
+    """Values of the config fields that vary over the sweep, keyed by "sampler.steps" and so on."""
 
 
 class Subject(NamedTuple):
-    """A model or a cascade to evaluate, of any system."""
+    """A model or a cascade to evaluate, with the points of its sweep."""
 
     workdir: pathlib.Path
-    """The folder whose evaluation/ receives the files of the sweep."""
+    """The run's folder. The sweep is written to its subfolder evaluation/."""
     source: str
-    """The source of the training data, which may have its own prompts and judge."""
+    """The config field data.source. A source's module may provide prompts and a judge."""
     size: int
-    """The side of its pictures."""
+    """The side of the final pictures in pixels."""
     batch_size: int
-    """The largest batch to draw at once by default."""
+    """The default maximum batch size."""
     points: Sequence[Callable[[], Point]]
-    """Functions that open one point each, and load its weights."""
+    """One function per point. It loads the weights and returns the Point."""
     name: str = ""
-    """The label of its curve if several subjects share a figure."""
+    """The label of the curve if several subjects share a figure."""
 
 
 class Sweep(NamedTuple):
@@ -68,17 +68,17 @@ class Sweep(NamedTuple):
 
     guidance: Sequence[float]
     seed: int = 0
-    """The seed of the first image."""
+    """The seed of image 0. Image i has seed `seed` + i."""
     batch_size: int | None = None
     save_images: bool = False
     name: str | None = None
-    """The folder under evaluation/; by default step_N, or the names of several subjects."""
+    """The folder under evaluation/. None means step_N, or several subjects' names joined."""
     size: int | None = None
-    """The side to which pictures are resized before they are scored."""
+    """The side in pixels to which pictures are resized before scoring. None does not resize."""
 
 
 AXES = ("ema", "checkpoint", "guidance")
-"""Drawing options that are axes by the flags of sweep_flags."""
+"""Drawing options that a sweep varies through the flags in sweep_flags."""
 
 
 def of_models(
@@ -91,17 +91,20 @@ def of_models(
     name: str = "",
     overrides: Sequence[Sequence[Overrides]] = ((),),
 ) -> Subject:
-    """Return the Subject of a model or a cascade, with a point for each combination of its axes.
+    """Return the Subject of a model or a cascade.
+
+    It has a point for each combination of weights (one per stage) and overrides.
 
     Args:
-        models: The stages, loaded with the first weights and overrides.
-        draw: Maps stages, prompts, seeds and guidance to images.
-        describe: Returns further facts about a stage for the card of its scores.
-        source: The source of the training data.
-        sizes: The sides of the first stage's images and of the pictures.
-        weights: The weights to evaluate, of each of the first stages.
-        name: The label that tells the subject from others in a table.
-        overrides: The overrides of every stage, at each point of the sampler's axes.
+        models: The model of each stage, loaded with the first weights and the first overrides.
+        draw: Maps (models of the stages, prompts, seeds, guidance) to images.
+        describe: Returns further entries about a stage for the card of the scores.
+        source: The config field data.source of the training run.
+        sizes: The sides in pixels of the first stage's images and of the final pictures.
+        weights: Lists of the weights to evaluate, for the first stage, the second stage and so on.
+            Stages without a list keep their loaded weights.
+        name: The label of the subject in tables and figures.
+        overrides: For each combination of sampler settings, the config overrides of every stage.
     """
     joined = lambda values: ", ".join(map(str, values))
     varied = options.varied(overrides)
@@ -149,10 +152,11 @@ def command(
     """Run `python -m SYSTEM.evaluate --workdir=FOLDER`, with the caller's docstring as its --help.
 
     Args:
-        open_subjects: Opens the models of the flags, given the weights of each stage. Its
-            ValueError and OSError become a one-line message and exit code 2.
-        guidance: The guidance to score at by default.
-        write_page: Writes the page of a workdir and returns its path.
+        open_subjects: Opens the models that the command's flags name. Its argument lists the
+            weights of each stage. A ValueError or OSError becomes a one-line message and exit
+            code 2.
+        guidance: The default guidance scales.
+        write_page: Writes a web page about a run's folder and returns the path of the page.
     """
     f = sweep_flags.define(guidance)
 
@@ -187,9 +191,9 @@ def command(
 
 
 def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
-    """Trace drawing and scoring of a batch without compiling; describe what would be done.
+    """Trace drawing and scoring of one batch without compiling, and return a summary of the sweep.
 
-    Raises ValueError for a sweep that would fail.
+    Raise ValueError if the sweep would fail.
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -210,11 +214,11 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
 
 
 def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
-    """Draw every prompt at every point and score; return the folder of the results.
+    """Draw and score all prompts at every point and guidance; return the folder of the results.
 
-    The folder is in the first subject's workdir. The table, which grows after each point, has one
-    curve for each subject, checkpoint and average. A missing checkpoint or average, saved features
-    of another sweep, and images that are not finite become a message and exit code 2.
+    The folder is in the first subject's workdir. Each point and guidance adds a row to the table.
+    The process prints a message and exits with code 2 if a checkpoint or average is missing, if
+    the folder holds saved features of another sweep, or if an image is not finite.
     """
     out, rows, pictures = pathlib.Path(), [], []
     several = any(len(subject.points) > 1 for subject in subjects)
@@ -261,9 +265,10 @@ def _features(
     subject: Subject, point: Point, scorer: Scorer, plan: Sweep, out: pathlib.Path, name: str,
     card: Card, images: pathlib.Path,
 ) -> tuple[dict[str, Card], loop.Features]:  # fmt: skip
-    """Return the cards and the features of all prompts at one point; saved features are reused.
+    """Return the judges' cards and the features of all prompts at one point and guidance.
 
-    `images` is the folder for the point's pictures, if they are saved.
+    Features that an earlier call saved are reused. If plan.save_images is set, the pictures are
+    written to the folder `images`.
     """
     folder, total, guidance = out / "features" / name, len(scorer.prompts), card["guidance"]
     batch_size = program.even_batch_size(plan.batch_size or subject.batch_size, total)
@@ -278,7 +283,7 @@ def _features(
 
 
 def _name(subjects: Sequence[Subject], first: Point) -> str:
-    """Return the default name of a sweep's folder."""
+    """Return the default name of a sweep's folder: all subjects' names joined, or step_N."""
     if len(subjects) > 1:
         return "_".join(subject.name for subject in subjects)
     return f"step_{first.checkpoint:08}"
@@ -325,7 +330,7 @@ def _scorer(subjects: Sequence[Subject], f: dict[str, flags.FlagHolder]) -> Scor
 
 
 def check_names(subjects: Sequence[Subject]) -> None:
-    """Raise ValueError if two models have the same name, and so the same files."""
+    """Raise ValueError if two models have the same name, because their files would collide."""
     names = [subject.name for subject in subjects]
     if same := [name for name in names if names.count(name) > 1]:
         raise ValueError(
@@ -334,13 +339,13 @@ def check_names(subjects: Sequence[Subject]) -> None:
 
 
 def check_folder(name: str | None) -> None:
-    """Raise ValueError for a --name that is not the name of a folder under evaluation/."""
+    """Raise ValueError if `name`, the value of --name, is empty or a path with several parts."""
     if name is not None and (name in ("", ".", "..") or pathlib.PurePath(name).name != name):
         raise ValueError(f"--name={name}: give the name of a folder under evaluation/, not a path")
 
 
 def common_size(subjects: Sequence[Subject]) -> int:
-    """Return the side of all subjects' pictures. Raises ValueError if the sides differ."""
+    """Return the picture side shared by all subjects. Raise ValueError if the sides differ."""
     sides = sorted({subject.size for subject in subjects})
     if len(sides) > 1:
         raise ValueError(

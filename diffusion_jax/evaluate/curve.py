@@ -1,4 +1,4 @@
-"""Chooses the scores and the axis of a sweep's figure."""
+"""Makes the figure of a sweep: chooses which scores to plot and against what."""
 
 import itertools
 from collections.abc import Sequence
@@ -10,7 +10,11 @@ from diffusion_jax.metrics import table
 
 
 def figure(result: SweepResult) -> Plot:
-    """Plot the first distance against the first other score, or one score against guidance."""
+    """Return the figure of a sweep.
+
+    If the sweep has a distance (lower is better) and another score, plot the first distance
+    against the first other score. Otherwise, plot the first score against guidance.
+    """
     shown = {c: metric for c, metric in table.shown().items() if c in result.rows[0]}
     distances = [column for column, metric in shown.items() if metric.lower_is_better]
     axes: dict[str, list[str]] = {}
@@ -33,7 +37,10 @@ def figure(result: SweepResult) -> Plot:
 
 
 def _lines(result: SweepResult) -> dict[str, list[dict[str, str]]]:
-    """Group rows by weights and settings, sorted by guidance; name groups by their differences."""
+    """Group rows by model, weights and settings, and sort each group by guidance.
+
+    The name of a group lists only what differs between the groups.
+    """
     groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
     for row in sorted(result.rows, key=lambda row: float(row["guidance"])):
         groups.setdefault(tuple(sweep.label(row).split(", ")), []).append(row)

@@ -19,18 +19,18 @@ _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "non
 
 
 class Line(NamedTuple):
-    """A line of a figure, through points in the given order."""
+    """A line of a figure. It connects the points (x, y) in the given order."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     marked: bool = False
-    """Whether to draw a dot at each point."""
+    """Whether to draw a dot at each point of the line."""
     labels: Sequence[str] = ()
-    """A text beside each point."""
+    """A text to write next to each point."""
     low: Sequence[float] = ()
     high: Sequence[float] = ()
-    """Lower and upper end of each point's confidence interval in y."""
+    """`low` and `high` are the ends of each point's confidence interval in y."""
 
 
 class Band(NamedTuple):
@@ -43,7 +43,7 @@ class Band(NamedTuple):
 
 
 class Plot(NamedTuple):
-    """A figure: lines and bands in one pair of axes with labels x and y."""
+    """A figure: lines and bands on one pair of axes; `x` and `y` are the axis labels."""
 
     lines: Sequence[Line]
     x: str
@@ -52,7 +52,10 @@ class Plot(NamedTuple):
 
 
 def save(plot: Plot, format: str) -> bytes:
-    """Return the figure as a "png", "pdf" or "svg" file; equal figures have equal bytes."""
+    """Return the bytes of the figure as a "png", "pdf" or "svg" file.
+
+    Equal figures give equal bytes.
+    """
     import matplotlib  # Takes a second to import, and few commands draw figures.
     from matplotlib.figure import Figure
 
@@ -90,7 +93,7 @@ def _wrapped(name: str) -> str:
 
 
 def _distinct(number: int) -> list[str]:
-    """Return distinct colours: a fixed palette, followed by evenly spaced hues."""
+    """Return `number` distinct colours: a fixed palette, then evenly spaced hues."""
     extra = range(number - len(_COLOURS))
     shades = [colorsys.hls_to_rgb(i / len(extra), (0.3, 0.45, 0.6)[i % 3], 0.65) for i in extra]
     hexes = ["#" + "".join(f"{round(255 * part):02x}" for part in shade) for shade in shades]
@@ -107,7 +110,7 @@ def _draw(axes: Any, line: Line, colour: str, number: int) -> None:
 
 
 def _label(axes: Any, line: Line, colour: str) -> None:
-    """Draw each point's label on the side away from its neighbours on the line."""
+    """Write each point's label on the side that faces away from its neighbours on the line."""
     points = axes.transData.transform(np.column_stack([line.x, line.y]))
     for n, label in enumerate(line.labels):
         steps = points[n] - np.delete(points[max(0, n - 1) : n + 2], min(n, 1), axis=0)

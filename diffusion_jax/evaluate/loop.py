@@ -1,8 +1,8 @@
-"""The loop of all evaluation: draws prompts in batches and computes features of the images.
+"""The loop of all evaluations: draws images in batches and computes their features.
 
-Sweeps and scores during training draw with `drawing`; MLPerf's benchmark, whose images stay on the
-devices, has its own function. Features may be saved in a folder, one shard per batch, so that an
-interrupted evaluation continues.
+`drawing` draws images for sweeps and for evaluation during training. MLPerf's benchmark keeps its
+images on the devices and has a separate function. Features can be saved in a folder, one shard file
+per batch. An interrupted evaluation then continues where it stopped.
 """
 
 import io
@@ -31,8 +31,9 @@ Features = dict[str, Shaped[np.ndarray, "N *D"]]
 Draw = Callable[[Sequence[str], Sequence[int], float], Images]
 """Maps (prompts [B], seeds [B], guidance) to images [B, H, W, 3]."""
 Compute = Callable[[Int[np.ndarray, "B"]], Features]
-"""Draws the images with the given numbers and returns their features, including "fine" [B], whether
-each image is finite."""
+"""Draws the images with the given numbers and returns their features.
+
+The entry "fine" [B] tells which images are finite."""
 
 
 def collect(
@@ -44,20 +45,21 @@ def collect(
     *,
     finite: bool = False,
 ) -> Features:
-    """Return the features of images 0 ... num_images - 1.
+    """Draw images 0 ... num_images - 1 and return their features.
 
-    All processes must call this function with the same arguments, and share the folder. The process
-    exits with code 2 and a message if features of finite images are not finite.
+    All processes must call this function with the same arguments, and must share the folder. If all
+    images of a batch are finite but a feature is not, the process prints a message and exits with
+    code 2.
 
     Args:
         num_images: number of images.
         batch_size: largest number of images per batch.
         compute: draws images and computes their features.
         name: name of the evaluation in messages.
-        folder: saves each batch to a file in this folder, and skips images that are already saved,
-            with any batch size; None saves nothing.
-        finite: whether an image that is not finite ends the process, too, instead of only being
-            marked in "fine".
+        folder: folder in which each batch's features are saved. Images whose features are already
+            saved are not drawn again, even if the batch size has changed. None saves nothing.
+        finite: if True, an image that is not finite also ends the process, and "fine" is not
+            returned. If False, it is only marked in "fine".
     """
     missing = np.ones(num_images, bool) if folder is None else _missing(folder, num_images)
     batches, parts = _batches(missing, batch_size), []
@@ -89,19 +91,21 @@ def drawing(
     size: int | None = None,
     save: Callable[[Int[np.ndarray, "B"], UInt8[np.ndarray, "B H W 3"]], None] | None = None,
 ) -> Compute:
-    """Return a function that draws a scorer's prompts and computes the features of its judges.
+    """Return a function that draws images of a scorer's prompts and computes all judges' features.
 
-    The function also returns "images", the pictures on the sheet; "seconds", the times of drawing
-    and of scoring; and "fine".
+    Its result has three more entries. "images" holds the pictures shown on the contact sheet.
+    "seconds" holds the time of drawing and the time of computing features. "fine" tells which
+    images are finite.
 
     Args:
         scorer: the prompts and judges.
-        draw: draws images.
+        draw: maps (prompts, seeds, guidance) to images.
         guidance: the guidance scale.
         batch_size: number of images per batch; smaller batches are padded.
         first_seed: seed of image 0; image i has seed first_seed + i.
-        size: side that images are resized to before scoring, with KERNEL; None does not resize.
-        save: is called with the numbers and pixels of each batch.
+        size: side in pixels to which images are resized with KERNEL before scoring. None does not
+            resize.
+        save: function called with the image numbers and pixels of each batch.
     """
     shown = np.isin(np.arange(len(scorer.prompts)), scorer.shown)
 
@@ -132,19 +136,21 @@ def _resized(
 
 
 def filled(rows: Int[np.ndarray, "B"], batch_size: int) -> Int[np.ndarray, "{batch_size}"]:
-    """Repeat rows to fill a batch, so that one compiled program serves all batches."""
+    """Repeat `rows` up to `batch_size`, so that one compiled program serves all batches."""
     return rows[np.arange(batch_size) % len(rows)]
 
 
 def claim(folder: pathlib.Path, cards_now: Mapping[str, Card]) -> dict[str, Card]:
-    """Claim a folder for the features of one point of a sweep, identified by its cards.
+    """Reserve a folder for the features of one point of a sweep.
+
+    The first call writes the cards to the folder. Later calls compare their cards with these.
 
     Args:
         folder: the folder.
-        cards_now: the card of each extractor.
+        cards_now: the card of each extractor, keyed by its name.
 
     Returns:
-        The cards with which the folder was first claimed; their software versions may differ.
+        The cards of the first call. Only their software versions may differ from `cards_now`.
 
     Raises:
         ValueError: the folder holds features with other weights, prompts, seeds or extractors.
@@ -172,7 +178,7 @@ def _write_shard(folder: pathlib.Path, rows: np.ndarray, features: Features) -> 
 
 
 def _shards(folder: pathlib.Path) -> list[pathlib.Path]:
-    """Return the files of features, sorted by the numbers of their images."""
+    """Return the shard files of a folder, sorted by image number."""
     return sorted(folder.glob("images_*_*.npz"), key=_ends)
 
 
@@ -197,9 +203,10 @@ def _ends(path: pathlib.Path) -> tuple[int, int]:
 
 
 def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
-    """Return a mask of the images that no shard holds, which process 0 sends to all processes.
+    """Return a mask that is True for images without saved features.
 
-    Process 0 removes shards whose CRC-32 shows that they are damaged.
+    Process 0 computes the mask and sends it to all processes. It removes shards whose CRC-32 shows
+    that they are damaged.
     """
     missing = np.ones(num_images, bool)
     for path in _shards(folder) if jax.process_index() == 0 else ():
@@ -213,7 +220,7 @@ def _missing(folder: pathlib.Path, num_images: int) -> Bool[np.ndarray, "N"]:
 
 
 def _batches(missing: Bool[np.ndarray, "N"], batch_size: int) -> list[Int[np.ndarray, "B"]]:
-    """Split the missing rows into batches of consecutive ones."""
+    """Split the missing image numbers into batches of consecutive numbers."""
     rows = np.flatnonzero(missing)
     runs = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
     return [run[i : i + batch_size] for run in runs for i in range(0, len(run), batch_size)]

@@ -1,4 +1,4 @@
-"""Scorers: the prompts of an evaluation, and the judges that score the pictures drawn from them."""
+"""Scorers, which hold the prompts of an evaluation and the judges that score its pictures."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -29,10 +29,12 @@ from diffusion_jax.metrics.stats_files import Stats
 from diffusion_jax.metrics.table import METRICS
 
 Real = Callable[[Sequence[str]], tuple[UInt8[np.ndarray, "N H W 3"], Sequence[str]]]
-"""Maps prompts to real pictures and captions; a prompt without a picture gets another prompt's."""
+"""Maps prompts to real pictures and their captions.
+
+A prompt without a real picture gets a picture with another caption."""
 Features = dict[str, Float[np.ndarray, "N D"]]
 Scores = dict[str, dict[str, float]]
-"""Columns and values of the table, by judge."""
+"""Table columns and their values, keyed by judge."""
 _OF_PROMPTS = ("reference", "inception", "clip", "clip_reference", "dinov2", "dinov2_reference",
                "judge")  # fmt: skip
 _NO_FEATURES = (
@@ -43,20 +45,20 @@ _SHOWN = 42  # Number of pictures on a sheet.
 
 
 class Judge(NamedTuple):
-    """An extractor of features of pictures and prompts, and statistics of real pictures."""
+    """A function that computes features of pictures, and statistics of real pictures."""
 
     card: Card
-    """Everything that its scores depend on except the scored model."""
+    """A record of everything that the scores depend on, except the scored model."""
     features: tuple[str, ...]
-    """The names of its features (see table.Metric)."""
+    """The names of the features that `extract` returns, as used in table.Metric.features."""
     extract: Callable[[UInt8[np.ndarray, "B H W 3"], Sequence[str]], tuple[np.ndarray, ...]]
-    """Maps (images, prompts) to these features, [B, D] each."""
+    """Maps (images, prompts) to a tuple of features, [B, D] each."""
     real: Stats | None = None
-    """Statistics of real pictures, if the judge compares with any."""
+    """Statistics of real pictures, or None if the scores need no real pictures."""
 
 
 class Scorer:
-    """Prompts, and the judges and metrics that score the pictures drawn from them."""
+    """The prompts of an evaluation, with the judges and metrics that score its pictures."""
 
     def __init__(
         self,
@@ -69,19 +71,20 @@ class Scorer:
         real: Real | None = None,
         guidance: Sequence[int | float] = (),
     ):
-        """Combine prompts and judges.
+        """Choose the metrics that the judges can compute.
 
         Args:
             prompts: the prompts.
-            judges: the judges by name.
-            metrics: keys of METRICS; by default all that the judges support.
-            groups: slices of the prompts that metrics may be restricted to (see Metric.group).
-            shown: rows of prompts whose pictures are on the sheet.
-            real: returns real pictures for prompts; None if there are none.
-            guidance: the default guidance scales of a sweep; () for those of the system.
+            judges: the judges, keyed by name.
+            metrics: keys of METRICS. By default, all metrics that the judges support, except those
+                marked by_name.
+            groups: named slices of the prompts. Metric.group names the slice that a metric scores.
+            shown: numbers of the prompts whose pictures are on the contact sheet.
+            real: maps prompts to real pictures and captions. None if there are no real pictures.
+            guidance: the default guidance scales of a sweep. () means the system's defaults.
 
         Raises:
-            ValueError: the judges do not support a metric.
+            ValueError: the judges do not support one of `metrics`.
         """
         self.prompts, self.shown = list(prompts), [i for i in shown if i < len(prompts)]
         self.groups, self._real = {"": slice(None), **(groups or {})}, real
@@ -91,16 +94,19 @@ class Scorer:
 
     @property
     def cards(self) -> dict[str, Card]:
-        """The cards of the judges by name."""
+        """The cards of the judges, keyed by the judge's name."""
         return {name: judge.card for name, judge in self._judges.items()}
 
     def caption(self, i: int) -> str:
-        """Return prompt i, marked if it was held out of training."""
+        """Return prompt i, with " (held out)" appended if it was held out of training."""
         held_out = i in range(len(self.prompts))[self.groups.get("heldout", slice(0))]
         return self.prompts[i] + (" (held out)" if held_out else "")
 
     def real_sheet(self) -> UInt8[np.ndarray, "H W 3"] | None:
-        """Return a sheet of real pictures in the order of those shown, or None without `real`."""
+        """Return a contact sheet of real pictures for the shown prompts.
+
+        Return None if the scorer has no real pictures.
+        """
         if self._real is None:
             return None
         images, captions = self._real([self.prompts[i] for i in self.shown])
@@ -109,14 +115,14 @@ class Scorer:
         return sheets.contact_sheet(images, labels)
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"], prompts: Sequence[str]) -> Features:
-        """Return all judges' features of pictures and their prompts, one row each."""
+        """Compute all judges' features of pictures and their prompts, one row per picture."""
         features = {}
         for judge in self._judges.values():
             features |= zip(judge.features, judge.extract(images, prompts), strict=True)
         return features
 
     def score(self, features: Features) -> Scores:
-        """Compute the scores and intervals from the features of all pictures."""
+        """Compute all scores and their intervals from the features of all pictures."""
         scores: Scores = {name: {} for name in self._judges}
         for name, reference in self._metrics.items():
             metric = METRICS[name]
@@ -128,7 +134,7 @@ class Scorer:
         return scores
 
     def _chosen(self, names: Sequence[str]) -> dict[str, object]:
-        """Return these metrics (by default all supported ones), each with its real side."""
+        """Map the names of the metrics to compute to their prepared statistics of real images."""
         chosen = {}
         for name in names or [n for n, metric in METRICS.items() if not metric.by_name]:
             try:
@@ -139,7 +145,10 @@ class Scorer:
         return chosen
 
     def _reference(self, name: str) -> object:
-        """Return the real side of a metric, or None. Raises LookupError if it is unsupported."""
+        """Return the prepared statistics of real images for a metric, or None if it needs none.
+
+        Raise LookupError if the scorer does not support the metric.
+        """
         metric = METRICS.get(name)
         if metric is None:
             raise LookupError(f"unknown metric {name!r}: choose from {', '.join(METRICS)}")
@@ -162,27 +171,27 @@ class Scorer:
 
 
 def columns(scores: Scores) -> dict[str, float]:
-    """Return the scores of all judges in one row."""
+    """Merge the scores of all judges into one table row."""
     return {name: value for row in scores.values() for name, value in row.items()}
 
 
 def own_scorer(source: str) -> Callable[..., Scorer] | None:
-    """Return the `open_scorer` of a source's module; None if the source provides no scorer."""
+    """Return the function `open_scorer` of a data source's module, or None if it has none."""
     return getattr(sources.own_module(source), "open_scorer", None)
 
 
 def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Evaluation) -> Scorer:
-    """Return the scorer of a config's evaluation group.
+    """Return the scorer that a config's evaluation group describes.
 
     Args:
-        source: data.source of the scored run.
+        source: the config field data.source of the scored run.
         size: side of the pictures.
-        prompts: the prompts; if empty, the data source must provide prompts and a judge.
+        prompts: the prompts. If there are none, the data source must provide prompts and a judge.
         evaluation: the config's evaluation group.
 
     Raises:
-        ValueError: there are no prompts and the source provides none, or the group's files do not
-            match.
+        ValueError: neither `prompts` nor the data source has prompts, or the files in the
+            evaluation group do not match.
     """
     if prompts:
         return of_prompts(size, prompts, evaluation)
@@ -197,7 +206,11 @@ def open_scorer(source: str, size: int, prompts: Sequence[str], evaluation: Eval
 
 
 def check_unused(prefix: str, settings: Mapping[str, str]) -> None:
-    """Raise ValueError if a setting that the data source's scorer does not use is set."""
+    """Raise ValueError if `settings` sets a field that needs a file of prompts.
+
+    The scorer of a data source does not use these fields. `prefix` precedes their names in the
+    message.
+    """
     for name in _OF_PROMPTS:
         if settings[name]:
             raise ValueError(
@@ -216,7 +229,7 @@ def of_prompts(size: int, prompts: Sequence[str], evaluation: Evaluation) -> Sco
 
     Raises:
         FileNotFoundError: a file is missing.
-        ValueError: files are missing in the group or do not match.
+        ValueError: the evaluation group lacks a file, or its files do not match.
     """
     reference, inception, clip = evaluation.reference, evaluation.inception, evaluation.clip
     networks = (inception, clip, evaluation.dinov2, evaluation.judge)
@@ -269,7 +282,10 @@ def _against(
     default_mode: str,
     card: Mapping,
 ) -> Judge:
-    """Return a judge that compares with statistics in a file, with their card's preprocessing."""
+    """Return a judge that compares pictures with the statistics in the file `path`.
+
+    The preprocessing is that on the card of the statistics, or `default_mode` without a card.
+    """
     real = stats_files.read(path)
     extractor = make((real.card or {}).get("preprocessing", default_mode))
     stats_files.check(path, real, extractor)
@@ -284,7 +300,10 @@ def _against(
 
 
 def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) -> Judge:
-    """Return a trained judge that compares with its held-out pictures, at the drawn ones' size."""
+    """Return a trained judge that compares pictures with its held-out real pictures.
+
+    The real pictures are shrunk to the size of the drawn pictures.
+    """
     size = card["image_size"][0]
     at_size = lambda pair: pair._replace(images=own_judge.seen_at(pair.images, size))
     trained = trained._replace(reference=at_size(trained.reference), test=at_size(trained.test))
@@ -301,7 +320,7 @@ def _trained(trained: own_judge.Judge, prompts: Sequence[str], card: Mapping) ->
 
 
 def _pairs(clip: clip_towers.Clip, card: Mapping) -> Judge:
-    """Return a judge whose feature is the cosine of each picture with its prompt."""
+    """Return a judge whose feature is the CLIP cosine between each picture and its prompt."""
     image, text = extractors.on_host(clip.image), extractors.on_host(clip.text)
     extract = lambda images, prompts: (
         clip_score.cosines(image(images), text(clip.tokenize(list(prompts)))),

@@ -1,7 +1,7 @@
-"""Files of a sweep: its table, NeMo's tables, and the scores of each point with their card.
+"""Reads and writes the files of a sweep: tables, scores with their cards, and event files.
 
-A sweep draws the same prompts from the same noise at every point: each guidance with each
-checkpoint, average and settings.
+A sweep draws the same prompts from the same noise for every combination of guidance, checkpoint,
+average (EMA) and sampler settings.
 """
 
 import contextlib
@@ -26,38 +26,38 @@ from diffusion_jax.metrics.cards import Scored
 
 TABLE, SCORED, CURVE = "sweep.csv", "scores", "curve.png"
 REAL = "real.png"
-"""A sheet of real pictures, of the same prompts as the drawn ones if possible."""
+"""File name of a contact sheet of real pictures. It has the sweep's prompts where possible."""
 Row = Mapping[str, Any]
 _ENDS = ("_low", "_high")
 _MAX_LETTERS = 60  # The largest length of a setting in a file name.
 
 
 class SweepResult(NamedTuple):
-    """A sweep: its folder, the rows of its table, and the scores of its points with their cards."""
+    """A sweep read from its folder: the rows of its table, and all scores with their cards."""
 
     folder: pathlib.Path
     rows: list[dict[str, str]]
     scored: dict[str, Scored]
-    """Scores keyed by file name, which consists of the point and the extractor."""
+    """Scores keyed by file name without suffix. The name contains the point and the extractor."""
 
 
 def read(folder: pathlib.Path) -> SweepResult:
-    """Read the sweep of a folder, finished or not."""
+    """Read a sweep from its folder. The sweep may be unfinished."""
     with (folder / TABLE).open() as file:
         return SweepResult(folder, list(csv.DictReader(file)), read_scored(folder / SCORED))
 
 
 def read_all(workdir: str | pathlib.Path) -> list[SweepResult]:
-    """Read the sweeps of a workdir, sorted by name."""
+    """Read all sweeps of a workdir, sorted by name."""
     tables = (files.path(workdir) / runs.EVALUATION).glob(f"*/{TABLE}")
     return [read(path.parent) for path in sorted(tables)]
 
 
 def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
-    """Return the sheet of pictures of a point, if it exists.
+    """Return the path of the contact sheet of a row, or None if there is no sheet.
 
-    Earlier code saved one sheet per guidance: the last point with this guidance overwrote the
-    others.
+    Earlier code saved one sheet per guidance, and later points overwrote it. Such a sheet belongs
+    only to the last row with this guidance.
     """
     same_name = lambda other: sheet_name(other) == sheet_name(row)
     last = [other for other in one.rows if same_name(other)][-1:] == [row]
@@ -67,14 +67,14 @@ def sheet_of(one: SweepResult, row: Row) -> pathlib.Path | None:
 
 
 def point_name(row: Row) -> str:
-    """Return the name of a point's files: its model, checkpoint, average and settings."""
+    """Return a file name for a point, made of its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step_{int(row['checkpoint']):08}_{row['ema']}", row.get("later")]
     named = [_file_name(part) for part in parts if part]
     return "_".join([*named, *(_file_name(axis_label(a), _distinct(row[a])) for a in axes(row))])
 
 
 def label(row: Row) -> str:
-    """Return the label of a point on a curve: its model, checkpoint, average and settings."""
+    """Return a label for a point, made of its model, checkpoint, average and settings."""
     parts = [row.get("model"), f"step {row['checkpoint']}", row["ema"]]
     parts += [f"then {row['later']}"] if row.get("later") else []
     parts += [f"{axis_label(axis)} {row[axis]}" for axis in axes(row)]
@@ -82,18 +82,18 @@ def label(row: Row) -> str:
 
 
 def axes(row: Row) -> list[str]:
-    """Return the columns of settings that vary over a sweep, such as "sampler.steps"."""
+    """Return the columns that hold sampler settings, such as "sampler.steps"."""
     return [column for column in row if "." in column]
 
 
 def axis_label(axis: str) -> str:
-    """Return the label of an axis: the name of its flag, with spaces."""
+    """Return the label of a column such as "sampler.steps": its flag's name, with spaces."""
     group, _, name = axis.partition(".")
     return group if name == "name" else name.replace("_", " ")
 
 
 def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Write a CSV file with the columns of all rows, in the order of their first appearance."""
+    """Write a CSV file with the columns of all rows, in the order in which they first occur."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     buffer = io.StringIO()
     writer = csv.DictWriter(buffer, columns, lineterminator="\n")
@@ -103,7 +103,7 @@ def write_table(path: pathlib.Path, rows: Sequence[Row]) -> None:
 
 
 def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
-    """Write NeMo's fid_scores.csv and clip_scores.csv, if the sweep has these scores."""
+    """Write fid_scores.csv and clip_scores.csv in NeMo's format, if the sweep has these scores."""
     names = {"fid": ("fid_scores.csv", "fid"), "clip_score": ("clip_scores.csv", "clip_score")}
     for column, (name, head) in names.items():
         if column in rows[0]:
@@ -113,10 +113,10 @@ def write_scores(folder: pathlib.Path, rows: Sequence[Row]) -> None:
 def write_metrics(
     folder: pathlib.Path, rows: Sequence[Row], pictures: Sequence[UInt8[np.ndarray, "H W 3"]]
 ) -> None:
-    """Write metrics.jsonl, and event files in which a sweep is a curve over guidance.
+    """Write metrics.jsonl and TensorBoard event files.
 
-    In TensorBoard each point is a run, whose scores and pictures (a sheet per row) are at step 100
-    x guidance. The figure curve.png is included too.
+    TensorBoard shows each point as a run, and each score as a curve over guidance. Scores and
+    contact sheets are at step 100 x guidance. The event files also contain the figure curve.png.
     """
     lines = []
     for row in rows:
@@ -140,13 +140,16 @@ def write_metrics(
 
 
 def _is_score(column: str, value: Any) -> bool:
-    """Return whether a column is a score, and not an end of its interval."""
+    """Return whether a column holds a score, not an end of an interval or another number."""
     others = ("guidance", "features_share_of_time")
     return isinstance(value, float) and column not in others and not column.endswith(_ENDS)
 
 
 def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) -> None:
-    """Write a point's scores with their card, one file per extractor, for `metrics compare`."""
+    """Write scores and their cards as JSON files that `metrics compare` reads.
+
+    There is one file per extractor, called NAME_EXTRACTOR.json.
+    """
     folder.mkdir(exist_ok=True)
     for extractor, scores in scored.items():
         content = json.dumps(scores._asdict(), indent=1) + "\n"
@@ -154,13 +157,13 @@ def write_scored(folder: pathlib.Path, name: str, scored: Mapping[str, Scored]) 
 
 
 def read_scored(folder: pathlib.Path) -> dict[str, Scored]:
-    """Read the scores that write_scored wrote, by the names of their files."""
+    """Read the files of write_scored. The keys are the file names without suffix."""
     paths = sorted(folder.glob("*.json"))
     return {path.stem: cards.read_scored(path) for path in paths}
 
 
 def describe(row: Row) -> str:
-    """Describe a row: its guidance and its scores with their intervals, one per line."""
+    """Return a text with the guidance and the scores of a row, one per line, with intervals."""
     parts = [f"guidance {float(row['guidance']):g}"]
     for name, metric in table.shown().items():
         if name in row:
@@ -172,10 +175,10 @@ def describe(row: Row) -> str:
 
 
 def sheet_name(row: Row, several: bool = False) -> str:
-    """Return the file name of a row's sheet of pictures.
+    """Return the file name of a row's contact sheet.
 
-    With `several` points the name contains the point's name, otherwise only the model's name if the
-    sweep has several models.
+    If `several` is True, the name contains the name of the point. Otherwise it contains only the
+    model's name, if the row has one.
     """
     model = point_name(row) if several else _file_name(row.get("model") or "")
     return f"{model}_guidance_{float(row['guidance']):g}.png".removeprefix("_")
@@ -186,7 +189,7 @@ def _file_name(*texts: str) -> str:
 
 
 def _distinct(value: str) -> str:
-    """Return a value as a part of a file's name: different for different values, and short."""
+    """Return a short part of a file name for a value. Different values give different parts."""
     if len(value) <= _MAX_LETTERS and re.fullmatch(r"[\w.,+()=-]*", value):
         return value
     return f"{value[:_MAX_LETTERS]}-{hashlib.blake2b(value.encode(), digest_size=4).hexdigest()}"

@@ -15,7 +15,10 @@ flags.disclaim_key_flags()  # --help lists them with the command that defines th
 
 
 def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
-    """Define the flags of the command except those of the models; return them by name."""
+    """Define the flags of the evaluation command and return them, keyed by name.
+
+    The caller defines the flags that name models.
+    """
     default = ",".join(f"{value:g}" for value in guidance)
     count = functools.partial(flags.DEFINE_integer, lower_bound=1)
     holders = [
@@ -73,10 +76,10 @@ def define(guidance: Sequence[float]) -> dict[str, flags.FlagHolder]:
 
 
 def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weights]]:
-    """Return the weights to evaluate of each stage, from the values of --ema and --checkpoint.
+    """Return the weights to evaluate for each stage, from the values of --ema and --checkpoint.
 
-    The list ends with the last stage that either flag names. Raises ValueError for a checkpoint
-    that is not a number.
+    The list ends with the last stage for which either flag has a value. Raise ValueError if a
+    checkpoint is not a number.
     """
     names = [text.split(",") for text in emas] or [["ema"]]
     steps = [numbers(text.split(","), "checkpoint", Amount) for text in checkpoints]
@@ -88,5 +91,5 @@ def weights(emas: Sequence[str], checkpoints: Sequence[str]) -> list[list[Weight
 
 
 def numbers(texts: Sequence[str], flag: str, hint: Any) -> list[Any]:
-    """Convert the texts of a flag to the type `hint`. Raises ValueError for an invalid text."""
+    """Convert the values of a flag to the type `hint`. Raise ValueError if a value is invalid."""
     return [ranges.read_value(f"--{flag}", text, hint) for text in texts]

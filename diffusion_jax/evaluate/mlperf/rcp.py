@@ -1,4 +1,4 @@
-"""FID and CLIP score of the MLPerf reference runs: a band behind the curves of a report."""
+"""FID and CLIP scores of the MLPerf reference runs, which reports draw as a band behind curves."""
 
 import csv
 import pathlib
@@ -6,14 +6,17 @@ import pathlib
 from diffusion_jax.evaluate.figures import Band
 
 PATH = pathlib.Path(__file__).with_suffix(".csv")
-"""439 evaluations of MLCommons' reference runs of the text-to-image benchmark.
+"""A CSV file with 439 evaluations of MLCommons' reference runs of the text-to-image benchmark.
 
 The runs have batch sizes 512, 1024 and 2048; each evaluation scores 30,000 images of 512 pixels.
 """
 
 
 def read_band(path: str | pathlib.Path = PATH) -> Band:
-    """Return the lowest and highest FID of the reference runs, by CLIP score rounded to 0.01."""
+    """Return a band of the lowest and highest FID of the reference runs at each CLIP score.
+
+    CLIP scores are rounded to 0.01.
+    """
     with open(path) as file:
         points = [(float(row["clip"]), float(row["fid"])) for row in csv.DictReader(file)]
     bins: dict[float, list[float]] = {}
