@@ -35,7 +35,7 @@ flags.disclaim_key_flags()  # The flags are defined below, if this module runs a
 def describe(workdir: str, step: int | None = None) -> str:
     """Return a report on the stored averages of a run and the accuracy of other widths.
 
-    `step` is that of a checkpoint or snapshot; None: the newest. Raises ValueError if the run
+    `step` is the step of a checkpoint or snapshot; None: the newest. Raises ValueError if the run
     stores no averages.
     """
     root, sources = _sources(workdir, step)
@@ -55,7 +55,7 @@ def describe(workdir: str, step: int | None = None) -> str:
 
 
 def write(workdir: str, which: str, step: int | None, out: str) -> int:
-    """Create a run at `out` whose only weights are the average `which`; return its step.
+    """Create a run at `out` whose only weights are the average `which`. Return its step.
 
     Raises ValueError if there is no such average, or `out` holds checkpoints.
     """
@@ -74,7 +74,7 @@ def write(workdir: str, which: str, step: int | None, out: str) -> int:
 
 @contextlib.contextmanager
 def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path]:
-    """Create a run at `out` with the config of `workdir`; yield the folder for its checkpoints.
+    """Create a run at `out` with the config of `workdir`. Yield the folder for its checkpoints.
 
     Raises ValueError if `out` holds checkpoints.
     """
@@ -93,7 +93,7 @@ def weights_alone(workdir: files.Path, out: files.Path) -> Iterator[pathlib.Path
 
 
 def _sources(workdir: str, step: int | None) -> tuple[epath.Path, list[restore.Trace]]:
-    """Return the folder of a run's checkpoints, and the averages stored up to a step."""
+    """Return the folder of a run's checkpoints, and its power-function averages up to a step."""
     runs.load(workdir)
     root = restore.absolute(workdir) / runs.CHECKPOINTS
     steps = {*restore.steps(root), *restore.steps(root.parent / restore.SNAPSHOTS)}

@@ -1,8 +1,8 @@
-"""Checks of a device: does it compute each operation of the models correctly and fast?
+"""Check whether a device computes each operation of the models correctly and fast.
 
-The reference is float32 on the CPU, computed from the same bfloat16 inputs. An operation is "wrong"
-if a value or gradient differs by more than bfloat16 rounding explains. It is "slow" if it takes
-more than 1.5 times as long as the plain implementation, or reaches only a small share of the
+The reference is computed in float32 on the CPU, from the same bfloat16 inputs. An operation is
+"wrong" if a value or gradient differs by more than bfloat16 rounding explains. It is "slow" if it
+takes more than 1.5 times as long as the plain implementation, or reaches only a small share of the
 manufacturer's figure.
 """
 
@@ -22,7 +22,7 @@ from diffusion_jax.nn import ops
 from diffusion_jax.nn.attention import IMPLEMENTATIONS, attend
 
 ALLOWED = 0.03
-"""Largest error relative to the array's largest value: eight bfloat16 roundings."""
+"""Largest allowed error, relative to the array's largest value: eight bfloat16 roundings."""
 _SHARE = 0.4  # Large products and convolutions below this share of the peak FLOP/s are slow.
 _UPLOAD = 2e9  # Copies to the device below this many bytes/s are slow.
 
@@ -30,19 +30,19 @@ Run = Callable[..., jax.Array]
 
 
 class Check(NamedTuple):
-    """An operation and the shapes of its arguments."""
+    """An operation to check, and the shapes of its arguments."""
 
     name: str
     run: Run
     shapes: Sequence[tuple[int, ...]]
     plain: str = ""
-    """The name of the check whose time this one should not exceed; "" for none."""
+    """The name of another check. This one should not take longer. "" compares with none."""
 
 
 def on(device: Any) -> list[dict[str, Any]]:
-    """Run all checks on a device; return a row for each: check, error, ms and verdict.
+    """Run all checks on a device. Return a row for each: check, error, ms and verdict.
 
-    The verdict is "right", "wrong", "slow: ..." or, for an operation that fails, "does not run:
+    The verdict is "right", "wrong" or "slow: ...". If an operation fails, it is "does not run:
     ...".
     """
     rows = []
@@ -52,7 +52,7 @@ def on(device: Any) -> list[dict[str, Any]]:
 
 
 def checks(platform: str) -> list[Check]:
-    """Return the operations that backends implement differently."""
+    """Return checks of the operations that backends implement differently."""
     attention, sizes = [], [(256, 333, 64), (1024, 1152, 64), (512, 589, 128)]
     for queries, keys, width in sizes[: 1 if platform == "cpu" else None]:
         shapes = [(2, queries, 4, width), (2, keys, 4, width), (2, keys, 4, width)]
@@ -74,7 +74,7 @@ def checks(platform: str) -> list[Check]:
 
 
 def _implementations(platform: str) -> list[str]:
-    """Return the attention implementations that can run on a platform, without "auto"."""
+    """Return the names of the attention implementations of a platform, without "auto"."""
     others = {"cpu": ("cudnn", "splash"), "tpu": ("cudnn",), "gpu": ("splash",)}
     return [name for name in IMPLEMENTATIONS if name not in ("auto", *others.get(platform, ()))]
 
@@ -120,7 +120,7 @@ def _row(check: Check, device: Any, times: dict[str, float | None]) -> dict[str,
 
 
 def _reference(check: Check, arrays: Sequence[np.ndarray]) -> Any:
-    """Compute the check in float32 on the CPU, with the attention of "xla"."""
+    """Compute the check in float32 on the CPU, with the attention implementation "xla"."""
     run = check.run
     if isinstance(run, functools.partial):
         run = functools.partial(run.func, implementation="xla")
@@ -141,14 +141,14 @@ def _with_gradients(run: Run) -> Callable[..., Any]:
 
 
 def _error(actual: Any, expected: Any) -> float:
-    """Return the largest of max|a - e| / max|e| over all arrays; NaN if a value is NaN."""
+    """Return the largest value of max|a - e| / max|e| over all arrays, or NaN if a value is NaN."""
     pairs = zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True)
     wide = ((np.asarray(a, np.float64), np.asarray(b, np.float64)) for a, b in pairs)
     return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in wide]))
 
 
 def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
-    """Measure the bytes/s from the host's memory to a device."""
+    """Measure the bytes/s of a copy from the host's memory to a device."""
     array = np.zeros(size, np.uint8)
     took = seconds(lambda: jax.device_put(array, device), 0.3)
     rate = size / took
@@ -158,7 +158,7 @@ def upload(device: Any, size: int = 2**26) -> dict[str, Any]:
 
 
 def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]]:
-    """Check the value and the rate of a sum over all devices; return no row for one device."""
+    """Check the value and the rate of a sum over all devices. With one device, return no row."""
     if len(devices) < 2:
         return []
     mesh = Mesh(np.array(devices), ("all",))
@@ -182,7 +182,10 @@ def collective(devices: Sequence[Any], size: int = 2**22) -> list[dict[str, Any]
 
 
 def rates(device: Any) -> dict[str, Any]:
-    """Measure the TFLOP/s of a device; "peak" is the manufacturer's figure, None if unknown."""
+    """Measure the TFLOP/s of a device.
+
+    "peak" is the manufacturer's figure, or None if it is unknown.
+    """
     large, peak = device.platform != "cpu", hardware.peak_flops(device.device_kind)
     dtype = jnp.bfloat16 if large else jnp.float32
     with jax.default_device(device):
@@ -204,7 +207,7 @@ def matmul(size: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
 
 
 def conv(batch: int, channels: int, dtype: Any) -> tuple[Callable[[], jax.Array], float]:
-    """Return a 3x3 convolution of 66x66 to 64x64 pixels, and its floating-point operations."""
+    """Return a 3x3 convolution from 66x66 to 64x64 pixels, and its floating-point operations."""
     x = jnp.ones((batch, 66, 66, channels), dtype)
     kernel = jnp.ones((3, 3, channels, channels), dtype)
     convolve = jax.jit(_conv(1, 0))
@@ -216,7 +219,7 @@ def rate(run: Callable[[], jax.Array], flops: float) -> float:
 
 
 def seconds(run: Callable[[], Any], long: float) -> float:
-    """Return the mean seconds of a call, after a first one, over about `long` seconds of calls."""
+    """Call a function for about `long` seconds. Return the mean seconds per call after the first."""
     jax.block_until_ready(run())
     start, calls, result = time.perf_counter(), 0, None
     while time.perf_counter() - start < long:

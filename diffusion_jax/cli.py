@@ -1,4 +1,4 @@
-"""Shared start-up of all commands: flags, configs, errors, processes, compilation cache."""
+"""Start-up shared by all commands: flags, configs, errors, processes, compilation cache."""
 
 import contextlib
 import difflib
@@ -26,9 +26,10 @@ def define_config(
     flag_values: flags.FlagValues = flags.FLAGS,
     argv: list[str] | None = None,
 ) -> flags.FlagHolder[ConfigDict]:
-    """Define --config=FILE[:ARGUMENT] and the overrides --config.X=Y, from `argv` or sys.argv.
+    """Define --config=FILE[:ARGUMENT] and the overrides --config.X=Y.
 
-    Fields that the file omits get their system's defaults, so that overrides can set every field.
+    The overrides are found in `argv`, by default sys.argv. Fields that the file omits get the
+    defaults of their system, so that overrides can set every field.
     """
     holder = config_flags.DEFINE_config_file("config", None, help_text, flag_values, sys_argv=argv)
     flag = flag_values["config"]
@@ -37,7 +38,7 @@ def define_config(
 
 
 class _CompleteConfig(flags.ArgumentParser):
-    """Reads a config file with the parser `files`, and completes the config with defaults."""
+    """A flag parser that reads a config file and adds the defaults of omitted fields."""
 
     def __init__(self, files: flags.ArgumentParser) -> None:
         self._files = files
@@ -50,7 +51,7 @@ class _CompleteConfig(flags.ArgumentParser):
 
 
 def _read(files: flags.ArgumentParser, argument: str) -> Any:
-    """Run a config file. Any error in it becomes a ValueError with the file and the line."""
+    """Run a config file. Any error in it becomes a ValueError that names the file and the line."""
     path = pathlib.Path(argument.partition(":")[0])
     if not path.is_file():
         near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.py")], 1)
@@ -75,7 +76,10 @@ def _same(frame: traceback.FrameSummary, path: pathlib.Path) -> bool:
 
 
 def run(main: Callable[[list[str]], None]) -> None:
-    """Run `main` as absl's app.run does, but turn a bad flag or config into one line and code 2."""
+    """Run `main` as absl's app.run does, and handle bad flags and configs.
+
+    A bad flag or config prints one line and exits with code 2.
+    """
 
     def parse(argv):
         flags.FLAGS.set_gnu_getopt()  # Flags may follow the words of a command.
@@ -98,10 +102,10 @@ def run(main: Callable[[list[str]], None]) -> None:
 
 
 def start(*, alone: bool = False) -> None:
-    """Set up compilers, logging and the compilation cache, and join other processes.
+    """Set up compilers, logging and the compilation cache, and join the other processes of a job.
 
-    Compiled programs are kept in JAX_COMPILATION_CACHE_DIR, by default in the user's cache. Call it
-    first in main, with `alone` in commands that always run in a single process.
+    The cache is in JAX_COMPILATION_CACHE_DIR, by default in the user's cache folder. Call this
+    first in main. Commands that always run in a single process pass `alone`.
     """
     with bad_input():
         xla_flags.check()
@@ -126,7 +130,7 @@ def start(*, alone: bool = False) -> None:
 
 
 def _check_platform() -> None:
-    """Raise ValueError if no device of the platforms in JAX_PLATFORMS exists."""
+    """Raise ValueError if no platform in JAX_PLATFORMS has a device."""
     try:
         jax.devices()
     except (RuntimeError, AssertionError) as error:  # JAX raises either without a plugin.
@@ -144,8 +148,8 @@ def bad_input(
 ) -> Iterator[None]:
     """Turn errors that a user can fix into one line and exit code `code`.
 
-    Catch the `usual` types only around checks of the input: elsewhere they indicate bugs. For Busy
-    and a full disk, the exit code tells launchers to start the command again.
+    Catch the `usual` types only around checks of the input, because elsewhere they indicate bugs.
+    For Busy and a full disk, the exit code tells launchers to start the command again.
     """
     try:
         yield
@@ -165,7 +169,10 @@ def _end(error: Exception, code: int = 1) -> NoReturn:
 
 
 def _unknown_field(argv: list[str], text: str) -> str:
-    """Return a message with the full path of an unknown field; ml_collections names its end."""
+    """Return a message that names an unknown field by its full path.
+
+    The message of ml_collections, `text`, names only the last part of the path.
+    """
     matches = lambda pattern: filter(None, (re.match(pattern, arg) for arg in argv))
     files = {m[1]: m[2] for m in matches(r"--?(config|job)=(.+)")}  # Launchers read jobs.
     for flag, path in (m.groups() for m in matches(r"--?(config|job)\.([\w.]+)")):
@@ -180,7 +187,7 @@ def _unknown_field(argv: list[str], text: str) -> str:
 
 
 def _nearest(path: str, name: str, fields: list[str]) -> str:
-    """Return a message on an unknown field, which lists the valid fields, the nearest first."""
+    """Return a message about an unknown field. It lists the valid fields, the most similar first."""
     nearest = sorted(fields, key=lambda field: -difflib.SequenceMatcher(None, name, field).ratio())
     group = path.rpartition(".")[0]
     close = difflib.get_close_matches(name, fields, 1)
@@ -190,9 +197,9 @@ def _nearest(path: str, name: str, fields: list[str]) -> str:
 
 
 class _Printable(logging.PythonFormatter):
-    """Formats lines as absl does, without control characters from file names and captions.
+    """A formatter like absl's that removes control characters from file names and captions.
 
-    Tracebacks are left out, because libraries also raise the errors that they log.
+    It leaves out tracebacks, because libraries also raise the errors that they log.
     """
 
     def format(self, record: LogRecord) -> str:
@@ -207,7 +214,7 @@ def _unraisable(hook_args: Any) -> None:
 
 
 def _is_for_users(record: LogRecord) -> bool:
-    """Return whether to show a log line: any line of this project, or a library's warning."""
+    """Return whether to show a log line. Lines of this project and warnings of libraries are shown."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
     if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):

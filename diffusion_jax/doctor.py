@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
 
 
 def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
-    """Return the report by subject; `set_here` are the settings that this process added."""
+    """Return a report, keyed by subject. `set_here` are the settings that this process added."""
     first = jax.local_devices()[0]
     return {
         "jax": str(jax.print_environment_info(return_string=True)).splitlines(),
@@ -60,7 +60,7 @@ def examine(set_here: Sequence[tuning.Setting] = ()) -> dict[str, Any]:
 
 
 def text(report: dict[str, Any]) -> str:
-    """Return the report of `examine` as text, with a line per check and a summary at the end."""
+    """Return the report of `examine` as text, with one line per check and a summary at the end."""
     subjects = {k: value for k, value in report.items() if k not in ("jax", "checks")}
     description = yaml.safe_dump(subjects, sort_keys=False, width=1000)
     rows = [_line(row) for row in report["checks"]]

@@ -1,9 +1,9 @@
-"""Run the stages of a long job: in this process, in several that share a folder, or with Beam.
+"""Run the stages of a long job: in one process, in several that share a folder, or with Beam.
 
-A stage writes numbered files: `write(i)` makes the file `path(i)` atomically, and its content
-depends only on i and on the arguments of `write`. So the bytes are the same in any order, on any
-worker and after any repetition. A stage skips files that exist when it begins, so a killed stage
-continues. `write` may return counts; a stage returns their sums.
+A stage writes numbered files. `write(i)` writes the file `path(i)` atomically, and its content
+depends only on i and on the other arguments of `write`. So the bytes are the same in any order, on
+any worker and after any repetition. A stage skips files that exist when it begins, so a job that
+was killed continues. `write` may return counts. A stage returns the sums of these counts.
 """
 
 import collections
@@ -35,10 +35,10 @@ _R = TypeVar("_R")
 
 
 class Share(NamedTuple):
-    """One of several workers, numbered from 0, that share a folder; or the only worker.
+    """One of several workers that share a folder, or the only worker. Workers count from 0.
 
-    Workers do not wait for each other. Each does its own part first, then whatever is still
-    missing, so workers may die, restart, come late or leave at any time.
+    Workers do not wait for each other. Each writes its own part of the files first, then all files
+    that are still missing. So workers may die, restart, come late or leave at any time.
     """
 
     worker: int = 0
@@ -60,11 +60,11 @@ class Share(NamedTuple):
         Args:
             items: The numbers of the stage's files.
             path: Maps an item to its file.
-            write: Writes an item's file; it may return counts.
-            noun: What the progress lines count.
+            write: Writes an item's file. It may return counts.
+            noun: The unit in progress lines, such as "shards".
             name: The name of the stage in progress lines.
-            size: How much an item counts in progress lines.
-            read: Computes a second argument for `write`, while the item before is written.
+            size: The number of units in an item, for progress lines.
+            read: Computes a second argument for `write`, while the previous item is written.
         """
         done = files.present(map(path, items))
         missing = [item for turn in self.turns(len(items)) if path(item := items[turn]) not in done]
@@ -81,7 +81,8 @@ class Share(NamedTuple):
     def turns(self, count: int) -> Iterator[int]:
         """Yield 0 ... count - 1: this worker's part in order, then the others in random order.
 
-        The others cover for dead workers; the random order keeps workers off the same item.
+        The others are repeated in case their workers died. The random order makes it rare that two
+        workers do the same item.
         """
         part = range(count * self.worker // self.workers, count * (self.worker + 1) // self.workers)
         others = [i for i in range(count) if i not in part]
@@ -91,19 +92,21 @@ class Share(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """Apache Beam (the extra [beam]) on any runner whose workers see the same paths.
+    """Apache Beam (the extra [beam]), on any runner whose workers share the same paths.
 
-    The arguments of `write` are pickled: module functions, plain values and Portable objects.
+    The arguments of `write` are pickled. They can be module functions, plain values and Portable
+    objects.
     """
 
     options: tuple[str, ...] = ()
     """Options of Beam, such as --runner=FlinkRunner. The default is the direct runner."""
 
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
-        """Write the missing items, as Share.fill does, with Beam.
+        """Call `write(i)` with Beam for each item whose file is missing; return the summed counts.
 
-        If a runner does not retry the items of a dead worker, it is started again with the missing
-        items, as long as each attempt makes progress. Raises OSError if Beam cannot finish.
+        The arguments are the same as those of Share.fill. Some runners do not retry the items of a
+        dead worker. Then Beam runs again with the missing items, as long as each attempt writes
+        some. Raises OSError if Beam cannot finish.
         """
         done = files.present(map(path, items))
         missing = [i for i in items if path(i) not in done]
@@ -125,7 +128,7 @@ class Beam(NamedTuple):
     def _run_all(
         self, items: Sequence[int], run: Callable[[int], None], counted: pathlib.Path, noun: str
     ) -> None:
-        """Run Beam again while each attempt makes progress. Raises OSError if items remain."""
+        """Run Beam again as long as each attempt writes items. Raises OSError if items remain."""
         remaining = items
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -157,7 +160,7 @@ ALONE = Share()
 
 
 class Portable:
-    """An object, such as open data or an encoder, that is pickled as the call that creates it."""
+    """An object that is pickled as the call that creates it, such as open data or an encoder."""
 
     _made: tuple[Any, ...] = ()
 
@@ -168,10 +171,10 @@ class Portable:
 
 
 class Program(Portable):
-    """A Portable function, created by make(*args), such as a compiled one with its weights."""
+    """A Portable function that make(*args) creates, such as a compiled function with its weights."""
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any):
-        """Call `make`; `args` must be picklable."""
+        """Call make(*args) to create the function. `args` must be picklable."""
         self._function = make(*args)
         made_by(self, make, *args)
 
@@ -183,7 +186,10 @@ _P = TypeVar("_P", bound=Portable)
 
 
 def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
-    """Record that make(*args), a module function, created a value; return the value."""
+    """Record that the call make(*args) created a value, and return the value.
+
+    `make` must be a function of a module.
+    """
     module = sys.modules[make.__module__]
     spec = getattr(module, "__spec__", None)  # The real name of a module that runs as __main__.
     name = spec.name if spec else make.__module__
@@ -192,7 +198,7 @@ def made_by(value: _P, make: Callable[..., Any], *args: Any) -> _P:
 
 
 def define_flags() -> None:
-    """Define the flags for sharing a command's work, and --dry_run (or --rehearse)."""
+    """Define the flags that share a command's work among workers, and --dry_run (or --rehearse)."""
     flags.DEFINE_integer("worker", None, "The number of this worker.", lower_bound=0)
     flags.DEFINE_integer("workers", None, "The number of workers.", lower_bound=1)
     flags.DEFINE_enum("engine", NAMES[0], NAMES, _ENGINE)
@@ -208,7 +214,10 @@ def add_arguments(arg: Callable[..., Any]) -> None:
 
 
 def of(args: Any) -> Engine:
-    """Return the engine of absl's or argparse's flags. Raises ValueError if they are invalid."""
+    """Return the engine that the flags of absl or argparse choose.
+
+    Raises ValueError if they are invalid.
+    """
     numbers = getattr(args, "worker", None), getattr(args, "workers", None)
     if args.engine == "beam":
         if numbers != (None, None):
@@ -223,7 +232,10 @@ def of(args: Any) -> Engine:
 
 
 def beam(options: str) -> Beam:
-    """Return Beam with options, split as in a shell. Raises ValueError if it is not installed."""
+    """Return a Beam engine. `options` is split as in a shell.
+
+    Raises ValueError if Beam is not installed or an option is invalid.
+    """
     if importlib.util.find_spec("apache_beam") is None:
         raise ValueError('--engine=beam needs Apache Beam: pip install "imagen-sd-jax[beam]"')
     split = tuple(shlex.split(options))
@@ -234,7 +246,10 @@ def beam(options: str) -> Beam:
 
 
 def share(worker: int | None, workers: int | None) -> Share:
-    """Return a worker's share; None means jax.distributed's numbers. Raises ValueError."""
+    """Return the Share of a worker. None means the process number or count of jax.distributed.
+
+    Raises ValueError if the number of the worker is too large.
+    """
     workers = workers or jax.process_count()
     worker = jax.process_index() if worker is None else worker
     if worker >= workers:
@@ -243,7 +258,7 @@ def share(worker: int | None, workers: int | None) -> Share:
 
 
 def ahead(function: Callable[[_T], _R], items: Iterable[_T]) -> Iterator[tuple[_T, _R]]:
-    """Yield (item, function(item)); the next result is computed while the caller uses the last."""
+    """Yield (item, function(item)). The next result is computed while the caller uses this one."""
     running = None
     with ThreadPoolExecutor(1) as executor:
         for item in items:
@@ -260,7 +275,7 @@ _LOCK = threading.RLock()
 
 
 def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
-    """Recreate a Portable object, once per process."""
+    """Create a Portable object again, once per process."""
     with _LOCK:
         if name not in _REMADE:
             module, _, attribute = function.partition(":")
@@ -273,7 +288,7 @@ def _make_again(name: str, function: str, args: tuple[Any, ...]) -> Any:
 
 
 def _counted(write, read, folder: pathlib.Path, item: int) -> None:
-    """Write one file and then its counts, which mark it as done for Beam's engine."""
+    """Write one file, then a file with its counts, which tells Beam's engine that it is done."""
     counts = write(item, read(item)) if read else write(item)
     files.write_whole(_counts_of(folder, item), json.dumps(counts or {}))
 
@@ -283,7 +298,7 @@ def _counts_of(folder: pathlib.Path, item: int) -> pathlib.Path:
 
 
 def _log_start(items, missing, size, noun: str, name: str) -> tuple[int, int]:
-    """Log how much is done, and return the total size and the size that is done."""
+    """Log how much is done. Return the total size and the size that is done."""
     total = sum(map(size, items))
     finished = total - sum(map(size, missing))
     logging.info("%s%s", f"{name}: " if name else "", f"{finished:,} of {total:,} {noun} are done")

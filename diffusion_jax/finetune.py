@@ -1,7 +1,7 @@
 """Fine-tuning: runs that start from given weights and train all of them or a LoRA (see lora).
 
 A LoRA run does not store the weights that it adapts. Its config holds their path and base.json
-their fingerprint, so that drawing with the run reads the same weights again.
+holds their fingerprint, a hash of all arrays. When the run draws, the same weights are read again.
 """
 
 import json
@@ -29,13 +29,13 @@ class Start(NamedTuple):
 
     task: Task
     read: Read | None = None
-    """Reads the initial parameters as host arrays; None: task.init makes them."""
+    """Reads the initial parameters as host arrays. None: task.init creates them."""
     base: str = ""
     """The fingerprint of the weights that a LoRA adapts; "" if the run trains all weights."""
 
 
 def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
-    """Build the task of a config; with s.rank > 0, only the LoRA factors are trained.
+    """Build the task of a config. If s.rank > 0, it trains only the LoRA factors.
 
     Args:
       task: the task that trains all parameters.
@@ -61,7 +61,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
 
 def check_base(workdir: Path, base: str) -> None:
-    """Raise ValueError if the run in `workdir` adapts weights that do not match `base`."""
+    """Raise ValueError if the LoRA run in `workdir` has another base fingerprint than `base`."""
     path = files.path(workdir) / BASE
     if not path.is_file():
         return
@@ -75,7 +75,7 @@ def check_base(workdir: Path, base: str) -> None:
 
 
 def check_wanted(base: str | None, s: Lora) -> None:
-    """Raise ValueError if `base`, a path of adapted weights, is given for a run without LoRA."""
+    """Raise ValueError if `base`, the path of weights to adapt, is given for a run without LoRA."""
     if base and not s.rank:
         raise ValueError(
             f"--unet_weights={base} names the weights that a LoRA run adapts, but this run trains "
@@ -84,16 +84,16 @@ def check_wanted(base: str | None, s: Lora) -> None:
 
 
 def keep_base(workdir: Path, base: str) -> None:
-    """Write the fingerprint of the weights that a LoRA run adapts; "" writes nothing."""
+    """Write the fingerprint of the weights that a LoRA run adapts. If it is "", write nothing."""
     if base and jax.process_index() == 0:
         path = files.path(workdir) / BASE
         files.write_whole(path, json.dumps({"fingerprint": base}))
 
 
 def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
-    """Return a LoRA run's scale and base fingerprint, for cards; {} for other runs.
+    """Return a LoRA run's scale and base fingerprint for a card, the JSON saved with a picture.
 
-    `scale` overrides that of the run's config, unless it is None.
+    For other runs, return {}. `scale` replaces the scale in the run's config, unless it is None.
     """
     path = files.path(workdir) / BASE
     if not path.is_file():
@@ -103,10 +103,10 @@ def describe(workdir: Path, scale: float | None) -> dict[str, Any]:
 
 
 def adapted(task: Task, workdir: Path, s: Lora, read: Read, mesh: Mesh) -> Task:
-    """Return the task to draw with; for a LoRA run, it adds the factors to the base.
+    """Return the task to draw with. For a LoRA run, it adds the factors to the base weights.
 
-    `read` reads the base. All arrays of `task.frozen` must be on the devices already. Raises
-    ValueError if the base is not the one that the run was trained on.
+    `read` reads the base weights. All arrays of `task.frozen` must be on the devices already.
+    Raises ValueError if these are not the weights that the run was trained on.
     """
     if not s.rank:
         return task
@@ -125,10 +125,10 @@ def network(
       s: the settings of the run.
       abstract: the shapes of the network's parameters.
       read: reads the weights that a LoRA run adapts.
-      which: "raw" or an average, as in restore.load_params.
+      which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
       step: the step of the checkpoint; None: the newest.
 
-    Raises the errors of restore.load_params.
+    Raises ValueError or FileNotFoundError if the run has no such weights or checkpoint.
     """
     params = factors(workdir, s, abstract, which, step)
     if s.lora.rank:
@@ -141,7 +141,7 @@ def network(
 def factors(
     workdir: Path, s: Any, abstract: Params, which: str = "ema", step: int | None = None
 ) -> Params:
-    """Return the parameters that a run saved, which are the factors if it is a LoRA run."""
+    """Return the parameters that a run saved. For a LoRA run, these are the factors."""
     shapes = jax.eval_shape(objective.make(s.diffusion).with_learned, abstract)
     if s.lora.rank:
         shapes = jax.eval_shape(lambda key: lora.init(key, shapes, s.lora), jax.random.key(0))

@@ -48,18 +48,18 @@ class Records(NamedTuple):
     batch: Texts
     """The pictures and their tokenized texts, one row per record."""
     numbers: UInt32[np.ndarray, "R"]
-    """The low 32 bits of the records' keys, which seed their noise."""
+    """The low 32 bits of each record's key. They seed the noise of the record."""
     sigmas: Float[np.ndarray, "L"]
-    """The noise levels; each record is measured at all of them."""
+    """The noise levels. Each record is measured at all of them."""
 
     def first(self) -> "Records":
-        """Return the first record alone."""
+        """Return the first record as a batch of one row."""
         batch = {name: array[:1] for name, array in self.batch.items()}
         return self._replace(batch=batch, numbers=self.numbers[:1])
 
 
 def open_records(s: Heldout, batches: Batches, measure: Measure | None) -> Records | None:
-    """Read the records of a config's `heldout` group; None if no held-out loss is measured.
+    """Read the records of a config's `heldout` group. Return None if there is no held-out loss.
 
     Raises ValueError if the data set has no held-out records.
     """
@@ -79,8 +79,8 @@ def make_scorer(
 ) -> Callable[[Params], dict[str, float]]:
     """Return score(params) -> {name: loss}, computed for `batch_size` rows at a time.
 
-    The losses of single rows are float32. Their means are taken in float64, in an order that does
-    not depend on the number of devices.
+    The loss of each row is float32. The means are computed in float64, in an order that does not
+    depend on the number of devices.
     """
     where, everywhere = sharding.batch_sharding(mesh), sharding.replicated(mesh)
     assert task.measure is not None
@@ -113,7 +113,10 @@ def make_scorer(
 def of_all(
     score: Callable[[Params], dict[str, float]], raw: Params, ema: Mapping[str, Params]
 ) -> dict[str, float]:
-    """Return the losses of parameters and averages by name, such as "heldout/ema_0.999/loss"."""
+    """Return the losses of the parameters and of all averages.
+
+    The keys are names such as "heldout/ema_0.999/loss".
+    """
     weights = {"raw": raw, **{restore.EMA + name: tree for name, tree in ema.items()}}
     return {f"heldout/{w}/{k}": v for w, p in weights.items() for k, v in score(p).items()}
 
@@ -136,7 +139,7 @@ def measure_run(
     sigmas: Sequence[float] = (),
     base: str | None = None,
 ) -> list[dict[str, Any]]:
-    """Measure the held-out losses of a run; return one line of output for each kind of weights.
+    """Measure the held-out losses of a run. Return one line of output for each kind of weights.
 
     Args:
       workdir: the workdir of the run.
@@ -144,7 +147,7 @@ def measure_run(
       weights: "raw" and names of averages; (): all that are saved.
       share: the share of the data to measure on; None: config.data.heldout.
       records: the largest number of records; None: config.heldout.records.
-      sigmas: the noise levels; (): those of config.heldout.
+      sigmas: the noise levels; (): the levels in config.heldout.
       base: the new path of the weights that a LoRA run adapts; None: the path in its config.
 
     Raises ValueError or FileNotFoundError if the run, its data or the weights cannot be read.

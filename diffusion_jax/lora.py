@@ -1,9 +1,9 @@
-"""LoRA (Hu et al. 2021): a Task that trains low-rank factors beside frozen weights.
+"""LoRA (Hu et al. 2021): a Task that trains low-rank factors and freezes the weights.
 
 A kernel W [..., in, out] becomes W + scale * alpha / rank * down @ up, with down [..., in, rank]
-and up [rank, out]. For a convolution this is a convolution to `rank` channels followed by a 1x1
-convolution. `up` starts at 0, so that step 0 is the adapted model. Only the factors and the learned
-loss weighting (see objective.LEARNED) are trained, averaged and saved.
+and up [rank, out]. For a convolution, this adds a convolution to `rank` channels followed by a 1x1
+convolution. `up` starts at 0, so that at step 0 the model computes the same as without LoRA. Only
+the factors and the learned loss weighting (see objective.LEARNED) are trained, averaged and saved.
 """
 
 import difflib
@@ -27,10 +27,10 @@ Shape = tuple[int, ...]
 
 
 def adapt(task: Task, base: Params, s: Lora) -> Task:
-    """Return a task whose parameters are factors for s.targets; `base` becomes frozen.
+    """Return a task that trains factors for the layers in s.targets. `base` becomes frozen.
 
-    `base` holds the network's parameters, or only their shapes if nothing is computed. s.scale acts
-    in sampling only. Raises ValueError if s.targets or s.rank does not fit: see `layers`.
+    `base` holds the network's parameters. Their shapes are enough if nothing is computed. s.scale
+    acts in sampling only. Raises ValueError if no layer matches s.targets or s.rank is too large.
     """
     layers(base, s)  # Raise errors before anything compiles.
     training = functools.partial(_merged, scale=s.alpha_by_rank)
@@ -55,7 +55,10 @@ def adapt(task: Task, base: Params, s: Lora) -> Task:
 
 
 def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
-    """Wrap a Task's `sample` or `begin` to take factors, with the adapted weights in `frozen`."""
+    """Wrap a Task's `sample` or `begin` so that its parameters are LoRA factors.
+
+    The adapted weights are in frozen["base"], and the task's frozen weights in frozen["task"].
+    """
     whole = functools.partial(_merged, scale=s.scale * s.alpha_by_rank)
 
     def adapted(params, frozen, *arguments):
@@ -65,10 +68,9 @@ def drawn(function: Callable[..., Any], s: Lora) -> Callable[..., Any]:
 
 
 def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
-    """Return initial factors for a model's layers, with its learned loss weighting unchanged.
+    """Return the initial factors for a model's layers. The learned loss weighting is copied.
 
-    `down` is U(-1, 1) / sqrt(fan_in), torch's and peft's initialisation of a linear layer; `up` is
-    0.
+    `down` is U(-1, 1) / sqrt(fan_in), as torch and peft initialise a linear layer. `up` is 0.
     """
     factors = {}
     for number, (path, shape) in enumerate(layers(params, s).items()):
@@ -80,12 +82,12 @@ def init(key: PRNGKeyArray, params: Params, s: Lora) -> Params:
 
 
 def merge(base: Params, params: Params, s: Lora) -> Params:
-    """Return ordinary parameters: the weights in `base` plus the factors in `params`."""
+    """Return the parameters of the full network: the weights `base` plus the factors `params`."""
     return _merged(base, params, s.scale * s.alpha_by_rank)
 
 
 def flat(params: Params) -> dict[str, dict[str, Any]]:
-    """Return {"down": ..., "up": ...} for each layer, keyed by its path."""
+    """Return the factors {"down": ..., "up": ...} of each layer, keyed by the layer's path."""
     pairs: dict[str, dict[str, Any]] = {}
     for path, array in flatten_dict(params[FACTORS], sep="/").items():
         layer, _, name = path.rpartition("/")
@@ -96,7 +98,7 @@ def flat(params: Params) -> dict[str, dict[str, Any]]:
 def layers(params: Params, s: Lora) -> dict[str, Shape]:
     """Return the kernel shapes of all layers whose path matches s.targets, keyed by path.
 
-    Raises ValueError if no path matches, or a kernel's rank is below s.rank.
+    Raises ValueError if no path matches, or the rank of a kernel is less than s.rank.
     """
     leaves: dict[str, Any] = flatten_dict(params[_NETWORK], sep="/")
     kernels = {

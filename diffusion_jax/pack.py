@@ -23,12 +23,12 @@ flags.disclaim_key_flags()  # The flags are only defined if this module runs as 
 
 
 def pack(workdir: files.Path, which: str, step: int | None, out: files.Path) -> pathlib.Path:
-    """Create the workdir `out`, which only holds packed weights; return their file.
+    """Create the workdir `out`, which holds only packed weights. Return the file of the weights.
 
     Args:
-        workdir: The run.
-        which: The weights, as in restore.load_params.
-        step: The checkpoint; None for the newest undamaged one.
+        workdir: The workdir of the run.
+        which: "raw", the name of an average such as "0.9999", or "ema" for the largest decay.
+        step: The step of the checkpoint; None for the newest undamaged one.
         out: The new workdir.
 
     Raises:

@@ -1,8 +1,8 @@
 """Workdirs: the config of a run, its lock, and the names of its folders.
 
-config.json holds the whole config with all defaults, and the version of configs. When it is read
-back, fields that were added later take their defaults, and renamed or removed fields are upgraded
-(see config.versions).
+config.json holds the whole config with all defaults, and the version number of the config format.
+When it is read back, fields that were added later get their defaults, and renamed or removed fields
+are upgraded (see config.versions).
 """
 
 import contextlib
@@ -37,7 +37,8 @@ def claim(
 ) -> None:
     """Write the config into a new workdir, or compare it with the config of an existing one.
 
-    Fields that do not affect what is learned may differ, such as the number of steps or the mesh.
+    Fields that do not affect what the model learns may differ, such as the number of steps or the
+    mesh.
 
     Raises:
         ValueError: If the workdir has another config, or is not a folder.
@@ -63,7 +64,9 @@ def claim(
 
 @contextlib.contextmanager
 def writing(workdir: str | os.PathLike[str]) -> Iterator[None]:
-    """Hold the lock of a workdir, which is created if necessary. All processes must enter it.
+    """Hold the lock of a workdir inside this context. Create the workdir if necessary.
+
+    All processes of a run must enter this context.
 
     Raises:
         Busy: If another run holds the lock.
@@ -94,7 +97,7 @@ def _check_folder(workdir: str | os.PathLike[str]) -> None:
 
 
 def load(workdir: str | os.PathLike[str], system: str | None = None) -> dict[str, Any]:
-    """Return the config of a workdir, upgraded to today's fields.
+    """Return the config of a workdir, upgraded to the current fields.
 
     Raises:
         FileNotFoundError: If the workdir has no config.

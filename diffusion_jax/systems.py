@@ -1,4 +1,4 @@
-"""Find systems by name, and convert their configs to typed settings."""
+"""Find a system (a package with models to train) by name, and convert its configs to settings."""
 
 import importlib
 from collections.abc import Callable, Mapping
@@ -9,32 +9,34 @@ from diffusion_jax.config import named, ranges, settings
 from diffusion_jax.config.settings import Run
 
 KNOWN = ("imagen_jax", "sd_jax", "sd_jax.vae")
-"""The systems of this repository, for messages. `find` also finds systems of other packages."""
+"""The systems of this repository, listed in messages. `find` also finds systems of other packages.
+"""
 
 
 class System(NamedTuple):
-    """A system: the type of its settings, their check, and the command that trains it."""
+    """A system: the type of its settings, the check of settings, and the training command."""
 
     settings: type
-    """A NamedTuple with the field `run` and one field for each config group, whose type is a
-    NamedTuple or a network. The field `unet_weights` is the value `weights` of the group `unet`."""
+    """A NamedTuple class with the field `run` and one field per config group. The type of each
+    group is a NamedTuple or a network. The field `unet_weights` holds the value `weights` of the
+    group `unet`."""
     check: Callable[[Any], None]
-    """Raises ValueError for settings that contradict each other; the ranges are checked before."""
+    """Raises ValueError if settings contradict each other. Value ranges are checked earlier."""
     command: str
     """The module that `python -m` runs for training."""
     networks: Mapping[str, Mapping[str, type | str]] = MappingProxyType({})
-    """Groups whose `kind` names a network: its class, or "MODULE:CLASS". The first is the
-    default."""
+    """Config groups whose field `kind` names a network. Each kind maps to a class or
+    "MODULE:CLASS". The first kind is the default."""
 
     @property
     def groups(self) -> dict[str, Any]:
-        """The type of each group, or the networks that its `kind` can name."""
+        """The type of each config group. For a group with `kind`, the networks to choose from."""
         types = {k: v for k, v in self.settings.__annotations__.items() if k != "run"}
         return {k: v for k, v in types.items() if not k.endswith("_weights")} | {**self.networks}
 
 
 def find(name: str) -> System:
-    """Return the system PACKAGE or PACKAGE.PART from the table PACKAGE.settings.SYSTEMS.
+    """Return the system PACKAGE or PACKAGE.PART from the table SYSTEMS of PACKAGE.settings.
 
     Raises:
         ValueError: If there is no such system.
@@ -71,7 +73,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
     """Return the checked settings of a config of the system `name`. This takes milliseconds.
 
     Raises:
-        ValueError: For a config of another system, and for values that the system cannot use.
+        ValueError: If the config is for another system, or the system cannot use a value.
     """
     config = complete(config)
     if config["system"] != name:
@@ -95,7 +97,7 @@ def read(config: Mapping[str, Any], name: str) -> Any:
 
 
 def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a group with their defaults."""
+    """Return the fields of a config group with their defaults."""
     kinds, fields = system.groups[name], ranges.defaults(_kind(system, name, group))
     if isinstance(kinds, Mapping):
         fields = {"kind": next(iter(kinds)), **fields}
@@ -103,7 +105,7 @@ def _fields(system: System, name: str, group: Mapping[str, Any]) -> dict[str, An
 
 
 def _kind(system: System, name: str, group: Mapping[str, Any]) -> Any:
-    """Return the class of a group: a NamedTuple, or the network that its `kind` names."""
+    """Return the class of a config group: a NamedTuple, or the network that `kind` names."""
     kinds = system.groups[name]
     if not isinstance(kinds, Mapping):
         return kinds

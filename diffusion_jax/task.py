@@ -1,6 +1,6 @@
-"""Task: the interface between a system and the training loop, sampling and evaluation.
+"""The Task: the interface between a system and the training loop, sampling and evaluation.
 
-The losses of all systems share the functions below it.
+The functions at the end of the file are shared by the losses of all systems.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,17 +30,17 @@ LEVELS = (0.1, 0.3, 1.0, 3.0)  # Edges of the sigma ranges for reported losses.
 
 
 class Measure(NamedTuple):
-    """The held-out loss of single images at given noise levels."""
+    """Functions that measure the held-out loss of single images at given noise levels."""
 
     levels: Callable[[int], Float[np.ndarray, "n"]]
     """n -> n quantiles of the noise levels of training."""
     errors: Callable[[Params, Frozen, Batch, Key[Array, "B"], Sigma], tuple[Sigma, Sigma]]
-    """(params, frozen, batch, one key per image, one level per image) -> each image's unweighted
-    loss and its v-loss (see Objective.errors). No text is dropped."""
+    """(params, frozen, batch, one key per image, one level per image) -> the unweighted loss and
+    the v-loss of each image (see Objective.errors). No text is dropped."""
 
 
 class Task(NamedTuple):
-    """A system as pure functions, and the sharding of its parameters."""
+    """A system as pure functions, with the sharding of its parameters."""
 
     init: Callable[[PRNGKeyArray], Params]
     """key -> the initial parameters."""
@@ -49,23 +49,23 @@ class Task(NamedTuple):
     sample: Sample
     """(params, frozen, batch of texts, one key per image, guidance) -> images in about [-1, 1].
 
-    An image depends only on its own key, text and guidance, not on its batch. Guidance None gives
-    the images of guidance 1 at half the cost.
-    """
+    An image depends only on its own key, text and guidance, not on the rest of the batch. If
+    guidance is None, the images equal those of guidance 1 at half the cost."""
     frozen: Frozen
-    """Weights that are not trained: sharded, never donated, and in no checkpoint."""
+    """Weights that are not trained. They are sharded, but never donated or saved in a checkpoint.
+    """
     rules: Rules
-    """The sharding of each parameter by its path."""
+    """Rules that give the sharding of each parameter by its path."""
     measure: Measure | None = None
-    """The loss of single images; None if the system has no held-out loss."""
+    """Measures the loss of single images. None: the system has no held-out loss."""
     begin: Begin | None = None
-    """Map the arguments of `sample` to the start of the sampler; `sample` is built on it."""
+    """Maps the arguments of `sample` to the start of the sampler. `sample` calls it."""
 
 
 def to_range(
     images: UInt8[ArrayLike, "B H W C"], pixels: str = "symmetric"
 ) -> Float[Array, "B H W C"]:
-    """Scale 0 ... 255 to [-1, 1], or to [0, 1] if `pixels` is "unit"."""
+    """Scale pixels from 0 ... 255 to [-1, 1], or to [0, 1] if `pixels` is "unit"."""
     unit = jnp.asarray(images, jnp.float32) / 255
     return unit if pixels == "unit" else 2 * unit - 1
 
@@ -73,18 +73,18 @@ def to_range(
 def normal_like(key: PRNGKeyArray, x: Images) -> Images:
     """Draw standard normal noise of the shape of x.
 
-    Drawn flat, because a 4-D draw of the same numbers compiles slower on CPUs.
+    It is drawn in two dimensions, because drawing it in four compiles slower on CPUs.
     """
     return jax.random.normal(key, (len(x), x[0].size)).reshape(x.shape)
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Draw which texts a training step keeps; each is dropped with this probability."""
+    """Draw which texts a training step keeps, bool. Each is dropped with probability `drop_prob`."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
-    """Compute the sum and count of a batch's losses in each of five ranges of sigma."""
+    """Compute the sum and count of a batch's losses in each of five ranges of noise levels sigma."""
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]

@@ -118,7 +118,7 @@ class EfficientUNet(Network):
 
 
 def attention_widths(unet: EfficientUNet) -> list[int]:
-    """Return the widths of attention. On the way up, a level has the width of the level above it."""
+    """Return the widths of attention. On the way up, a level has the width of the one above."""
     widths = [unet.embed_dim * m for m in unet.channel_mult]
     return [widths[i] for level in unet.attention_levels for i in (level, max(level - 1, 0))]
 

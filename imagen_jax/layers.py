@@ -33,7 +33,10 @@ class Network(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """Residual block of norm, SiLU and convolution, twice. The embedding enters at the second norm."""
+    """Residual block: norm, SiLU and convolution, twice.
+
+    The embedding is added before the second norm, or scales and shifts its output.
+    """
 
     width: int
     resample: str = ""

@@ -177,7 +177,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B _ _ _"], emb: Float[Array, "B E"], context, text_mask):
-        """Return [B, H, W, width]. `context` may be None for a block that does not attend to text."""
+        """Return [B, H, W, width]. `context` may be None if the block ignores the text."""
         if self.resample == "down":
             x = ops.average_pool_2x2(x)  # [B, H/2, W/2, C]
         if self.resample == "up":
