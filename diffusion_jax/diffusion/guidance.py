@@ -120,8 +120,9 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
 def check(s: Any) -> None:
     """Raise ValueError for cfg_pp with a sampler that evaluates D between the grid's levels."""
     (sampler,) = named.calls("sampler.name", getattr(s, "name", "ddim"))
-    churned = getattr(s, "churn", 0) or sampler.positional or "churn" in sampler.by_name
-    between = sampler.name == "restart" or (sampler.name == "heun" and churned)
+    first = sampler.positional[0] if sampler.positional else getattr(s, "churn", 0)
+    churn = sampler.by_name.get("churn", first)
+    between = sampler.name == "restart" or (sampler.name == "heun" and churn > 0)
     if between and "cfg_pp" in s.guiding:
         raise ValueError(
             f"sampler.guiding is {s.guiding!r} and sampler.name is {s.name!r}, which evaluates the "

@@ -282,3 +282,9 @@ def test_cfg_pp_is_refused_where_the_network_is_asked_between_levels(name, churn
     s = types.SimpleNamespace(name=name, churn=churn, **fields)
     with pytest.raises(ValueError, match="between the levels of its grid: choose ddim"):
         guidance.make(s, MODEL)
+
+
+@pytest.mark.parametrize("name", ["heun(churn=0)", "heun(0.0)", "heun"])
+def test_cfg_pp_takes_heun_without_churn(name):
+    churn = 0.0 if name == "heun" else 40.0  # What the name says goes before the field.
+    guidance.check(types.SimpleNamespace(guiding="cfg_pp", name=name, churn=churn))
