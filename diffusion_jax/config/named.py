@@ -1,9 +1,9 @@
-"""Names in configs: choices with a hint for typos, and functions with parameters, "ddim(eta=0.5)".
+"""Config fields that hold a name, or a function call such as "ddim(eta=0.5)".
 
-A table maps names to functions, or to "MODULE:FUNCTION", which is imported on use. The keyword-only
-parameters of a function can be written in brackets after its name. One that is not written takes
-the field of the same name in the config's group if there is one, else the function's default: so
-"ddim" alone takes sampler.eta.
+A table maps names to functions, or to strings "MODULE:FUNCTION" that are imported on use. A config
+can write keyword-only parameters of the function in brackets after the name. For a parameter that
+is not written, the value is the field of the same name in the config group, if the group has one:
+"ddim" alone uses sampler.eta. Otherwise it is the function's default.
 """
 
 import ast
@@ -18,7 +18,7 @@ Function = Callable[..., Any] | str
 
 
 class Call(NamedTuple):
-    """A name, and the parameters written in brackets after it."""
+    """A parsed call: a function's name and the parameters written in brackets after it."""
 
     name: str
     positional: tuple[Any, ...] = ()
@@ -26,10 +26,11 @@ class Call(NamedTuple):
 
 
 def one_of(field: str, value: Any, names: Iterable[str]) -> None:
-    """Check that a field's value is one of the names.
+    """Check that the value of a config field is one of the names.
 
     Raises:
-        ValueError: With the closest name, or with all names if none is close.
+        ValueError: The value is not a name. The message suggests the closest name, or lists all
+            names if none is similar.
     """
     names = list(names)
     if value not in names:
@@ -39,7 +40,10 @@ def one_of(field: str, value: Any, names: Iterable[str]) -> None:
 
 
 def calls(field: str, text: str) -> list[Call]:
-    """Parse "NAME + NAME(VALUE, PARAMETER=VALUE)". Raises ValueError for other text."""
+    """Parse calls joined by +, such as "NAME + NAME(VALUE, PARAMETER=VALUE)".
+
+    Raises ValueError if the text has another form.
+    """
     try:
         node: ast.expr = ast.parse(text.strip(), mode="eval").body
         parts = []
@@ -57,16 +61,17 @@ def calls(field: str, text: str) -> list[Call]:
 def bound(
     field: str, text: str, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """Return the function of a table that `text` names, with its parameters bound.
+    """Look up the function that `text` names in a table, and bind its parameters.
 
     Args:
-        field: The name of the config field that holds `text`, for messages.
+        field: The name of the config field that holds `text`, for error messages.
         text: A name, optionally with parameters in brackets.
-        table: Functions by name.
-        group: The config group whose fields are the defaults of parameters; None for none.
+        table: Maps names to functions.
+        group: A config group. Its fields are the values of parameters that `text` omits. With
+            None, the function's own defaults apply.
 
     Raises:
-        ValueError: For an unknown name or parameter.
+        ValueError: The name or a parameter is unknown, or `text` joins several names by +.
     """
     (call, *more) = calls(field, text)
     if more:
@@ -77,7 +82,11 @@ def bound(
 def bind(
     field: str, call: Call, table: Mapping[str, Function], group: Any = None
 ) -> functools.partial:
-    """Return the function of a call with its parameters bound, as `bound` does."""
+    """Look up the function of a parsed call in a table, and bind its parameters.
+
+    Parameters that the call omits take the fields of the same names in `group`, if it has them.
+    Raises ValueError if the name or a parameter is unknown.
+    """
     one_of(field, call.name, table)
     function = resolved(table[call.name])
     kinds = inspect.signature(function).parameters.values()
@@ -93,12 +102,15 @@ def bind(
 
 
 def checked(table: Mapping[str, Function]) -> Callable[[str, str], functools.partial]:
-    """Return `bound` for a table, to annotate a config field with (see ranges)."""
+    """Return a function (field, text) that calls `bound` with this table.
+
+    The annotation of a config field holds this function, which then checks the field's value.
+    """
     return lambda field, text: bound(field, text, table)
 
 
 def resolved(function: Function) -> Callable[..., Any]:
-    """Return the function itself; "MODULE:FUNCTION" is imported."""
+    """Return the function, after importing it if it is a string "MODULE:FUNCTION"."""
     if not isinstance(function, str):
         return function
     module, _, name = function.partition(":")

@@ -1,8 +1,12 @@
-"""Ranges of config fields: annotations that say which values a field may have, and their check.
+"""Valid values of config fields: annotations that state them, and functions that check them.
 
-The annotation of a field holds its type and its range: `Annotated[float, "[0, 1)"]` is an interval,
-`Annotated[str, TABLE]` the keys of a table, and `Annotated[int, "(0, inf)", (-1,)]` an interval and
-other values. A function in this place (see named.checked) parses a field that names functions.
+The annotation of a field holds its type and its valid values:
+
+- `Annotated[float, "[0, 1)"]` allows the numbers of an interval.
+- `Annotated[str, TABLE]` allows the keys of a table.
+- `Annotated[int, "(0, inf)", (-1,)]` allows the numbers of an interval, and -1.
+- `Annotated[str, FUNCTION]` allows names of functions, with parameters such as "ddim(eta=0.5)".
+  FUNCTION(field, text) parses the text and raises ValueError if it is invalid.
 """
 
 import dataclasses
@@ -25,9 +29,9 @@ Share = Annotated[float, "[0, 1]"]
 Decay = Annotated[float, "[0, 1)"]
 Scale = Annotated[float, "[0, 1000]"]
 LowLevel = Annotated[float, "[0, inf)"]
-"""The lowest noise level of an interval."""
+"""The lower end of an interval of noise levels."""
 HighLevel = Annotated[float, "(0, inf]"]
-"""The highest noise level of an interval."""
+"""The upper end of an interval of noise levels."""
 _TRUTH = {"true": True, "t": True, "1": True, "false": False, "f": False, "0": False}
 _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True or False"}
 
@@ -35,15 +39,15 @@ _WORDS = {int: "a whole number", float: "a number", str: "a text", bool: "True o
 def check(kind: type, values: Mapping[str, Any], name: str) -> None:
     """Check the values of a config group against the annotations of a NamedTuple or network.
 
-    A field's default is always valid. A tuple must not be empty unless () is one of its values.
+    The default of a field is always valid. An empty tuple is valid only if the annotation lists ().
 
     Args:
-        kind: The NamedTuple or network whose fields are checked.
-        values: The group's values by field name.
-        name: The group's name for messages; "" for fields outside groups.
+        kind: The NamedTuple or network class that annotates the fields.
+        values: Maps field names to values.
+        name: The group's name for error messages; "" for fields outside groups.
 
     Raises:
-        ValueError: For the first value that is out of range.
+        ValueError: A value is out of range. The message names the first such field.
     """
     dot, default = f"{name}." if name else "", defaults(kind)
     for field, hint in typing.get_type_hints(kind, include_extras=True).items():
@@ -52,7 +56,7 @@ def check(kind: type, values: Mapping[str, Any], name: str) -> None:
 
 
 def check_value(field: str, value: Any, hint: Any) -> None:
-    """Check one value against the annotation of its field. Raises ValueError."""
+    """Raise ValueError if a value does not fit the annotation of its field."""
     kind, ranges = kind_of(hint), getattr(hint, "__metadata__", ())
     if ranges and callable(ranges[0]):
         calls = ranges[0](field, value)
@@ -84,17 +88,19 @@ def kind_of(hint: Any) -> Any:
 
 
 def read_value(field: str, value: Any, hint: Any) -> Any:
-    """Return a value of the annotated type; parse text. Raises ValueError if it does not fit."""
+    """Convert text to the annotated type and check the value.
+
+    Raises ValueError if the value has another type or is out of range.
+    """
     value = typed(value, hint)
     check_value(field, value, hint)
     return value
 
 
 def typed(value: Any, hint: Any) -> Any:
-    """Return text as the number or truth value that a field holds, and an int of a float field.
+    """Convert text to the number or bool that the field holds, and an int to float if needed.
 
-    Other values, and text that is no such number, are returned as they are; check_value refuses
-    them.
+    Values that cannot be converted are returned unchanged. `check_value` then rejects them.
     """
     kind = kind_of(hint)
     if not isinstance(value, str):
@@ -118,7 +124,7 @@ def words(hint: Any) -> str:
 
 
 def options(hint: Any) -> list[str]:
-    """Return the names that an annotation allows; [] if it has no table of names."""
+    """Return the names that an annotation allows, or [] if it allows no names."""
     table = getattr(hint, "__metadata__", ("",))[0]
     if not callable(table):
         return [] if isinstance(table, str) else list(map(str, table))
@@ -130,7 +136,10 @@ def options(hint: Any) -> list[str]:
 
 
 def defaults(kind: type) -> dict[str, Any]:
-    """Return the fields of a NamedTuple or network with their defaults, else MISSING."""
+    """Map the field names of a NamedTuple or network to their defaults.
+
+    Fields without a default map to dataclasses.MISSING.
+    """
     if not dataclasses.is_dataclass(kind):
         default: Mapping[str, Any] = kind._field_defaults
         return {field: default.get(field, dataclasses.MISSING) for field in kind._fields}
@@ -140,7 +149,7 @@ def defaults(kind: type) -> dict[str, Any]:
 
 
 def _misfit(value: Any, kind: Any) -> str:
-    """Name the type that `value` should have; "" if it fits, or if `kind` is not checked."""
+    """Describe the type that `value` should have. "" if it has it, or if `kind` is not checked."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (tuple, Sequence):
         inner = parts[0] if origin is Sequence or parts[1:] == (...,) else Any
@@ -163,7 +172,7 @@ def _inside(number: int | float, interval: str) -> bool:
 
 
 def _in_words(interval: str, number: int | float) -> str:
-    """Describe an interval that does not hold `number`."""
+    """Describe an interval for the error message about `number`, which lies outside."""
     (low, high), opened = interval[1:-1].split(", "), interval[0] == "("
     if low == "-inf":
         return "finite"

@@ -1,8 +1,8 @@
-"""The config groups shared by all systems, and how a config group becomes a typed tuple.
+"""The config groups that all systems share, as typed tuples, and functions that read them.
 
 Configs hold plain values and can omit fields that have a default. Only the entry points see a
 config: all other functions take these tuples or single values. The annotation of a field holds its
-range, an interval of numbers or a table of names (see ranges).
+valid values: an interval of numbers or a table of names.
 """
 
 import dataclasses
@@ -18,69 +18,73 @@ from diffusion_jax.config.ranges import DTYPES, Amount, Count, Decay, Positive, 
 CROPS = ("center", "random")
 UNCAPTIONED = ("error", "drop", "empty")
 CAPTIONED = ("arrow", "tfds")
-"""Data sources that have captions whatever data.text says."""
+"""Data sources that always yield captions. They ignore data.text."""
 EMBEDDINGS = ("npy", "npz", "safetensors")
-"""Suffixes of files that hold embeddings made before training, one text each."""
+"""Suffixes of files that hold text embeddings computed before training, one text per file."""
 SNAPSHOT_DTYPE = "float16"
-"""The type of the numbers in a snapshot of averages by power functions."""
+"""The dtype of the power-function averages (`ema_widths`) in a snapshot file."""
 MOMENTS = "moments"
-"""The data source of what an autoencoder makes of images; the others give images."""
+"""The data source that yields stored outputs of an autoencoder. All others yield images."""
 
 
 class Run(NamedTuple):
-    """The fields of a config outside its groups: the system, and how often things happen."""
+    """The config fields outside groups: the system, the run's length, and the intervals of logs,
+    sampled images and checkpoints.
+    """
 
     steps: Count
     """Train up to this step."""
     batch_size: Count
-    """Samples per step on all devices together."""
+    """Samples per training step, summed over all devices."""
     seed: Annotated[int, "[0, 4294967295]"] = 0
-    """The seed of all random numbers."""
+    """The seed of the run's random numbers."""
     log_every: Count = 100
     """Steps between two lines of metrics."""
     sample_every: Amount = 1_000
-    """Steps between two sheets of sampled images; 0 for none."""
+    """Steps between two sheets of sampled images; 0 draws none."""
     save_every: Count = 1_000
     """Steps between two checkpoints."""
     keep_last: Count = 5
     """Number of newest checkpoints to keep."""
     keep_every: Amount = 0
-    """Keep checkpoints of multiples of this step for good; 0 for none."""
+    """Never delete the checkpoints at multiples of this step; 0 keeps only the newest ones."""
     step_timeout: Count = 1_800
-    """Seconds for one step with its save, after which the process counts as hanging and ends."""
+    """Seconds after which a step, including its checkpoint, counts as hanging: the process ends."""
     prompts: tuple[str, ...] = ()
-    """Prompts of the images that are sampled during training."""
+    """Prompts for the images that are sampled during training."""
     system: str = ""
-    """The system, such as imagen_jax, which every config names: see systems.find."""
+    """The package that trains this config, such as imagen_jax. Every config names one."""
 
 
 class Text(NamedTuple):
     """The text encoder, and how often training drops the text.
 
-    Training runs the encoder itself, or reads its embeddings from a store or from the data.
-    Sampling and scores always need the encoder.
+    Training either runs the encoder, or reads embeddings from a store or from the training data.
+    Sampling and evaluation always run the encoder.
     """
 
     encoder: str
-    """The name of an encoder in text.registry."""
+    """The name of the encoder, a key of text.registry.ENCODERS."""
     weights: str = ""
-    """A folder or a Hugging Face name, for pretrained encoders; stored embeddings need none."""
+    """The weights of a pretrained encoder: a folder or a Hugging Face name. Training on stored
+    embeddings needs no weights."""
     store: str = ""
-    """A store of this encoder's embeddings, which training looks up."""
+    """A store of embeddings computed by this encoder. Training reads them instead of running the
+    encoder; "" for no store."""
     width: Count = 1024
-    """The width of a token's embedding."""
+    """Number of channels of a token's embedding."""
     max_tokens: Count = 128
     """Number of tokens that the network sees."""
     read_tokens: Count = 512
     """Number of tokens that T5 reads; the first `max_tokens` are kept."""
     dtype: Annotated[str, DTYPES[:2]] = "bfloat16"
-    """The type in which a pretrained encoder computes."""
+    """The dtype in which a pretrained encoder computes."""
     drop_prob: Share = 0.1
     """Share of training samples whose text is dropped, for classifier-free guidance."""
 
 
 class Optimizer(NamedTuple):
-    """AdamW, its schedule, and the averages of its parameters."""
+    """The AdamW optimizer, its learning rate schedule, and the averages of the parameters."""
 
     lr: Positive
     """The learning rate after the warmup."""
@@ -89,53 +93,54 @@ class Optimizer(NamedTuple):
     warmup: Amount = 10_000
     """Steps over which the learning rate rises from 0."""
     decay_from: Count = 70_000
-    """The step from which the schedule "inverse_sqrt" lowers the rate."""
+    """The step after which the schedule "inverse_sqrt" lowers the learning rate."""
     b1: Decay = 0.9
     """Adam's decay rate of the first moment."""
     b2: Decay = 0.999
     """Adam's decay rate of the second moment."""
     eps: Positive = 1e-8
-    """Adam's epsilon, added to the root of the second moment."""
+    """Adam's epsilon, added to the square root of the second moment."""
     weight_decay: Annotated[float, "[0, inf)"] = 0.01
-    """AdamW's decoupled weight decay, before the factor lr."""
+    """AdamW's decoupled weight decay. Each update multiplies it by the learning rate."""
     clip: Annotated[float, "(0, inf]"] = 1.0
     """The global norm to which gradients are clipped; inf for no clipping."""
     micro_batch: Annotated[int, "[0, 1048576]"] = 0
-    """Samples per device and pass; batch_size and the mesh then give the number of passes, which
-    share the noise of a single pass. With 0, `accumulate` is the number of passes."""
+    """Samples per device in one forward and backward pass. The number of passes per step follows
+    from batch_size and the mesh. The batch has the same noise for every value above 0. With 0,
+    `accumulate` sets the number of passes."""
     accumulate: Count = 1
-    """Passes per step, each with its own noise."""
+    """Forward and backward passes per step. Each pass draws separate noise."""
     ema_decays: Annotated[tuple[float, ...], "[0, 1)", [()]] = (0.9999,)
     """Decay rates of the exponential moving averages of the parameters."""
     ema_warmup: bool = False
-    """Use the decay rate (1 + step) / (10 + step) while it is below an average's own."""
+    """Use the decay rate (1 + step) / (10 + step) as long as it is below the one in ema_decays."""
     ema_widths: Annotated[tuple[float, ...], "(0, 0.28]", [()]] = ()
-    """Relative widths of power-function averages, such as 0.05 and 0.10. From their snapshots any
-    other width can be computed after training (see diffusion_jax.averages)."""
+    """Relative widths of the power-function averages of EDM2, such as 0.05 and 0.10. After
+    training, diffusion_jax.averages computes other widths from their snapshots."""
     snapshot_every: Amount = 0
-    """Steps between two snapshots of these averages; 0 for a 32nd of the run."""
+    """Steps between two snapshots of the power-function averages; 0 for 1/32 of the run."""
     moment_dtype: Annotated[str, DTYPES[:2]] = "float32"
-    """The type of the first moment. "bfloat16" saves 2 of at least 16 bytes per parameter."""
+    """The dtype of Adam's first moment. "bfloat16" saves 2 of at least 16 bytes per parameter."""
     max_skipped: Count = 100
-    """End the run after this many steps in a row without a finite loss and gradient, or after 10 if
-    no step was finite before."""
+    """End the run after this many consecutive steps whose loss or gradient is not finite. If no
+    step of the run was finite before, end it after 10."""
 
 
 class Lora(NamedTuple):
-    """Training of low-rank factors beside the frozen weights `unet.weights`: see lora."""
+    """LoRA: training of low-rank factors, whose product is added to the frozen `unet.weights`."""
 
     rank: Amount = 0
-    """Columns of a factor; 0 trains the weights themselves."""
+    """The rank of the product of the two factors; 0 trains the weights instead of factors."""
     alpha: Positive = 8.0
-    """The product of the factors is scaled by alpha / rank."""
+    """The product of the two factors is multiplied by alpha / rank."""
     targets: str = "_attn/"
     """A regular expression for the paths of the adapted layers, such as mid_attn/q."""
     scale: Annotated[float, "[-100, 100]"] = 1.0
-    """A factor on the learned change in sampling; 0 samples from the frozen weights."""
+    """A multiplier of the learned change during sampling; 0 samples from the frozen weights."""
 
     @property
     def alpha_by_rank(self) -> float:
-        """The factor of the product."""
+        """The multiplier of the product of the two low-rank factors."""
         return self.alpha / self.rank
 
 
@@ -143,93 +148,96 @@ class MeshShape(NamedTuple):
     """Sizes of the mesh axes; -1 means all remaining devices."""
 
     replica: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Groups of devices that hold a copy of the parameters each, and split the batch."""
+    """Number of device groups. Each holds all parameters and processes a part of the batch."""
     fsdp: Annotated[int, "(0, inf)", (-1,)] = -1
-    """Devices that split the parameters and the batch."""
+    """Number of devices over which both the parameters and the batch are sharded."""
     tensor: Annotated[int, "(0, inf)", (-1,)] = 1
-    """Devices that split the layers of residual blocks."""
+    """Number of devices over which each layer of a residual block is sharded."""
 
 
 class Evaluation(NamedTuple):
-    """Scores during training, for prompts from a file or from the data."""
+    """Evaluation during training, with prompts from a file or from the training data."""
 
     every: Amount = 0
-    """Training images between two evaluations; 0 for none."""
+    """Number of training images between two evaluations; 0 for no evaluation."""
     guidance: Annotated[tuple[float, ...], "[0, 1000]"] = (7.5,)
-    """The guidance scales to score."""
+    """The guidance scales to evaluate."""
     prompts: str = ""
-    """A file of prompts; "" for the prompts that the data source itself provides."""
+    """A file of prompts; "" for the prompts that the data source provides."""
     num_prompts: Count = 1_000
     """Number of prompts drawn from the file at random."""
     reference: str = ""
-    """Statistics of Inception features of real images, for FID and other metrics."""
+    """A file of statistics of Inception features of real images, for FID and other metrics."""
     inception: str = ""
-    """Weights of Inception."""
+    """The weights of Inception, for FID and other metrics."""
     clip: str = ""
-    """Weights of CLIP, for the CLIP score and CMMD."""
+    """The weights of CLIP, for the CLIP score and CMMD."""
     clip_reference: str = ""
-    """Statistics of CLIP features of real images, for CMMD."""
+    """A file of statistics of CLIP features of real images, for CMMD."""
     dinov2: str = ""
-    """Weights of DINOv2."""
+    """The weights of DINOv2, for metrics on its features."""
     dinov2_reference: str = ""
-    """Statistics of DINOv2 features of real images."""
+    """A file of statistics of DINOv2 features of real images."""
     judge: str = ""
-    """The folder of a judge made by `metrics train_judge`."""
+    """The folder of a classifier that `metrics train_judge` trained."""
     metrics: tuple[str, ...] = ()
-    """Names in metrics.table; () for all metrics that the references and weights allow."""
+    """Names of metrics, from metrics.table. () computes all metrics whose reference statistics and
+    weights are set above."""
 
 
 class Heldout(NamedTuple):
-    """The held-out loss during training: see diffusion_jax.heldout, and `data.heldout`."""
+    """The loss on held-out records, measured during training. `data.heldout` is their share."""
 
     every: Amount = 0
-    """Steps between two measurements; 0 for none."""
+    """Steps between two measurements; 0 for no measurements."""
     records: Count = 256
     """The largest number of held-out records to use."""
     levels: Annotated[int, "[1, 1000]"] = 8
-    """Noise levels per record: quantiles of the training distribution."""
+    """Number of noise levels at which each record is measured. They are quantiles of the noise
+    distribution in training."""
 
 
 class Data(NamedTuple):
-    """The pictures to train on: their source, filters, resize, crop and flip."""
+    """The training images: their source, filters, resizing, crop and flip."""
 
     source: str
-    """The kind of data, a name in data.sources.SOURCES."""
+    """The kind of data, a key of data.sources.SOURCES."""
     path: str = ""
-    """The folder, tars, URL or data set of the source."""
+    """Where the data is: a folder, tar files, a URL or a dataset's name, depending on `source`."""
     text: str = "txt"
-    """Where the captions or embeddings are, such as txt, json:caption or npy."""
+    """The field that holds the captions or text embeddings, such as txt, json:caption or npy."""
     uncaptioned: Annotated[str, UNCAPTIONED] = "error"
-    """What to do with images without captions: raise an error, drop them, or use the text ""."""
+    """How to treat images without captions: "error" raises an error, "drop" skips them, and
+    "empty" uses the empty text."""
     mixture: tuple[tuple[float, str, str, str], ...] = ()
-    """Parts (weight, source, path, text) of the source "mixture"."""
+    """The datasets that the source "mixture" combines, each as (weight, source, path, text)."""
     min_size: Amount = 0
-    """Skip images whose shorter side has fewer pixels."""
+    """Skip images whose shorter side has fewer pixels than this."""
     max_aspect: Annotated[float, "[1, inf)", (0,)] = 0.0
-    """Skip images whose longer side is more than this many times the shorter; 0 for no limit."""
+    """Skip images whose longer side exceeds the shorter by more than this factor; 0: no limit."""
     min_chars: Amount = 0
-    """Skip records whose captions are shorter."""
+    """Skip records whose captions have fewer characters than this."""
     max_broken: Share = 0.1
-    """The share of damaged records up to which the run continues."""
+    """End the run if more than this share of the records is damaged."""
     resize: Amount = 0
-    """Pixels of the shorter side before the crop; 0 for the size of the crop."""
+    """Resize the shorter side to this many pixels before the crop; 0 for the size of the crop."""
     crop: Annotated[str, CROPS] = "center"
-    """Where images are cropped: in the center, or at a random place."""
+    """Crop images at the center, or at a random position."""
     flip: bool = False
-    """Mirror half of the images, at random."""
+    """Mirror a random half of the images horizontally."""
     threads: Amount = 16
-    """Batches prepared in parallel; 0 prepares each batch on demand."""
+    """Number of batches prepared in parallel; 0 prepares each batch when it is needed."""
     heldout: Annotated[float, "[0, 1)"] = 0.0
-    """The share of the records that training never sees: see `Heldout`."""
+    """The share of the records that training never uses, kept for the held-out loss."""
     prior: str = ""
-    """A folder of images that the base model drew (sample's output with its metadata.jsonl). They
-    replace every second row, for prior preservation (Ruiz et al. 2022)."""
+    """A folder of images drawn by the base model, with the metadata.jsonl that `sample` writes.
+    Every second row of a batch is one of them, for prior preservation (Ruiz et al. 2022)."""
     prior_weight: Scale = 1.0
-    """The weight of such a row in the loss; other rows have 1."""
+    """The weight in the loss of the rows from `prior`. All other rows have weight 1."""
 
     @property
     def embedded(self) -> bool:
-        """Whether `text` names embeddings beside the images instead of captions."""
+        """True if the field `text` holds embeddings instead of captions."""
         if self.source in CAPTIONED:
             return False
         texts = [part[-1] for part in self.mixture] if self.source == "mixture" else [self.text]
@@ -237,16 +245,16 @@ class Data(NamedTuple):
 
 
 def split(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a config into the fields outside groups, and its groups."""
+    """Split a config into its fields outside groups and its groups."""
     groups = {key: value for key, value in config.items() if isinstance(value, Mapping)}
     return {key: value for key, value in config.items() if key not in groups}, groups
 
 
 def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
-    """Return a config group as a NamedTuple or network.
+    """Build a NamedTuple or network from a config group, with defaults for omitted fields.
 
     Raises:
-        ValueError: For unknown or missing fields, and values out of range.
+        ValueError: A field is unknown or missing, or its value is out of range.
     """
     values = {k: plain(value) for k, value in complete(ranges.defaults(kind), group, name).items()}
     ranges.check(kind, values, name)
@@ -256,15 +264,16 @@ def read(kind: type, group: Mapping[str, Any], name: str) -> Any:
 
 
 def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a config group with the defaults of the fields that it omits.
+    """Add the defaults of omitted fields to a config group.
 
     Args:
-        fields: The group's fields with their defaults, in order; MISSING for none.
-        group: The values of the config.
-        name: The group's name for messages; "" for fields outside groups.
+        fields: Maps the group's fields, in order, to their defaults. A field without a default
+            maps to dataclasses.MISSING.
+        group: The values in the config.
+        name: The group's name for error messages; "" for fields outside groups.
 
     Raises:
-        ValueError: For unknown fields, and for omitted fields without a default.
+        ValueError: A field is unknown, or a field without a default is omitted.
     """
     dot = f"{name}." if name else ""
     unknown = sorted(group.keys() - fields.keys())
@@ -276,14 +285,14 @@ def complete(fields: Mapping[str, Any], group: Mapping[str, Any], name: str) -> 
     if missing:
         raise ValueError(f"the config lacks {', '.join(dot + field for field in missing)}")
     values = {**fields, **group}
-    for field, value in group.items():  # A file can hold 0 for a field that takes 0.5.
+    for field, value in group.items():  # A config file can hold 0 instead of 0.0.
         if isinstance(fields[field], float) and type(value) is int:
             values[field] = float(value)
     return values
 
 
 def check_prompts(run: Run, data: Data) -> None:
-    """Raise ValueError if sampling during training has no prompts."""
+    """Raise ValueError if images are sampled during training but the config has no prompts."""
     if not data.embedded and run.sample_every and not run.prompts:
         raise ValueError(
             "prompts is empty: give texts to draw during training, such as "
@@ -292,5 +301,5 @@ def check_prompts(run: Run, data: Data) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert lists, which JSON makes of tuples, to tuples at any depth."""
+    """Convert nested lists to tuples. JSON stores tuples as lists."""
     return tuple(map(plain, value)) if isinstance(value, list | tuple) else value

@@ -1,6 +1,6 @@
-"""Find config fields that nothing reads, such as those of another sampler or objective.
+"""Find config fields without effect, such as a parameter of a sampler that is not used.
 
-Watched settings record which fields are read, so that no table has to list the readers.
+The settings record each read of a field. A field that was never read has no effect.
 """
 
 from collections.abc import Callable, Collection
@@ -10,15 +10,16 @@ from diffusion_jax.config import ranges
 
 
 def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str, Any]]]:
-    """Return settings that record reads, and a function that returns the unread fields so far.
+    """Return a copy of the settings that records reads, and a function that lists unread fields.
 
     Args:
         s: The settings.
-        names: The groups to watch.
+        names: The groups whose reads are recorded.
 
     Returns:
-        The settings, and a function that returns {"sampler.eta": 0.5} for unread fields that differ
-        from their default. A group that is unpacked as a whole counts as read.
+        The copy, and a function without arguments. The function returns the fields that were not
+        read so far and whose values differ from their defaults, such as {"sampler.eta": 0.5}. If a
+        group is unpacked as a whole, all of its fields count as read.
     """
     groups = {name: getattr(s, name) for name in names if hasattr(s, name)}
     read: dict[str, set[str]] = {name: set() for name in groups}
@@ -36,11 +37,11 @@ def watched(s: Any, names: Collection[str]) -> tuple[Any, Callable[[], dict[str,
 
 
 def _watch(group: Any, read: set[str]) -> Any:
-    """Return a copy of a NamedTuple that adds the name of each field that is read to `read`."""
+    """Copy a NamedTuple. Reading a field of the copy adds the field's name to the set `read`."""
     kind: Any = type(group)
 
     class Watched(kind):
-        """A NamedTuple that records reads."""
+        """A NamedTuple that records which of its fields are read."""
 
         def __getattribute__(self, name: str) -> Any:
             read.add(name)

@@ -1,7 +1,7 @@
-"""Versions of config.json: a run outlives the code that wrote its config.
+"""Versions of config.json, so that newer code can read the configs of older runs.
 
-A workdir's config.json holds the whole config and its version. Fields that were added later take
-their defaults when it is read back; a field that is renamed or removed needs a line in CHANGES.
+The config.json in a workdir holds the whole config and its version. When it is read back, fields
+that were added later take their defaults. Each renamed or removed field has an entry in CHANGES.
 """
 
 from collections.abc import Mapping
@@ -9,29 +9,29 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 VERSION = 4
-"""The version written today. Configs of version 0 hold neither a version nor a system."""
-# The systems of version-0 configs: the first of these groups that a config has decides.
+"""The version that this code writes. Configs of version 0 hold neither a version nor a system."""
+# Systems of version-0 configs: the first of these groups that a config has determines the system.
 _GROUPS = {"reconstruction": "sd_jax.vae", "latents": "sd_jax", "unet": "imagen_jax"}
-# Data sources of version 2 that moved out of data/, and the modules that they are now.
+# Data sources of version 2 that moved out of data/, with their present modules.
 _SOURCES = {"digits": "diffusion_jax.examples.digits"}
 
 
 class Change(NamedTuple):
-    """A field that a version of the config renamed or removed, or whose values it renamed."""
+    """A change to a config field: the field or its values are renamed, or the field is removed."""
 
     version: int
-    """The first version without this field or these values."""
+    """The first version with this change."""
     field: str
-    """The field's earlier name, such as unet.dropout."""
+    """The name of the field before the change, such as unet.dropout."""
     renamed: str = ""
-    """The field's new name; "" if it was removed, or if only `values` were renamed."""
+    """The new name of the field; "" if the field is removed, or if only its values are renamed."""
     learned: tuple[Any, ...] = ()
-    """Values of a removed field that today's code implements; other values raise ValueError.
-
-    Empty for a field that does not affect the meaning of the weights: it is dropped.
+    """Values of a removed field that the present code still implements. Any other value raises
+    ValueError, because the weights were trained with it. () for a field that does not affect the
+    meaning of the weights: it is ignored.
     """
     values: Mapping[Any, Any] = MappingProxyType({})
-    """New values by earlier values, for a field that keeps its name."""
+    """Maps old values to new values, for a field that keeps its name."""
 
 
 CHANGES: tuple[Change, ...] = (
@@ -45,10 +45,11 @@ CHANGES: tuple[Change, ...] = (
 
 
 def upgrade(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a config of any version with today's field names, without its version.
+    """Convert a config of any version to the present field names, and remove its version.
 
     Raises:
-        ValueError: If the config is of a later version, or has a removed value that mattered.
+        ValueError: The config has a later version than this code, or a removed field has a value
+            that this code does not implement.
     """
     version = config.pop("version", 0)
     if version > VERSION:
@@ -80,7 +81,7 @@ def upgrade(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rename_mixed_sources(config: dict[str, Any]) -> None:
-    """Apply _SOURCES to the parts (weight, source, path, text) of data.mixture, in place."""
+    """Rename old data sources in the entries (weight, source, path, text) of data.mixture."""
     match config.get("data"):
         case {"mixture": [*parts]}:
             for part in parts:
