@@ -1,4 +1,4 @@
-"""Image-to-image and inpainting: a wrapper that makes any sampler start from a given picture."""
+"""Image-to-image and inpainting: a wrapper that makes any sampler start from an input image."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
@@ -14,17 +14,17 @@ def over(
     strength: float,
     new: Bool[Array, "B H W 1"] | None = None,
 ) -> Sampler:
-    """Return a sampler that draws over `image` with the last `strength` of its steps.
+    """Return a sampler that edits `image` by running only its last steps (SDEdit).
 
     Args:
-        sampler: The sampler.
-        image: Images in the coordinates of x0.
+        sampler: The sampler that is wrapped.
+        image: The images to edit, in the coordinates of x0.
         eps: Standard normal noise.
-        strength: From 0 to 1. SDEdit (Meng et al. 2022) starts from image + sigma * eps; at 1 the
-            sampler starts from its own noise.
-        new: True at the pixels to draw. At the others D is the image itself, so the network sees
-            the image under the noise of each level, and the result holds it (as in Lugmayr et al.
-            2022, equation 8). None draws all pixels.
+        strength: The share of the steps to run, from 0 to 1. Sampling starts from
+            image + sigma * eps (SDEdit, Meng et al. 2022). At 1 it starts from pure noise.
+        new: True at the pixels to draw. At all other pixels D returns the image, so the network
+            sees the noisy image there and the result equals the image (as in Lugmayr et al. 2022,
+            equation 8). None draws all pixels.
     """
 
     def draw(denoise, x, sigmas, noise):
@@ -36,7 +36,7 @@ def over(
         if len(sigmas) > 1:
             with_image = lambda x, sigma: jnp.where(fixed, image, denoise(x, sigma))
             x = sampler(denoise if new is None else with_image, x, sigmas, noise)
-        # Callers divide by this factor (see samplers.in_own_coordinates).
+        # Callers divide by this factor, in samplers.in_own_coordinates.
         return jnp.where(fixed, image * jnp.sqrt(1 + sigmas[-1] ** 2), x)
 
     return draw

@@ -1,9 +1,10 @@
-"""Grids: the decreasing noise levels that samplers step through, whatever a model was trained on.
+"""Sampling grids: the decreasing noise levels through which a sampler steps.
 
-A grid of n steps has n + 1 levels: the start of each step, and the end, which is 0 or the smallest
-level. Grids by time take the model's levels at n of its times; grids by level lie between two noise
-levels. leading, trailing and linspace are named as in Lin et al. 2024, Table 2, and in diffusers,
-and round the times of discrete schedules as diffusers does.
+A grid of n steps has n + 1 levels: one at the start of each step, and the end of the last step,
+which is 0 or the smallest level. Any grid works with any model, with one exception: grids by time
+choose n times of the model's noise schedule, so they need a schedule with times. Grids by level
+space the levels between sigma_max and sigma_min. The names leading, trailing and linspace are from
+Lin et al. 2024, Table 2. They round the times of discrete schedules as diffusers does.
 """
 
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from diffusion_jax.diffusion.precond import Sigma
 
 Times = Float[np.ndarray, "n"] | Float[Array, "n"]
 Spacing = Callable[..., tuple[Sigmas, Times | None]]
-"""(noise, a config's `sampler` group, Places, end) to the levels of the steps, with or without that
-of the end, and to the times that the network sees; None stands for noise.time."""
+"""A function from (noise, a config's `sampler` group, Places, end) to (levels, times).
+
+The levels are those of the n steps. The level of the end may follow; otherwise make_grid adds it.
+The network sees `times` at these levels. If `times` is None, noise.time computes them."""
 ENDS = ("zero", "sigma_min")
 EndName = Annotated[str, ENDS]
 
@@ -30,31 +33,31 @@ class Grid(NamedTuple):
 
     sigmas: Float[Array, "n+1"]
     time: Callable[[Sigma], Sigma]
-    """sigma to c_noise, for networks that predict eps, x0, v or flow."""
+    """Maps sigma to c_noise, for networks that predict eps, x0, v or flow."""
 
 
 class Places(NamedTuple):
     """How a sampler places its steps on a discrete schedule."""
 
     closed: bool = False
-    """leading and linspace have n + 1 times, the last one for the end, as diffusers' multistep
-    solvers do."""
+    """True if `leading` and `linspace` use n + 1 times, the last of which is the end. The multistep
+    solvers of diffusers do this."""
     whole: bool = True
-    """Fractional times are rounded."""
+    """True if fractional times are rounded to whole times."""
 
 
 def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid:
-    """Return the grid `name` of GRIDS with an end of ENDS.
+    """Compute a sampling grid.
 
     Args:
-        noise: The model's noise.
-        s: A config's `sampler` group; steps, sigma_min, sigma_max, rho and offset are read.
-        name: A key of GRIDS.
-        end: One of ENDS.
-        places: How the sampler places its steps.
+        noise: The noise that the model was trained on.
+        s: A config's `sampler` group. Its steps, sigma_min, sigma_max, rho and offset are read.
+        name: The kind of grid, a key of GRIDS.
+        end: The last level: "zero" for 0, "sigma_min" for the smallest level.
+        places: How the sampler places its steps on a discrete schedule.
 
     Raises:
-        ValueError: If the grid goes by times and the noise has none.
+        ValueError: The grid spaces times, and the noise has no times.
     """
     check(noise, name)
     sigmas, times = named.bound("sampler.grid", name, GRIDS)(noise, s, places, end)
@@ -65,7 +68,7 @@ def make_grid(noise: Noise, s: Any, name: str, end: str, places: Places) -> Grid
 
 
 def check(noise: Noise, name: str) -> None:
-    """Raise ValueError for a grid by times if the noise has no times."""
+    """Raise ValueError if the grid `name` spaces times and the noise has no times."""
     if name in BY_TIMES and noise.level is None:
         raise ValueError(
             f"sampler.grid is {name!r}, which spaces times, and this diffusion.noise has none: "
@@ -74,20 +77,26 @@ def check(noise: Noise, name: str) -> None:
 
 
 def ldm(noise: Noise, s: Any, *rest: Any) -> tuple[Sigmas, Times | None]:
-    """LDM's leading times of a discrete schedule, in exactly n steps; otherwise `leading`."""
+    """Compute the levels at LDM's times, for exactly n steps (see `leading_times`).
+
+    On a continuous schedule this equals `leading`.
+    """
     if not noise.steps:
         return leading(noise, s, *rest)
     return _level(noise)(jnp.asarray(leading_times(s.steps, noise.steps))), None
 
 
 def even(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, None]:
-    """n + 1 evenly spaced times from the last one to 0, as in DPM-Solver; 0 is the end."""
+    """Compute the levels at n + 1 evenly spaced times, from the largest to 0 (DPM-Solver)."""
     times = even_times(s.steps, noise.steps) if noise.steps else jnp.linspace(1, 0, s.steps + 1)
     return _level(noise)(jnp.asarray(times)), None
 
 
 def leading(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Evenly spaced times from 0 up, each s.offset later on a discrete schedule."""
+    """Compute the levels at evenly spaced times that start at 0 and stop short of the largest.
+
+    On a discrete schedule, s.offset is added to each time.
+    """
     points = s.steps + _has_end(noise, places)
     if not noise.steps:
         return _at_times(noise, s, np.arange(points)[::-1] / points)
@@ -96,27 +105,30 @@ def leading(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Time
 
 
 def trailing(noise: Noise, s: Any, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Evenly spaced times from the last one down, such that the end is at time 0."""
+    """Compute the levels at n evenly spaced times, from the largest to one spacing above time 0."""
     left = 1 - np.arange(s.steps) / s.steps
     return _at_times(noise, s, np.round(noise.steps * left) - 1 if noise.steps else left)
 
 
 def linspace(noise: Noise, s: Any, places: Places, *_: Any) -> tuple[Sigmas, Times | None]:
-    """Evenly spaced times from the last one to 0; the last step starts at time 0."""
+    """Compute the levels at evenly spaced times from the largest to 0.
+
+    The last step starts at time 0, unless the end needs a time: then the end is at time 0.
+    """
     last = noise.steps - 1 if noise.steps else 1
     times = np.linspace(0, last, s.steps + _has_end(noise, places))[::-1]
     return _at_times(noise, s, np.round(times) if noise.steps and places.whole else times)
 
 
 def karras(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
-    """EDM's levels from sigma_max to sigma_min (see `karras_sigmas`)."""
+    """Compute EDM's levels from sigma_max to sigma_min (Karras et al. 2022, equation 5)."""
     low, high = noise.bounds(s.sigma_min, s.sigma_max)
     sigmas = karras_sigmas(s.steps + (end != "zero"), low, high, s.rho)[:-1]
     return sigmas, _times_of(noise, sigmas[: s.steps], np.round if places.whole else None)
 
 
 def exponential(noise: Noise, s: Any, places: Places, end: str) -> tuple[Sigmas, Times | None]:
-    """Levels with evenly spaced logarithms from sigma_max to sigma_min."""
+    """Compute levels from sigma_max to sigma_min whose logarithms are evenly spaced."""
     low, high = map(jnp.log, noise.bounds(s.sigma_min, s.sigma_max))
     sigmas = jnp.exp(jnp.linspace(high, low, s.steps + (end != "zero")))
     return sigmas, _times_of(noise, sigmas[: s.steps], np.floor if places.whole else None)
@@ -131,7 +143,7 @@ GRIDS: dict[str, Spacing | str] = {
     "karras": karras,
     "exponential": exponential,
 }
-"""Values of sampler.grid, for every sampler of both systems; also "MODULE:FUNCTION"."""
+"""The values that sampler.grid can have in configs. A value "MODULE:FUNCTION" is imported."""
 GridName = Annotated[str, GRIDS]
 BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
 
@@ -139,22 +151,23 @@ BY_TIMES = ("ldm", "even", "leading", "trailing", "linspace")
 def karras_sigmas(
     n: int, sigma_min: Scalar = 0.002, sigma_max: Scalar = 80.0, rho: Scalar = 7.0
 ) -> Float[Array, "{n}+1"]:
-    """Return EDM's noise levels for n steps (equation 5): n levels and the final 0."""
+    """Compute EDM's n noise levels from sigma_max to sigma_min (equation 5), and append 0."""
     top, bottom = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     return jnp.append((top + jnp.linspace(0, 1, n) * (bottom - top)) ** rho, 0.0)
 
 
 def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Return the times of n DDIM or PLMS steps on a discrete schedule, and the final 0.
+    """Compute the decreasing times of n DDIM or PLMS steps on a discrete schedule, and append 0.
 
-    If n divides `steps` and is at most half of it, the times are LDM's: 1, 1 + steps / n, ... from
-    below, so that runs with few steps start below the last time. Otherwise they are evenly spaced
-    in the same way and may be fractional; above steps / 2 they run from 1 to steps - 1.
+    For n up to steps / 2, the times are 1, 1 + steps / n, 1 + 2 steps / n, ... If n divides
+    `steps`, these are LDM's times; otherwise they are fractional. Sampling with few steps thus
+    starts well below the schedule's last time. For larger n, the times are evenly spaced from 1 to
+    steps - 1.
 
-    Computed in numpy, like `even_times`: JAX would compile a program for each n.
+    numpy computes them, as in `even_times`, because JAX would compile a program for each n.
 
     Raises:
-        ValueError: Unless 1 <= n <= steps.
+        ValueError: n is not between 1 and `steps`.
     """
     if not 1 <= n <= steps:
         raise ValueError(f"{n} sampling steps: choose 1 to {steps} for a table of {steps} times")
@@ -163,24 +176,28 @@ def leading_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
 
 
 def even_times(n: int, steps: int = 1000) -> Float[np.ndarray, "{n}+1"]:
-    """Return n + 1 evenly spaced, generally fractional times down to 0, as in DPM-Solver."""
+    """Compute n + 1 evenly spaced times from steps - 1 to 0, as in DPM-Solver.
+
+    They are generally fractional.
+    """
     return np.linspace(steps - 1, 0, n + 1, dtype=np.float32)
 
 
 def _level(noise: Noise) -> Callable[[Any], Sigmas]:
-    assert noise.level is not None  # `check` makes sure of it.
+    assert noise.level is not None  # `check` has raised an error otherwise.
     return noise.level
 
 
 def _has_end(noise: Noise, places: Places) -> bool:
-    """Return whether the end needs a time of its own beside those of the n steps."""
+    """Return whether the end needs a time in addition to the n times at which steps start."""
     return places.closed or (not noise.steps and noise.end == "zero")
 
 
 def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | None]:
-    """Return the levels at the first s.steps times, and the times of a discrete schedule.
+    """Return the levels at the first s.steps times, and these times, as a Spacing does.
 
-    The levels of a discrete schedule are at most s.sigma_max, if that is not 0.
+    On a continuous schedule, None replaces the times. On a discrete schedule, levels are clipped to
+    s.sigma_max, if that is not 0.
     """
     times = times[: s.steps].astype(np.float32)
     sigmas = _level(noise)(jnp.asarray(times))
@@ -188,7 +205,10 @@ def _at_times(noise: Noise, s: Any, times: np.ndarray) -> tuple[Sigmas, Times | 
 
 
 def _times_of(noise: Noise, sigmas: Sigmas, rounded: Callable | None) -> Times | None:
-    """Return the times of levels on a discrete schedule, linear in ln sigma between its steps."""
+    """Convert levels to times of a discrete schedule, by linear interpolation in ln sigma.
+
+    The function `rounded` then rounds the times. Return None for a continuous schedule.
+    """
     if not noise.steps:
         return None
     steps = np.arange(noise.steps, dtype=np.float32)
@@ -197,6 +217,6 @@ def _times_of(noise: Noise, sigmas: Sigmas, rounded: Callable | None) -> Times |
 
 
 def _interpolated(sigmas: Sigmas, times: Times) -> Callable[[Sigma], Sigma]:
-    """Return sigma -> time through a grid's levels and times, linear in ln sigma between them."""
+    """Return a function from sigma to time: a grid's times, interpolated linearly in ln sigma."""
     log_levels, times = jnp.log(sigmas[::-1]), jnp.asarray(times, jnp.float32)[::-1]
     return lambda sigma: jnp.interp(jnp.log(sigma), log_levels, times)

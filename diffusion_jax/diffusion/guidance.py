@@ -1,9 +1,10 @@
-"""Guidance and thresholds: from a network under several conditions to the D that samplers see.
+"""Guidance and thresholds: functions that build the denoiser D that samplers call.
 
-A network gives D under the text, under the negative text and, for some kinds of guidance, under the
-empty text. In autoguidance (Karras et al. 2024) a second network takes the place of the negative
-text. A Guide combines these D into one; the wrappers in GUIDANCE change Guides, and those in
-THRESHOLDS change denoisers.
+D(x, sigma) is the estimate of the clean image. A network computes it for the text, for the negative
+text and, for some kinds of guidance, for the empty text. Autoguidance (Karras et al. 2024) uses a
+second network instead of the negative text. A Guide combines these estimates into one. A function
+in GUIDANCE takes a Guide and returns a new one. A function in THRESHOLDS takes a denoiser and
+returns a new one.
 """
 
 import functools
@@ -23,7 +24,7 @@ Guidance = Scalar | Float[Array, "B"]
 COND, NEGATIVE, EMPTY, GUIDE = "cond", "negative", "empty", "guide"
 Preview = Callable[[Float[ArrayLike, "B h w 3"], Float[ArrayLike, ""]], None]
 Branches = Callable[[Images, Sigma, Sequence[str]], Mapping[str, Images]]
-"""(x, sigma, condition names) to D under each of these conditions."""
+"""A function from (x, sigma, condition names) to D(x, sigma) under each of these conditions."""
 Share = Annotated[int | float, "[0, 1]"]
 Amount = Annotated[int | float, "[0, 1000]"]
 Level = Annotated[int | float, "[0, inf]"]
@@ -31,20 +32,21 @@ _AXES = (1, 2, 3)
 
 
 class Guide(NamedTuple):
-    """How the D under several conditions become the one that samplers see."""
+    """A rule that combines D under several conditions into the D that samplers call."""
 
     combine: Callable[[Mapping[str, Images], Images, Sigma, Guidance], Images]
-    """(D by condition name, x, sigma, guidance) to D."""
+    """Maps (D by condition name, x, sigma, guidance) to the guided D."""
     other: str = NEGATIVE
-    """The condition that guidance leads away from: NEGATIVE, or GUIDE."""
+    """The condition from which guidance leads away: NEGATIVE, or GUIDE for a second network."""
     needs: tuple[str, ...] = (COND, NEGATIVE)
-    """The conditions whose D `combine` takes."""
+    """The conditions under which `combine` needs D."""
     acts: Callable[[Float[Array, ""]], Bool[Array, ""]] | None = None
-    """Whether guidance acts at a noise level, else D is that of the text; None for all levels."""
+    """Returns whether guidance applies at a noise level. At other levels D is D_cond, computed from
+    the text alone. None applies guidance at all levels."""
 
 
 class Model(NamedTuple):
-    """Facts about the guided model that the functions in GUIDANCE receive."""
+    """The properties of the guided model that the functions in GUIDANCE receive."""
 
     scalings: Precond
     sigmas: Sigmas
@@ -52,9 +54,10 @@ class Model(NamedTuple):
 
 
 def outward(other: str = NEGATIVE) -> Guide:
-    """D_other + guidance * (D_cond - D_other) (Ho & Salimans 2022, equation 6).
+    """Build a Guide that computes D_other + guidance * (D_cond - D_other).
 
-    `guidance` is one number, or one per image; at 1 the result equals D_cond to the last bit.
+    This is equation 6 of Ho & Salimans 2022. `guidance` is one number, or one number per image. At
+    guidance 1 the result is bitwise equal to D_cond.
     """
 
     def combine(d, x, sigma, guidance):
@@ -72,15 +75,18 @@ def led(
     conditions: Mapping[str, Callable[[], Any]],
     guide_of: Callable[[Any], Denoiser] | None = None,
 ) -> Denoiser:
-    """Return the D that samplers see, guided as a config's `sampler` group says.
+    """Build the guided denoiser that a config's `sampler` group describes.
 
     Args:
         s: The `sampler` group.
-        model: The guided model.
-        guidance: The guidance, one or one per image; None for D of the text alone.
-        denoiser_of: Makes D of the network from what it is conditioned on.
-        conditions: Functions that compute the network's conditions, one row per image, by name.
-        guide_of: The same as `denoiser_of` for a second, guiding network with the same text.
+        model: The properties of the guided model.
+        guidance: One number, or one number per image. With None there is no guidance: the result is
+            D under the text.
+        denoiser_of: Takes a condition and returns the network's D under it.
+        conditions: Maps each condition's name to a function without arguments. The function
+            computes the condition, one row per image.
+        guide_of: The same as `denoiser_of`, for the second network in autoguidance. This network
+            gets the same text as the first. None without autoguidance.
     """
     guide = make(s, model, GUIDE if guide_of else NEGATIVE)
     names = (COND,) if guidance is None else guide.needs
@@ -90,7 +96,7 @@ def led(
 
 
 def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoiser:
-    """Return D(x, sigma) with guidance for samplers, or without it if `guidance` is None."""
+    """Return the guided denoiser D(x, sigma). If `guidance` is None, return D under the text."""
 
     def plain(x, sigma):
         return branches(x, sigma, (COND,))[COND]
@@ -106,7 +112,11 @@ def guided(branches: Branches, guidance: Guidance | None, guide: Guide) -> Denoi
 
 
 def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
-    """Build the Guide of a `sampler` group: `guiding`, from guidance_low to guidance_high."""
+    """Build the Guide that a config's `sampler` group describes.
+
+    The field `guiding` names the kinds of guidance. They apply at noise levels from guidance_low to
+    guidance_high. `other` is the condition from which guidance leads away.
+    """
     check(s)
     guide = outward(other)
     for wrapper in bound("sampler.guiding", s.guiding):
@@ -118,7 +128,7 @@ def make(s: Any, model: Model, other: str = NEGATIVE) -> Guide:
 
 
 def check(s: Any) -> None:
-    """Raise ValueError for cfg_pp with a sampler that evaluates D between the grid's levels."""
+    """Raise ValueError if cfg_pp is used with a sampler that evaluates D between grid levels."""
     (sampler,) = named.calls("sampler.name", getattr(s, "name", "ddim"))
     first = sampler.positional[0] if sampler.positional else getattr(s, "churn", 0)
     churn = sampler.by_name.get("churn", first)
@@ -131,12 +141,19 @@ def check(s: Any) -> None:
 
 
 def bound(field: str, text: str) -> list[functools.partial]:
-    """Return the wrappers that a field names, such as "apg(norm=5) + rescale". See named.bound."""
+    """Parse names joined by +, such as "apg(norm=5) + rescale", and look them up in GUIDANCE.
+
+    Return the functions with their parameters bound. Raises ValueError if a name or a parameter is
+    unknown. `field` is the name of the config field, for error messages.
+    """
     return [named.bind(field, call, GUIDANCE) for call in named.calls(field, text)]
 
 
 def by_image(guiding: str, guidance: int | float, num_images: int) -> Float[np.ndarray, "N"] | None:
-    """Return the guidance of each image, or None if D is then that of the text alone."""
+    """Return the guidance as an array with one number per image.
+
+    Return None if the guidance is 1 and has no effect, so that only D under the text is needed.
+    """
     kinds = {call.name for call in named.calls("sampler.guiding", guiding)}
     if guidance == 1 and kinds <= {*PLAIN_AT_1}:
         return None
@@ -148,10 +165,11 @@ def conditional(
     conditions: Mapping[str, Any],
     guide: Denoiser | None = None,
 ) -> Branches:
-    """Return the D of one network under several conditions, in one evaluation, and of a guide.
+    """Return a function that evaluates a network under several conditions in one joined batch.
 
-    `conditions` have one row per image. The rows of an image stay neighbours in the joined batch,
-    so that a sharded batch needs no communication.
+    If a second denoiser `guide` is given, its D is returned too, under the name GUIDE. Each of the
+    `conditions` has one row per image. In the joined batch, the rows of an image are neighbours, so
+    that a sharded batch needs no communication.
     """
     join = lambda *rows: jnp.stack(rows, axis=1).reshape(-1, *rows[0].shape[1:])
     joined = jax.tree.map(join, *conditions.values())  # Row n i + k: image i, condition k of n.
@@ -166,7 +184,10 @@ def conditional(
 
 
 def by_rows(denoise: Denoiser) -> Branches:
-    """Return the D of a denoiser whose rows are under each condition in turn."""
+    """Split D of a joined batch by condition.
+
+    The denoiser's rows are ordered by image, and by condition within an image.
+    """
 
     def branches(x, sigma, names):
         d = denoise(x.repeat(len(names), axis=0), sigma.repeat(len(names)))
@@ -176,19 +197,19 @@ def by_rows(denoise: Denoiser) -> Branches:
     return branches
 
 
-# The entries of GUIDANCE: wrappers of a Guide, given the Model that is guided.
+# The entries of GUIDANCE: functions from a Guide and the guided Model to a new Guide.
 
 
 def cfg(guide: Guide, model: Model) -> Guide:
-    """Plain classifier-free guidance: the Guide is unchanged."""
+    """Return the Guide unchanged: plain classifier-free guidance."""
     del model
     return guide
 
 
 def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = float("inf")) -> Guide:
-    """Guide only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
+    """Apply guidance only at noise levels from `low` to `high` (Kynkaanniemi et al. 2024).
 
-    At other levels, D of the text is all that is computed.
+    At other levels, the network is evaluated under the text only.
     """
     del model
     before = guide.acts or (lambda sigma: True)
@@ -196,10 +217,11 @@ def interval(guide: Guide, model: Model, *, low: Level = 0.0, high: Level = floa
 
 
 def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> Guide:
-    """Adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
+    """Apply adaptive projected guidance (Sadat et al. 2024, Algorithm 1), without its momentum.
 
-    Scales the part of the update parallel to D_cond, which causes oversaturation, by `eta`. Clips
-    the update of each image to the length `norm` before guidance multiplies it (0: no limit).
+    The update is D_cond - D_other. First, the update of each image is clipped to the length `norm`;
+    0 means no limit. Then its part parallel to D_cond, which causes oversaturation, is multiplied
+    by `eta`. Finally, guidance multiplies the update.
     """
     del model
     if EMPTY in guide.needs:
@@ -221,12 +243,16 @@ def apg(guide: Guide, model: Model, *, eta: Share = 0.0, norm: Amount = 0.0) -> 
 
 
 def cfg_pp(guide: Guide, model: Model) -> Guide:
-    """CFG++ (Chung et al. 2024, Algorithm 2): the guidance is its lambda, from 0 to 1.
+    """Apply CFG++ (Chung et al. 2024, Algorithm 2). The guidance is the paper's lambda, 0 to 1.
 
-    It takes D_lambda = D_uncond + lambda (D_cond - D_uncond) for the image and the unconditional
-    eps for the noise: x' = D_lambda + r (x - D_uncond), with r = sigma' / sigma of a DDIM step.
-    This equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). It needs a sampler
-    that evaluates D at the grid's levels only: `check` refuses `restart`, and `heun` with churn.
+    A CFG++ step adds unconditional noise to the guided image
+    D_lambda = D_uncond + lambda (D_cond - D_uncond). For a step from sigma to sigma' and
+    r = sigma' / sigma, this is
+
+        x' = D_lambda + r (x - D_uncond).
+
+    It equals DDIM's step x' = D + r (x - D) at the guidance lambda / (1 - r). The sampler must
+    evaluate D at the grid's levels only: `check` rejects `restart`, and `heun` with churn.
     """
 
     def combine(d, x, sigma, guidance):
@@ -237,9 +263,10 @@ def cfg_pp(guide: Guide, model: Model) -> Guide:
 
 
 def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
-    """Guidance rescale (Lin et al. 2024, equations 15 and 16) of what the network predicts.
+    """Rescale the guided prediction of the network (Lin et al. 2024, equations 15 and 16).
 
-    Mixes the guided prediction with its copy of the standard deviation of D_cond's, by `phi`.
+    A copy of the guided prediction is scaled to the standard deviation of the conditional one. The
+    result is phi times this copy plus 1 - phi times the guided prediction.
     """
 
     def combine(d, x, sigma, guidance):
@@ -253,9 +280,9 @@ def rescale(guide: Guide, model: Model, *, phi: Share = 0.7) -> Guide:
 
 
 def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
-    """Perp-Neg (Armandpour et al. 2023): lead away only from what the prompt does not contain.
+    """Apply Perp-Neg (Armandpour et al. 2023): keep what the negative text shares with the prompt.
 
-    D_empty + guidance (a - weight b), where a = D_cond - D_empty and b is the part of
+    D is D_empty + guidance * (a - weight * b), where a = D_cond - D_empty, and b is the part of
     D_negative - D_empty that is perpendicular to a.
     """
     del model
@@ -276,7 +303,7 @@ def perp_neg(guide: Guide, model: Model, *, weight: Amount = 1.0) -> Guide:
 def projected(
     images: Float[Array, "B H W C"], onto: Float[Array, "B H W C"]
 ) -> Float[Array, "B H W C"]:
-    """Project each image onto another one."""
+    """Project each image of a batch onto the image in the same row of `onto`."""
     length_2 = jnp.maximum((onto**2).sum(_AXES, keepdims=True), 1e-12)
     return (images * onto).sum(_AXES, keepdims=True) / length_2 * onto
 
@@ -289,14 +316,18 @@ GUIDANCE: dict[str, Callable[..., Guide] | str] = {
     "rescale": rescale,
     "perp_neg": perp_neg,
 }
-"""Values of sampler.guiding, joined by + with the innermost first; also "MODULE:FUNCTION"."""
+"""The names that sampler.guiding can combine by +. Functions apply from left to right. A table
+value "MODULE:FUNCTION" is imported on use."""
 GuidingName = Annotated[str, bound]
 PLAIN_AT_1 = ("cfg", "interval", "apg", "rescale")
-"""The names in GUIDANCE that give D of the text itself at guidance 1, which by_image uses."""
+"""The kinds of guidance that have no effect at guidance 1, where D equals D_cond."""
 
 
 def dynamic(denoise: Denoiser, *, percentile: Scalar = 99.5) -> Denoiser:
-    """Clip x0 to its own percentile s >= 1, then divide by s (Imagen, section 2.3)."""
+    """Apply dynamic thresholding (Imagen, section 2.3): clip x0 to [-s, s] and divide it by s.
+
+    s is the given percentile of |x0| in each image, and at least 1.
+    """
 
     def thresholded(x, sigma):
         x0 = denoise(x, sigma)
@@ -317,5 +348,6 @@ THRESHOLDS: dict[str, Callable[..., Denoiser] | str] = {
     "static": static,
     "none": lambda denoise: denoise,
 }
-"""Values of sampler.threshold, for Imagen alone: latents have no range to clip to."""
+"""The values that sampler.threshold can have in configs. Only Imagen has this field, because the
+latents of Stable Diffusion have no fixed range."""
 ThresholdName = Annotated[str, named.checked(THRESHOLDS)]

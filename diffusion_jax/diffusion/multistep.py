@@ -1,6 +1,7 @@
-"""Multistep samplers, which use earlier evaluations of D: PLMS, DPM-Solver++(2M), UniPC and DEIS.
+"""Multistep samplers, which reuse earlier evaluations of D: PLMS, DPM-Solver++(2M), UniPC, DEIS.
 
-Their signature is described in onestep.py.
+A sampler takes (denoise, x, sigmas, noise) and returns x at the last noise level. onestep.py
+describes these arguments.
 """
 
 import math
@@ -16,7 +17,7 @@ from diffusion_jax.diffusion.onestep import NO_SIGNAL, Draws, same_level
 from diffusion_jax.diffusion.precond import Denoiser, Images
 
 Turn = Callable[[Images, Images, Float[Array, ""]], Images]
-"""(slope, x, sigma) to what is averaged instead, or back."""
+"""A function from (slope, x, sigma) to the quantity that PLMS averages, or its inverse."""
 
 
 def plms(
@@ -26,10 +27,11 @@ def plms(
     noise: Draws,
     turns: tuple[Turn, Turn] = (lambda d, x, sigma: d, lambda d, x, sigma: d),
 ) -> Images:
-    """PLMS (Liu et al. 2022): four-step Adams-Bashforth on eps, N + 1 evaluations of D, no noise.
+    """Sample with PLMS (Liu et al. 2022): the four-step Adams-Bashforth method on eps.
 
-    The first step is taken twice, as in CompVis' code: along its slope, then along the mean of the
-    slopes at both ends. The next steps use two and three slopes. Works with every prediction, since
+    N steps take N + 1 evaluations of D, and add no noise. The first step is computed twice, as in
+    CompVis' code: along its slope, then along the mean of the slopes at both ends. The next two
+    steps use two and three slopes. The network may predict any quantity, since
     eps = (x - D) / sigma. As a loop, with t for sigma:
 
         for i in range(n):
@@ -42,9 +44,9 @@ def plms(
             x = x + (t[i + 1] - t[i]) * mean
             before = (d, *before)
 
-    The scan is over the evaluations of D; k = 1 is the second evaluation of the first step.
-    `turns` converts a slope to the quantity that is averaged, and the average to a slope (see
-    `plms_v`).
+    The code scans over evaluations of D; k = 1 is the second evaluation of the first step. `turns`
+    is a pair of functions: the first converts a slope to the quantity that is averaged, the second
+    converts the average back to a slope. The default averages the slopes themselves.
     """
     del noise  # Deterministic.
     n = len(sigmas) - 1
@@ -79,10 +81,10 @@ def plms(
 
 
 def plms_v(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """PLMS on v instead of eps, as in diffusers' PNDM for models that predict v.
+    """Sample with PLMS on v instead of eps, as diffusers' PNDM does for models that predict v.
 
-    v = alpha eps - sigma' x0 in variance-preserving coordinates. The average of v over several
-    times is converted to a slope with the x at the start of the step.
+    v = alpha * eps - sqrt(1 - alpha^2) * x0. The average of v over several times is converted to a
+    slope using the x at the start of the step.
     """
 
     def to_v(d, x, sigma):
@@ -104,10 +106,10 @@ def dpmpp_2m(
     *,
     steps: Annotated[int, "(0, inf)"] = 15,
 ) -> Images:
-    """DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2): two-step in -ln sigma, no noise.
+    """Sample with DPM-Solver++(2M) (Lu et al. 2022, Algorithm 2), a two-step method in -ln sigma.
 
-    The first step is of first order, and so is a last step to 0. If the grid has fewer than 15
-    `steps`, a last step that ends above 0 is of first order too, as in the authors' code.
+    It adds no noise. The first step is of first order, and so is a last step to 0. If the grid has
+    fewer than 15 `steps`, the last step is always of first order, as in the authors' code.
     """
     del noise  # Deterministic.
     last = len(sigmas) - 2
@@ -129,11 +131,11 @@ def dpmpp_2m(
 
 
 def unipc(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """UniPC (Zhao et al. 2023) of order 2 with B(h) = e^h - 1, in -ln sigma: N evaluations of D.
+    """Sample with UniPC (Zhao et al. 2023) of order 2 with B(h) = e^h - 1, in -ln sigma.
 
-    The predictor is the step of `dpmpp_2m`; the last one is of first order. The corrector uses D at
-    the end of the step, which the next step needs anyway. With r = e^-h, the step length h and the
-    previous step length g,
+    N steps take N evaluations of D, and add no noise. The predictor is the step of `dpmpp_2m`; in
+    the last step it is of first order. The corrector uses D at the end of the step, which the next
+    step needs anyway. With the step length h, the previous step length g, and r = e^-h,
 
         x = r x_begin + (1 - r) (m0 + rho_0 (m0 - m1) h / g + rho_1 (D - m0)),
 
@@ -171,13 +173,13 @@ def deis(
     order: Annotated[int, "[1, 3]"] = 2,
     steps: Annotated[int, "(0, inf)"] = 15,
 ) -> Images:
-    """tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3: N evaluations.
+    """Sample with tAB-DEIS (Zhang & Chen 2023, equation 14) in ln sigma, of order 1, 2 or 3.
 
-    eps of this step and of earlier ones is extrapolated as a polynomial in u = ln(sigma / sigma_i)
-    and integrated exactly: x' = x + sum_j c_j eps_j, where c_j is the integral of the j-th Lagrange
-    polynomial over sigma. The first steps are of lower order, and a step to 0 is of first order.
-    If the grid has fewer than 15 `steps`, the last two are of second and first order, as in
-    diffusers.
+    N steps take N evaluations of D, and add no noise. A polynomial in u = ln(sigma / sigma_i)
+    extrapolates eps from this step and earlier ones, and is integrated exactly:
+    x' = x + sum_j c_j eps_j, where c_j is the integral of the j-th Lagrange polynomial over sigma.
+    The first steps are of lower order, and a step to 0 is of first order. If the grid has fewer
+    than 15 `steps`, the last two steps are of second and first order, as in diffusers.
     """
     del noise  # Deterministic.
 
@@ -225,7 +227,7 @@ def _moments(v: Float[Array, ""]) -> list[Array]:
 
 
 def phi(k: int, z: Float[Array, ""]) -> Float[Array, ""]:
-    """Compute phi_2 or phi_3 of exponential integrators.
+    """Compute the function phi_k(z) of exponential integrators, for k = 2 or 3.
 
     phi_1 = (e^z - 1) / z, and phi_k = (phi_{k-1} - 1 / (k - 1)!) / z.
     """

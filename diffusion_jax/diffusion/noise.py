@@ -1,8 +1,8 @@
-"""Noise: the levels that training draws, their times, and the table NOISES that configs name.
+"""Noise distributions of training, and noise schedules. The table NOISES names them for configs.
 
 A schedule maps t in [0, 1] to the log-SNR ln(alpha^2 / (1 - alpha^2)), and sigma = exp(-logSNR / 2)
 is the noise level in x = x0 + sigma * eps. A discrete schedule is a table with one ln alpha per
-step; its times t in [0, N - 1] may lie between steps. Everything is computed in float32.
+step; its times t in [0, N - 1] may lie between steps. The noise levels are float32.
 """
 
 import math
@@ -31,26 +31,29 @@ Positive = Annotated[int | float, "(0, inf)"]
 class Noise(NamedTuple):
     """The distribution of noise levels in training, and the time that the network sees for each.
 
-    Sampling takes its noise levels from a grid (grids.py); `grid` and `end` are the defaults.
+    Sampling takes its noise levels from a grid instead. `grid` and `end` are the default choices.
     """
 
     draw: DrawSigma
-    """(key, batch size) to the noise level of each training image."""
+    """Maps (key, batch size) to the noise level of each training image."""
     time: Callable[[Sigma], Sigma]
-    """sigma to c_noise, for networks that predict eps, x0, v or flow. EDM's is ln(sigma) / 4."""
+    """Maps sigma to c_noise for networks that predict eps, x0, v or flow. EDM networks always use
+    ln(sigma) / 4 instead."""
     level: Callable[[Time], Sigma] | None = None
-    """Time to sigma, over [0, 1] or a table's [0, steps - 1]; None for a noise without times."""
+    """Maps times to sigma. Times are in [0, 1], or in [0, steps - 1] on a discrete schedule. None
+    if the noise has no times, as in EDM."""
     steps: int = 0
     """Number of steps of a discrete schedule; 0 for a continuous one."""
     grid: str = "karras"
-    """Default sampling grid, a key of GRIDS; "" leaves it to the sampler."""
+    """The default sampling grid, a key of GRIDS; "" uses the sampler's default."""
     end: str = "zero"
-    """Default end of the grid, one of ENDS; "" leaves it to the sampler."""
+    """The default end of the grid, "zero" or "sigma_min"; "" uses the sampler's default."""
 
     def bounds(self, sigma_min: Scalar, sigma_max: Scalar) -> tuple[Scalar, Scalar]:
-        """Return the smallest and largest sampling level, clipped to a table's own range.
+        """Return the smallest and the largest noise level for sampling.
 
-        0 stands for the end of the table, or for EDM's 0.002 and 80 without a table.
+        On a discrete schedule, both are clipped to the range of its table, and 0 selects that end
+        of the range. Otherwise, 0 selects EDM's values, 0.002 and 80.
         """
         if not self.steps or self.level is None:
             return sigma_min or 0.002, sigma_max or 80.0
@@ -59,34 +62,43 @@ class Noise(NamedTuple):
 
 
 def make(d: Any) -> Noise:
-    """Return the noise that a config's `diffusion` group names. Raises ValueError."""
+    """Build the Noise that a config's `diffusion` group names.
+
+    Raises ValueError if the name or a parameter is unknown.
+    """
     return named.bound("diffusion.noise", d.noise, NOISES, d)()
 
 
 def quantiles(noise: Noise, n: int) -> Float[np.ndarray, "{n}"]:
-    """Return the (i + 1/2) / n quantiles, i < n, of 2^16 fixed draws of training's noise levels."""
+    """Compute n quantiles of the noise levels in training, at (i + 1/2) / n for i < n.
+
+    They are estimated from 2^16 draws with a fixed key.
+    """
     draws = np.sort(np.asarray(noise.draw(jax.random.key(0), 2**16)))
     return draws[(np.arange(n) * 2 + 1) * len(draws) // (2 * n)]
 
 
-# The entries of NOISES. Keyword-only parameters are the ones that a config can give.
+# The entries of NOISES. Configs can set their keyword-only parameters.
 
 
 def lognormal(*, p_mean: Real = -1.2, p_std: Positive = 1.2) -> Noise:
-    """EDM: ln sigma ~ N(p_mean, p_std^2) in training (Table 1), Karras' levels in sampling."""
+    """Build EDM's noise: ln sigma ~ N(p_mean, p_std^2) in training (Karras et al. 2022, Table 1).
+
+    Sampling uses EDM's grid, "karras".
+    """
     return Noise(draw_lognormal(p_mean, p_std), precond.log_snr)
 
 
 def logit_normal(*, mean: Real = 0.0, std: Positive = 1.0, shift: Positive = 1.0) -> Noise:
-    """Rectified flow with ln(t / (1 - t)) ~ N(mean, std^2) (SD3, equation 19).
+    """Build rectified flow with logit-normal times (SD3, equation 19).
 
-    The noise level is t / (1 - t), so it is lognormal.
+    ln(t / (1 - t)) ~ N(mean, std^2), and the noise level shift * t / (1 - t) is lognormal.
     """
     return flow_noise(draw_lognormal(mean + math.log(shift), std), shift)
 
 
 def uniform_flow(*, shift: Positive = 1.0) -> Noise:
-    """Rectified flow with uniform times (Liu et al. 2023)."""
+    """Build rectified flow with uniformly distributed times (Liu et al. 2023)."""
 
     def draw(key, batch):
         t = jax.random.uniform(key, (batch,), minval=2.0**-20, maxval=1 - 2.0**-20)
@@ -96,22 +108,22 @@ def uniform_flow(*, shift: Positive = 1.0) -> Noise:
 
 
 def cosine() -> Noise:
-    """Continuous DDPM with `cosine_log_snr`."""
+    """Build continuous DDPM with the cosine schedule."""
     return continuous_noise(cosine_log_snr)
 
 
 def linear() -> Noise:
-    """Continuous DDPM with `linear_log_snr`."""
+    """Build continuous DDPM with the linear schedule."""
     return continuous_noise(linear_log_snr)
 
 
 def ldm() -> Noise:
-    """The thousand steps of latent diffusion and Stable Diffusion."""
+    """Build the discrete schedule of latent diffusion and Stable Diffusion, with 1000 steps."""
     return discrete_noise(scaled_linear())
 
 
 def ldm_zero_terminal_snr() -> Noise:
-    """The thousand steps of LDM, rescaled so that the last one holds no signal."""
+    """Build LDM's schedule of 1000 steps, rescaled so that the last step has no signal."""
     return discrete_noise(zero_terminal_snr(scaled_linear()))
 
 
@@ -124,27 +136,34 @@ NOISES: dict[str, Callable[..., Noise] | str] = {
     "scaled_linear": ldm,
     "zero_terminal_snr": ldm_zero_terminal_snr,
 }
-"""Values of diffusion.noise: functions of their own parameters, or "MODULE:FUNCTION"."""
+"""The values that diffusion.noise can have in configs. A value "MODULE:FUNCTION" is imported."""
 NoiseName = Annotated[str, named.checked(NOISES)]
 
 
 def continuous_noise(log_snr: LogSNR) -> Noise:
-    """DDPM in continuous time: uniform times in training, evenly spaced ones in sampling."""
+    """Build DDPM in continuous time.
+
+    Training draws times uniformly. Sampling uses evenly spaced times.
+    """
     level = lambda t: sigma_of(log_snr(t))
     return Noise(uniform_time(log_snr), precond.log_snr, level, grid="even", end="")
 
 
 def discrete_noise(log_alphas: LogAlphas) -> Noise:
-    """DDPM over a table's steps, as in LDM: sampling ends at the level of time 0, not at 0."""
+    """Build DDPM on a discrete schedule, as in LDM.
+
+    Sampling ends at the noise level of time 0, which is above 0.
+    """
     level, steps = lambda t: sigma_at(log_alphas, t), len(log_alphas)
     time = time_of(log_alphas)
     return Noise(uniform_steps(log_alphas), time, level, steps, grid="", end="sigma_min")
 
 
 def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
-    """Rectified flow: time t has the level shift * t / (1 - t), and t = 1 holds no signal.
+    """Build rectified flow: the noise level at time t is shift * t / (1 - t).
 
-    `shift` above 1 adds noise for larger images (SD3, equation 23).
+    There is no signal at t = 1. A `shift` above 1 raises the noise, for larger images (SD3,
+    equation 23).
     """
     least = 2.0**-20  # Keeps the level of t = 1 finite, as in `zero_terminal_snr`.
     level = lambda t: shift * t / jnp.maximum(1 - t, least)
@@ -152,7 +171,7 @@ def flow_noise(draw: DrawSigma, shift: int | float) -> Noise:
 
 
 def draw_lognormal(mean: int | float, std: int | float) -> DrawSigma:
-    """Draw ln sigma ~ N(mean, std^2)."""
+    """Return a function that draws noise levels with ln sigma ~ N(mean, std^2)."""
 
     def draw(key, batch):
         return jnp.exp(mean + std * jax.random.normal(key, (batch,)))
@@ -161,7 +180,7 @@ def draw_lognormal(mean: int | float, std: int | float) -> DrawSigma:
 
 
 def uniform_time(log_snr: LogSNR) -> DrawSigma:
-    """Draw t ~ U[0, 1) and return the schedule's sigma at t (continuous DDPM)."""
+    """Return a function that draws t ~ U[0, 1) and computes sigma at t, as in continuous DDPM."""
 
     def draw(key, batch):
         return sigma_of(log_snr(jax.random.uniform(key, (batch,))))
@@ -170,7 +189,7 @@ def uniform_time(log_snr: LogSNR) -> DrawSigma:
 
 
 def uniform_steps(log_alphas: LogAlphas) -> DrawSigma:
-    """Draw a step of the table uniformly and return its sigma (DDPM)."""
+    """Return a function that draws steps of a table uniformly and looks up their sigma (DDPM)."""
 
     def draw(key, batch):
         t = jax.random.randint(key, (batch,), 0, len(log_alphas))
@@ -180,31 +199,32 @@ def uniform_steps(log_alphas: LogAlphas) -> DrawSigma:
 
 
 def cosine_log_snr(t: Time) -> Float[Array, "N"]:
-    """Cosine schedule (Nichol & Dhariwal 2021) in continuous time: 8.77 at t = 0, -33.9 at t = 1.
+    """Compute the log-SNR of the cosine schedule (Nichol & Dhariwal 2021) in continuous time.
 
-    The angle reaches pi / 2 at t = 1, where the rounding of pi in float32 alone decides the value:
-    it only means that no signal is left.
+    It falls from 8.77 at t = 0 to -33.9 at t = 1. In exact arithmetic the value at t = 1 is
+    -infinity: -33.9 results from rounding pi / 2 to float32.
     """
     angle = (t + 0.008) / 1.008 * jnp.pi / 2
     return -jnp.log(jnp.maximum(jnp.cos(angle) ** -2 - 1, 1e-5))
 
 
 def linear_log_snr(t: Time) -> Float[Array, "N"]:
-    """DDPM's linear betas in the continuous limit: 9.21 at t = 0, -10 at t = 1."""
+    """Compute the log-SNR of DDPM's linear betas in continuous time: 9.21 at t = 0, -10 at 1."""
     return -jnp.log(jnp.expm1(1e-4 + 10 * t**2))
 
 
 def sigma_of(log_snr: Float[Array, "N"]) -> Float[Array, "N"]:
-    """Inverse of `precond.log_snr`."""
+    """Convert the log-SNR to sigma = exp(-log_snr / 2)."""
     return jnp.exp(-log_snr / 2)
 
 
 def scaled_linear(
     beta_first: float = 0.00085, beta_last: float = 0.012, steps: int = 1000
 ) -> Float[Array, "{steps}"]:
-    """Stable Diffusion's table: ln alpha for betas with evenly spaced roots ("scaled linear").
+    """Compute Stable Diffusion's table of ln alpha ("scaled linear").
 
-    alpha^2 is the product of 1 - beta up to the step, computed in float64 outside of JAX.
+    The square roots of the betas are evenly spaced. alpha^2 at a step is the product of 1 - beta up
+    to this step, computed in float64 with numpy.
     """
     first, last = math.sqrt(beta_first), math.sqrt(beta_last)
     log_alphas, total = [], 0.0
@@ -215,9 +235,10 @@ def scaled_linear(
 
 
 def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
-    """Shift sqrt(alpha bar) to 0 at the table's last step (Lin et al. 2024, Algorithm 1).
+    """Shift and scale a table so that the last step has no signal (Lin et al. 2024, Algorithm 1).
 
-    The last alpha is 2^-20 instead of 0: x0 + sigma * eps then keeps only the last digits of x0.
+    The last alpha is 2^-20 instead of 0, so that sigma stays finite. Rounding then removes all but
+    the last digits of x0 from x0 + sigma * eps.
     """
     alphas = jnp.exp(log_alphas)
     shifted = (alphas - alphas[-1]) * alphas[0] / (alphas[0] - alphas[-1])
@@ -225,13 +246,16 @@ def zero_terminal_snr(log_alphas: LogAlphas) -> LogAlphas:
 
 
 def sigma_at(log_alphas: LogAlphas, t: Time) -> Float[Array, "N"]:
-    """Return the noise level at time t; ln alpha is linear between steps, as in DPM-Solver."""
+    """Compute sigma at time t. Between steps, ln alpha is interpolated linearly (DPM-Solver)."""
     log_alpha = jnp.interp(t, jnp.arange(len(log_alphas), dtype=jnp.float32), log_alphas)
     return jnp.sqrt(jnp.expm1(-2 * log_alpha))
 
 
 def time_of(log_alphas: LogAlphas) -> Callable[[Sigma], Sigma]:
-    """Return the inverse of `sigma_at`, clipped to the table: the `time` of preconditioners."""
+    """Return a function from sigma to time, the inverse of `sigma_at`.
+
+    Levels outside of the table are clipped to it. Preconditioners pass this time to the network.
+    """
 
     def time(sigma):
         # Interpolate over -ln alpha, which grows with time: jnp.interp needs increasing points.

@@ -1,7 +1,7 @@
-"""Objectives: what a network learns, assembled from the names in a config's `diffusion` group.
+"""Training objectives, built from the names in a config's `diffusion` group.
 
-The group names the noise of training, the preconditioner that makes a denoiser of a network, the
-distance from the target, and the weighting of noise levels (the table WEIGHTINGS below).
+The group names the noise distribution, the preconditioner that turns a network into a denoiser, the
+distance between prediction and target, and the weighting of noise levels.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ from diffusion_jax.diffusion.precond import DISTANCES, Distance, Images, Network
 
 Losses = Float[Array, "B"]
 LEARNED = "uncertainty"
-"""The key of a task's parameters under which a weighting keeps what it learns."""
+"""The key in a task's parameters that holds the parameters of a learned weighting."""
 Amount = Annotated[int | float, "[0, inf)"]
 
 
@@ -25,35 +25,35 @@ class Weighting(NamedTuple):
     """The weight of the loss at each noise level."""
 
     weigh: Callable[[Any, Sigma, Sigma, Losses], Losses]
-    """(a task's parameters, sigma, c_out, the losses of F) to the losses that are minimised."""
+    """Maps (the task's parameters, sigma, c_out, the losses of F) to the weighted losses."""
     init: Callable[[], Any] | None = None
-    """Makes the initial parameters of a learned weighting."""
+    """Returns the initial parameters of a learned weighting; None if nothing is learned."""
 
 
 class Objective(NamedTuple):
-    """A config's `diffusion` group as functions."""
+    """The training objective that a config's `diffusion` group describes."""
 
     noise: noise.Noise
     precond: Callable[[Callable[[Sigma], Sigma]], Precond]
-    """Makes the preconditioner from `time`, which maps sigma to what the network sees: that of
-    training, or that of a sampling grid."""
+    """Builds the preconditioner from `time`, a function from sigma to the network's time input.
+    Training passes noise.time, sampling the `time` of its grid."""
     distance: Distance
     weighting: Weighting
     offset: float
 
     @property
     def scalings(self) -> Precond:
-        """The preconditioner of training."""
+        """The preconditioner that training uses."""
         return self.precond(self.noise.time)
 
     def with_learned(self, params: Mapping[str, Any]) -> Any:
-        """Add the initial parameters of a learned weighting to those of the network."""
+        """Add the initial parameters of the weighting, if it is learned, to the network's."""
         return {**params, LEARNED: self.weighting.init()} if self.weighting.init else params
 
     def shifted(self, key: PRNGKeyArray, eps: Images) -> Images:
-        """Add offset noise: `offset` times one normal draw per image and channel.
+        """Add offset noise to eps: `offset` times one standard normal draw per image and channel.
 
-        Without it, a model hardly learns the mean of an image (Guttenberg 2023).
+        Offset noise helps the model to learn the mean brightness of images (Guttenberg 2023).
         """
         if not self.offset:
             return eps
@@ -63,15 +63,15 @@ class Objective(NamedTuple):
         self, params: Any, network: Network, x0: Images, eps: Images, sigma: Sigma,
         counts: Losses | None = None,
     ) -> tuple[Float[Array, ""], Losses]:  # fmt: skip
-        """Compute the loss to minimise, and the unweighted loss of each image.
+        """Compute the mean weighted loss, which training minimises, and each image's plain loss.
 
         Args:
-            params: The task's parameters, which a learned weighting reads.
-            network: F, with its weights and conditions.
+            params: The task's parameters. A learned weighting takes its parameters from them.
+            network: The network F, as a function with its weights and conditions bound.
             x0: Images in [-1, 1].
             eps: Standard normal noise.
             sigma: The noise level of each image.
-            counts: Weight of each image, such as those of prior preservation; None for 1.
+            counts: An additional weight of each image, for prior preservation; None for 1.
         """
         scalings = self.scalings
         losses = precond.loss(network, scalings, x0, eps, sigma, self.distance)
@@ -83,7 +83,8 @@ class Objective(NamedTuple):
     ) -> tuple[Losses, Losses]:
         """Compute each image's unweighted loss and its v-loss |D - x0|^2 (1 + sigma^2) / sigma^2.
 
-        The v-loss does not depend on what the network predicts, so it compares different runs.
+        The v-loss is the same whether the network predicts eps, x0, v or flow. It can therefore
+        compare runs with different predictions.
         """
         residual = precond.residual(network, self.scalings, x0, eps, sigma)
         mean = lambda each: jnp.mean(each, axis=(1, 2, 3))
@@ -92,12 +93,13 @@ class Objective(NamedTuple):
 
 
 def make(d: Any) -> Objective:
-    """Assemble the objective of a config's `diffusion` group.
+    """Build the objective that a config's `diffusion` group describes.
 
-    The field that names the prediction is `precond` in Imagen and `predicts` in Stable Diffusion.
+    The network's prediction is the field `precond` in Imagen, and `predicts` in Stable Diffusion.
 
     Raises:
-        ValueError: For an unknown name, or eps-prediction with a noise that ends without signal.
+        ValueError: A name is unknown, or the network predicts eps and the noise has a last level
+            without signal, at which eps-prediction is undefined.
     """
     check(d)
     predicts = _prediction_field(d)
@@ -111,7 +113,7 @@ def make(d: Any) -> Objective:
 
 
 def check(d: Any) -> None:
-    """Raise ValueError for eps-prediction with a noise whose last level holds no signal."""
+    """Raise ValueError for eps-prediction if the last noise level has no signal."""
     predicts = _prediction_field(d)
     name = lambda field: named.calls(f"diffusion.{field}", getattr(d, field))[0].name
     if name("noise") in _NO_SIGNAL_AT_THE_END and name(predicts) == "eps":
@@ -129,17 +131,19 @@ _NO_SIGNAL_AT_THE_END = ("zero_terminal_snr", "logit_normal", "uniform_flow")
 
 
 def of_x0(weight: Callable[[Float[Array, "B"]], Float[Array, "B"]]) -> Weighting:
-    """Weight |D - x0|^2 by a function of the signal-to-noise ratio 1 / sigma^2.
+    """Build a weighting of |D - x0|^2 from a function of the signal-to-noise ratio 1 / sigma^2.
 
-    The loss of F is |D - x0|^2 / c_out^2, so one weighting serves every prediction.
+    The result does not depend on what the network predicts: the loss of F is |D - x0|^2 / c_out^2,
+    and the weighting multiplies it by c_out^2.
     """
     return Weighting(lambda params, sigma, c_out, losses: weight(1 / sigma**2) * c_out**2 * losses)
 
 
 def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
-    """Min-SNR-gamma (Hang et al. 2023, section 3.4): min(snr, gamma). 0 leaves the loss unweighted.
+    """Build Min-SNR-gamma (Hang et al. 2023, section 3.4): |D - x0|^2 has weight min(snr, gamma).
 
-    This is min(snr, gamma) / snr on the eps-loss and min(snr, gamma) / (snr + 1) on the v-loss.
+    The parameter `min_snr` is gamma. With 0 the loss is unweighted. Relative to the eps-loss, the
+    weight is min(snr, gamma) / snr; relative to the v-loss, it is min(snr, gamma) / (snr + 1).
     """
     if not min_snr:
         return Weighting(lambda params, sigma, c_out, losses: losses)
@@ -147,21 +151,24 @@ def min_snr(*, min_snr: Amount = 5.0) -> Weighting:
 
 
 def p2(*, k: Amount = 1.0, gamma: Amount = 1.0) -> Weighting:
-    """P2 (Choi et al. 2022, equation 8): 1 / (k + snr)^gamma on the eps-loss."""
+    """Build P2 (Choi et al. 2022, equation 8): the eps-loss has weight 1 / (k + snr)^gamma."""
     return of_x0(lambda snr: snr / (k + snr) ** gamma)
 
 
 def edm(*, sigma_data: Annotated[int | float, "(0, inf)"] = 0.5) -> Weighting:
-    """EDM's lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma sigma_data)^2 (Table 1)."""
+    """Build EDM's weighting of |D - x0|^2 (Karras et al. 2022, Table 1).
+
+    The weight is lambda(sigma) = (sigma^2 + sigma_data^2) / (sigma * sigma_data)^2.
+    """
     return of_x0(lambda snr: 1 / sigma_data**2 + snr)
 
 
 def uncertainty(*, channels: Annotated[int, "[1, 65536]"] = 128) -> Weighting:
-    """EDM2's learned uncertainty (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
+    """Build EDM2's learned weighting (Karras et al. 2024): loss / e^u(sigma) + u(sigma).
 
-    u is a learned linear function of fixed random sinusoids of ln(sigma) / 4. At its optimum it is
-    ln of the expected loss at that level (Kendall et al. 2018), so all levels weigh the same. It
-    starts at 0, where this equals the plain loss.
+    u is a learned linear function of `channels` fixed random sinusoids of ln(sigma) / 4. The
+    optimal u(sigma) is the logarithm of the expected loss at sigma (Kendall et al. 2018), so that
+    all levels contribute equally. u starts at 0, where the weighted loss equals the plain loss.
     """
     key_frequency, key_phase = jax.random.split(jax.random.key(0))
 
@@ -184,5 +191,5 @@ WEIGHTINGS: dict[str, Callable[..., Weighting] | str] = {
     "edm": edm,
     "uncertainty": uncertainty,
 }
-"""Values of diffusion.weight: functions of their own parameters, or "MODULE:FUNCTION"."""
+"""The values that diffusion.weight can have in configs. A value "MODULE:FUNCTION" is imported."""
 WeightName = Annotated[str, named.checked(WEIGHTINGS)]

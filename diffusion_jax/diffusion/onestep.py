@@ -1,15 +1,15 @@
-"""One-step samplers: Heun's method, Euler's, DDIM and DDPM; and what all samplers share.
+"""One-step samplers: Heun's method, Euler's method, DDIM and DDPM.
 
-A sampler is a function `sampler(denoise, x, sigmas, noise)` from x_T to x_0:
+A sampler, here and in the other modules, is a function `sampler(denoise, x, sigmas, noise)`:
 
-    denoise: D(x, sigma), which holds guidance, thresholds and conditions.
+    denoise: D(x, sigma), which includes guidance, thresholds and conditions.
     x: Images with variance sigmas[0]^2.
     sigmas: The N + 1 decreasing levels of N steps.
     noise: noise(i) is the standard normal draw of step i.
 
-It returns x at the last level, which is 0 or the smallest level of a schedule. Keyword-only
-parameters are the ones that a config can give. Every sampler traces `denoise` once: loops are
-scans, and a comment shows the paper's form if it looks different.
+It returns x at the last level, which is 0 or the smallest level of a schedule. Configs can set its
+keyword-only parameters. Loops are scans, so that every sampler traces `denoise` only once. Where
+the paper's form looks different, the docstring or a comment shows it.
 """
 
 from collections.abc import Callable
@@ -25,9 +25,9 @@ from diffusion_jax.diffusion.precond import Denoiser, Images, Sigma
 Draws = Callable[[Int[Array, ""]], Images]
 Sampler = Callable[[Denoiser, Images, Sigmas, Draws], Images]
 NO_SIGNAL = 1e4
-"""Levels above this hold next to nothing of the image, such as 2^20, where rectified flow and zero
-terminal SNR start. A step from there ends far below, so the slope at its end says nothing about the
-slope along it: Heun's correction would only multiply the noise."""
+"""Above this noise level, x contains practically no signal. Rectified flow and zero terminal SNR
+start at 2^20. A step from there ends at a far smaller level, where the slope is unrelated to the
+slope along the step, so Heun's correction would only amplify noise."""
 
 
 def heun(
@@ -41,9 +41,10 @@ def heun(
     s_max: Annotated[Scalar, "(0, inf]"] = float("inf"),
     s_noise: Annotated[Scalar, "(0, inf)"] = 1.0,
 ) -> Images:
-    """Heun's method with optional noise churn in [s_min, s_max] (EDM, Algorithm 2).
+    """Sample with Heun's method, and with noise churn at levels in [s_min, s_max] if churn > 0.
 
-    N steps are 2 N - 1 evaluations of D. The paper's loop, with t for sigma:
+    This is Algorithm 2 of EDM. N steps take 2 N - 1 evaluations of D. The paper's loop, with t for
+    sigma:
 
         for i in range(n):
             gamma = min(churn / n, sqrt(2) - 1) if s_min <= t[i] <= s_max else 0
@@ -55,9 +56,10 @@ def heun(
                 d_next = (x - D(x, t[i + 1])) / t[i + 1]
                 x = x_hat + (t[i + 1] - t_hat) * (d + d_next) / 2
 
-    The paper's loop evaluates D in two places, so the network would be compiled twice. Here the
-    scan is over evaluations instead of steps: k = 2 i is Euler's step, k = 2 i + 1 its correction.
-    The last step is never corrected, even if it ends above 0, nor is a step from above NO_SIGNAL.
+    The paper's loop evaluates D in two places, so the network would be compiled twice. The code
+    here scans over evaluations instead of steps: k = 2 i is the Euler step i, and k = 2 i + 1 its
+    correction. There is no correction in the last step, even if it ends above 0, and in steps that
+    start above NO_SIGNAL.
     """
     inside = (s_min <= sigmas) & (sigmas <= s_max)
     gammas = jnp.where(inside, jnp.minimum(churn / (len(sigmas) - 1), 2**0.5 - 1), 0)
@@ -102,9 +104,10 @@ def ddim(
     *,
     eta: Annotated[Scalar, "[0, 1]"] = 0.0,
 ) -> Images:
-    """DDIM (Song et al. 2021), equation 12: Euler's method in sigma if eta = 0.
+    """Sample with DDIM (Song et al. 2021, equation 12).
 
-    eta in [0, 1] is the share of new noise; with eta = 1 a step draws from DDPM's posterior.
+    With eta = 0 it is Euler's method in sigma. `eta` in [0, 1] scales the new noise of each step.
+    With eta = 1 a step draws from DDPM's posterior.
     """
 
     def step(x, inputs):
@@ -120,17 +123,17 @@ def ddim(
 
 
 def euler(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """Euler's method in sigma: `ddim` with eta = 0."""
+    """Sample with Euler's method in sigma, which equals `ddim` with eta = 0."""
     return ddim(denoise, x, sigmas, noise)
 
 
 def euler_ancestral(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """k-diffusion's ancestral Euler sampler, which equals `ddim` with eta = 1."""
+    """Sample with k-diffusion's ancestral Euler method, which equals `ddim` with eta = 1."""
     return ddim(denoise, x, sigmas, noise, eta=1.0)
 
 
 def ddpm(denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws) -> Images:
-    """DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2) on any sigmas.
+    """Sample with DDPM's ancestral sampler (Ho et al. 2020, Algorithm 2), on any noise levels.
 
     If the levels end above 0, the last step adds no noise and returns the posterior mean, as in
     Algorithm 2. If they end at 0, this equals `ddim` with eta = 1.

@@ -1,4 +1,4 @@
-"""Preconditioning: how a raw network F becomes a denoiser D, and the one loss that trains it.
+"""Preconditioning, which turns a raw network F into a denoiser D, and the loss that trains F.
 
 Everything uses the variance-exploding coordinates of Karras et al. (2022): x = x0 + sigma * eps. A
 variance-preserving model (DDPM, Stable Diffusion) is the same denoiser with
@@ -21,7 +21,7 @@ Distance = Callable[[Images], Images]
 
 
 class Scalings(NamedTuple):
-    """D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise). Each field is [B]."""
+    """The scalings in D(x, sigma) = c_skip * x + c_out * F(c_in * x, c_noise), each [B]."""
 
     c_skip: Sigma
     c_out: Sigma
@@ -33,7 +33,7 @@ Precond = Callable[[Sigma], Scalings]
 
 
 def edm(sigma_data: float = 0.5) -> Precond:
-    """EDM: inputs and targets have unit variance at every noise level (Table 1)."""
+    """Build EDM's preconditioner: inputs and targets of F have unit variance (Table 1)."""
 
     def scalings(sigma):
         total = jnp.sqrt(sigma**2 + sigma_data**2)
@@ -48,7 +48,10 @@ def edm(sigma_data: float = 0.5) -> Precond:
 
 
 def epsilon(time: Callable[[Sigma], Sigma]) -> Precond:
-    """F predicts the noise (DDPM). `time` maps sigma to c_noise."""
+    """Build the preconditioner of a network that predicts eps (DDPM).
+
+    `time` maps sigma to c_noise.
+    """
 
     def scalings(sigma):
         return Scalings(
@@ -62,7 +65,10 @@ def epsilon(time: Callable[[Sigma], Sigma]) -> Precond:
 
 
 def x0(time: Callable[[Sigma], Sigma]) -> Precond:
-    """F predicts the clean image. `time` as in `epsilon`."""
+    """Build the preconditioner of a network that predicts the clean image x0.
+
+    `time` maps sigma to c_noise.
+    """
 
     def scalings(sigma):
         return Scalings(
@@ -76,7 +82,10 @@ def x0(time: Callable[[Sigma], Sigma]) -> Precond:
 
 
 def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
-    """F predicts v = alpha * eps - sqrt(1 - alpha^2) * x0 (Salimans & Ho 2022, section 4)."""
+    """Build the preconditioner of a network that predicts v (Salimans & Ho 2022, section 4).
+
+    v = alpha * eps - sqrt(1 - alpha^2) * x0. `time` maps sigma to c_noise.
+    """
 
     def scalings(sigma):
         c_in = 1 / jnp.sqrt(1 + sigma**2)  # The alpha of the variance-preserving model.
@@ -86,9 +95,10 @@ def velocity(time: Callable[[Sigma], Sigma]) -> Precond:
 
 
 def flow(time: Callable[[Sigma], Sigma]) -> Precond:
-    """F predicts eps - x0 from x_t = (1 - t) x0 + t eps (Liu et al. 2023; SD3, equation 13).
+    """Build the preconditioner of a network that predicts eps - x0 (rectified flow).
 
-    t = sigma / (1 + sigma), and x_t is x / (1 + sigma): D = x_t - t F.
+    Its input is x_t = (1 - t) x0 + t eps (Liu et al. 2023; SD3, equation 13). With
+    t = sigma / (1 + sigma), this is x / (1 + sigma), and D = x_t - t F.
     """
 
     def scalings(sigma):
@@ -105,19 +115,23 @@ PRECONDS: dict[str, Callable[..., Precond] | str] = {
     "v": velocity,
     "flow": flow,
 }
-"""Values of diffusion.precond (diffusion.predicts in Stable Diffusion): functions of `time`."""
+"""The values of diffusion.precond, or of diffusion.predicts in Stable Diffusion. Each function
+builds a preconditioner from `time`, a function from sigma to c_noise."""
 PrecondName = Annotated[str, named.checked(PRECONDS)]
 
 
 def log_snr(sigma: Sigma) -> Sigma:
-    """Return ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma, the `time` of continuous DDPM."""
+    """Compute the log-SNR ln(alpha^2 / (1 - alpha^2)) = -2 ln sigma.
+
+    It is the network's time input in continuous DDPM.
+    """
     return -2 * jnp.log(sigma)
 
 
 def denoiser(network: Network, precond: Precond) -> Denoiser:
-    """Make D of F, which holds its weights and conditions.
+    """Build the denoiser D from F, a function with the network's weights and conditions bound.
 
-    D is float32 even if F computes in bfloat16, because the scalings are float32.
+    D returns float32 even if F computes in bfloat16, because the scalings are float32.
     """
 
     def denoise(x, sigma):
@@ -129,23 +143,23 @@ def denoiser(network: Network, precond: Precond) -> Denoiser:
 
 
 def l2(residual: Images) -> Images:
-    """Squared error."""
+    """Return the squared error of each value."""
     return residual**2
 
 
 def l1(residual: Images) -> Images:
-    """Absolute error."""
+    """Return the absolute error of each value."""
     return jnp.abs(residual)
 
 
 def huber(residual: Images) -> Images:
-    """Half the squared error up to 1, linear beyond (Huber with beta = 1)."""
+    """Return the Huber loss of each value: half the squared error up to 1, and linear beyond."""
     size = jnp.abs(residual)
     return jnp.where(size < 1, size**2 / 2, size - 0.5)
 
 
 DISTANCES: dict[str, Distance] = {"l2": l2, "l1": l1, "huber": huber}
-"""Values of diffusion.distance."""
+"""The values that diffusion.distance can have in configs."""
 DistanceName = Annotated[str, DISTANCES]
 
 
@@ -157,16 +171,17 @@ def loss(
     sigma: Sigma,
     distance: Distance = l2,
 ) -> Float[Array, "B"]:
-    """Compute the distance of F from its effective target (EDM, equation 8), one value per image.
+    """Compute the mean distance of F from its effective target (EDM, equation 8) for each image.
 
-    With `l2` this equals |D - x0|^2 / c_out^2, so `edm` gives EDM's weighted loss,
-    `epsilon` L_simple and `velocity` the v-loss. x0 is in [-1, 1], eps standard normal.
+    x0 is in [-1, 1], and eps is standard normal. With the distance `l2`, the loss is
+    |D - x0|^2 / c_out^2. This is EDM's weighted loss for the preconditioner `edm`, L_simple of DDPM
+    for `epsilon`, and the v-loss for `velocity`.
     """
     return jnp.mean(distance(residual(network, precond, x0, eps, sigma)), axis=(1, 2, 3))
 
 
 def residual(network: Network, precond: Precond, x0: Images, eps: Images, sigma: Sigma) -> Images:
-    """Return F at x0 + sigma * eps minus its effective target."""
+    """Compute F at x0 + sigma * eps minus its effective target (EDM, equation 8)."""
     scalings = precond(sigma)
     c_skip, c_out, c_in, _ = map(_per_image, scalings)
     scale = _per_image(sigma)

@@ -1,6 +1,7 @@
-"""Samplers by name: the table SAMPLERS, and how a config's `sampler` group becomes a program.
+"""The table SAMPLERS, and functions that build the sampler and the grid of a config.
 
-The methods are in onestep.py, which describes their signature, multistep.py and stochastic.py.
+onestep.py, multistep.py and stochastic.py implement the samplers. The first describes the arguments
+that all samplers take.
 """
 
 import contextlib
@@ -21,16 +22,16 @@ from diffusion_jax.diffusion.precond import Denoiser, Images
 
 
 class Method(NamedTuple):
-    """An entry of SAMPLERS: a sampler, and its default grid."""
+    """An entry of SAMPLERS: a sampler and its default grid."""
 
     sampler: Sampler | str
-    """The function, or "MODULE:FUNCTION". Its keyword-only parameters can be given in configs."""
+    """The function, or "MODULE:FUNCTION". Configs can set its keyword-only parameters."""
     grid: str = "even"
     """The default grid on discrete schedules, a key of GRIDS."""
     end: str = "zero"
-    """The default end on continuous schedules, one of ENDS."""
+    """The default end of the grid on continuous schedules, "zero" or "sigma_min"."""
     places: Places = Places()
-    """How the steps lie on discrete schedules."""
+    """How the sampler places its steps on discrete schedules."""
 
 
 _UNROUNDED, _CLOSED = Places(whole=False), Places(closed=True)
@@ -49,27 +50,31 @@ SAMPLERS: dict[str, Method] = {
     "dpmpp_3m_sde": Method(stochastic.dpmpp_3m_sde, places=_CLOSED),
     "restart": Method(stochastic.restart, places=_UNROUNDED),
 }
-"""Values of sampler.name, for both systems."""
+"""The values that sampler.name can have in configs of Imagen and Stable Diffusion."""
 
 
 class Start(NamedTuple):
-    """What a Task's `begin` returns: a sampler's arguments, and what happens around the sampler."""
+    """A sampler's arguments, and functions to apply before and after it. Task.begin returns it."""
 
     denoise: Denoiser
     x: Images
     sigmas: Sigmas
     noise: Draws
     finish: Callable[[Images], Images]
-    """Makes images of what the sampler returns."""
+    """Converts the sampler's result to images."""
     around: Callable[[Sampler], Sampler] = lambda sampler: sampler
-    """Wraps the sampler, to draw over a given picture."""
+    """Wraps the sampler, for image-to-image and inpainting."""
 
 
 Begin = Callable[..., Start]  # Takes the arguments of a Task's `sample`.
 
 
 def whole(begin: Begin, s: Any) -> Callable[..., Images]:
-    """Make a Task's `sample` from its `begin` and the sampler of a config's `sampler` group."""
+    """Build the function `sample` of a Task.
+
+    It calls the Task's `begin`, runs the sampler that the `sampler` group `s` names, and converts
+    the result to images.
+    """
 
     def sample(*arguments: Any) -> Images:
         start = begin(*arguments)
@@ -79,12 +84,20 @@ def whole(begin: Begin, s: Any) -> Callable[..., Images]:
 
 
 def make(s: Any) -> Sampler:
-    """Return the sampler of a config's `sampler` group. Raises ValueError for unknown names."""
+    """Return the sampler that a config's `sampler` group names, with its parameters bound.
+
+    Raises ValueError if the name or a parameter is unknown.
+    """
     return bound("sampler.name", s.name, s)
 
 
 def bound(field: str, text: str, group: Any = None) -> Callable[..., Any]:
-    """Return the sampler that a field names, such as "heun(churn=40)". See named.bound."""
+    """Return the sampler that `text` names, such as "heun(churn=40)", with its parameters bound.
+
+    Parameters that `text` omits take the values of the fields in `group`, if it has them. `field`
+    is the name of the config field, for error messages. Raises ValueError if the name or a
+    parameter is unknown.
+    """
     functions = {name: method.sampler for name, method in SAMPLERS.items()}
     return named.bound(field, text, functions, group)
 
@@ -99,9 +112,10 @@ def method_of(s: Any) -> Method:
 
 
 def sampling_grid(noise: Noise, s: Any) -> Grid:
-    """Return the grid of a config's `sampler` group for a model with this noise.
+    """Build the sampling grid of a config's `sampler` group, for a model trained on this noise.
 
-    The group's `grid` and `end` take precedence over the noise's, and these over the sampler's.
+    The group names the grid and its end. Where it does not, the noise's default applies, and if
+    that is "", the sampler's default.
     """
     method = method_of(s)
     name, end = s.grid or noise.grid or method.grid, s.end or noise.end or method.end
@@ -111,22 +125,29 @@ def sampling_grid(noise: Noise, s: Any) -> Grid:
 
 
 def check_grid(noise: Noise, s: Any) -> None:
-    """Raise ValueError if a config's `sampler` group names a grid that the noise does not have."""
+    """Raise ValueError if the grid of a config's `sampler` group needs times that noise lacks."""
     grids.check(noise, s.grid or noise.grid or method_of(s).grid)
 
 
 def initial_noise(keys: Key[Array, "B"], shape: tuple[int, ...], sigma: Scalar) -> Images:
-    """Draw the start of a sampler, sigma * eps; each image [H, W, C] has its own key."""
+    """Draw the noise sigma * eps from which a sampler starts.
+
+    There is one key per image, and `shape` is the shape [H, W, C] of an image.
+    """
     return sigma * _normal(keys, 0, shape)
 
 
 def gaussian_noise(keys: Key[Array, "B"], shape: tuple[int, ...]) -> Draws:
-    """Return a sampler's draws; those of an image [H, W, C] depend on its own key alone."""
+    """Return the function noise(i) that gives a sampler the standard normal draws of step i.
+
+    There is one key per image, and `shape` is the shape [H, W, C] of an image. The draws of an
+    image depend only on its key.
+    """
     return lambda i: _normal(keys, i + 1, shape)  # Draw 0 is the initial noise.
 
 
 def in_own_coordinates(x: Images, sigma: Scalar) -> Images:
-    """Return alpha * x, which a variance-preserving model sees at this level; x at level 0."""
+    """Return alpha * x with alpha = 1 / sqrt(1 + sigma^2): x in variance-preserving coordinates."""
     return x / jnp.sqrt(1 + sigma**2)
 
 

@@ -1,7 +1,8 @@
 """Stochastic samplers: DPM-Solver++ SDE with a Brownian path per image, and Restart.
 
 The noise of an SDE step is an increment of one Brownian path, so more steps refine the same path
-and the image converges. The samplers' signature is described in onestep.py.
+and the image converges. A sampler takes (denoise, x, sigmas, noise) and returns x at the last noise
+level. onestep.py describes these arguments.
 """
 
 from collections.abc import Callable
@@ -23,11 +24,12 @@ _DEPTH = 16  # Halvings: the path is linear within pieces of 3.4e-4 in ln sigma.
 
 
 def brownian(noise: Draws) -> Callable[[Level], Images]:
-    """Return W(sigma), a Brownian path in log2 sigma that does not depend on the sampled levels.
+    """Return a function W(sigma), a Brownian path in log2 sigma.
 
-    A tree as in Li et al. 2020 ("Scalable gradients for stochastic differential equations", section
-    4): the midpoint of two ends is their mean plus a draw whose index is the tree node. Each level
-    costs 16 draws.
+    The path does not depend on the levels at which it is evaluated. It is a binary tree, as in Li
+    et al. 2020 ("Scalable gradients for stochastic differential equations", section 4): the value
+    at the midpoint of an interval is the mean of the values at its ends plus a normal draw, indexed
+    by the tree node. Each evaluation takes 16 draws.
     """
     ends = jnp.zeros_like(noise(jnp.array(0))), (_HIGH - _LOW) ** 0.5 * noise(jnp.array(0))
 
@@ -53,9 +55,10 @@ def brownian(noise: Draws) -> Callable[[Level], Images]:
 def dpmpp_2m_sde(
     denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
 ) -> Images:
-    """k-diffusion's DPM-Solver++(2M) SDE, midpoint (Lu et al. 2022, appendix): N evaluations of D.
+    """Sample with DPM-Solver++(2M) SDE, k-diffusion's midpoint variant (Lu et al. 2022, appendix).
 
-    `strength` is the share of new noise, k-diffusion's eta; with 0 it equals `dpmpp_2m`.
+    N steps take N evaluations of D. `strength` scales the new noise and is called eta in
+    k-diffusion. With 0 the sampler equals `dpmpp_2m`.
     """
 
     def steps(x, d, before, h, h_eta):
@@ -70,7 +73,10 @@ def dpmpp_2m_sde(
 def dpmpp_3m_sde(
     denoise: Denoiser, x: Images, sigmas: Sigmas, noise: Draws, *, strength: Strength = 1.0
 ) -> Images:
-    """DPM-Solver++(3M) SDE of k-diffusion: three-step in -ln sigma, N evaluations of D."""
+    """Sample with k-diffusion's DPM-Solver++(3M) SDE, a three-step method in -ln sigma.
+
+    N steps take N evaluations of D. `strength` scales the new noise.
+    """
 
     def steps(x, d, before, h, h_eta):
         d1, d2, (h_1, h_2) = before
@@ -87,11 +93,11 @@ def dpmpp_3m_sde(
 
 
 def _sde(steps, denoise, x, sigmas, noise, strength) -> Images:
-    """Run a stochastic multistep solver; a step to sigma = 0 returns D.
+    """Run a stochastic multistep solver. A step to sigma = 0 returns D.
 
-    `steps` computes x at the end of a step, before noise is added. Its arguments are x, D, the
-    previous two D with their step sizes h (0 before the first step), h in ln sigma, and
-    (1 + strength) h.
+    The function `steps` computes x at the end of a step, before noise is added. Its arguments are
+    x, D, the previous two D with their step sizes (0 before the first step), the present step size
+    h in ln sigma, and (1 + strength) h.
     """
     path = brownian(noise)
 
@@ -124,11 +130,11 @@ def restart(
     repeats: Annotated[int, "[0, 100]"] = 2,
     inner: Annotated[int, "[1, 100]"] = 4,
 ) -> Images:
-    """Restart (Xu et al. 2023, Algorithm 1) around Heun's method, with one interval.
+    """Sample with Restart (Xu et al. 2023, Algorithm 1) and Heun's method, with one interval.
 
-    At the grid's level nearest to `low`, noise raises x to the level `high`, and `inner` Heun steps
-    with EDM's spacing return to the grid; this is repeated `repeats` times. N steps take
-    2 N - 1 + 2 repeats * inner evaluations of D.
+    When sampling reaches the grid's level nearest to `low`, noise is added up to the level `high`,
+    and `inner` Heun steps with EDM's spacing return to the grid's level. This happens `repeats`
+    times. N steps take 2 N - 1 + 2 * repeats * inner evaluations of D.
     """
     n, more = len(sigmas) - 1, repeats * inner
     if n < 2 or not more:
