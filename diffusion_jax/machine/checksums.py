@@ -1,7 +1,8 @@
 """Write and compare checksums of the files in a folder, to detect damage.
 
-Several processes share the work: each lists and compares its own part of the files. In a bucket
-the store computes the checksums, and listing the files returns them, so no file is read.
+Several processes share the work. Each process lists and compares its own part of the files. For a
+folder in a bucket, the store computes the checksums and returns them in its listing, so no file is
+read.
 """
 
 import errno
@@ -14,11 +15,11 @@ from collections.abc import Callable, Collection, Iterator
 from diffusion_jax.machine import files
 
 FOLDER = "checksums"
-"""The subfolder of the lists, one JSON file per process: {path: [bytes, SHA-256]}."""
+"""The subfolder that holds the lists, one JSON file per process: {path: [bytes, SHA-256]}."""
 
 
 def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
-    """List part `part` of `parts` of the files in a folder.
+    """Write the checksums of part `part` of `parts` of the files in a folder.
 
     Files that end in .tmp are unfinished and are left out.
     """
@@ -38,12 +39,12 @@ def write(folder: files.Path, part: int = 0, parts: int = 1) -> None:
 def read_back(
     folder: files.Path, part: int = 0, parts: int = 1, unless: Callable[[], bool] = lambda: False
 ) -> None:
-    """Read again the files that `write` listed, and compare their checksums.
+    """Read the files that `write` listed again, and compare their checksums.
 
-    Local files are read from the disk instead of the system's cache where that is possible.
+    Where the system allows it, local files are read from the disk and not from the system's cache.
 
     Args:
-        unless: Called before each file; if it returns True, the remaining files are not read.
+        unless: Called before each file. If it returns True, the remaining files are not read.
 
     Raises:
         OSError: A file differs from its list.
@@ -62,10 +63,10 @@ def read_back(
 def damage(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> str | None:
-    """Return the first difference between a folder and its lists as a message, or None.
+    """Return a message about the first file that differs from its list, or None.
 
-    Only the subfolders `items` are compared, if any are given, and only part `part` of `parts` of
-    the files. A folder without lists counts as undamaged, because earlier versions wrote none.
+    If `items` names subfolders, only those are compared. Only part `part` of `parts` of the files
+    is compared. A folder without lists counts as undamaged, because earlier versions wrote none.
     """
     first = next(damaged(folder, items, part, parts), None)
     return first and f"{first[0]}: {first[1]}"
@@ -74,7 +75,10 @@ def damage(
 def damaged(
     folder: files.Path, items: Collection[str] = (), part: int = 0, parts: int = 1
 ) -> Iterator[tuple[str, str]]:
-    """Yield (path, difference) for each file that differs from the lists; see `damage`."""
+    """Yield (path, difference) for each file that differs from its list.
+
+    If `items` names subfolders, only those are compared. A folder without lists yields nothing.
+    """
     folder, look, listed = files.path(folder), _look(folder), {}
     for path in sorted((folder / FOLDER).glob("*.json")):
         try:
@@ -136,7 +140,7 @@ def _digest(path: pathlib.Path) -> str:
 
 
 def _drop_cache(path: pathlib.Path) -> None:
-    """Flush the file to disk and drop it from memory, where the system can do that."""
+    """Flush the file to disk and drop it from the system's cache, if the system supports that."""
     if not hasattr(os, "posix_fadvise"):
         return
     with path.open("rb") as file:

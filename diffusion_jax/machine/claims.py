@@ -1,4 +1,4 @@
-"""Record the settings that a folder was started with, and refuse to continue with others."""
+"""Record the settings that a folder was started with, and refuse others later."""
 
 import json
 import os
@@ -18,9 +18,9 @@ def claim(
     """Write the identity into the JSON file `path`, or compare it with an existing file.
 
     Args:
-        path: The file; its folder is created if missing.
+        path: The file. Its folder is created if missing.
         identity: The settings that determine the results, such as a config.
-        free: Prefixes of fields that may differ.
+        free: Prefixes of the dotted field names whose values may differ.
         write: Whether to write a missing file. Only one process should.
 
     Returns:
@@ -45,9 +45,10 @@ def claim(
 
 
 def unlike(before: Mapping[str, Any], now: Mapping[str, Any], free: tuple[str, ...] = ()) -> str:
-    """Return a message with the fields that differ and both values; "" if there are none.
+    """Return a message that lists the fields that differ, with both values, or "" if all are equal.
 
-    Fields of groups have dotted names. Fields that begin with one of `free` may differ.
+    A field in a group has a dotted name. Fields whose names begin with a prefix in `free` are
+    ignored.
     """
     one, other = flat(before), flat(now)
     return "; ".join(

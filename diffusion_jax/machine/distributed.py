@@ -1,12 +1,13 @@
 """Start, run and end several processes together.
 
-A command is a single process by default. It joins others if --coordinator, --num_processes and
---process_id are given (or JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID are set),
-or if the environment of Slurm's srun or of GKE's TPU pods has more than one process. On a TPU VM
-or under MPI, --distributed=on lets JAX find the others.
+A command is a single process by default. It joins other processes in two cases. The first case is
+that --coordinator, --num_processes and --process_id are given, or JAX_COORDINATOR_ADDRESS,
+JAX_NUM_PROCESSES and JAX_PROCESS_ID are set. The second case is that the environment of Slurm's
+srun or of GKE's TPU pods has more than one process. On a TPU VM or under MPI, --distributed=on lets
+JAX find the other processes.
 
-JAX's coordination service ends all processes when one dies: at once where a collective operation
-or the connection to process 0 breaks, otherwise after a heartbeat timeout.
+JAX's coordination service ends all processes when one dies. It does so at once if a collective
+operation fails or the connection to process 0 breaks, otherwise after a heartbeat timeout.
 """
 
 import contextlib
@@ -46,7 +47,7 @@ _TIMEOUT = flags.DEFINE_integer(
 
 
 class _Farewell:
-    """What this process prints if it ends because another one did."""
+    """The message that this process prints if it ends because another process died."""
 
     advice = "Start all processes again."
     last_words: LastWords | None = None
@@ -55,8 +56,8 @@ class _Farewell:
 def join() -> None:
     """Join the other processes, if there are any. Call this before anything touches a device.
 
-    Process 0 logs a table of processes and devices; from then on the others log warnings only. If
-    some processes have not joined after --join_timeout seconds, this one ends with code 1.
+    Process 0 logs a table of processes and devices. After that, the other processes log warnings
+    only. If some processes have not joined after --join_timeout seconds, this one ends with code 1.
 
     Raises:
         ValueError: The flags or variables are incomplete or differ between processes.
@@ -100,7 +101,7 @@ def advice() -> str:
 
 
 def is_disconnection(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, says that the link to a process broke."""
+    """Return whether an error, or one of its causes, reports a broken connection to a process."""
     kinds = (ValueError, jax.errors.JaxRuntimeError)  # JAX raises either.
     while error is not None:
         if isinstance(error, kinds) and _BROKEN.search(str(error)):
@@ -110,7 +111,7 @@ def is_disconnection(error: BaseException | None) -> bool:
 
 
 def table(hosts: Sequence[str], devices: Sequence[Any]) -> str:
-    """Return one line per process: its number, its host and its devices."""
+    """Return a table with one line per process: its number, its host and its devices."""
     rows = [("process", "host", "devices")]
     for process, host in enumerate(hosts):
         local = [device for device in devices if device.process_index == process]
@@ -133,10 +134,10 @@ def gather_text(text: str) -> list[str]:
 
 @contextlib.contextmanager
 def sigterm() -> Iterator[Callable[[int], bool]]:
-    """Yield stopping(step), which returns whether to stop at this step because of SIGTERM.
+    """Yield stopping(step), a function that returns whether SIGTERM demands a stop at this step.
 
-    Inside, SIGTERM does not end the process. With several processes, one SIGTERM stops all of them
-    at the same step.
+    Inside this context, SIGTERM does not end the process. With several processes, one SIGTERM stops
+    all of them at the same step.
     """
     if jax.process_count() > 1:  # JAX's service listens for the signal and agrees on a step.
         yield multihost_utils.reached_preemption_sync_point
@@ -151,9 +152,9 @@ def sigterm() -> Iterator[Callable[[int], bool]]:
 
 @contextlib.contextmanager
 def ending_at_disconnection() -> Iterator[None]:
-    """End this process at once, with a message, if the link to another process breaks inside.
+    """End this process with a message if the connection to another process breaks in this context.
 
-    Otherwise a checkpoint that is being written would wait for the other process.
+    Without this context, a checkpoint that is being written would wait for the lost process.
     """
     try:
         yield
@@ -165,10 +166,11 @@ def ending_at_disconnection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def together() -> Iterator[None]:
-    """End several processes together: on success all wait for the last, on failure none waits.
+    """End several processes together.
 
-    Otherwise the interpreter of a failed process would wait for the others, which wait for it, and
-    end by a signal that hides its exit code.
+    On success, every process waits for the last one. On failure, no process waits. Without this
+    context, the interpreter of a failed process would wait for the others, while they wait for it.
+    The process would then end by a signal, which hides its exit code.
     """
     try:
         yield
@@ -210,7 +212,10 @@ def _farewell(how: str) -> str:
 
 
 def _check_port(identity: Mapping[str, Any]) -> None:
-    """Raise Busy in process 0 if the coordinator's port is taken: JAX would end by a signal."""
+    """Raise Busy in process 0 if the coordinator's port is taken.
+
+    JAX itself would end by a signal.
+    """
     if identity.get("process_id") != 0 or "JAX_COORDINATOR_BIND_ADDRESS" in os.environ:
         return
     address = identity["coordinator_address"]
@@ -228,9 +233,9 @@ def _check_port(identity: Mapping[str, Any]) -> None:
 
 
 def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return JAX's arguments from flags and variables, or None if there are none.
+    """Return the arguments of jax.distributed.initialize from flags and variables.
 
-    Raises ValueError if some of them are missing.
+    Return None for a single process, or if none are set. Raise ValueError if only some are set.
     """
     number = lambda name: int(environment[name]) if environment.get(name) else None
     identity = {
@@ -261,7 +266,7 @@ def _explicit(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return JAX's arguments for the cluster of this environment, None for a single process."""
+    """Return JAX's arguments for the cluster of this environment, or None for a single process."""
     if "SLURM_STEP_NODELIST" in environment and int(environment.get("SLURM_NTASKS", 1)) > 1:
         return {"cluster_detection_method": "slurm", "local_device_ids": _slurm_ids(environment)}
     hosts = environment.get("TPU_PROCESS_ADDRESSES") or environment.get("TPU_WORKER_HOSTNAMES", "")
@@ -271,7 +276,10 @@ def _detected(environment: Mapping[str, str]) -> dict[str, Any] | None:
 
 
 def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
-    """Return the ids of all GPUs if each node has one task; JAX would use only the first GPU."""
+    """Return the ids of all GPUs if each node has one task.
+
+    By default JAX uses only the first GPU.
+    """
     alone = re.fullmatch(r"1(\(x\d+\))?", environment.get("SLURM_STEP_TASKS_PER_NODE", ""))
     if not alone or "JAX_LOCAL_DEVICE_IDS" in environment:
         return None
@@ -280,7 +288,7 @@ def _slurm_ids(environment: Mapping[str, str]) -> list[int] | None:
 
 @contextlib.contextmanager
 def _deadline(seconds: int, identity: Mapping[str, Any]) -> Iterator[None]:
-    """End the process with a message if the block takes longer than this."""
+    """End the process with a message if the block takes longer than `seconds`."""
 
     def give_up():
         process = f"process {identity.get('process_id', '(with no number yet)')}"

@@ -26,7 +26,7 @@ class _Nothing:
 
 
 class _Files:
-    """CLU's writer, with an OSError if the disk is full."""
+    """CLU's writer, which raises OSError if the disk is full."""
 
     def __init__(self, tf: Any, writer: Any) -> None:
         self._tf, self._writer = tf, writer
@@ -49,10 +49,10 @@ def _as_os_errors(tf: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing(folder: pathlib.Path, after: int = 0) -> Iterator[Any]:
-    """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it.
+    """Yield a clu.metric_writers.MetricWriter for event files in `folder`, and close it at the end.
 
-    Events of steps after `after` are removed from existing files first; with 0, all events are. In
-    processes other than 0, and without TensorFlow (with a warning), nothing is written.
+    First, events of steps after `after` are removed from existing files. With 0, all events are
+    removed. Only process 0 writes. Without TensorFlow, a warning is logged and nothing is written.
     """
     writer = _Nothing() if jax.process_index() else _open(folder, after)
     try:
@@ -79,7 +79,7 @@ def _open(folder: pathlib.Path, after: int) -> Any:
 
 
 def hparams(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config as TensorBoard's hparams: numbers and texts by dotted names."""
+    """Return a config as TensorBoard's hparams: a dict from dotted names to numbers and strings."""
     leaves, _ = jax.tree.flatten_with_path(config, lambda v: not isinstance(v, Mapping))
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".")
     return {name(path): _simple(value) for path, value in leaves}
@@ -91,7 +91,7 @@ def _simple(value: Any) -> bool | int | float | str:
 
 
 def _drop_after(path: pathlib.Path, step: int) -> None:
-    """Remove events after `step`, and a torn record at the end, from an event file."""
+    """Remove events after `step` from an event file, and an incomplete record at its end."""
     import tensorflow as tf
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""Write files atomically: a kill at any moment leaves the old content or the new."""
+"""Write files atomically: a process that is killed leaves either the old content or the new."""
 
 import atexit
 import contextlib
@@ -19,10 +19,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 def path(name: Path) -> pathlib.Path:
-    """Return the path of a file or folder; for a URL, a path into a bucket (see remote).
+    """Return the path of a file or folder.
 
-    A pathlib.Path made from a URL, which has lost a "/", is recognised by its scheme. Other names
-    may hold a ":/", as in SOURCE:/PATH.
+    A URL such as gs://bucket/run gives a path into a bucket.
+
+    A pathlib.Path of a URL, which has lost one "/", is recognised by its scheme. Other names may
+    contain ":/", as in SOURCE:/PATH.
     """
     if isinstance(name, Remote):
         return name
@@ -32,31 +34,37 @@ def path(name: Path) -> pathlib.Path:
 
 
 def remote(name: Path) -> Remote | None:
-    """Return a path into a bucket, or None for a local path."""
+    """Return a path into a bucket, or None if `name` is a local path."""
     place = path(name)
     return place if isinstance(place, Remote) else None
 
 
 def is_store(name: Path) -> bool:
-    """Return whether a path is in a kind of bucket that can be written to."""
+    """Return whether a path is in a bucket of a kind that this program can write to."""
     place = remote(name)
     return bool(place and place.parts[0][:-1] in SCHEMES)
 
 
 def local(name: Path) -> pathlib.Path:
-    """Return a local path; files in a bucket are copied into the cache (see Remote.bring)."""
+    """Return a local path. A file or folder in a bucket is copied into the user's cache first."""
     place = remote(name)
     return place.bring() if place else pathlib.Path(name)
 
 
 def cached(name: Path) -> pathlib.Path:
-    """Return a local path of a file that never changes, copied from a bucket once per process."""
+    """Return a local path of a file that never changes.
+
+    A process copies it from a bucket only once.
+    """
     place = remote(name)
     return _copy(place) if place else pathlib.Path(name)
 
 
 def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
-    """Return the paths that exist; buckets need one request per folder, not one per file."""
+    """Return the paths that exist.
+
+    In a bucket, this takes one request per folder, not one per file.
+    """
     paths = set(paths)
     folders = {path.parent for path in paths if isinstance(path, Remote)}
     listed = {path for folder in folders for path in folder.iterdir()}
@@ -64,13 +72,16 @@ def present(paths: Iterable[pathlib.Path]) -> set[pathlib.Path]:
 
 
 def folder(name: Path, flag: str) -> pathlib.Path:
-    """Return the path of a folder to write into. Raises ValueError as `check_writable` does."""
+    """Return the path of a folder to write into.
+
+    Raise ValueError, with the name of the flag, if the folder cannot be created or written to.
+    """
     check_writable(name, flag)
     return path(name)
 
 
 def check_writable(folder: Path, flag: str) -> None:
-    """Raise ValueError, naming the flag, unless a folder can be created or written to."""
+    """Raise ValueError, with the name of the flag, if a folder cannot be created or written to."""
     if place := remote(folder):
         try:
             return place.check_writable()
@@ -86,13 +97,19 @@ def check_writable(folder: Path, flag: str) -> None:
 
 
 def is_full(error: BaseException) -> bool:
-    """Return whether an error is a full disk or quota, so that a later attempt may succeed."""
+    """Return whether an error means that a disk or quota is full.
+
+    A later attempt may then succeed.
+    """
     return isinstance(error, OSError) and error.errno in _FULL
 
 
 @contextlib.contextmanager
 def named(path: Path, hidden: Path = "") -> Iterator[None]:
-    """Inside this context, OSErrors without a file name, or with that of `hidden`, name `path`."""
+    """Make OSErrors in this context name the file `path`.
+
+    Only errors that name no file, or that name `hidden`, are changed.
+    """
     try:
         yield
     except OSError as error:
@@ -102,7 +119,7 @@ def named(path: Path, hidden: Path = "") -> Iterator[None]:
 
 
 def write_whole(path: Path, content: bytes | str) -> None:
-    """Write `content` to `path`, whose folder must exist; text is written as UTF-8."""
+    """Write `content` to `path` atomically. The folder must exist. Text is written as UTF-8."""
     if place := remote(path):
         place.write_bytes(content.encode() if isinstance(content, str) else content)
         return
@@ -111,7 +128,7 @@ def write_whole(path: Path, content: bytes | str) -> None:
 
 
 def write_new(path: Path, content: bytes | str) -> None:
-    """Write a file unless it exists; the first of several writers wins."""
+    """Write a file unless it exists. If several processes try, only the first one writes."""
     if place := remote(path):
         try:
             place.write_bytes(content.encode() if isinstance(content, str) else content, new=True)
@@ -127,13 +144,14 @@ def write_new(path: Path, content: bytes | str) -> None:
 def whole(
     path: Path, rename: Callable[[pathlib.Path, pathlib.Path], object] = pathlib.Path.replace
 ) -> Iterator[pathlib.Path]:
-    """Yield a hidden path beside `path`; a file or folder written there replaces `path` at the end.
+    """Yield a temporary path; a file or folder written there replaces `path` at the end.
 
-    The replacement is one atomic rename, after the content has reached the disk, so that even a
-    power cut cannot leave an empty file under the final name. After an error the hidden file is
-    deleted. Its name ends in .tmp, so that it is not mistaken for a finished file. If a writer
-    chooses the format by the suffix, give it an open file instead. For a bucket, the hidden path is
-    a local one that is uploaded at the end; the files at the top of a folder are sent last.
+    The temporary path is in the same folder as `path`. The replacement is one atomic rename, after
+    the content has reached the disk, so that even a power cut cannot leave an empty file under the
+    final name. After an error the temporary file is deleted. Its name ends in .tmp, so that it is
+    not mistaken for a finished file. If a writer chooses the format by the suffix, give it an open
+    file instead. For a bucket, the temporary path is local and is uploaded at the end. In an upload
+    of a folder, the files directly in the folder are sent last.
     """
     if place := remote(path):
         with tempfile.TemporaryDirectory() as folder:

@@ -8,12 +8,14 @@ from jax.extend import core
 
 
 def count(jaxpr: core.Jaxpr) -> int:
-    """Return two operations per multiply-add of dense matrix products and convolutions.
+    """Return the FLOPs of matrix products and convolutions: two operations per multiply-add.
 
-    Taps on padding count; zeros between dilated pixels do not. So a strided convolution costs as
-    much backwards as forwards, as in papers. The body of a loop counts once per iteration (of a
-    `while` once, because the number is unknown), and the costliest branch of a `cond` counts.
-    Operations that an attention kernel recomputes in its backward pass do not count.
+    Multiplications with padding count; multiplications with the zeros between dilated pixels do
+    not. So each of a strided convolution's two backward products costs as much as its forward
+    product, as is usual in papers. The body of a loop counts once per iteration. The body of a
+    `while` counts once, because the number of iterations is unknown. Of the branches of a `cond`,
+    the costliest counts. Operations that an attention kernel recomputes in its backward pass do not
+    count.
     """
     return sum(_of_equation(equation) for equation in jaxpr.eqns)
 
@@ -37,7 +39,7 @@ def _of_equation(equation: core.JaxprEqn) -> int:
 
 
 def _times(name: str, params: Mapping[str, Any]) -> int:
-    """Return how often an equation runs its inner programs, over all devices."""
+    """Return how often an equation runs its inner programs, summed over all devices."""
     if name == "scan":
         return params["length"]
     return params["mesh"].size if name == "shard_map" else 1

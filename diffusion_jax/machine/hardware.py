@@ -1,4 +1,4 @@
-"""Peak arithmetic and memory of accelerators."""
+"""Peak FLOP/s and memory of accelerators."""
 
 import os
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ PEAKS = {
 
 
 class Memory(NamedTuple):
-    """Bytes in use on a device, their peak so far, and the limit."""
+    """Memory of a device, in bytes: the use now, the peak use so far, and the limit."""
 
     used: int
     peak: int
@@ -35,12 +35,15 @@ class Memory(NamedTuple):
 
 
 def peak_flops(device_kind: str) -> float | None:
-    """Return the dense bfloat16 FLOP/s of a device of this kind; None if unknown."""
+    """Return the dense bfloat16 FLOP/s of a device of this kind, or None if it is unknown."""
     return next((peak for name, peak in PEAKS.items() if name in device_kind), None)
 
 
 def utilization(flops: float, seconds: float, device_kind: str, num_devices: int) -> float | None:
-    """Return the model FLOP utilization in [0, 1] of `flops` on all devices in `seconds`."""
+    """Return the model FLOP utilization in [0, 1] of a program.
+
+    All devices together execute `flops` operations in `seconds`.
+    """
     peak = peak_flops(device_kind)
     return None if peak is None else flops / (seconds * peak * num_devices)
 
@@ -55,11 +58,14 @@ def memory(device: Any) -> Memory | None:
 
 
 def limit(device: Any) -> int:
-    """Return the bytes that arrays may take on a local jax.Device; CPU devices share the host's."""
+    """Return the bytes available to arrays on a local jax.Device.
+
+    CPU devices share the host's memory.
+    """
     stats = memory(device)
     return stats.limit if stats else host_memory() // jax.local_device_count()
 
 
 def host_memory() -> int:
-    """Return the bytes of this machine's memory."""
+    """Return the size of this machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,7 +1,7 @@
-"""A message that is printed even if a process dies outside Python.
+"""Print a message even if the process dies outside Python.
 
 When another process has died, JAX aborts this one from C++, and no more Python code runs. So a
-small child process waits for the end of its standard input, and then prints the latest message.
+small child process waits until its standard input closes, and then prints the latest message.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ sys.stderr.buffer.write(line.lstrip())
 
 
 class LastWords:
-    """A line for stderr, printed if this process ends without calling `cancel`."""
+    """A message for stderr, which is printed if this process ends without calling `cancel`."""
 
     def __init__(self, line: str) -> None:
         # In a new session, the child does not receive Ctrl-C.
@@ -31,14 +31,14 @@ class LastWords:
         self.replace(line)
 
     def replace(self, line: str) -> None:
-        """Print this line instead."""
+        """Replace the message."""
         assert self._child.stdin
         with contextlib.suppress(OSError):  # The child was killed: the message is lost.
             self._child.stdin.write(line.encode() + b"\n")
             self._child.stdin.flush()
 
     def cancel(self) -> None:
-        """Print nothing, and end the child."""
+        """End the child process without printing the message."""
         self.replace("")
         with contextlib.suppress(OSError):
             self._child.communicate()

@@ -72,7 +72,10 @@ class MetricWriter:
         self._events.flush()
 
     def flush(self) -> None:
-        """Block until everything is uploaded. Otherwise buckets receive lines every few seconds."""
+        """Block until all lines are uploaded.
+
+        Without this call, a bucket gets lines every few seconds.
+        """
         self._mirror.send()
 
     def close(self) -> None:
@@ -82,7 +85,7 @@ class MetricWriter:
 
 
 def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
-    """Return a line of metrics.jsonl."""
+    """Return the JSON text of one line of metrics.jsonl."""
     finite = {name: v if math.isfinite(v) else None for name, v in scalars.items()}
     return json.dumps({"step": step, **finite}) + "\n"
 
@@ -90,8 +93,8 @@ def metrics_line(step: int, scalars: Mapping[str, float]) -> str:
 def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Return the mean loss per range of noise levels: {"loss/sigma_0.1_to_0.3": 0.2, ...}.
 
-    `metrics` holds sums and counts per range, added up over steps. Ranges without samples are left
-    out; metrics without ranges give {}.
+    `metrics` holds the sum of the loss and the number of samples per range, added up over steps.
+    Ranges without samples are left out. Metrics without ranges give {}.
     """
     if "level_loss" not in metrics:
         return {}
@@ -102,10 +105,10 @@ def noise_level_means(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl, without an incomplete last line.
+    """Return the parsed lines of a metrics.jsonl file. An incomplete last line is ignored.
 
     Raises:
-        ValueError: Another line is damaged.
+        ValueError: A line before the last one is damaged.
     """
     lines = files.path(path).read_text(encoding="utf-8").split("\n")[:-1]
     read = []
@@ -120,7 +123,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def write_manifest(
     workdir: str | os.PathLike[str], config: Mapping[str, Any], seed: int, step: int
 ) -> None:
-    """Add an entry for this start to manifest.json: {"runs": [first, ..., this one]}.
+    """Add an entry for this start of the run to manifest.json: {"runs": [first, ..., this one]}.
 
     An entry holds the config, the seed, the first step, the start time, the command line, package
     versions, the git commit (None outside a checkout), the devices, and the environment variables

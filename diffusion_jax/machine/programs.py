@@ -1,6 +1,6 @@
-"""Run compiled programs with a log line on compilation, or only trace them in a rehearsal.
+"""Run compiled programs with a log line for each compilation, or only trace them in a rehearsal.
 
-A rehearsal runs the code around its programs unchanged; the programs return zeros.
+In a rehearsal, compiled programs return zeros. The code around them runs unchanged.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _rehearsals: list[bool] = []
 
 @contextlib.contextmanager
 def rehearsal() -> Iterator[None]:
-    """Inside this context, `announced` programs are traced, but neither compiled nor run."""
+    """Trace `announced` programs in this context without compiling or running them."""
     _rehearsals.append(True)
     try:
         yield
@@ -26,12 +26,15 @@ def rehearsal() -> Iterator[None]:
 
 
 def rehearsing() -> bool:
-    """Return whether programs are only traced."""
+    """Return whether a rehearsal is active, in which programs are only traced."""
     return bool(_rehearsals)
 
 
 def on_host(function: Callable[..., None], *arrays: jax.Array) -> None:
-    """Call a host function whenever the traced program runs; in a rehearsal now, with zeros."""
+    """Call a host function each time the traced program runs.
+
+    In a rehearsal, the function is called once at tracing, with zeros.
+    """
     jax.debug.callback(function, *arrays)
     if rehearsing():
         function(*(np.zeros(x.shape, x.dtype) for x in arrays))
@@ -42,13 +45,13 @@ def watched(
     preview: Callable[..., None],
     colours: Callable[[Any], Any] = lambda x0: x0,
 ) -> Callable[..., Any]:
-    """Return a denoiser D(x, sigma) with the same results, which also sends them to the host.
+    """Return a denoiser D(x, sigma) that also sends its results to a function on the host.
 
     Args:
-        denoise: The denoiser; its results do not change.
+        denoise: The denoiser. Its results do not change.
         preview: Called on the host with colours(x0) and the noise level. An error that it raises
             ends the program.
-        colours: Turns x0 into RGB images, for example from latents.
+        colours: Converts x0 to RGB images, for example from latents.
     """
 
     def shown(x, sigma):
@@ -62,7 +65,8 @@ def watched(
 def announced(program: Any, what: str = "") -> Callable[..., Any]:
     """Return a jitted function that logs its compilations under the name `what`.
 
-    With "" the log lines have the level debug, for programs that compile quickly.
+    If `what` is "", these log lines have the level debug, which suits programs that compile
+    quickly.
     """
     compiled = {}
 

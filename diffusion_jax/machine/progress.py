@@ -15,25 +15,29 @@ T = TypeVar("T")
 class Meter:
     """Logger of lines such as "encoding: 30/1,000 captions | 1.5 captions/s | 0:10:47 left".
 
-    A line is logged at most every `every` seconds, and at the end. Without a `total` it has the
-    time so far instead of the time left. The count starts at `done`; the rate only covers new work.
+    A line is logged at most every `every` seconds, and at the end. Without a `total`, the line
+    shows the elapsed time instead of the time left. The count starts at `done`. The rate counts
+    only items that are added later.
     """
 
     def __init__(
         self, noun: str, total: int | None, *, name: str = "", done: int = 0, every: float = 5.0
     ):
-        """`noun` is the plural of the counted things, `name` the name of the job."""
+        """Start the clock.
+
+        `noun` is the plural of the counted items. `name` is the name of the job.
+        """
         self._noun, self._total, self._every = noun, total, every
         self._name = f"{name}: " if name else ""
         self._done = self._first = done
         self._start = self._last = time.monotonic()
 
     def add(self, count: int = 1) -> None:
-        """Add to the count, and log a line if it is due."""
+        """Add to the count, and log a line if `every` seconds have passed."""
         self.reach(self._done + count)
 
     def reach(self, done: int) -> None:
-        """Set the count, and log a line if it is due."""
+        """Set the count, and log a line if `every` seconds have passed."""
         self._done = done
         now = time.monotonic()
         if self._done == self._total or now - self._last >= self._every:
@@ -62,7 +66,11 @@ def reported(
     size: Callable[[T], int] = lambda item: 1,
     every: float = 5.0,
 ) -> Iterator[T]:
-    """Yield the items and log progress; each counts as `size(item)` once it is used."""
+    """Yield the items and log progress.
+
+    An item counts as `size(item)`, and is added to the count when the caller asks for the next
+    item.
+    """
     meter = Meter(noun, total, name=name, every=every)
     for item in items:
         yield item
@@ -107,5 +115,5 @@ def _clock(seconds: float) -> str:
 
 
 def block(rows: Iterable[tuple[str, object]]) -> str:
-    """Return a text with one name and value per line."""
+    """Return a text with one line per row; each line holds a name and its value."""
     return "\n".join(f"{name:<14} {text}" for name, text in rows)

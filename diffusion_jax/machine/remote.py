@@ -1,11 +1,11 @@
-"""Paths into object stores: pathlib's methods over fsspec, for gs:// and s3://.
+"""Paths into object stores (gs:// and s3://), with pathlib's methods implemented by fsspec.
 
 A store has no folders, no renames and no appending. An object appears once all of its bytes have
-arrived, and can be created on condition that it does not exist. Files that grow line by line
-are written to a local folder (Mirror), which is uploaded at intervals.
+arrived. A store can create an object on condition that it does not exist. Files that grow line by
+line are written to a local folder (Mirror), which is uploaded at intervals.
 
 fsspec does the transfers. etils.epath is not used, because its `exists` returns False when access
-is denied: a run with wrong credentials would then start anew.
+is denied: a run with wrong credentials would then start from the beginning.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import fsspec
 
 SCHEMES = {"gs": "gcsfs", "s3": "s3fs"}
-"""The stores that a workdir can lie in, and the package that fsspec needs for each."""
+"""The URL schemes of supported stores, and the package that fsspec needs for each."""
 _DENIED = ": check that the credentials on this machine give access to it"
 _BLOCK = 8 * 2**20  # Bytes per request of a file that is read in pieces.
 _PAUSE = 10.0  # Seconds between two uploads of a growing file.
@@ -60,8 +60,8 @@ def system(scheme: str) -> "fsspec.AbstractFileSystem":
 class Remote(pathlib.PosixPath):
     """A path into a bucket, such as s3://bucket/run/config.json, with pathlib's methods.
 
-    All errors are OSErrors that name the URL. Functions of os and shutil raise TypeError for it.
-    Never wrap it in pathlib.Path(...), which would make it a local path.
+    All errors are OSErrors that name the URL. Functions of os and shutil raise TypeError for such a
+    path. Never wrap it in pathlib.Path(...), which would turn it into a local path.
     """
 
     def __str__(self) -> str:
@@ -71,14 +71,14 @@ class Remote(pathlib.PosixPath):
         raise TypeError(f"{self} is not a local file")
 
     def check_writable(self) -> None:
-        """Raise OSError or ValueError unless an object can be written here."""
+        """Raise OSError or ValueError if no object can be written into this folder."""
         if self.parts[0][:-1] not in SCHEMES:
             urls = " or ".join(f"{scheme}://BUCKET/FOLDER" for scheme in SCHEMES)
             raise ValueError(f"{self} cannot be written to: use a folder on disk, or {urls}")
         _probe(self)
 
     def exists(self, **_: Any) -> bool:
-        """Return whether an object has this name, or lies below it."""
+        """Return whether an object has this name, or whether objects lie below this path."""
         return bool(self._kind())
 
     def is_dir(self, **_: Any) -> bool:
@@ -90,54 +90,58 @@ class Remote(pathlib.PosixPath):
         return self._kind() == "file"
 
     def _kind(self) -> str:
-        """Return "file", "directory", or "" if it does not exist. Raises if access is denied."""
+        """Return "file", "directory", or "" if nothing exists.
+
+        Raise OSError if access is denied.
+        """
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             return system.info(str(self))["type"]
         return ""
 
     def stat(self, **_: Any) -> os.stat_result:
-        """Return the size of an object and the time it was written; other fields are constants."""
+        """Return the size of an object and its modification time. Other fields are constants."""
         with self._named() as system:
             size = int(system.info(str(self))["size"])
             at = int(system.modified(str(self)).timestamp())
         return os.stat_result((stat.S_IFREG | 0o644, 0, 0, 1, 0, 0, size, at, at, at))
 
     def open(self, mode: str = "r", *_: Any, **options: Any) -> Any:
-        """Open the object as a file. A written object appears when the file is closed."""
+        """Open the object as a file. In write mode, the object appears when the file is closed."""
         if "r" in mode:
             options = {"block_size": _BLOCK, **options}
         with self._named() as system:
             return system.open(str(self), mode, **options)
 
     def read_bytes(self) -> bytes:
-        """Return the whole content."""
+        """Return the whole content as bytes."""
         with self._named() as system:
             return system.cat_file(str(self))  # pyright: ignore[reportReturnType]
 
     def read_range(self, first: int, last: int) -> bytes:
-        """Return the bytes first ... last - 1."""
+        """Return the bytes from `first` up to, but not including, `last`."""
         with self._named() as system:
             return system.cat_file(str(self), start=first, end=last) if first < last else b""  # pyright: ignore[reportReturnType]
 
     def get(self, file: pathlib.Path) -> None:
-        """Copy the content into a local file."""
+        """Copy the object's content into a local file."""
         with self._named() as system:
             system.get_file(str(self), str(file))
 
     def read_text(self, *_: Any, **__: Any) -> str:
-        """Return the whole content, decoded as UTF-8."""
+        """Return the object's content, decoded as UTF-8."""
         return self.read_bytes().decode()
 
     def write_bytes(self, data: Any, new: bool = False) -> int:
-        """Replace the object. With `new`, raise FileExistsError if it exists already."""
+        """Write the object. If `new` is True and the object exists, raise FileExistsError."""
         with self._named() as system:
             system.pipe_file(str(self), bytes(data), **({"mode": "create"} if new else {}))
         return len(data)
 
     def send(self, file: pathlib.Path) -> None:
-        """Replace the object by a local file, or the objects below by those of a local folder.
+        """Upload a local file to this object, or a local folder to objects below this path.
 
-        Files at the folder's top are sent last, because readers look for them first.
+        The previous objects are replaced. Files directly in the folder are sent last, because
+        readers look for them first.
         """
         with self._named() as system:
             inside = sorted(file.rglob("*"), key=lambda path: (-len(path.parts), path))
@@ -146,7 +150,7 @@ class Remote(pathlib.PosixPath):
                     system.put_file(str(one), str(self / one.relative_to(file)))
 
     def mkdir(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a folder exists once something is in it."""
+        """Do nothing. A store has no empty folders; a folder exists once it contains an object."""
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Delete the object."""
@@ -154,7 +158,7 @@ class Remote(pathlib.PosixPath):
             system.rm_file(str(self))
 
     def copy_to(self, target: pathlib.Path) -> None:
-        """Copy all objects below this path to a place in the same store."""
+        """Copy all objects below this path to the path `target` in the same store."""
         with self._named() as system:
             names = list(self.objects())
             system.copy([str(self / name) for name in names], [str(target / n) for n in names])
@@ -165,19 +169,22 @@ class Remote(pathlib.PosixPath):
             system.rm(glob.escape(str(self)), recursive=True)
 
     def objects(self) -> dict[str, tuple[int, str]]:
-        """Return {path below this one: (bytes, checksum)} of all objects below.
+        """Return {relative path: (bytes, checksum)} of all objects below this path.
 
-        The checksum is "crc32c:..." or "md5:..." as the store reports it, or "" if it has none,
-        such as S3 for an object that was uploaded in parts.
+        The checksum is "crc32c:..." or "md5:..." as the store reports it. It is "" if the store has
+        none, for example S3 for an object that was uploaded in parts.
         """
         objects = self._find()
         return {name: (int(info["size"]), _sum(info)) for name, info in objects.items() if name}
 
     def bring(self) -> pathlib.Path:
-        """Copy the object, or all objects below, into the user's cache, and return the local path.
+        """Copy the object, or all objects below this path, into the user's cache.
 
-        Objects that are unchanged since an earlier call are not transferred again. (fsspec's own
-        file cache would lose the tree of folders.) Raises FileNotFoundError if nothing exists.
+        Return the local path.
+
+        Objects that are unchanged since an earlier call are not transferred again. fsspec's own
+        file cache is not used, because it does not keep the tree of folders. Raise
+        FileNotFoundError if nothing exists at this path.
         """
         import filelock  # Imported here, because only commands with URLs need it.
 
@@ -208,42 +215,48 @@ class Remote(pathlib.PosixPath):
         return place
 
     def iterdir(self) -> Generator["Remote", None, None]:
-        """Yield the objects and folders in this one; nothing if there are none."""
+        """Yield the objects and folders directly in this folder."""
         with self._named() as system, contextlib.suppress(FileNotFoundError):
             for name in system.ls(str(self), detail=False):
                 if last := name.rstrip("/").rpartition("/")[2]:
                     yield self / last
 
     def glob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
-        """Yield the objects and folders below that match the pattern."""
+        """Yield the objects and folders below this path that match the pattern."""
         with self._named() as system:
             names: Any = system.glob(f"{glob.escape(str(self))}/{pattern}")
         for name in names:
             yield self / name[self._start :]
 
     def rglob(self, pattern: str, **_: Any) -> Generator["Remote", None, None]:
-        """Yield the objects below, at any depth, whose name matches the pattern."""
+        """Yield the objects at any depth below this path whose names match the pattern."""
         for name in self.objects():
             if pathlib.PurePosixPath(name).match(pattern):
                 yield self / name
 
     def absolute(self) -> "Remote":
-        """Return this path."""
+        """Return this path, which is already absolute."""
         return self
 
     @property
     def _start(self) -> int:
-        """The index in fsspec's names at which the path below this one starts."""
+        """Return the index at which the relative path starts in fsspec's names of objects below."""
         return len(str(self).partition("://")[2]) + 1
 
     def _find(self) -> dict[str, dict[str, Any]]:
-        """Return fsspec's information on all objects below, by path; "" is the object itself."""
+        """Return fsspec's information on all objects below.
+
+        Keys are relative paths; "" is this object.
+        """
         with self._named() as system:
             objects: Any = system.find(str(self), detail=True)
         return {name[self._start :]: info for name, info in objects.items()}
 
     def _get_all(self, files: dict[str, pathlib.Path]) -> None:
-        """Copy objects, by path below this one, into local files, several at a time."""
+        """Copy objects into local files, several at a time.
+
+        `files` maps each object's path below this one to a local file.
+        """
         for file in files.values():
             file.parent.mkdir(parents=True, exist_ok=True)
         with self._named() as system:
@@ -252,7 +265,10 @@ class Remote(pathlib.PosixPath):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator["fsspec.AbstractFileSystem"]:
-        """Yield the store's file system; errors inside become OSErrors that name the URL."""
+        """Yield the store's file system.
+
+        Errors in this context become OSErrors that name the URL.
+        """
         opened = system(self.parts[0][:-1])
         try:
             yield opened
@@ -273,14 +289,14 @@ def _line(error: Exception) -> str:
 
 @functools.cache
 def _probe(folder: Remote) -> None:
-    """Write an object into a folder and delete it, once per process."""
+    """Check write access to a folder, once per process: write an object, and delete it."""
     probe = folder / f".{uuid.uuid4().hex}.tmp"
     probe.write_bytes(b"")
     probe.unlink()
 
 
 def _version(info: dict[str, Any]) -> str:
-    """Return an object's etag, generation, time or size, whichever the store reports first."""
+    """Return a value that changes with an object's content: its etag, generation, time or size."""
     names = ("etag", "ETag", "generation", "LastModified", "mtime", "size")
     return next(f"{name} {info[name]}" for name in names if info.get(name) is not None)
 
@@ -293,13 +309,13 @@ def _sum(info: dict[str, Any]) -> str:
 
 
 class Mirror:
-    """A local folder for files that grow, copied to a bucket at intervals.
+    """A local folder for files that grow, which is copied to a bucket at intervals.
 
-    If the folder is not in a bucket, `local` is the folder itself, and nothing is copied.
+    If the target folder is not in a bucket, `local` is that folder, and nothing is copied.
     """
 
     def __init__(self, folder: pathlib.Path, *names: str) -> None:
-        """Copy the files and subfolders `names` of a bucket's folder into a local one."""
+        """Copy the files and subfolders `names` from the bucket into the local folder."""
         self.local, self._folder, self._sent = folder, None, {}
         self._opened, self._lock = contextlib.ExitStack(), threading.Lock()
         if isinstance(folder, Remote):
@@ -312,11 +328,13 @@ class Mirror:
             self._thread.start()
 
     def send(self, sparing: bool = False) -> None:
-        """Block until the bucket has exactly the local files.
+        """Block until all changes of the local files are in the bucket.
 
-        With `sparing`, large files that have grown by less than a tenth are left out. An
-        object cannot be appended to, so each upload sends the whole file; this rule limits the
-        total to about ten times the file's size.
+        Files that end in .tmp are not sent.
+
+        If `sparing` is True, large files that have grown by less than a tenth are not sent. An
+        object cannot be appended to, so each upload sends the whole file. This rule limits the
+        total upload to about ten times the file's size.
         """
         if not self._folder:
             return
@@ -335,7 +353,7 @@ class Mirror:
                 del self._sent[path]
 
     def close(self) -> None:
-        """Upload all changes, and stop."""
+        """Upload all changes, and stop uploading."""
         if self._folder:
             self._ended.set()
             self._thread.join()

@@ -34,11 +34,13 @@ RULES: Rules = [
 def make_mesh(
     replica: int = 1, fsdp: int = -1, tensor: int = 1, devices: Sequence[Any] | None = None
 ) -> Mesh:
-    """Return a mesh over `devices` (default: all). One size may be -1 for the remaining devices.
+    """Return a mesh with the axes replica, fsdp and tensor over `devices`, by default all devices.
 
-    Batches are split over replica and fsdp, parameters over fsdp and tensor. If the product of the
-    sizes is smaller than the number of devices, the first devices are used, which needs a single
-    process. If the devices form several TPU slices, replica spans the slices, or else fsdp.
+    One size may be -1; it becomes the number of remaining devices. Batches are split over replica
+    and fsdp. Parameters are split over fsdp and tensor. If the product of the sizes is smaller than
+    the number of devices, only the first devices are used, which needs a single process. If the
+    devices form several TPU slices, the axis replica spans the slices. If it cannot, the axis fsdp
+    does.
     """
     devices = list(devices or jax.devices())
     sizes = mesh_sizes((replica, fsdp, tensor), len(devices))
@@ -59,7 +61,10 @@ def make_mesh(
 
 
 def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
-    """Return the sizes with -1 replaced. Raises ValueError if they do not divide the devices."""
+    """Return the mesh sizes with -1 replaced by the number of remaining devices.
+
+    Raise ValueError if the sizes do not divide the number of devices.
+    """
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         raise ValueError(
             f"mesh {_describe(sizes)}: sizes must be positive, except that one may be -1 "
@@ -77,11 +82,11 @@ def mesh_sizes(sizes: tuple[int, ...], num_devices: int) -> tuple[int, ...]:
 def shardings(
     tree: Any, mesh: Mesh | AbstractMesh, rules: Rules, *, fsdp_min_size: int = 2**16
 ) -> Any:
-    """Return a NamedSharding per leaf, by the first rule whose pattern matches its path.
+    """Return a NamedSharding for each leaf: that of the first rule whose pattern matches its path.
 
     Args:
-        tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel", so a rule
-            that does not start with ^ places a parameter, its averages and its moments alike.
+        tree: Arrays or shapes. A path looks like "opt_state/0/mu/params/conv1/kernel". So a rule
+            that does not start with ^ also places the averages and moments of a parameter.
         mesh: The mesh.
         rules: (pattern, spec) pairs. Scalars need no rule.
         fsdp_min_size: FSDP does not split arrays with fewer elements than this.
@@ -108,13 +113,16 @@ def shardings(
 
 
 def placed(shapes: Any, where: Any) -> Any:
-    """Return a jax.ShapeDtypeStruct with a sharding per leaf, for restoring and compiling."""
+    """Return a tree of jax.ShapeDtypeStructs with shardings, for restoring and compiling."""
     place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
     return jax.tree.map(place, shapes, where)
 
 
 def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function, traced inside the mesh, which the attention kernels look up."""
+    """Return a function that runs `function` with this mesh as JAX's current mesh.
+
+    The attention kernels look up the current mesh while they are traced.
+    """
 
     abstract = mesh.abstract_mesh if isinstance(mesh, Mesh) else mesh
 
@@ -127,7 +135,7 @@ def ambient(mesh: Mesh | AbstractMesh, function: Callable[..., Any]) -> Callable
 
 
 def batch_sharding(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of batches: the first axis is split over replica and fsdp."""
+    """Return the sharding of batches. The mesh axes replica and fsdp split the first axis."""
     return NamedSharding(mesh, P(("replica", "fsdp")))
 
 
@@ -137,34 +145,34 @@ def batch_ways(mesh: Mesh | AbstractMesh) -> int:
 
 
 def replicated(mesh: Mesh | AbstractMesh) -> NamedSharding:
-    """Return the sharding of keys, scalars and metrics: a whole copy on every device."""
+    """Return the sharding of keys, scalars and metrics, which are copied to every device."""
     return NamedSharding(mesh, P())
 
 
 def place(array: Any, sharding: NamedSharding) -> jax.Array:
-    """Copy a host array to the devices of all processes; it must be equal in every process.
+    """Copy a host array to the devices of all processes. The array must be equal in every process.
 
-    Each process only reads its devices' parts of a `Stored` array.
+    If it is a `Stored` array, each process reads only the parts that its devices need.
     """
     array = array if isinstance(array, Stored) else np.asarray(array)
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def place_all(tree: Any, mesh: Mesh, rules: Rules) -> Any:
-    """Place the arrays of `tree` by the rules, one at a time, so that the host holds only one."""
+    """Place the arrays of `tree` by the rules, one array at a time to save host memory."""
     return jax.tree.map(place, tree, shardings(tree, mesh, rules))
 
 
 def check_batch(
     batch_size: int, accumulate: int, mesh: Mesh | AbstractMesh, name: str = "accumulate"
 ) -> None:
-    """Raise ValueError unless every micro batch divides over the devices.
+    """Raise ValueError if a micro batch cannot be split evenly over the devices.
 
     Args:
         batch_size: Samples in the global batch.
-        accumulate: Micro batches per batch, or, under another `name`, samples per micro batch.
+        accumulate: Micro batches per batch. With another `name`, samples per micro batch.
         mesh: The mesh.
-        name: The name of `accumulate` for the message.
+        name: The name of `accumulate` in the error message.
     """
     if accumulate < 1:
         raise ValueError(f"{name} {accumulate} is below 1: with 1, batches are not split")
@@ -184,7 +192,7 @@ def _describe(sizes: tuple[int, ...]) -> str:
 
 
 def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the mesh within a slice and the mesh over slices. Raises ValueError if none fits."""
+    """Return the mesh sizes within a slice and over slices. Raise ValueError if no split fits."""
     for axis in (0, 1):
         if sizes[axis] % slices == 0:
             within, between = list(sizes), [1, 1, 1]
@@ -198,7 +206,10 @@ def _across(sizes: tuple[int, ...], slices: int) -> tuple[tuple[int, ...], tuple
 
 
 def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None) -> P:
-    """Split the axis `tensor` over "tensor" if it divides, and the largest other over "fsdp"."""
+    """Return a spec that splits the axis `tensor` over "tensor", if its size is divisible.
+
+    The largest other axis is split over "fsdp".
+    """
     spec: list[str | None] = [None] * len(shape)
     ways = mesh.shape["tensor"]
     if tensor is not None and ways > 1 and len(shape) >= -tensor and shape[tensor] % ways == 0:
@@ -214,7 +225,7 @@ def _split(shape: tuple[int, ...], mesh: Any, min_size: int, tensor: int | None)
 
 
 def _checked(spec: P | str, name: str, shape: tuple[int, ...], mesh: Any) -> P:
-    """Return the spec if it fits the shape. Raises ValueError if not."""
+    """Return the spec if it fits the shape. Raise ValueError otherwise."""
     if isinstance(spec, str) or len(spec) > len(shape):
         raise ValueError(f"sharding rule {spec!r} does not fit {name!r} of shape {shape}")
     for axis, names in enumerate(spec):

@@ -16,14 +16,14 @@ _LINE = 12  # Height of a line of text.
 
 
 def to_uint8(images: Float[np.ndarray, "B H W 3"]) -> UInt8[np.ndarray, "B H W 3"]:
-    """Convert images from [-1, 1] to 0 ... 255, rounded and clipped."""
+    """Convert images from [-1, 1] to integers in 0 ... 255. Values are rounded and clipped."""
     return np.clip(np.round((np.asarray(images) + 1) * 127.5), 0, 255).astype(np.uint8)
 
 
 def contact_sheet(
     images: UInt8[np.ndarray, "N H W 3"], captions: Sequence[str], columns: int = 8
 ) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return one image with all images in rows, each above its caption.
+    """Return one image that shows all images in rows, with a caption below each.
 
     Small images are enlarged smoothly (Lanczos).
     """

@@ -8,10 +8,10 @@ from jax.typing import DTypeLike
 
 
 class Stored:
-    """An array that stays in its file: `stored[index]` reads one part of it, as `dtype`."""
+    """An array that stays in its file. `stored[index]` reads one part of it, as type `dtype`."""
 
     def __init__(self, view: np.ndarray, dtype: DTypeLike) -> None:
-        """`view` is a memory-mapped array, possibly transposed or sliced."""
+        """Wrap `view`, a memory-mapped array, which may be transposed or sliced."""
         self._view, self.dtype = view, jnp.dtype(dtype)
 
     @property

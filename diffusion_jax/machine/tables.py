@@ -1,9 +1,9 @@
-"""Tables of rows sorted by a key, one file each, read by ranges of keys.
+"""Store tables of rows sorted by a key, one file each, and read ranges of keys from them.
 
-They join the shards of a large data set without loading all of it: each shard writes a table, and a
-worker reads one range of keys from all tables. Keys are 16 bytes of a hash, so ranges of equal
-width hold about the same number of rows. Files are plain rows of a numpy type whose field "key" is
-KEY. A process copies a whole table from a bucket once.
+Tables join the shards of a large data set without loading all of it. Each shard writes a table, and
+a worker reads one range of keys from all tables. A key is 16 bytes of a hash, so ranges of equal
+width hold about the same number of rows. A file is a plain numpy array of rows. The rows have a
+field "key" of the type KEY. A process copies a whole table from a bucket only once.
 """
 
 import bisect
@@ -20,12 +20,12 @@ _ROWS = 2**21  # Average rows per range.
 
 
 def write(path: pathlib.Path, rows: np.ndarray) -> None:
-    """Write a table of rows, sorted by key; rows with equal keys keep their order."""
+    """Write a table of rows, sorted by key. Rows with equal keys keep their order."""
     files.write_whole(path, rows[np.argsort(rows["key"], kind="stable")].tobytes())
 
 
 def read(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
-    """Return the rows of a table, mapped into memory."""
+    """Return the rows of a table as a memory-mapped array."""
     path = files.cached(path)
     if not path.stat().st_size:  # An empty file cannot be mapped.
         return np.zeros(0, dtype)
@@ -33,14 +33,14 @@ def read(path: pathlib.Path, dtype: np.dtype) -> np.ndarray:
 
 
 def num_ranges(rows: int) -> int:
-    """Return the number of ranges for tables with this many rows in total."""
+    """Return the number of key ranges to use for tables with `rows` rows in total."""
     return max(1, -(-rows // _ROWS))
 
 
 def read_range(
     paths: Iterable[pathlib.Path], dtype: np.dtype, number: int, count: int
 ) -> np.ndarray:
-    """Return the rows of range `number` of `count` from all tables, one table after the other."""
+    """Return the rows of key range `number` of `count`, concatenated over all tables."""
     bounds = [_bound(number, count), _bound(number + 1, count)]
     parts = [np.zeros(0, dtype)]
     for path in paths:
@@ -51,18 +51,18 @@ def read_range(
 
 
 def range_of(key: bytes, count: int) -> int:
-    """Return the number of the range, of `count` ranges, that holds a key."""
+    """Return the number of the range that holds a key, if there are `count` ranges of keys."""
     return int.from_bytes(key[:8].ljust(8, b"\0"), "big") * count // 2**64
 
 
 def first_of_each(rows: np.ndarray) -> np.ndarray:
-    """Return the first row of each key, sorted by key."""
+    """Return the first row for each distinct key, sorted by key."""
     ordered = rows[np.argsort(rows["key"], kind="stable")]
     keys = ordered["key"]
     return ordered[np.concatenate([[True], keys[1:] != keys[:-1]])[: len(keys)]]
 
 
 def _bound(number: int, count: int) -> bytes:
-    """Return the least key of a range; b"" for the first range and past the last."""
+    """Return the lowest key of a range, or b"" for the first range and beyond the last one."""
     least = -(-number * 2**64 // count)
     return b"" if number == count else least.to_bytes(8, "big").rstrip(b"\0")

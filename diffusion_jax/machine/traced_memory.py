@@ -1,9 +1,9 @@
 """Estimate the memory of a traced program from its equations, without compiling it.
 
-The estimate models a compiler. Elementwise operations are fused into their users; they take memory
-only if a matrix product, convolution or similar operation needs the whole array, or if they are
-expensive and used more than once. Reshapes, transpositions and reversals are free. Equations run in
-the order of tracing, and an array is freed after its last use.
+The estimate models a compiler. Elementwise operations are fused into the operations that use their
+results. A result takes memory only if a matrix product, convolution or similar operation needs the
+whole array, or if it is expensive to compute and used more than once. Reshapes, transpositions and
+reversals are free. Equations run in the order of tracing. An array is freed after its last use.
 """
 
 import collections
@@ -34,7 +34,7 @@ _CALLS = {"jit", "pjit", "closed_call", "remat", "remat2", "checkpoint", "custom
 
 
 class Equation(NamedTuple):
-    """One operation of a flat program. Variables are numbered; constants are -1."""
+    """One operation of a program. Variables are numbered; constants have the number -1."""
 
     name: str
     inputs: tuple[int, ...]
@@ -43,7 +43,7 @@ class Equation(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
-    """A program without calls, with the shape and the item size of each variable."""
+    """A program whose calls are all inlined, with the shape and the item size of each variable."""
 
     equations: list[Equation]
     inputs: tuple[int, ...]
@@ -52,18 +52,21 @@ class Program:
 
 
 class Lifetimes(NamedTuple):
-    """The arrays of a program, alive from equation `start` to before `stop`."""
+    """The lifetimes of a program's arrays.
+
+    An array lives from equation `start` until before `stop`.
+    """
 
     start: Int[np.ndarray, "N"]
     stop: Int[np.ndarray, "N"]
     fixed: Float[np.ndarray, "N"]
-    """Bytes of an array that does not depend on the batch size, else 0."""
+    """Bytes of each array whose size does not depend on the batch size; 0 for other arrays."""
     each: Float[np.ndarray, "N"]
-    """Bytes per sample of an array that depends on the batch size, else 0."""
+    """Bytes per sample of each array whose size depends on the batch size; 0 for other arrays."""
 
 
 def flatten(jaxpr: core.Jaxpr) -> Program:
-    """Inline every call, and drop equations whose results are not used."""
+    """Return the program with every call inlined, without equations whose results are not used."""
     equations: list[Equation] = []
     arrays: list[tuple[tuple[int, ...], int]] = []
 
@@ -97,11 +100,11 @@ def flatten(jaxpr: core.Jaxpr) -> Program:
 
 
 def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
-    """Return the variables that are split over devices if `inputs` are, and the partial sums.
+    """Return the variables that are split over devices, and those that are partial sums.
 
-    A product of a split array with a whole one is split. A product of two split arrays is a sum
-    over devices, as in the second of two layers. In batched products, as in attention, the batches
-    are split.
+    `inputs` are the inputs that are split. A product of a split array with a whole one is split. A
+    product of two split arrays is a sum over devices, as in the second of two layers. In batched
+    products, as in attention, the batch axes are split.
     """
     parts, summed = set(inputs), []
     for name, sources, outputs in program.equations:
@@ -113,7 +116,7 @@ def split(program: Program, inputs: Set[int]) -> tuple[Set[int], list[int]]:
 
 
 def size(program: Program, var: int) -> int:
-    """Return the bytes of a variable."""
+    """Return the size of a variable in bytes."""
     shape, itemsize = program.arrays[var]
     return math.prod(shape) * itemsize
 
@@ -129,12 +132,12 @@ def lifetimes(
 
     Args:
         program: A program traced with a batch of `samples`.
-        samples: A prime that divides no other size, so that an array depends on the batch exactly
-            if this divides its size.
-        parts: Inputs that are split over devices, and gathered for operations that need them whole.
-            Only these inputs are counted.
-        results: Bytes of the outputs that stay in memory.
-        ways: The number of devices over which variables are split all the time.
+        samples: A prime that divides no other size in the program. So an array depends on the batch
+            exactly if `samples` divides its size.
+        parts: Inputs that are split over devices. They are gathered for operations that need them
+            whole. Other inputs are not counted.
+        results: Bytes of each output that stays in memory.
+        ways: The number of devices over which a variable is always split.
     """
     stored, reads = _schedule(program, frozenset(parts))
     written = {v: i for i, equation in enumerate(program.equations) for v in equation.outputs}
@@ -161,7 +164,7 @@ def lifetimes(
 
 
 def peak(arrays: Lifetimes, batch: int) -> int:
-    """Return the largest number of bytes alive at once, for a batch of this many samples."""
+    """Return the largest number of bytes in use at once, for a batch of `batch` samples."""
     sizes = arrays.fixed + batch * arrays.each
     change = np.zeros(int(arrays.stop.max()) + 2)
     np.add.at(change, arrays.start, sizes)
@@ -182,7 +185,7 @@ def _needed(equations: Sequence[Equation], outputs: Sequence[int]) -> list[Equat
 def _schedule(
     program: Program, parts: Set[int]
 ) -> tuple[list[int], list[tuple[int, frozenset[int]]]]:
-    """Return the variables that take memory, and (equation, variables read) pairs."""
+    """Return the variables that take memory, and pairs (equation, variables that it reads)."""
     whole, users = _needed_whole(program), _users(program)
     elements = lambda v: math.prod(program.arrays[v][0])
     sources = {v: frozenset([v]) for v in program.inputs}
@@ -217,7 +220,7 @@ def _schedule(
 
 
 def _needed_whole(program: Program) -> set[int]:
-    """Return the variables that a product or another opaque operation reads, also by an alias."""
+    """Return the variables that a product or similar operation reads, directly or by an alias."""
     whole: set[int] = set()
     for name, inputs, outputs in reversed(program.equations):
         if name in _OPAQUE:

@@ -1,10 +1,10 @@
-"""Default settings of compilers and runtimes by kind of machine; the user's own settings win.
+"""Default settings of compilers and runtimes for each kind of machine. The user's settings win.
 
-Every command applies the settings of the installed plugin, and every launcher writes the settings
-of the accelerators that it books. A setting is only listed here if the compilers show its effect;
-docs/launch.md lists the settings that were tried and left out. The sources are Google's recipes for
-Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX (JAX-Toolbox,
-2026).
+Every command applies the settings of the installed JAX plugin. Every launcher writes the settings
+of the accelerators that it books. A setting is listed here only if it has an effect in compiled
+programs; docs/launch.md lists the settings that were tried and left out. The sources are Google's
+recipes for Stable Diffusion on TPUs (AI-Hypercomputer/tpu-recipes, 2026) and NVIDIA's for JAX
+(JAX-Toolbox, 2026).
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from typing import NamedTuple
 
 
 class Setting(NamedTuple):
-    """An environment variable, or one --NAME=VALUE flag within a variable of flags."""
+    """An environment variable, or one --NAME=VALUE flag inside a variable such as XLA_FLAGS."""
 
     variable: str
     value: str
     reason: str
 
     def is_in(self, variables: Mapping[str, str]) -> bool:
-        """Return whether the variable (or this flag within it) is set, to any value."""
+        """Return whether the variable, or this flag inside it, has any value in `variables`."""
         old = self.variable.replace("XLA_CLIENT", "XLA_PYTHON_CLIENT")  # JAX refuses both.
         now = variables.get(self.variable, variables.get(old))
         flag = re.match(r"--\w+", self.value)
@@ -78,9 +78,9 @@ _READ = (
 
 
 def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that the settings of these kinds change, with new values.
+    """Return the environment variables that the settings for these kinds change, with new values.
 
-    Settings in `present` do not change. An unknown kind has no settings.
+    Settings that are already in `present` do not change. An unknown kind has no settings.
     """
     added: dict[str, str] = {}
     for setting in missing(kinds, present):
@@ -91,12 +91,12 @@ def environment(kinds: Iterable[str], present: Mapping[str, str]) -> dict[str, s
 
 
 def missing(kinds: Iterable[str], present: Mapping[str, str]) -> list[Setting]:
-    """Return the settings of these kinds that `present` does not set."""
+    """Return the settings for these kinds that are not yet set in `present`."""
     return [s for kind in kinds for s in SETTINGS.get(kind, ()) if not s.is_in(present)]
 
 
 def apply() -> None:
-    """Apply missing settings to this process. Call this before JAX uses a device."""
+    """Set the missing settings in this process. Call this before JAX uses a device."""
     kinds = here()
     os.environ.update(environment(kinds, os.environ))
     if not kinds and sys.platform == "linux" and not any(n.startswith(MALLOC) for n in os.environ):
@@ -104,10 +104,11 @@ def apply() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """Make glibc keep up to 2 GiB of freed memory; variables cannot, once a process has started.
+    """Make glibc keep up to 2 GiB of freed memory.
 
-    XLA on CPUs allocates a program's temporary memory anew in every call. From 32 MiB on, glibc
-    gets it from the kernel, which fills each page with zeros: a tenth of a train step's CPU time.
+    Environment variables cannot do this after a process has started. XLA on CPUs allocates a
+    program's temporary memory anew in every call. From 32 MiB on, glibc gets this memory from the
+    kernel, which fills each page with zeros. This takes a tenth of a train step's CPU time.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # Other C libraries lack it.
     if mallopt is not None:
@@ -117,9 +118,9 @@ def _keep_freed_memory() -> None:
 
 
 def here() -> list[str]:
-    """Return the kinds of accelerators with an installed JAX plugin, within JAX_PLATFORMS.
+    """Return the kinds of accelerators that have a JAX plugin and that JAX_PLATFORMS allows.
 
-    The generation of a TPU is included if the machine states it. Settings for an absent device do
+    The generation of a TPU is included if the machine reports it. Settings for an absent device do
     nothing, because only that device's compiler reads them.
     """
     platforms = os.environ.get("JAX_PLATFORMS", "") or "tpu,cuda"
@@ -132,5 +133,5 @@ def here() -> list[str]:
 
 
 def variables() -> dict[str, str]:
-    """Return the environment variables that JAX, compilers and libraries read."""
+    """Return all set environment variables that JAX, compilers and libraries read."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_READ)}

@@ -20,7 +20,7 @@ _TIMES = 50  # A larger archive may unpack to this many times its own size.
 
 
 def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
-    """Open an image, reading only its header.
+    """Open an image, and read only its header.
 
     Raises:
         ValueError: The image has more than 179 million pixels (Pillow's limit), or is malformed.
@@ -34,7 +34,7 @@ def open_image(source: bytes | str | os.PathLike[str]) -> Image.Image:
 
 
 def read_archive(file: Any) -> dict[str, np.ndarray]:
-    """Return the arrays of an open .npz file. Raises ValueError for a decompression bomb."""
+    """Return the arrays of an open .npz file. Raise ValueError if it is a decompression bomb."""
     check_archive(file)
     arrays = {}
     with zipfile.ZipFile(file) as archive:
@@ -47,8 +47,8 @@ def read_archive(file: Any) -> dict[str, np.ndarray]:
 def read_array(file: Any, size: int) -> np.ndarray:
     """Return the array of an open .npy file of `size` bytes.
 
-    Numpy's own reader allocates memory for any shape in the header. Raises ValueError if the header
-    does not match the file's size, or the array holds objects.
+    Numpy's own reader would allocate memory for any shape in the header. Raise ValueError if the
+    header does not match the file's size, or if the array holds Python objects.
     """
     header = {(1, 0): np.lib.format.read_array_header_1_0,
               (2, 0): np.lib.format.read_array_header_2_0}  # fmt: skip
@@ -68,7 +68,7 @@ def read_array(file: Any, size: int) -> np.ndarray:
 
 
 def check_archive(file: Any) -> None:
-    """Raise ValueError for a zip that unpacks to far more than its size. Rewinds `file`."""
+    """Raise ValueError if a zip file unpacks to far more than its size. Rewind `file` otherwise."""
     packed = file.seek(0, os.SEEK_END)
     file.seek(0)
     with zipfile.ZipFile(file) as archive:
@@ -81,7 +81,7 @@ def check_archive(file: Any) -> None:
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parse JSON. Raises ValueError if it is invalid or nested too deeply."""
+    """Parse JSON. Raise ValueError if it is invalid or nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:

@@ -1,11 +1,12 @@
-"""A lock with a heartbeat, so that a folder on any shared file system has one writer.
+"""Lock a folder on any shared file system for one writer, with a heartbeat.
 
-The lock is a file writer-N.json; the file with the highest N counts. It is created atomically,
-names the process that wrote it, and is rewritten every few seconds. A process that replaces a dead
-writer creates N + 1, which only one process can do. A writer on this machine is dead if its process
-has ended. A writer on another machine is dead if no heartbeat arrives while a process watches for a
-minute, so clocks of different machines are never compared. A writer that was replaced while it was
-suspended notices this at its next heartbeat, and ends its process.
+The lock is a file writer-N.json. If there are several, the one with the highest N is valid. The
+file is created atomically, names the process that wrote it, and is rewritten every few seconds. A
+process that replaces a dead writer creates N + 1, which only one process can do. A writer on this
+machine is dead if its process has ended. A writer on another machine is dead if no heartbeat
+arrives while a process watches for a minute, so clocks of different machines are never compared. A
+writer that was replaced while it was suspended notices this at its next heartbeat, and ends its
+process.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ STALE = 60.0
 
 
 class Writer:
-    """A context in which only this process writes into a folder."""
+    """A context manager that lets only this process write into a folder."""
 
     def __init__(self, folder: files.Path, beat: float = BEAT, stale: float = STALE) -> None:
         self._folder, self._beat, self._stale = files.path(folder), beat, stale
@@ -52,7 +53,7 @@ class Writer:
         self._thread = threading.Thread(target=self._keep, name="writer", daemon=True)
 
     def __enter__(self) -> "Writer":
-        """Create the folder if missing, and lock it. Raises Busy if another process holds it."""
+        """Create the folder if missing, and lock it. Raise Busy if another process holds it."""
         self._folder.mkdir(parents=True, exist_ok=True)
         while (lock := _highest(self._folder))[1].get("nonce") != self._identity["nonce"]:
             number, holder = lock
@@ -75,7 +76,10 @@ class Writer:
                 _path(self._folder, self._number).unlink()
 
     def _is_gone(self, number: int, holder: dict[str, Any]) -> bool:
-        """Return whether a writer is dead; this takes up to `stale` seconds for another machine."""
+        """Return whether a writer is dead.
+
+        For another machine, this takes up to `stale` seconds.
+        """
         if holder.get("machine") == self._identity["machine"]:
             return _has_ended(holder)
         path, deadline = _path(self._folder, number), time.monotonic() + self._stale
@@ -95,7 +99,7 @@ class Writer:
         return True
 
     def _keep(self) -> None:
-        """Write heartbeats; the first one soon, in case two processes started at once."""
+        """Write heartbeats. The first one comes soon, in case two processes started at once."""
         beats, pause = 0, min(1, self._beat)
         while not self._ended.wait(pause):
             beats, pause = beats + 1, self._beat
@@ -116,9 +120,9 @@ class Writer:
 
 
 def refusal(folder: files.Path) -> str | None:
-    """Return the error message for a second writer, or None if the folder is free.
+    """Return the error message for a second writer, or None if the folder is not locked.
 
-    A writer on another machine counts as alive; this function does not wait for its heartbeat.
+    A writer on another machine counts as alive. This function does not wait for its heartbeat.
     """
     folder = files.path(folder)
     number, holder = _highest(folder) if folder.is_dir() else (0, {})
@@ -127,7 +131,7 @@ def refusal(folder: files.Path) -> str | None:
 
 
 def _has_ended(holder: dict[str, Any]) -> bool:
-    """Return whether a writer on this machine has ended, or is this process itself."""
+    """Return whether the writer runs on this machine and has ended, or is this process itself."""
     started = _started(holder.get("pid"))
     return holder.get("pid") == os.getpid() or started is None or started != holder.get("started")
 
@@ -141,7 +145,7 @@ def _refusal(folder: pathlib.Path, holder: dict[str, Any]) -> str:
 
 
 def _highest(folder: pathlib.Path) -> tuple[int, dict[str, Any]]:
-    """Return the number and the content of the current lock; (0, {}) if there is none."""
+    """Return the number and the content of the current lock, or (0, {}) if there is none."""
     number = max(_numbers(folder), default=0)
     return number, _read(_path(folder, number)) if number else {}
 
@@ -156,7 +160,7 @@ def _path(folder: pathlib.Path, number: int) -> pathlib.Path:
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:
-    """Return the content of a lock; {} if it is missing or damaged."""
+    """Return the content of a lock file, or {} if it is missing or damaged."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -165,7 +169,7 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _machine() -> str:
-    """Return a name for this boot and container, within which a process id is unique."""
+    """Return a name for this boot and container. Process ids are unique within it."""
     try:
         boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"

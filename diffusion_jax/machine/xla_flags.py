@@ -1,4 +1,4 @@
-"""Check XLA_FLAGS before XLA reads it, because XLA aborts the process at an unknown flag."""
+"""Check XLA_FLAGS before XLA reads it, because XLA aborts the process if a flag is unknown."""
 
 import os
 import re

@@ -1,11 +1,11 @@
-"""Power-function averages of parameters: their names and profiles, and how to combine them.
+"""Power-function averages of parameters: their names, their profiles, and how to combine them.
 
 After t steps, the average with exponent gamma is the mean of the parameters of steps k = 1 ... t,
-weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This profile grows with the run, whereas that of
-a constant decay spans a fixed number of steps, and it excludes the initial weights. The width of an
-average is the standard deviation of its profile divided by t, sigma_rel; 0.05 and 0.10 are common.
-See Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion Models", section
-3 and appendix C.
+weighted with k^(gamma + 1) - (k - 1)^(gamma + 1). This profile excludes the initial weights, and
+its width grows with the run. In contrast, the profile of a constant decay spans a fixed number of
+steps. The relative width sigma_rel is the standard deviation of the profile divided by t; 0.05 and
+0.10 are common. See Karras et al. 2024, "Analyzing and Improving the Training Dynamics of Diffusion
+Models", section 3 and appendix C.
 """
 
 from collections.abc import Sequence
@@ -14,18 +14,21 @@ import numpy as np
 from jaxtyping import Float
 
 POWER = "power-"
-"""Prefix of the names of power-function averages, before their width: "power-0.05"."""
+"""The prefix in the name of a power-function average. The relative width follows: "power-0.05"."""
 WIDEST = 12**-0.5
-"""The width of the mean over all steps (gamma = 0), which all averages must be below."""
+"""The relative width of the plain mean over all steps (gamma = 0).
+
+Every average must be narrower.
+"""
 
 
 def power_name(width: float) -> str:
-    """Return the name of the average with a relative width: 0.10 -> "power-0.1"."""
+    """Return the name of the average with a relative width: 0.10 gives "power-0.1"."""
     return f"{POWER}{float(width)}"
 
 
 def width_of(name: str) -> float | None:
-    """Return the relative width of "power-0.05" or "0.05", and None for all other names."""
+    """Return the relative width in the name "power-0.05" or "0.05", or None for all other names."""
     try:
         width = float(name.removeprefix(POWER))
     except ValueError:
@@ -34,20 +37,24 @@ def width_of(name: str) -> float | None:
 
 
 def canonical(name: str, stored: Sequence[str]) -> str:
-    """Convert a width ("0.05") to the name "power-0.05"; return `stored` and other names as is."""
+    """Convert a relative width such as "0.05" to the name "power-0.05".
+
+    Names in `stored`, and names that are not a relative width, are returned unchanged.
+    """
     width = None if name in stored else width_of(name)
     return name if width is None else power_name(width)
 
 
 def order(name: str) -> tuple[bool, float]:
-    """Return the sort key of an average's name: power functions by width, then decays."""
+    """Return a sort key for names of averages: power functions by width come first, then decays."""
     return not name.startswith(POWER), float(name.removeprefix(POWER))
 
 
 def exponent(width: float) -> float:
-    """Return gamma for a relative width: width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)).
+    """Return the exponent gamma for a relative width.
 
-    It is the largest root of the paper's cubic (equation 126).
+    gamma solves width^2 = (gamma + 1) / ((gamma + 2)^2 (gamma + 3)). It is the largest root of the
+    paper's cubic (equation 126).
     """
     t = width**-2.0
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
@@ -56,20 +63,19 @@ def exponent(width: float) -> float:
 def combination(
     steps: Sequence[int], widths: Sequence[float], step: int, width: float
 ) -> tuple[Float[np.ndarray, "N"], float]:
-    """Return the coefficients that combine stored averages to another one, and its relative error.
+    """Return coefficients that combine stored averages into another one, and the relative error.
 
     The coefficients are a least-squares fit of the profiles (the paper's algorithm 3) under the
-    constraint that they sum to 1, so that the result is a mean of weights even if few averages are
-    stored.
+    constraint that they sum to 1. So the result is a mean of weights even with few averages.
 
     Args:
-        steps: step of each stored average.
-        widths: relative width of each stored average.
-        step: step of the target.
-        width: relative width of the target.
+        steps: The step of each stored average.
+        widths: The relative width of each stored average.
+        step: The step of the target average.
+        width: The relative width of the target average.
 
     Returns:
-        The coefficients, and the norm of the profile's error over that of the target's profile.
+        The coefficients, and the norm of the profile's error relative to that of the target.
     """
     if not step:  # At step 0, all averages are the initial weights.
         return np.eye(len(steps))[0], 0.0

@@ -1,9 +1,9 @@
-"""Makes Orbax and TensorStore read and write checkpoints in buckets: gs:// and s3://.
+"""Make Orbax and TensorStore read and write checkpoints in buckets: gs:// and s3://.
 
-Object stores have no rename, so Orbax writes a checkpoint under its final name, and a commit file
-last. Each process writes its shards of arrays directly from memory with TensorStore's drivers.
-TensorStore supports both stores but Orbax 0.12 only Google's, so four of Orbax's functions are
-replaced here. Checkpoints in both stores have the same layout.
+Object stores have no rename. So Orbax writes a checkpoint under its final name, and writes a commit
+file last. Each process writes its shards of arrays directly from memory with TensorStore's drivers.
+TensorStore supports both stores, but Orbax 0.12 supports only Google's. So this module replaces
+four of Orbax's functions. Checkpoints in both stores have the same layout.
 """
 
 import functools
@@ -18,7 +18,7 @@ _SCHEMES = tuple(f"{scheme}://" for scheme in remote.SCHEMES)
 
 
 def absolute(url: str) -> epath.Path:
-    """Return a folder in a bucket as a path for Orbax."""
+    """Return the path for Orbax of a folder in a bucket."""
     remote.system(url.partition("://")[0])  # Raises an error if the store's package is missing.
     _prepare()
     return epath.Path(url)

@@ -1,4 +1,4 @@
-"""Names of blocks in OpenAI's guided-diffusion UNet, which LDM and NeMo use in their files."""
+"""Name the blocks of OpenAI's guided-diffusion UNet. The files of LDM and NeMo use these names."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,11 +6,11 @@ from diffusion_jax.weights.torch_weights import Rules, rename
 
 
 def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]:
-    """Return torch's name of each block, such as {"down_0_1_attn": "input_blocks.2.1"}.
+    """Return the torch name of each block, such as {"down_0_1_attn": "input_blocks.2.1"}.
 
     Args:
-        num_blocks: number of blocks per level.
-        attends: whether each level has attention.
+        num_blocks: The number of blocks per level.
+        attends: Whether each level has attention.
     """
     names, index, last = {}, 1, len(num_blocks) - 1  # input_blocks.0 is the first convolution.
     for level, count in enumerate(num_blocks):
@@ -35,14 +35,14 @@ def places(num_blocks: Sequence[int], attends: Sequence[bool]) -> dict[str, str]
 def layer_name(
     path: str, places: Mapping[str, str], ends: Rules, inside: Rules, halve: str = "op"
 ) -> str:
-    """Return torch's name of a layer.
+    """Return the torch name of a layer.
 
     Args:
-        path: the layer's path in our params.
-        places: the result of `places`.
-        ends: rules for layers outside blocks.
-        inside: rules for layers in blocks.
-        halve: torch's name of the convolution in a downsampling block.
+        path: The layer's path in our params.
+        places: The torch name of each block, as returned by the function `places`.
+        ends: Rules for layers outside blocks.
+        inside: Rules for layers in blocks.
+        halve: The torch name of the convolution in a downsampling block.
     """
     block, _, layer = path.partition("/")
     if block not in places:

@@ -1,6 +1,6 @@
-"""Packs parameters into one small .safetensors file: 8-bit integers with a scale per channel.
+"""Pack parameters into one small .safetensors file of 8-bit integers with a scale per channel.
 
-In a checkpoint's folder (see restore), such a file may replace the folder written by Orbax.
+In a checkpoint's folder, such a file can replace the folder of parameters that Orbax wrote.
 """
 
 import pathlib
@@ -20,13 +20,13 @@ _LARGEST = 127
 
 
 def write(path: pathlib.Path, params: Params) -> None:
-    """Write a tree of float arrays atomically.
+    """Write a tree of float arrays to a packed file atomically.
 
     Arrays with two or more axes are rounded to 8 bits, with an error of at most 1/254 of the
     largest value in a channel (the last axis). Biases and norms keep their precision.
 
     Raises:
-        ValueError: an array is not finite.
+        ValueError: An array is not finite.
     """
     state = {}
     for name, array in _named(params).items():
@@ -40,7 +40,10 @@ def write(path: pathlib.Path, params: Params) -> None:
 
 
 def read(path: pathlib.Path, abstract: Params) -> Params:
-    """Read parameters with the types and shardings of a tree of jax.ShapeDtypeStructs."""
+    """Read parameters from a packed file.
+
+    `abstract` is a tree of jax.ShapeDtypeStructs that sets the types and shardings.
+    """
     state = torch_weights.read(path)
 
     def unpacked(name: str, leaf: jax.ShapeDtypeStruct) -> jax.Array:
@@ -54,7 +57,7 @@ def read(path: pathlib.Path, abstract: Params) -> Params:
 
 
 def shapes(path: pathlib.Path) -> dict[str, Any]:
-    """Return the shapes of a file's parameters as a tree of float32 jax.ShapeDtypeStructs."""
+    """Return the shapes in a packed file as a tree of float32 jax.ShapeDtypeStructs."""
     tree: dict[str, Any] = {}
     for name, array in torch_weights.read(path).items():
         *groups, last = name.split("/")

@@ -1,7 +1,7 @@
-"""Finds pretrained weights in a folder or on the Hugging Face Hub, and opens them without reading.
+"""Find pretrained weights in a folder or on the Hugging Face Hub, and open them.
 
-Files are mapped into memory, and their arrays become `Stored`: each device reads the parts it needs
-from the file, so a host never holds a second copy of a model.
+Files are mapped into memory, and their arrays become `Stored`. Each device reads only the parts
+that it needs, so a host never holds a second copy of a model.
 """
 
 import hashlib
@@ -26,8 +26,9 @@ _LAYOUT = re.compile(
     r"(?:model|(?:diffusion_|open_clip_)?pytorch_model|open_clip_model)(?:\.(?P<variant>\w+))?"
     r"\.(?P<kind>safetensors|bin)(?P<index>\.index(?:\.(?P<of_shards>\w+))?\.json)?"
 )
-"""Names of the files in which transformers, diffusers and OpenCLIP save a model, or the index of
-its shards: "model.fp16.safetensors", "diffusion_pytorch_model.bin.index.fp16.json" ..."""
+"""The file names in which transformers, diffusers and OpenCLIP save a model, or the index of its
+shards, such as "model.fp16.safetensors" or "diffusion_pytorch_model.bin.index.fp16.json".
+"""
 _ADAPTER = re.compile(r"(adapter_model|pytorch_lora_weights)\b.*")
 _OTHERS = (".flashpack", ".msgpack", ".h5", ".onnx", ".gguf", ".xml")
 _DTYPES = {
@@ -46,11 +47,11 @@ _HUB_KINDS = {
 
 
 def locate(name: str | os.PathLike[str]) -> pathlib.Path:
-    """Return the folder of a model, downloading "owner/model" from the Hub if it is not local.
+    """Return the folder of a model. If no such folder exists, download "owner/model" from the Hub.
 
     Raises:
-        FileNotFoundError: there is no such folder, and the Hub has no such model.
-        ValueError: the name is empty.
+        FileNotFoundError: There is no such folder, and the Hub has no such model.
+        ValueError: The name is empty.
     """
     if not str(name):
         raise ValueError(
@@ -87,8 +88,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file holds something else.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file does not hold a JSON object.
     """
     path = files.path(path)
     if not path.is_file():
@@ -103,15 +104,15 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Map the weights in a model's folder into memory; return arrays by name.
+    """Map the weights in a model's folder into memory, and return the arrays by name.
 
-    Reads everything that `save_pretrained` of transformers and diffusers writes: safetensors or
-    pickles (.bin, whose code is never executed), in one file or in shards with an index. A variant
-    such as fp16 is read if there is no other.
+    The function reads all files that `save_pretrained` of transformers and diffusers writes:
+    safetensors or pickles (.bin), in one file or in shards with an index. Code in a pickle is never
+    executed. A variant such as fp16 is read only if the folder has no other weights.
 
     Raises:
-        FileNotFoundError: the folder has no weights, or shards are missing.
-        ValueError: a file is damaged, or the weights are quantised, an adapter, or ambiguous.
+        FileNotFoundError: The folder has no weights, or shards are missing.
+        ValueError: A file is damaged, or the weights are quantised, an adapter, or ambiguous.
     """
     folder = pathlib.Path(folder)
     _check_unquantised(folder)
@@ -133,10 +134,10 @@ def open_weights(folder: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
-    """Map a safetensors file into memory; return arrays by name.
+    """Map a safetensors file into memory, and return its arrays by name.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: The file is damaged.
     """
     start, entries = _read_header(pathlib.Path(path))
     data = np.memmap(path, np.uint8, mode="r")[start:] if entries else np.empty(0)
@@ -145,7 +146,10 @@ def map_safetensors(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def open_safetensors(path: pathlib.Path) -> Mapping[str, np.ndarray]:
-    """Open a file as `map_safetensors`; arrays in a bucket are read when they are accessed."""
+    """Open a safetensors file, and return its arrays by name.
+
+    A local file is mapped into memory. Arrays in a bucket are read when they are accessed.
+    """
     remote_path = files.remote(path)
     return _Ranges(remote_path) if remote_path else map_safetensors(path)
 
@@ -191,11 +195,7 @@ def _read_header(path: pathlib.Path) -> tuple[int, dict[str, Any]]:
 
 
 def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
-    """Check that a config agrees with the sizes of the weights.
-
-    Raises:
-        ValueError: a size differs.
-    """
+    """Raise ValueError if a size in the config differs from the size of the weights."""
     for name, size in sizes.items():
         if config.get(name, size) != size:
             raise ValueError(
@@ -207,8 +207,8 @@ def check_config(config: Mapping[str, Any], sizes: Mapping[str, int]) -> None:
 def digest(params: Any) -> str:
     """Return a hash that identifies weights, independently of how they are split into files.
 
-    It takes milliseconds: each array enters with its name, shape, type and 64 evenly spaced values,
-    which suffices to distinguish models.
+    The hash covers each array's name, shape, type and 64 evenly spaced values. This suffices to
+    distinguish models, and takes only milliseconds.
     """
     result = hashlib.blake2b(digest_size=16)
     for path, leaf in jax.tree.leaves_with_path(params):
@@ -219,7 +219,7 @@ def digest(params: Any) -> str:
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """List the files that hold or index a complete model, by variant, the preferred one first."""
+    """Return the files that hold or index a complete model, sorted by preference."""
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
         (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
@@ -229,7 +229,7 @@ def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.P
 
 
 def _is_stale(path: pathlib.Path) -> bool:
-    """Return whether the file is an index none of whose shards exist."""
+    """Return whether the file is an index, and all shards in it are missing."""
     shards = read_json(path).get("weight_map", {}) if path.suffix == ".json" else None
     return shards is not None and not any((path.parent / n).is_file() for n in shards.values())
 
@@ -259,7 +259,10 @@ def _open_shards(index: pathlib.Path) -> dict[str, np.ndarray]:
 
 
 def _only_safetensors(folder: pathlib.Path) -> pathlib.Path:
-    """Return the only safetensors file of a folder, or raise an error that lists what it has."""
+    """Return the only safetensors file in a folder.
+
+    Raise an error that lists its files otherwise.
+    """
     files = sorted(path for path in folder.glob("*") if path.is_file())
     adapters = [path.name for path in files if _ADAPTER.fullmatch(path.name)]
     if adapters:
@@ -296,7 +299,7 @@ def _check_unquantised(folder: pathlib.Path) -> None:
 
 
 def _is_sound(entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has the number of bytes of its shape; unknown types have any."""
+    """Return whether an entry's number of bytes matches its shape. Unknown types always match."""
     (start, end), shape = entry["data_offsets"], entry["shape"]
     width = np.dtype(_DTYPES.get(entry["dtype"], np.void)).itemsize
     smallest = min((start, *shape)) if shape else start

@@ -1,7 +1,7 @@
-"""Reads the checkpoints of a run: lists them, and loads parameters without the optimizer.
+"""Read the checkpoints of a run: list them, and load parameters without the optimizer.
 
-Beside the checkpoints are snapshots of power-function averages, in folders of the same layout. In a
-packed workdir, a file of weights (see packed) replaces the folders written by Orbax.
+A folder next to the checkpoints holds snapshots of power-function averages, in the same layout. In
+a packed workdir, a .safetensors file of weights (packed.py) replaces each folder written by Orbax.
 """
 
 import contextlib
@@ -20,15 +20,18 @@ from diffusion_jax.task import Params
 from diffusion_jax.weights import averages, buckets, packed
 
 EMA = "ema_"
-"""Prefix of an average's item in a checkpoint, before its decay, or "power-" and its width."""
+"""The prefix of an average's item in a checkpoint.
+
+Its decay, or "power-" and its width, follows.
+"""
 SNAPSHOTS = "snapshots"
-"""The folder of snapshots, beside that of the checkpoints."""
+"""The name of the folder of snapshots, next to the folder of checkpoints."""
 _NOTHING = 1e-7  # Averages with a smaller coefficient are below float32's precision.
 _FAR = 0.05  # A larger relative error of an average's profile causes a warning.
 
 
 Trace = tuple[int, epath.Path, str]
-"""A stored average: its step, its folder, and its name in the folder."""
+"""A stored average: its step, the folder of that step, and its name in the folder."""
 
 
 class Damaged(ValueError):
@@ -44,20 +47,21 @@ def load_params(
     """Load parameters without reading the optimizer.
 
     Args:
-        directory: the folder of the checkpoints.
-        abstract_params: shapes, types and shardings; leaves without a sharding are placed on the
+        directory: The folder of the checkpoints.
+        abstract_params: Shapes, types and shardings. Leaves without a sharding are placed on the
             first device.
-        average: "raw"; the name of an average such as "0.9999"; or "ema": the average with the
-            largest decay, or else with the largest width, or else the raw parameters. Another
-            number below 0.28 is the relative width of a power-function average, which is computed
-            from the snapshots.
-        step: the checkpoint's step (for power-function averages, also a snapshot's), or None for
-            the newest sound checkpoint.
+        average: "raw" loads the raw parameters. The name of an average, such as "0.9999", loads
+            that average. "ema" loads the average with the largest decay. If there is none, it
+            loads the power-function average with the largest width, or else the raw parameters. Any
+            other number below 0.28 is the relative width of a power-function average, which is
+            computed from the snapshots.
+        step: The step of the checkpoint. For power-function averages it may also be the step of a
+            snapshot. None loads the newest undamaged checkpoint.
 
     Raises:
-        FileNotFoundError: there is no such checkpoint.
-        Damaged: the checkpoint is damaged.
-        ValueError: there is no such average, or names or shapes differ.
+        FileNotFoundError: There is no such checkpoint.
+        Damaged: The checkpoint is damaged.
+        ValueError: There is no such average, or names or shapes differ.
     """
     return load_params_and_step(directory, abstract_params, average, step)[0]
 
@@ -65,7 +69,10 @@ def load_params(
 def load_params_and_step(
     directory: str | os.PathLike[str], abstract_params: Params, average: str, step: int | None
 ) -> tuple[Params, int]:
-    """Load parameters as load_params, and return them with their step."""
+    """Load parameters without the optimizer, and return them with the step of their checkpoint.
+
+    Arguments and errors are the same as for `load_params`.
+    """
     root = absolute(directory)
     if step not in steps(root) and step in steps(root.parent / SNAPSHOTS):
         root = root.parent / SNAPSHOTS
@@ -81,7 +88,7 @@ def load_params_and_step(
 
 
 def name_of(folder: epath.Path, average: str) -> str:
-    """Return the full name, such as "power-0.05", of an average in a step's folder."""
+    """Return the full name, such as "power-0.05", of an average in the folder of one step."""
     return averages.canonical(average, stored(folder))
 
 
@@ -101,17 +108,17 @@ def absolute(directory: str | os.PathLike[str]) -> epath.Path:
 def newest_sound(
     directory: str | os.PathLike[str], items_of: Callable[[int], Collection[str]] | None = None
 ) -> int:
-    """Return the step of the newest sound checkpoint, logging a warning for each damaged one.
+    """Return the step of the newest undamaged checkpoint, and log a warning for each damaged one.
 
     All processes must call this function with the same arguments.
 
     Args:
-        directory: the folder of the checkpoints.
-        items_of: items_of(step) returns the items to check; None checks all.
+        directory: The folder of the checkpoints.
+        items_of: items_of(step) returns the items to check. None checks all items.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        Damaged: all checkpoints are damaged.
+        FileNotFoundError: There is no checkpoint.
+        Damaged: All checkpoints are damaged.
     """
     root, newest = absolute(directory), ""
     check_exists(root)
@@ -128,7 +135,7 @@ def newest_sound(
 
 
 def check_exists(root: epath.Path, step: int | None = None) -> None:
-    """Raise FileNotFoundError unless there is a checkpoint, or that of `step` if it is set."""
+    """Raise FileNotFoundError if there is no checkpoint, or none at `step` if `step` is set."""
     available = steps(root)
     if not available:
         raise FileNotFoundError(
@@ -148,14 +155,17 @@ def _check_sound(root: epath.Path, step: int, items_of: Callable[[int], Collecti
 
 
 def _damage(root: epath.Path, step: int, items: Collection[str]) -> str | None:
-    """Describe the first damage to a checkpoint's items (all items if empty), or return None."""
+    """Return a message about the first damaged item of a checkpoint, or None.
+
+    If `items` is empty, all items are checked.
+    """
     part = jax.process_index(), jax.process_count()
     messages = distributed.gather_text(checksums.damage(root / str(step), items, *part) or "")
     return next(filter(None, messages), None)
 
 
 def stored(root: epath.Path) -> list[str]:
-    """Return the names of the averages in a step's folder: widths, then decays, both ascending."""
+    """Return the names of the averages in a step's folder, sorted: first widths, then decays."""
     names = [path.name.removeprefix(EMA) for path in root.glob(f"{EMA}*")]
     return sorted(names, key=averages.order)
 
@@ -166,10 +176,12 @@ def powers(root: epath.Path) -> list[str]:
 
 
 def items_of(root: epath.Path, average: str) -> list[str]:
-    """Return the item that holds an average, or all power-function averages to compute it from.
+    """Return the names of the items to read for an average.
+
+    This is the item that holds the average, or else all power-function averages to compute it from.
 
     Raises:
-        ValueError: the step's folder has no such average.
+        ValueError: The step's folder has no such average.
     """
     names, name = stored(root), name_of(root, average)
     # A snapshot has averages only, no raw parameters.
@@ -193,13 +205,13 @@ def items_of(root: epath.Path, average: str) -> list[str]:
 
 
 def traces(root: epath.Path, step: int) -> list[Trace]:
-    """Return the power-function averages stored up to a step.
+    """Return the power-function averages that were stored up to a step.
 
-    They are in snapshots, or in the checkpoint of the step itself if it has no snapshot.
+    They are read from snapshots. If `step` has no snapshot, those in its checkpoint are added.
 
     Args:
-        root: the folder of the checkpoints.
-        step: the last step.
+        root: The folder of the checkpoints.
+        step: The last step.
     """
     snapshots = root.parent / SNAPSHOTS
     folders = {saved: snapshots / str(saved) for saved in steps(snapshots) if saved <= step}
@@ -208,7 +220,7 @@ def traces(root: epath.Path, step: int) -> list[Trace]:
 
 
 def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -> Params:
-    """Compute the average of a width that was not stored from sound stored ones (see averages)."""
+    """Compute an average of a width that was not stored from the undamaged stored averages."""
     sources = []
     for saved_step, folder, source in traces(root, step):
         if damage := _damage(folder.parent, saved_step, [EMA + source]):
@@ -240,7 +252,7 @@ def _combined(root: epath.Path, step: int, name: str, abstract_params: Params) -
 
 
 def check_averages(root: epath.Path, expected: list[str]) -> None:
-    """Raise ValueError unless a step's folder has exactly the averages of a run."""
+    """Raise ValueError if the averages in a step's folder are not exactly the expected ones."""
     if (expected := sorted(expected, key=averages.order)) != stored(root):
         raise ValueError(
             f"{root} holds the averages {stored(root)}, but this run has {expected}: set its EMA "
@@ -249,7 +261,10 @@ def check_averages(root: epath.Path, expected: list[str]) -> None:
 
 
 def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
-    """Load the items of a step's folder named in `abstract`, placed as its leaves specify."""
+    """Load items from a step's folder.
+
+    `abstract` maps the name of each item to a tree of shapes, types and shardings.
+    """
     check_items(root, abstract)
     placed = jax.tree.map(_placed, abstract)
     with _readable(root), ocp.StandardCheckpointer() as checkpointer:
@@ -258,7 +273,7 @@ def load_items(root: epath.Path, abstract: dict[str, Any]) -> dict[str, Any]:
 
 
 def shapes(root: epath.Path, item: str) -> Any:
-    """Return the shapes of an item of a step's folder as a tree of float32 ShapeDtypeStructs."""
+    """Return the shapes of an item of a step as a tree of float32 jax.ShapeDtypeStructs."""
     with _readable(root):
         if item == packed.FILE:
             return packed.shapes(_item_path(root, item))
@@ -268,12 +283,12 @@ def shapes(root: epath.Path, item: str) -> Any:
 
 
 def _item_path(root: epath.Path, item: str) -> Any:
-    """Return the path of an item; a packed file in a bucket is copied to this machine."""
+    """Return the path of an item. A packed file in a bucket is copied to this machine first."""
     return files.local(str(root / item)) if item == packed.FILE else root / item
 
 
 def check_items(root: epath.Path, abstract: dict[str, Any]) -> None:
-    """Raise ValueError unless a step's folder holds these items with these shapes."""
+    """Raise ValueError if a step's folder lacks one of these items, or if a shape differs."""
     if (root / packed.FILE).exists() and packed.FILE not in abstract:
         raise ValueError(
             f"{root} was packed without the optimizer, so training cannot continue from it: train "
@@ -297,7 +312,7 @@ def _readable(root: epath.Path) -> Iterator[None]:
 
 
 def _check_shapes(item: epath.Path, saved: dict[str, tuple[int, ...]], abstract: Any) -> None:
-    """Raise ValueError if leaves differ in shape or are in one tree only, and name the first."""
+    """Raise ValueError, with the first difference, if names or shapes of leaves differ."""
     expected = _shapes(abstract)
     differ = [name for name in saved | expected if saved.get(name) != expected.get(name)]
     if differ:
@@ -320,6 +335,6 @@ def _shapes(tree: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _placed(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-    """Return a leaf with its sharding, or that of the first device if it has none."""
+    """Return a leaf with a sharding. Without one, it gets the sharding of the first device."""
     sharding = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)

@@ -1,9 +1,9 @@
-"""Reads arrays from files of torch and NeMo, without torch and without executing code in them.
+"""Read arrays from files of torch and NeMo, without torch and without executing code in them.
 
-A torch checkpoint is a zip of a pickle and raw arrays, or, before torch 1.6, several pickles
-followed by the raw arrays. A pickle can name any function to be called when it is opened. Here,
-only the names of arrays and dictionaries are resolved. All others become a class that does nothing,
-so settings and optimizers beside the weights are harmless.
+A torch checkpoint is a zip of a pickle and raw arrays. Before torch 1.6 it was several pickles
+followed by the raw arrays. A pickle can call any function by its name when it is opened. This
+module resolves only the names of arrays and dictionaries. All other names become a class that does
+nothing, so settings and optimizers in the file are harmless.
 """
 
 import collections
@@ -37,8 +37,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     If a checkpoint has the key "state_dict", the arrays under it are read.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or has another format.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged or has another format.
     """
     path = files.local(path)
     if path.suffix not in SUFFIXES:
@@ -56,22 +56,23 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 
 
 def map_state_dict(path: str | os.PathLike[str], check: bool = False) -> dict[str, np.ndarray]:
-    """Map the arrays of a torch checkpoint into memory, so that they are read on use.
+    """Map the arrays of a torch checkpoint into memory, so that they are read only on use.
 
     Args:
-        path: the file.
-        check: read all arrays once to verify their checksums, which files before torch 1.6 lack.
+        path: The file.
+        check: Whether to read all arrays once and verify their checksums. Files written before
+            torch 1.6 have no checksums.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or has another format.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged or has another format.
     """
     with _readable(path), open(path, "rb") as file:
         return _map_torch(file, check)
 
 
 def read_nemo_config(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Read the model's config in a .nemo file. Raises ValueError if there is none."""
+    """Read the model's config from a .nemo file. Raise ValueError if there is none."""
     import yaml  # Only needed for such files.
 
     with _readable(path), _nemo_member(files.local(path), _NEMO_CONFIG) as file:
@@ -89,7 +90,7 @@ class _Storage(NamedTuple):
 
 
 class _Tensor(NamedTuple):
-    """A view of a storage, in elements."""
+    """A view of a storage. Its offset and strides count elements."""
 
     storage: _Storage
     offset: int
@@ -175,7 +176,7 @@ def _map_torch(file: IO[bytes], check: bool) -> dict[str, np.ndarray]:
 
 
 def _member(archive: zipfile.ZipFile, name: str, data: np.ndarray, check: bool) -> np.ndarray:
-    """Return the bytes of a file in a zip; `data` is the memory-mapped zip."""
+    """Return the bytes of a file in a zip. `data` is the memory-mapped zip."""
     info = archive.getinfo(name)
     if info.compress_type != zipfile.ZIP_STORED:  # torch does not compress.
         return np.frombuffer(archive.read(name), np.uint8)
@@ -224,7 +225,7 @@ def _arrays(content: Any, member: Callable[[str], np.ndarray]) -> dict[str, np.n
 
 
 def _state_dict(content: Any) -> Mapping[str, _Tensor]:
-    """Return the arrays of a checkpoint by name, leaving out other values."""
+    """Return the arrays of a checkpoint by name. Other values are left out."""
     if isinstance(content, Mapping) and isinstance(content.get("state_dict"), Mapping):
         content = content["state_dict"]
     values = content.items() if isinstance(content, Mapping) else ()
@@ -236,7 +237,10 @@ def _state_dict(content: Any) -> Mapping[str, _Tensor]:
 
 
 def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
-    """Return a tensor as a view of its storage's bytes. Raises ValueError if it exceeds them."""
+    """Return a tensor as a view of its storage's bytes.
+
+    Raise ValueError if it exceeds the storage.
+    """
     storage, offset, shape, strides = tensor
     size = storage.dtype.itemsize
     last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -248,7 +252,7 @@ def _array(tensor: _Tensor, content: np.ndarray) -> np.ndarray:
 
 @contextlib.contextmanager
 def _nemo_member(path: pathlib.Path, name: str) -> Iterator[IO[bytes]]:
-    """Open a file in a .nemo, which is an optionally compressed tar, as a seekable file."""
+    """Open a member of a .nemo file, an optionally compressed tar, as a seekable file."""
     with tarfile.open(path, "r:*") as tar, tempfile.TemporaryFile() as copy:
         members = [m for m in tar.getmembers() if pathlib.PurePosixPath(m.name).name == name]
         content = tar.extractfile(members[0]) if len(members) == 1 else None

@@ -1,7 +1,7 @@
-"""Converts torch state dicts to params and back, with a table that uses every key exactly once.
+"""Convert torch state dicts to params and back, with a table that uses every key exactly once.
 
-A table is a list of entries, one for each array. Missing or superfluous keys and other shapes are
-errors, so a conversion that succeeds has lost nothing.
+A table is a list of entries, one for each array. A missing key, a superfluous key or another shape
+is an error. So a conversion that succeeds has lost nothing.
 """
 
 import json
@@ -32,21 +32,21 @@ class Layout(NamedTuple):
 
 
 VECTOR = Layout(lambda w: w, lambda w: w)
-"""Biases, norms and embeddings, which are equal in torch and jax."""
+"""For biases, norms and embeddings, whose axes have the same order in torch and jax."""
 LINEAR = Layout(lambda w: w.T, lambda w: w.T)
-"""[out, in] <-> [in, out]"""
+"""torch [out, in] <-> jax [in, out]"""
 CONV1D_1 = Layout(lambda w: w[:, :, 0].T, lambda w: w.T[:, :, None])
-"""[out, in, 1] <-> [in, out]"""
+"""torch [out, in, 1] <-> jax [in, out]"""
 CONV2D_1 = Layout(lambda w: w[:, :, 0, 0].T, lambda w: w.T[:, :, None, None])
-"""[out, in, 1, 1] <-> [in, out]"""
+"""torch [out, in, 1, 1] <-> jax [in, out]"""
 CONV = Layout(lambda w: w.transpose(2, 3, 1, 0), lambda w: w.transpose(3, 2, 0, 1))
-"""[out, in, height, width] <-> [height, width, in, out]"""
+"""torch [out, in, height, width] <-> jax [height, width, in, out]"""
 CONV_TRANSPOSE = Layout(lambda w: w.transpose(2, 3, 0, 1), lambda w: w.transpose(2, 3, 0, 1))
-"""[in, out, height, width] <-> [height, width, in, out]"""
+"""torch [in, out, height, width] <-> jax [height, width, in, out]"""
 
 
 class Entry(NamedTuple):
-    """One array: its torch name, its path in params ("mid_attn/q/kernel"), and its layout."""
+    """An array's torch name, its path in params ("mid_attn/q/kernel"), and its layout."""
 
     torch: str
     path: str
@@ -54,11 +54,17 @@ class Entry(NamedTuple):
 
 
 Rules = Sequence[tuple[str, str]]
-"""Regular expressions for complete paths, and torch's names; the first match applies."""
+"""Pairs of a regular expression and torch's name.
+
+The first one that matches a whole path applies.
+"""
 
 
 def rename(path: str, rules: Rules) -> str:
-    """Return torch's name of a layer or array; a path that matches no rule is returned as is."""
+    """Return the torch name of a layer or array.
+
+    A path that matches no rule is returned unchanged.
+    """
     matches = ((re.fullmatch(pattern, path), name) for pattern, name in rules)
     return next((match.expand(name) for match, name in matches if match), path)
 
@@ -68,13 +74,14 @@ def table(
     name_of: Callable[[str], str],
     layouts: Sequence[tuple[str, Layout]] = (),
 ) -> list[Entry]:
-    """Return the table of params.
+    """Return a table with an entry for each array of params.
 
     Args:
-        params: the params, which may be abstract.
-        name_of: maps the path of a layer ("mid_attn/q") to torch's name without .weight or .bias,
-            and the path of any other array ("token_embedding") to torch's full name.
-        layouts: regular expressions for paths of layers whose layout is neither LINEAR nor CONV.
+        params: The params, which may be abstract.
+        name_of: Maps the path of a layer ("mid_attn/q") to its torch name without .weight or .bias,
+            and the path of any other array ("token_embedding") to its full torch name.
+        layouts: Pairs of a regular expression for paths of layers, and their layout. Only layers
+            whose layout is neither LINEAR nor CONV need one.
     """
     return [_entry(_path(path), leaf, name_of, layouts) for path, leaf in
             jax.tree.leaves_with_path(params)]  # fmt: skip
@@ -84,7 +91,7 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
     """Convert a state dict to float32 params with the structure of `abstract_params`.
 
     Raises:
-        ValueError: keys are missing or superfluous, or shapes differ.
+        ValueError: Keys are missing or superfluous, or shapes differ.
     """
     arrange = lambda array: np.asarray(array, np.float32)
     return _arranged(state, table, abstract_params, arrange)
@@ -93,7 +100,7 @@ def to_params(state: StateDict, table: Sequence[Entry], abstract_params: Any) ->
 def to_stored(
     state: StateDict, table: Sequence[Entry], abstract_params: Any, dtype: DTypeLike
 ) -> Any:
-    """Convert a state dict to params whose leaves are `Stored`, so that arrays stay in the file."""
+    """Convert a state dict to params. The leaves are `Stored`: the arrays stay in their file."""
     return _arranged(state, table, abstract_params, lambda array: Stored(array, dtype))
 
 
@@ -108,8 +115,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     """Read the arrays of an .npz or .safetensors file, without unpickling anything.
 
     Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: the file is damaged or has another format.
+        FileNotFoundError: The file does not exist.
+        ValueError: The file is damaged or has another format.
     """
     suffix = pathlib.Path(path).suffix
     if suffix not in (".npz", ".safetensors"):
@@ -132,10 +139,10 @@ def read(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
 def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
     """Read the metadata of a safetensors file, or of an .npz file written by `write`.
 
-    For other files, which have no metadata, return {}.
+    Other files have no metadata; for them the result is {}.
 
     Raises:
-        ValueError: the file is damaged.
+        ValueError: The file is damaged.
     """
     suffix = pathlib.Path(path).suffix
     try:
@@ -160,12 +167,12 @@ def write(
     """Write arrays to a .safetensors or .npz file atomically.
 
     Args:
-        path: the file.
-        state: the arrays by name.
-        metadata: strings to save with the arrays.
+        path: The file.
+        state: The arrays by name.
+        metadata: Strings to save with the arrays.
 
     Raises:
-        ValueError: the name has another suffix.
+        ValueError: The file name has another suffix.
     """
     path = files.path(path)
     if path.suffix not in (".npz", ".safetensors"):
@@ -186,7 +193,7 @@ def write(
 
 
 def some(names: Iterable[str], most: int = 5) -> str:
-    """List a few names and the number of the others, for messages."""
+    """Return a text that lists a few names and the number of the other names."""
     names = sorted(names)
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more if names else "none"
@@ -226,7 +233,7 @@ def _arranged(
 
 
 def _check_table(table: Sequence[Entry], paths: Iterable[str]) -> None:
-    """Raise ValueError unless the table has every parameter once and no key twice."""
+    """Raise ValueError unless the table has every parameter exactly once and no key twice."""
     paths = set(paths)
     twice = [n for e in (Counter(e.torch for e in table), Counter(e.path for e in table))
              for n, count in e.items() if count > 1]  # fmt: skip
@@ -252,7 +259,7 @@ def _check_keys(state: StateDict, table: Sequence[Entry]) -> None:
 def _check_shapes(
     state: StateDict, table: Sequence[Entry], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
-    """Compare shapes in torch's layout, since converting to ours may drop axes."""
+    """Compare shapes in torch's layout, because the conversion to our layout may drop axes."""
     expected = {
         e.torch: e.layout.to_torch(np.broadcast_to(np.float32(0), shapes[e.path])).shape
         for e in table
