@@ -44,7 +44,7 @@ def interval(
 
     Each replicate resamples the images' contributions with replacement. The deviation of its mean
     from the original mean is added to the score. The interval ignores the score's bias, which
-    depends on the number of images; frechet.extrapolated removes this bias from FID.
+    depends on the number of images. frechet.extrapolated removes this bias from FID.
 
     Args:
         each: first-order contribution of each image, for example from frechet.influence.

@@ -1,4 +1,4 @@
-"""DINOv2's vision transformers (Oquab et al. 2023; with registers, Darcet et al. 2023).
+"""The vision transformers of DINOv2 (Oquab et al. 2023), also with registers (Darcet et al. 2023).
 
 FD-DINOv2 (Stein et al. 2023) is the Fréchet distance between normalised class tokens of ViT-L/14 on
 224-pixel pictures. It agrees better with human judgement than FID, which uses Inception's features.
@@ -41,8 +41,8 @@ class DinoV2(nn.Module):
     def __call__(self, images: Float[Array, "B H W 3"]) -> Float[Array, "B D"]:
         """Return the class token [B, D] after the final norm.
 
-        The token order is class token, registers, patches row by row. Registers have no position
-        embeddings; all other tokens have them.
+        The token order is class token, registers, patches row by row. All tokens except the
+        registers have position embeddings.
         """
         b, p, d, side = len(images), self.patch, self.width, SIZE // self.patch
         param = lambda name, *shape: self.param(name, nn.initializers.normal(0.02), shape)

@@ -14,7 +14,7 @@ Rows = Float[np.ndarray, "_N _D"]
 
 
 class Gaussian(NamedTuple):
-    """The mean and covariance of `n` feature vectors; `n` is None if it is unknown."""
+    """The mean and covariance of `n` feature vectors. `n` is None if the number is unknown."""
 
     mean: Float[np.ndarray, "D"]
     cov: Float[np.ndarray, "D D"]

@@ -1,8 +1,8 @@
 """The Inception v3 that defines FID (the TensorFlow graph of 2015-12-05), as functions.
 
-Batch norms are folded into the convolutions (see inception_weights). The network differs from
+inception_weights.py folds the batch norms into the convolutions. The network differs from
 torchvision's: average pools do not count padding, Mixed_7c has a max pool, there are 1008 classes,
-and there is no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1] (see preprocess).
+and there is no auxiliary head. Images are [B, 299, 299, 3] in about [-1, 1].
 """
 
 from collections.abc import Mapping, Sequence

@@ -13,7 +13,7 @@ from diffusion_jax.metrics.clip_score import normalised
 from diffusion_jax.metrics.features import Rows
 
 _SUBSET = 1000
-_SIGMA, _SCALE = 10.0, 1000.0  # CMMD's.
+_SIGMA, _SCALE = 10.0, 1000.0  # The constants of CMMD.
 _BLOCK = 4096
 _Kernel = Callable[[np.ndarray, np.ndarray], np.ndarray]
 

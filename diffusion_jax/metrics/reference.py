@@ -30,9 +30,10 @@ class Images(engines.Portable):
     """A set of images, and the extractor that computes their features."""
 
     def __init__(self, path: str, extractor: extractors.Extractor, size: int, fit: str):
-        """Open the images of a folder, tars or a data source.
+        """Open the images at `path`: a folder, tars, or a data source "SOURCE:PATH::TEXT".
 
-        images.open_files describes `path`; images.Decoded describes `size` and `fit`.
+        Images are resized to `size` pixels with the method `fit`: "squash" to a square, or "crop".
+        With size 0, `fit` must be "exact", and all images must have the same size.
         """
         self.path, self.extractor = path, extractor
         self._files, self._fit = images.open_files(path), f"{fit} {size}" if size else None
@@ -99,7 +100,7 @@ def take(opened: Images, out: files.Path, work: Work, engine: engines.Engine) ->
     shards = shards_of(opened, out, work)
     shared = isinstance(engine, engines.Share) and engine.workers > 1
     done = lambda: shared and _is_of(out, shards.card(), work.keep)
-    # Another worker may finish first.
+    # Skip the remaining shards if another worker finishes first.
     write = (lambda shard: None if done() else shards.write(shard)) if shared else shards.write
     if done():
         return logging.info("%s already holds the statistics of these images", out)

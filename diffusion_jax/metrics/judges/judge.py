@@ -43,7 +43,7 @@ _ROWS = 100  # Images or texts in a batch.
 
 
 class ImageTower(nn.Module):
-    """A small ResNet that maps images to vectors; the image side S is a multiple of GRID."""
+    """A small ResNet that maps images to vectors. The image side S is a multiple of GRID."""
 
     widths: Sequence[int] = (32, 96, 192)
 
@@ -70,7 +70,7 @@ class TextTower(nn.Module):
 
     @nn.compact
     def __call__(self, ids: UInt32[Array, "B L"]) -> Float[Array, "B D"]:
-        """Return vectors [B, WIDTH] that are not normalised."""
+        """Map hashed words to vectors [B, WIDTH], not normalised."""
         mask = ids != 0
         h = nn.Dense(self.width)(hashed.embeddings(ids, mask, _SIGNS))  # [B, L, width]
         attend = nn.make_attention_mask(mask, mask)
