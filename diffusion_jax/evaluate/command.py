@@ -197,7 +197,7 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
     """
     start, point, total = time.time(), subject.points[0](), len(scorer.prompts)
     most = program.even_batch_size(plan.batch_size or subject.batch_size, total)
-    kinds = {g == 1: g for g in plan.guidance}.values()  # With guidance, and without.
+    kinds = {g == 1: g for g in plan.guidance}.values()  # With and without guidance.
     compute = lambda guidance: loop.drawing(scorer, point.draw, guidance, most, size=plan.size)
     with programs.rehearsal():
         *_, features = [compute(guidance)(np.arange(most)) for guidance in kinds]
@@ -214,7 +214,7 @@ def rehearse(subject: Subject, scorer: Scorer, plan: Sweep) -> str:
 
 
 def evaluate(subjects: Sequence[Subject], scorer: Scorer, plan: Sweep) -> pathlib.Path:
-    """Draw and score all prompts at every point and guidance; return the folder of the results.
+    """Draw and score all prompts at every point and guidance. Return the folder of the results.
 
     The folder is in the first subject's workdir. Each point and guidance adds a row to the table.
     The process prints a message and exits with code 2 if a checkpoint or average is missing, if

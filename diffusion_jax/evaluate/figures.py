@@ -12,7 +12,7 @@ _COLOURS = ("#2f6fb0", "#d1603d", "#3d8f63", "#8a5fa8", "#b08a2e", "#5f7480", "#
 _DASHES = ("-", "--", ":", "-.")
 _WIDE = 76  # Number of letters that fit into a figure's width.
 _GREY = "#e3e8ec"
-_SHORT = 34  # Two names of this many letters fit beside each other.
+_SHORT = 34  # Two names of this many letters fit on one row.
 _STYLE: Any = {"font.family": "sans-serif", "font.size": 9, "svg.fonttype": "none",
           "svg.hashsalt": "figures", "axes.spines.top": False, "axes.spines.right": False,
           "axes.grid": True, "grid.alpha": 0.25, "grid.linewidth": 0.6}  # fmt: skip
@@ -116,7 +116,7 @@ def _label(axes: Any, line: Line, colour: str) -> None:
         steps = points[n] - np.delete(points[max(0, n - 1) : n + 2], min(n, 1), axis=0)
         steps /= np.maximum(np.hypot(*steps.T), 1e-9)[:, None]
         offset = steps.sum(0)
-        if np.hypot(*offset) < 0.2:  # Beside a straight line, or above coinciding points.
+        if np.hypot(*offset) < 0.2:  # The line is straight, or points coincide.
             offset = np.array([-steps[0, 1], steps[0, 0]] if steps.any() else [0.0, 1.0])
         axes.annotate(
             label, (line.x[n], line.y[n]), xytext=tuple(10 * offset / np.hypot(*offset)),

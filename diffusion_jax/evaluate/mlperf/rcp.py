@@ -8,7 +8,7 @@ from diffusion_jax.evaluate.figures import Band
 PATH = pathlib.Path(__file__).with_suffix(".csv")
 """A CSV file with 439 evaluations of MLCommons' reference runs of the text-to-image benchmark.
 
-The runs have batch sizes 512, 1024 and 2048; each evaluation scores 30,000 images of 512 pixels.
+The runs have batch sizes 512, 1024 and 2048. Each evaluation scores 30,000 images of 512 pixels.
 """
 
 
