@@ -85,7 +85,7 @@ def heldout_prompts() -> list[str]:
 def load(split: str) -> Glyphs:
     """Return the glyphs of the split "train" or "test".
 
-    The training split is a fixed random 70 % of the glyphs of each digit; the test split is the
+    The training split is a fixed random 70 % of the glyphs of each digit. The test split is the
     rest.
     """
     from sklearn.datasets import load_digits  # Slow to import.

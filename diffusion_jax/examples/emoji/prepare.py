@@ -46,7 +46,7 @@ HELD_OUT_EVERY = 10
 TRAIN, NEVER_SHOWN = "train", "never_shown"
 CARD = "card.json"
 _SUBJECTS = pathlib.Path(__file__).with_name("subjects.txt")
-_RECORDS = 2_000  # Records of a tar.
+_RECORDS = 2_000  # Number of records per tar.
 _DRAWN = 4  # Supersampling: pictures are drawn this many times larger, then shrunk.
 
 
@@ -161,7 +161,7 @@ def prepare(
             for style in named
             for variant in range(max(1, variants // 2) if shown.tone else variants)
         ]
-        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffles, so tars are alike.
+        rows.sort(key=lambda row: _hash(_name(*row)))  # Shuffle: all tars are alike.
         counts[group] = len(rows)
         _write_tars(out / group, rows, read, size)
         lines = [caption(shown, style) for shown in members for style in named]
