@@ -80,7 +80,7 @@ def _implementations(platform: str) -> list[str]:
 
 
 def _attend(q, k, v, implementation):
-    # The last 77 keys are text tokens; the second row has 20 of them.
+    # The last 77 keys are text tokens. The second row has only 20 tokens.
     mask = jnp.arange(77) < jnp.array([77, 20])[:, None]
     return attend(q, k, v, mask, implementation=implementation)
 
@@ -219,7 +219,7 @@ def rate(run: Callable[[], jax.Array], flops: float) -> float:
 
 
 def seconds(run: Callable[[], Any], long: float) -> float:
-    """Call a function for about `long` seconds. Return the mean seconds per call after the first."""
+    """Return the mean seconds per call, from about `long` seconds of calls after a first one."""
     jax.block_until_ready(run())
     start, calls, result = time.perf_counter(), 0, None
     while time.perf_counter() - start < long:

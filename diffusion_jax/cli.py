@@ -187,7 +187,7 @@ def _unknown_field(argv: list[str], text: str) -> str:
 
 
 def _nearest(path: str, name: str, fields: list[str]) -> str:
-    """Return a message about an unknown field. It lists the valid fields, the most similar first."""
+    """Return a message about an unknown field, with the valid fields, the most similar first."""
     nearest = sorted(fields, key=lambda field: -difflib.SequenceMatcher(None, name, field).ratio())
     group = path.rpartition(".")[0]
     close = difflib.get_close_matches(name, fields, 1)
@@ -214,7 +214,7 @@ def _unraisable(hook_args: Any) -> None:
 
 
 def _is_for_users(record: LogRecord) -> bool:
-    """Return whether to show a log line. Lines of this project and warnings of libraries are shown."""
+    """Return whether to show a log line: a line of this project, or a warning of a library."""
     file, root = pathlib.Path(record.pathname), pathlib.Path(__file__).parents[1]
     packages = ("diffusion_jax", "imagen_jax", "sd_jax")
     if record.levelno >= ERROR and {"orbax", "asyncio"} & set(file.parts):

@@ -102,11 +102,22 @@ class Beam(NamedTuple):
     """Options of Beam, such as --runner=FlinkRunner. The default is the direct runner."""
 
     def fill(self, items, path, write, *, noun="shards", name="", size=lambda item: 1, read=None):
-        """Call `write(i)` with Beam for each item whose file is missing; return the summed counts.
+        """Call `write(i)` with Beam for each item whose file is missing. Return the summed counts.
 
-        The arguments are the same as those of Share.fill. Some runners do not retry the items of a
-        dead worker. Then Beam runs again with the missing items, as long as each attempt writes
-        some. Raises OSError if Beam cannot finish.
+        Some runners do not retry the items of a dead worker. Then Beam runs again with the missing
+        items, as long as each attempt writes some.
+
+        Args:
+            items: The numbers of the stage's files.
+            path: Maps an item to its file.
+            write: Writes an item's file. It may return counts.
+            noun: The unit in progress lines, such as "shards".
+            name: The name of the stage in progress lines.
+            size: The number of units in an item, for progress lines.
+            read: Computes a second argument for `write`.
+
+        Raises:
+            OSError: If Beam cannot finish.
         """
         done = files.present(map(path, items))
         missing = [i for i in items if path(i) not in done]
@@ -171,7 +182,7 @@ class Portable:
 
 
 class Program(Portable):
-    """A Portable function that make(*args) creates, such as a compiled function with its weights."""
+    """A Portable function that make(*args) creates, such as a compiled network with weights."""
 
     def __init__(self, make: Callable[..., Callable[..., Any]], *args: Any):
         """Call make(*args) to create the function. `args` must be picklable."""

@@ -133,7 +133,7 @@ def _merged(base: Params, params: Params, scale: float) -> Params:
     kernels: dict[str, Any] = flatten_dict(base[_NETWORK], sep="/")
     for path, pair in flat(params).items():
         name = f"{path}/{_KERNEL}"
-        # In float32, even if matmuls default to bfloat16; the cost is negligible.
+        # Use float32 even if matmuls default to bfloat16. The cost is negligible.
         product = jnp.matmul(pair["down"], pair["up"], precision=jax.lax.Precision.HIGHEST)
         kernels[name] = kernels[name] + scale * product
     learned = {name: tree for name, tree in params.items() if name != FACTORS}

@@ -79,12 +79,12 @@ def normal_like(key: PRNGKeyArray, x: Images) -> Images:
 
 
 def kept_texts(key: PRNGKeyArray, num_texts: int, drop_prob: float) -> Bool[Array, "B"]:
-    """Draw which texts a training step keeps, bool. Each is dropped with probability `drop_prob`."""
+    """Draw which texts a training step keeps. Each is dropped with probability `drop_prob`."""
     return jax.random.bernoulli(key, 1 - drop_prob, (num_texts,))
 
 
 def loss_by_noise_level(loss: Float[Array, "B"], sigma: Sigma) -> Metrics:
-    """Compute the sum and count of a batch's losses in each of five ranges of noise levels sigma."""
+    """Compute the sum and count of a batch's losses in each of five ranges of sigma."""
     sigma, loss = checkpoint_name(sigma, LABELS[0]), checkpoint_name(loss, LABELS[1])
     level = jnp.searchsorted(jnp.array(LEVELS), sigma)  # [B]
     inside = level == jnp.arange(len(LEVELS) + 1)[:, None]  # [levels, B]

@@ -264,7 +264,7 @@ def describe(stage: Model) -> dict[str, Any]:
     """
     s = stage.settings
     sampler = {k: v for k, v in s.sampler._asdict().items() if v != float("inf")}
-    if not (s.sampler.grid or s.sampler.end):  # Cards of earlier code had none of these fields.
+    if not (s.sampler.grid or s.sampler.end):  # Old cards lack these fields.
         sampler = {k: v for k, v in sampler.items() if k not in ("grid", "end", "offset")}
     described = {"workdir": stage.workdir, "checkpoint": stage.step, "ema": stage.ema}
     described |= {"guide": stage.guide} if stage.guide else {}

@@ -90,8 +90,7 @@ class Sampler(NamedTuple):
     threshold: ThresholdName = "dynamic"
     """How predicted images are limited to [-1, 1]: a key of guidance.THRESHOLDS."""
     grid: GridName = ""
-    """The spacing of noise levels: a key of GRIDS, or "" for the default of the noise and sampler.
-    """
+    """The spacing of noise levels: a key of GRIDS; "" for the default of noise and sampler."""
     end: EndName = ""
     """The last noise level: "zero", or "sigma_min" to stop at the smallest level above zero."""
     offset: Annotated[int, "[0, 1000]"] = 1

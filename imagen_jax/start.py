@@ -19,7 +19,7 @@ _TRAIN = "imagen_jax.train"
 
 
 def rungs() -> list[Rung]:
-    """Return the models to choose from, smallest first: base models and cascades of two stages."""
+    """Return base models and cascades of two stages to choose from, the smallest first."""
     alone = lambda base: Stage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
         alone(base)._replace(share=0.75),

@@ -81,7 +81,7 @@ class Checkpointer:
             # Old steps are renamed before they are deleted, so that a kill during a deletion does
             # not leave a folder that looks whole.
             todelete_subdir=_DELETED,
-            # The prefix keeps the barriers of checkpoints and snapshots apart.
+            # With this prefix, checkpoints and snapshots use different barriers.
             multiprocessing_options=ocp.options.MultiprocessingOptions(
                 barrier_sync_key_prefix=pathlib.Path(directory).name
             ),
@@ -223,7 +223,7 @@ class Checkpointer:
         # Orbax's manager would do this in a thread, while other processes already list the folder.
         if jax.process_index() == 0 and self._directory.exists():
             clearing = temporary_paths.cleanup_temporary_paths(self._directory)
-            # In another thread, because in notebooks this one runs an event loop already.
+            # Use another thread, because in notebooks this one already runs an event loop.
             self._checker.submit(asyncio.run, clearing).result()
         if jax.process_count() > 1:
             multihost_utils.sync_global_devices("unfinished checkpoints")

@@ -44,8 +44,8 @@ def _implementation(parts: int, whole: Hashable) -> Any:
             return jax.random.bits(key(data), shape, dtype)
         rows, *row_shape = shape
         numbers = jax.random.bits(key(data), (rows * parts, *row_shape), dtype)
-        # Rows i * parts + part of the whole. The compiler draws no others, because each number
-        # depends on its position alone.
+        # Take rows i * parts + part of the whole. Each number depends only on its position, so
+        # the compiler computes only these rows.
         numbers = numbers.reshape(rows, parts, *row_shape)
         return jax.lax.dynamic_index_in_dim(numbers, data[size], axis=1, keepdims=False)
 

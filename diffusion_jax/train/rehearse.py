@@ -177,7 +177,7 @@ def _workdir(
     disk += f"; {free / 1e9:,.1f} GB are free" * (free < math.inf)
     written = len(steps) * usage.checkpoint
     written += len(restore.steps(workdir / restore.SNAPSHOTS)) * usage.snapshot
-    # While a checkpoint is written, the checkpoint that it replaces is still on the disk.
+    # The old checkpoint is deleted only after the new one is written.
     if usage.total + usage.checkpoint - written > free:
         logging.warning("the disk may fill up: %s", disk)
     step, begin = 0, "a new run"

@@ -29,7 +29,7 @@ class Watchdog:
 
     def beat(self) -> None:
         """Restart the clock."""
-        # A descriptor, because notebooks and tests replace sys.stderr by an object without one.
+        # Use a descriptor: notebooks and tests replace sys.stderr by an object without one.
         faulthandler.dump_traceback_later(self._seconds, exit=True, file=_STDERR)
         self._due = time.monotonic() + self._seconds - self._before
 
