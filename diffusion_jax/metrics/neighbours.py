@@ -42,7 +42,9 @@ def recall(generated: Rows, real: Rows, *, k: int = 3) -> Score:
 
 
 def density(generated: Rows, real: Rows, *, k: int = 5) -> Score:
-    """Return density: the mean number of real k-NN spheres that contain a generated image, / k.
+    """Return density: the mean number of real k-NN spheres per generated image, divided by k.
+
+    A sphere counts for each generated image that it contains.
 
     Density measures fidelity and is robust to outliers among the real images. It is 0 or more, and
     about 1 if both sets have the same distribution.
