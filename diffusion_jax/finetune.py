@@ -61,7 +61,7 @@ def begin(task: Task, s: Lora, weights: str, read: Read) -> Start:
 
 
 def check_base(workdir: Path, base: str) -> None:
-    """Raise ValueError if the LoRA run in `workdir` has another base fingerprint than `base`."""
+    """Raise ValueError if the LoRA run in `workdir` adapts weights with another fingerprint."""
     path = files.path(workdir) / BASE
     if not path.is_file():
         return

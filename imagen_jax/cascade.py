@@ -39,7 +39,7 @@ OPTIONS: Options = {
     "aug_sigma": options.of_group("super_resolution", SuperResolution)["aug_sigma"],
     **options.of_group("sampler", Sampler),
 }
-"""The options of a stage. Each key is a flag of the command `sample` and a keyword of `load`."""
+"""The options of a stage. Each key is a flag of the command `sample`, without --."""
 
 
 def choose(**values: Any) -> Choice:

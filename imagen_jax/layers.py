@@ -119,10 +119,10 @@ def bicubic_upsample(
 
 
 def check_resolutions(unet: Any) -> None:
-    """Raise ValueError unless the resolution of every level is whole and attention fits the levels.
+    """Raise ValueError if the image size or an attention resolution does not fit the levels.
 
-    Each level halves the resolution. Each attention resolution must be that of a level. `unet` is a
-    UNet or MagnitudeUNet.
+    Each level halves the resolution, which must stay whole. Each attention resolution must equal
+    the resolution of a level. `unet` is a UNet or MagnitudeUNet.
     """
     levels = len(unet.channel_mult)
     unit = unet.patch * 2 ** (levels - 1)

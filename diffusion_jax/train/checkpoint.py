@@ -114,9 +114,9 @@ class Checkpointer:
           state: the state to save.
           data_iterator: the iterator whose position is saved.
           metadata: values that JSON can hold.
-          read_back: whether to compare the written files with their checksums. If False, a
-            previous save that is still being compared also stops comparing, so that the process
-            can end sooner. The next start then compares the files.
+          read_back: whether to compare the written files with their checksums. If False, the
+            comparison of a previous save also stops, so that the process can end sooner. The
+            next start then compares the files.
 
         Raises NotSaved if the previous save failed.
         """
@@ -325,7 +325,8 @@ class _BytesHandler(ocp.CheckpointHandler):
     def restore(self, directory: epath.Path, args: None = None) -> bytes:
         """Return the bytes that this process saved.
 
-        If the number of processes changed, all saved files must be equal, and any one is returned.
+        If the number of processes changed, return the bytes that all saved files share. Raises
+        ValueError if the files differ.
         """
         if _own_file(directory).exists():
             return _own_file(directory).read_bytes()
