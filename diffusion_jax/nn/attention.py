@@ -44,7 +44,7 @@ def attend(
     - "splash": the same algorithm as jax's TPU kernel. Other devices interpret it, for tests.
     - "cudnn": NVIDIA's kernel, for 16-bit dtypes and for K a multiple of 8 up to 128. It uses only
       the number of True values of each mask: put the valid keys first, with `valid_first`.
-    - "auto": the fastest of these on the current device, see `choose`.
+    - "auto": the fastest of these for the current device and the shapes.
     """
     num_unmasked = k.shape[1] - (0 if mask is None else mask.shape[1])
     if implementation == "auto":
@@ -59,7 +59,10 @@ def attend(
 
 
 def choose(queries: int, keys: int, head_dim: int, dtype: DTypeLike) -> str:
-    """Return the fastest implementation for the current mesh's devices or the default device."""
+    """Return the name of the fastest implementation for these shapes on the current device.
+
+    The device is that of the current mesh, or the default device without a mesh.
+    """
     platform, is_16_bit = _platform(), jnp.dtype(dtype).itemsize == 2
     if platform == "tpu":
         return "splash" if is_16_bit and min(queries, keys) >= 2 * _LANES else "xla"
@@ -70,7 +73,10 @@ def choose(queries: int, keys: int, head_dim: int, dtype: DTypeLike) -> str:
 
 
 def counts_keys(implementation: str) -> bool:
-    """Return whether only the number of valid keys may matter, so text needs `valid_first`."""
+    """Return whether an implementation may use only the number of valid keys, not their places.
+
+    Text must then be reordered with `valid_first`.
+    """
     auto_cudnn = implementation == "auto" and _platform() not in ("tpu", "cpu") and _has_cudnn()
     return implementation == "cudnn" or auto_cudnn
 

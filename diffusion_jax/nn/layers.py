@@ -31,21 +31,21 @@ KEEPS: Mapping[str, Callable[..., Any]] = {
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
-"""Values that a block with remat stores for the backward pass, in addition to its inputs.
+"""Policies of nn.remat: the values that a block stores for the backward pass besides its inputs.
 
-"attention" stores attention outputs. "products" also stores the outputs of convolutions and linear
-layers, so that only norms and activations are recomputed. "offloaded" stores the same values as
-"products" in host memory.
+"nothing" stores no other values. "attention" stores attention outputs. "products" also stores the
+outputs of convolutions and linear layers, so that only norms and activations are recomputed.
+"offloaded" stores the same values as "products", in host memory.
 """
 
 
 def with_remat(block: type[nn.Module], remat: bool, keeps: str) -> type[nn.Module]:
-    """Wrap `block` in nn.remat if `remat`; `keeps` is the key in KEEPS of the values it stores."""
+    """Wrap `block` in nn.remat if `remat` is True. `keeps` names the policy, a key of KEEPS."""
     return nn.remat(block, policy=KEEPS[keeps]) if remat else block
 
 
 class GroupNorm(nn.Module):
-    """Group normalisation (see ops.group_norm) with a learned weight and bias."""
+    """Group normalisation with a learned weight and bias, and optionally SiLU."""
 
     groups: int = 32
     eps: float = 1e-5
@@ -54,7 +54,7 @@ class GroupNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B *S C"], scale=None, shift=None) -> Float[Array, "B *S C"]:
-        """Normalise x, then modulate it by `scale` and `shift`, both [B, C], where given."""
+        """Normalise x, then multiply by 1 + scale and add shift, if they are given, both [B, C]."""
         weight = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         bias = self.param("bias", nn.initializers.zeros, (x.shape[-1],))
         kind = {"groups": self.groups, "eps": self.eps, "silu": self.silu}
@@ -126,9 +126,10 @@ class ToHeads(nn.Module):
 
 
 class FromHeads(nn.Module):
-    """Linear layer after attention, over all heads at once; `zero` initialises it to zero.
+    """Linear layer after attention, over all heads at once. `zero` initialises it to zero.
 
-    In the usual form: dense(x.reshape(B, T, N * K)). `ToHeads` says why the heads stay an axis.
+    In the usual form: dense(x.reshape(B, T, N * K)). Here the heads stay an axis, so that a TPU
+    does not copy the inputs.
     """
 
     width: int
@@ -158,10 +159,11 @@ def conv(
     zero: bool = False,
     dtype: DTypeLike,
 ) -> Float[Array, "B _ _ {width}"]:
-    """Apply a convolution, padded by kernel // 2 as in torch; `zero` initialises it to zero.
+    """Apply a convolution. `zero` initialises it to zero.
 
-    `padding` replaces this by (before, after) for both rows and columns. Padding "SAME" is not used
-    because it differs from torch's for strided convolutions.
+    The default padding is kernel // 2 on each side, as is usual in torch. `padding` overrides it
+    with (before, after), for both rows and columns. "SAME" is not used, because it pads strided
+    convolutions differently.
     """
     init = nn.initializers.zeros if zero else uniform(kernel**2 * x.shape[-1])
     out = nn.Conv(
@@ -180,11 +182,17 @@ def conv(
 
 
 def _promoted(*arrays: Array | None, dtype: Any = None, inexact: bool = True) -> list[Any]:
-    """Promote all but the bias, which stays float32 so that its gradient is a float32 sum."""
+    """Promote all arrays to `dtype` except for the bias.
+
+    The bias stays float32, so that its gradient is summed in float32.
+    """
     *inputs, bias = arrays
     return [*promote_dtype(*inputs, dtype=dtype, inexact=inexact), bias]
 
 
 def blocks_per_level(num_res_blocks: int | Sequence[int], levels: int) -> tuple[int, ...]:
-    """Return a UNet's `num_res_blocks` per level, repeating a single number for every level."""
+    """Return the number of residual blocks at each level of a UNet.
+
+    A single number applies to every level.
+    """
     return (num_res_blocks,) * levels if isinstance(num_res_blocks, int) else tuple(num_res_blocks)

@@ -1,4 +1,4 @@
-"""Operations shared by several networks: functions of arrays, without parameters of their own."""
+"""Operations shared by several networks: functions of arrays, without learned parameters."""
 
 import functools
 import math
@@ -45,7 +45,10 @@ def group_norm(
 
 
 def sinusoid(t: Float[Array, "B"], width: int) -> Float[Array, "B {width}"]:
-    """Return cosines, then sines (NeMo's order) of t at frequencies from 1 to nearly 1 / 10000."""
+    """Embed t as width / 2 cosines, followed by as many sines (NeMo's order).
+
+    The frequencies fall from 1 to nearly 1 / 10000.
+    """
     half = width // 2
     # Same order of float32 operations as NeMo: a log-SNR of -30 multiplies rounding errors by 30.
     exponents = -math.log(10000) * np.arange(half, dtype=np.float32) / np.float32(half)
@@ -95,7 +98,7 @@ def convolution(
 def conv_4x4_halving(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B H/2 W/2 D"]:
-    """Compute nn.Conv(D, (4, 4), strides=2, padding=1), except on TPUs as a 2x2 convolution.
+    """Compute nn.Conv(D, (4, 4), strides=2, padding=1); except on TPUs, by a 2x2 convolution.
 
     Each 4x4 window of the padded image consists of 2x2 whole patches of 2x2 pixels. With these
     patches as channels, the same products form a convolution without stride, and so do its
@@ -113,7 +116,9 @@ def conv_4x4_halving(
 def conv_transpose_4x4(
     x: Float[Array, "B H W C"], kernel: Float[Array, "4 4 C D"], bias: Float[Array, "D"]
 ) -> Float[Array, "B 2*H 2*W D"]:
-    """Compute torch's ConvTranspose2d(kernel 4, stride 2, padding 1), except on TPUs as four 2x2s.
+    """Compute torch's ConvTranspose2d with kernel 4, stride 2 and padding 1.
+
+    TPUs compute it directly, other devices by four 2x2 convolutions.
 
     Output pixels with row parity i and column parity j depend on 2x2 input pixels through every
     other tap of the kernel: one convolution without stride or dilation for each (i, j). The result
@@ -199,7 +204,9 @@ _normalize.defvjp(_normalize_forward, _normalize_backward)
 
 
 def _moments(x: Float[Array, "B *S C"], groups: int, eps: float) -> tuple[Array, Array, Array]:
-    """Return, per group, an origin, the mean relative to it, and 1 / sqrt(var + eps), each [B, C].
+    """Compute an origin, the mean relative to it, and 1 / sqrt(var + eps) for each group.
+
+    Each is [B, C], with equal values for all channels of a group.
 
     Both moments come from one pass over x, by var = E[x^2] - E[x]^2. This is inaccurate if the mean
     is large, so x is first shifted by an origin, the mean of the group's first pixel; the result
