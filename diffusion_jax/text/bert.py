@@ -79,12 +79,12 @@ def encoder(
     max_tokens: int,
     dtype: DTypeLike = jnp.bfloat16,
 ) -> TextEncoder:
-    """Open a BERT text encoder; an embedding is a token's state after the last layer.
+    """Open a BERT text encoder. Its embeddings are the outputs of the last layer.
 
     Args:
         weights: a folder or a Hugging Face name; "" for all-MiniLM-L6-v2 from its Python package.
-        width: the width of the weights, 384 for MiniLM.
-        max_tokens: longer texts lose their end, but keep the closing [SEP].
+        width: the expected embedding width, which must match the weights: 384 for MiniLM.
+        max_tokens: number of tokens per text. A longer text is cut but still ends with [SEP].
         dtype: the type of matrix products; everything else is float32.
 
     Raises:
@@ -140,7 +140,7 @@ def packaged() -> pathlib.Path:
 def from_state(
     state: StateDict, config: Mapping[str, Any], dtype: DTypeLike = jnp.float32
 ) -> tuple[Bert, list[Entry]]:
-    """Return the network that a Hugging Face state dict describes, and its parameters' names.
+    """Build the network of a Hugging Face state dict, and the table of its parameters' names.
 
     Sizes come from the arrays; the config adds the number of heads, the activation and epsilon.
     Raises ValueError if the two disagree, or if the weights are not those of a BERT encoder.
@@ -179,7 +179,10 @@ def from_state(
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the encoder's arrays, without a "bert." prefix, the pooler and the position ids."""
+    """Return the encoder's arrays with the prefix "bert." removed from their names.
+
+    The pooler and the position ids are left out.
+    """
     plain = {name.removeprefix("bert."): array for name, array in state.items()}
     parts = ("embeddings.", "encoder.")
     return {n: a for n, a in plain.items() if n.startswith(parts) and not n.endswith("_ids")}

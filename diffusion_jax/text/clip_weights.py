@@ -1,4 +1,4 @@
-"""Reads CLIP weights of every origin into one set of names and settings.
+"""Read CLIP weights from Hugging Face, OpenCLIP or OpenAI, under one set of names and settings.
 
 The names are those of a complete Hugging Face CLIPModel ("text_model. ...", "vision_model. ...",
 "text_projection.weight", "visual_projection.weight"). Names from OpenCLIP, OpenAI's original files
@@ -20,7 +20,7 @@ PROJECTIONS = {TEXT: "text_projection", VISION: "visual_projection"}
 
 
 class Tower(NamedTuple):
-    """Settings of a tower that cannot be read from the shapes of its arrays."""
+    """The settings of a tower that do not follow from the shapes of its arrays."""
 
     num_heads: int
     activation: str
@@ -29,12 +29,12 @@ class Tower(NamedTuple):
 
 
 class Clip(NamedTuple):
-    """Opened CLIP weights: arrays by Hugging Face's names, and the settings of each tower."""
+    """CLIP weights: arrays under Hugging Face's names, and the settings of each tower."""
 
     state: dict[str, np.ndarray]
     towers: dict[str, Tower]
     pads_with_0: bool
-    """Whether texts are padded with 0, as in OpenCLIP, rather than with the end token."""
+    """True if texts are padded with id 0, as in OpenCLIP; False if with the end token."""
 
 
 def open_clip(folder: pathlib.Path) -> Clip:
@@ -108,9 +108,9 @@ def num_layers(names: Iterable[str], tower: str) -> int:
 
 
 def tower_state(clip: Clip, table: Sequence[Entry]) -> dict[str, np.ndarray]:
-    """Return the arrays of one tower, up to the last layer of its table.
+    """Return the arrays of one tower, without the layers after the last layer in `table`.
 
-    Arrays of the tower that are missing in the table are included, so that they are reported.
+    The result includes arrays that the table lacks, so that loading reports them.
     """
     names = {e.torch for e in table}
     tower = next(tower for tower in (TEXT, VISION) if any(n.startswith(tower) for n in names))
@@ -155,7 +155,7 @@ _FINAL_NORMS = {TEXT: "final_layer_norm", VISION: "post_layernorm"}
 
 
 def _shared(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that OpenCLIP's config states once for both towers."""
+    """Return the settings that both towers share in OpenCLIP's config."""
     return {k: v for k, v in config.items() if k in ("quick_gelu", "act", "hidden_act", "eps")}
 
 

@@ -1,4 +1,4 @@
-"""Converts torch pickles of text encoders to safetensors, for programs that read no pickles.
+"""Convert torch pickles of text encoders to safetensors, for programs that cannot read pickles.
 
 This project does not need the conversion: weights/pretrained.py reads pickles directly.
 """
@@ -22,9 +22,9 @@ _LEFT_OUT = ("decoder.", "lm_head.", "encoder.embed_tokens.")  # The last repeat
 
 
 def convert(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Write the arrays of a folder's *.bin files to `out` as safetensors with unchanged types.
+    """Convert the *.bin files of a folder to safetensors files in `out`. Dtypes do not change.
 
-    A T5's decoder is left out. No code in the pickles is executed (see torch_files).
+    The decoder of a T5 is left out. No code in the pickles is executed.
 
     Raises:
         FileNotFoundError: the folder has no .bin files.

@@ -13,7 +13,7 @@ Batch = dict[str, Any]
 
 @runtime_checkable
 class Network(Protocol):
-    """The fields of a text network that must agree with its tokenizer and the config."""
+    """A text network. Its width must match the config, and its vocabulary the tokenizer."""
 
     width: int
     vocab_size: int
@@ -32,19 +32,20 @@ class TextEncoder(NamedTuple):
     max_tokens: int
     """L, the number of positions: longer texts are truncated, shorter ones are padded."""
     tokenize: Callable[[Sequence[Any]], dict[str, np.ndarray]]
-    """On the host: map texts, as the data source yields them, to arrays for a batch."""
+    """Maps texts from the data source to the arrays of a batch. It runs on the host."""
     frozen: Any
-    """A pytree of weights, () if there are none. `Stored` leaves are read when they are placed."""
+    """The weights as a pytree; () for an encoder without weights. Leaves of type `Stored` are read
+    from their files when they are placed on devices."""
     encode: Callable[[Any, Batch], tuple[Float[Array, "B L D"], Bool[Array, "B L"]]]
-    """On the devices: map (frozen, batch) to embeddings and a mask.
+    """Maps (frozen, batch) to embeddings and a mask. It runs on the devices.
 
-    Padding comes at the end; there the embeddings are 0 and the mask is False.
+    Padding comes at the end. Its embeddings are 0, and the mask is False there.
     """
     cut: bool = False
-    """Whether a batch's arrays [B, L] may be cut to its longest text without changing results."""
+    """True if a batch's arrays [B, L] can be cut to the longest text without changing results."""
     cut_off: Callable[[Sequence[Any]], list[str]] = lambda texts: [""] * len(texts)
-    """Return the part of each text that the encoder ignores: unknown symbols, then the truncated
-    end. "" if it ignores nothing, or cannot tell."""
+    """Returns the part of each text that the encoder ignores: unknown symbols, followed by the
+    truncated end. It returns "" if nothing is ignored, or if the encoder cannot determine this."""
 
 
 def check_fits(kind: str, folder: object, network: Network, vocab_size: int, width: int) -> None:
@@ -68,6 +69,6 @@ def check_fits(kind: str, folder: object, network: Network, vocab_size: int, wid
 def embed(
     encoder: TextEncoder, texts: Sequence[Any]
 ) -> tuple[Float[Array, "B L D"], Bool[Array, "B L"]]:
-    """Tokenize and encode texts; return their embeddings and mask."""
+    """Compute the embeddings and the mask of texts."""
     frozen = jax.tree.map(jnp.asarray, encoder.frozen)
     return jax.jit(encoder.encode)(frozen, encoder.tokenize(texts))

@@ -65,10 +65,11 @@ def cut_off(texts: Sequence[str], max_tokens: int) -> list[str]:
 def embeddings(
     ids: UInt32[Array, "B L"], mask: Bool[Array, "B L"], width: int
 ) -> Float[Array, "B L D"]:
-    """Return the sign vectors of the words, whose second half is flipped by position.
+    """Compute the embeddings of words from their ids: +1 and -1 at words, 0 at padding.
 
-    The first half depends on the word alone. The second half is a product of word and position, so
-    that even the mean over tokens distinguishes "dog bites man" from "man bites dog".
+    The first half of a vector depends on the word alone. The second half is the product of signs of
+    the word and signs of its position. Even the mean over tokens thus distinguishes "dog bites man"
+    from "man bites dog".
     """
     length = ids.shape[1]
     # Positions have a separate key, so that no word's hash coincides with a position.
@@ -87,7 +88,7 @@ def _hashes(text: str) -> tuple[int, ...]:
 
 
 def _signs(key: jax.Array, ids: UInt32[Array, "N"], width: int) -> Float[Array, "N D"]:
-    """Return a row of +1 and -1 per id that depends on the id alone."""
+    """Compute a row of random signs, +1 and -1, for each id. It depends on the id alone."""
     # Each random 32-bit integer yields 32 signs.
     draw = lambda i: jax.random.bits(jax.random.fold_in(key, i), (-(-width // 32),), jnp.uint32)
     bits = jax.vmap(draw)(ids)  # [N, D/32]

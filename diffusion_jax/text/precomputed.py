@@ -1,4 +1,4 @@
-"""A stand-in for a text encoder that ran before training: batches hold its embeddings."""
+"""A TextEncoder for embeddings that were computed before training and that batches contain."""
 
 import functools
 from collections.abc import Sequence
@@ -11,9 +11,10 @@ from diffusion_jax.text.encoder import Batch, TextEncoder
 
 
 def encoder(width: int, max_tokens: int, name: str = "embeddings") -> TextEncoder:
-    """Return a stand-in for the encoder `name`, whose "texts" are the embeddings it computed.
+    """Return a TextEncoder whose inputs are embeddings instead of texts.
 
-    Batches hold "text" and "text_mask", which `encode` returns unchanged.
+    The encoder called `name` computed these embeddings before training. Batches hold them as "text"
+    and "text_mask", and `encode` returns both unchanged.
     """
 
     def encode(frozen: tuple[()], batch: Batch):

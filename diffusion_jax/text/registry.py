@@ -15,14 +15,15 @@ class Kind(NamedTuple):
 
     module: str
     fields: tuple[str, ...]
-    """Fields of `Text` passed to `encoder`; together with the weights they determine its output."""
+    """The fields of `Text` that are passed to the function `encoder`. The encoder's output depends
+    only on them and on the weights."""
     options: Mapping[str, str] = MappingProxyType({})
     packaged: bool = False
-    """Whether a Python package provides the weights when text.weights is empty."""
+    """True if a Python package provides the weights when text.weights is empty."""
 
     @property
     def pretrained(self) -> bool:
-        """Whether the encoder has weights, so that its output may be computed before training."""
+        """True if the encoder has weights. Its output can then be computed before training."""
         return "weights" in self.fields
 
 
@@ -52,7 +53,10 @@ def check(text: Text) -> None:
 
 
 def make_encoder(text: Text) -> TextEncoder:
-    """Return the encoder of a config. Its module is imported now; its weights are read later."""
+    """Build the text encoder that a config names.
+
+    The encoder's module is imported here. Its weights are read later.
+    """
     kind = ENCODERS[text.encoder]
     module = importlib.import_module(f"diffusion_jax.text.{kind.module}")
     return module.encoder(**{f: getattr(text, f) for f in kind.fields}, **kind.options)

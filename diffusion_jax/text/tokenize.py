@@ -1,4 +1,4 @@
-"""Maps texts to token ids with the tokenizers of transformers, read from local files.
+"""Map texts to token ids with the tokenizers of transformers, read from local files.
 
 Padding and truncation are done here: in transformers they are mutable state of the tokenizer, which
 is not safe to use from several threads of the input pipeline.
@@ -147,7 +147,10 @@ def clip(path: str | os.PathLike[str], *, open_clip: bool = False) -> Tokenize:
 
 
 def bert(path: str | os.PathLike[str]) -> Tokenize:
-    """Return BERT's word pieces from a folder's tokenizer.json; a text becomes [CLS] ... [SEP]."""
+    """Return BERT's WordPiece tokenizer from tokenizer.json in a folder.
+
+    A text becomes [CLS] ... [SEP].
+    """
     folder = pathlib.Path(path)
     if not (folder / "tokenizer.json").is_file():
         raise FileNotFoundError(

@@ -67,7 +67,7 @@ def attend(
 def mask_bias(mask: Array) -> Float[Array, "..."]:
     """Return 0 where the mask is nonzero, and the smallest float32 elsewhere.
 
-    With -inf, a fully masked row would become NaN; like this it is a mean over all keys, as in
-    torch.
+    With -inf, the softmax of a fully masked row would be NaN. With this value, attention averages
+    over all keys, as in torch.
     """
     return jnp.where(mask != 0, 0.0, jnp.finfo(jnp.float32).min)
