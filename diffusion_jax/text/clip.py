@@ -91,7 +91,7 @@ class TextTower(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """A vision transformer from normalised images (see metrics) to `ImageOutputs` in float32."""
+    """A vision transformer from images with CLIP's normalisation to float32 `ImageOutputs`."""
 
     image_size: int
     patch: int
@@ -176,7 +176,7 @@ def open_tokenizer(folder: pathlib.Path, pads_with_0: bool) -> tokenize.Tokenize
 def of_tower(
     tower: TextTower, frozen: Any, tokenizer: tokenize.Tokenize, max_tokens: int = 77
 ) -> TextEncoder:
-    """Return an encoder that outputs the tower's last layer; `frozen` holds the tower's params."""
+    """Return an encoder that outputs the last layer of `tower`, with its parameters `frozen`."""
 
     def encode(frozen: Any, batch: Batch):
         ids = jnp.asarray(batch["text_ids"])
@@ -257,7 +257,7 @@ def abstract_params(tower: TextTower | ImageTower) -> Any:
 
 
 def _layers(tower: TextTower | ImageTower, h: jax.Array, bias: jax.Array | None) -> list[jax.Array]:
-    """Return the input of the first layer, followed by the output of each layer, all [B, L, D]."""
+    """Compute the input of the first layer, followed by the output of each layer, all [B, L, D]."""
     states = [h]
     for i in range(tower.num_layers):
         normed = _norm(tower.eps, f"layer_{i}_attention_norm")(h)

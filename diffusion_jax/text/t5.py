@@ -50,7 +50,10 @@ class T5Encoder(nn.Module):
 
     @nn.compact
     def hidden_states(self, ids: Int[Array, "B L"], mask: Array) -> list[Float[Array, "B L D"]]:
-        """Return the token embeddings, then each layer's output, the last after the final norm."""
+        """Compute the token embeddings, followed by the output of each layer.
+
+        The output of the last layer is taken after the final norm.
+        """
         length = ids.shape[1]
         init = nn.initializers.normal(1.0)
         table = self.param("token_embedding", init, (self.vocab_size, self.width))
@@ -191,7 +194,7 @@ def t5_table(model: T5Encoder) -> list[Entry]:
 
 
 def used(state: StateDict) -> dict[str, np.ndarray]:
-    """Return the arrays of a T5's encoder; the embedding, which has two names, appears once."""
+    """Return the encoder's arrays of a T5. The embedding has two names and is kept once."""
     used = {n: a for n, a in state.items() if n.startswith("encoder.") and n != _ALIAS}
     for name in (_ALIAS, _EMBEDDING):
         if name in state:
