@@ -1,7 +1,7 @@
-"""The sampling command of every system: prompts -> PNG files, a sheet, metadata.jsonl.
+"""The sampling command of every system: prompts -> PNG files, a contact sheet, metadata.jsonl.
 
-A system reads its own flags and opens its models; prompts, seeds, progress and files are the same
-for all.
+A system reads its own flags and opens its models. Prompts, seeds, progress and files are handled
+here, in the same way for all systems.
 """
 
 import contextlib
@@ -29,25 +29,31 @@ _SHOWN = 5  # For at most this many texts, the log shows the part that is cut of
 
 
 class Session(NamedTuple):
-    """Models that are open and checked, and the texts to draw."""
+    """Opened and checked models, and the texts to draw."""
 
     captions: Sequence[str]
     draw: Callable[[Sequence[int], Sequence[int]], Iterator[Sequence[Images]]]
-    """(indices of texts [N], seeds [N]) -> batches, each with one array of images per stage."""
+    """A function (indices of texts [N], seeds [N]) -> batches.
+
+    A batch holds one array of images per stage.
+    """
     card: dict[str, Any]
     """The models and their settings, written at the end of each line of metadata.jsonl."""
     inputs: Mapping[str, Sequence[str]] = {}
-    """Input files by kind, such as pictures and masks: one for all texts, or one for each."""
+    """Input files by kind, such as pictures and masks.
+
+    A kind has one file for all texts, or one per text.
+    """
     all_sizes: bool = False
-    """Whether to write the images of the earlier stages too."""
+    """Whether to write the images of earlier stages as well."""
 
 
 def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
     """Run `python -m SYSTEM.sample --out=FOLDER`, with the caller's docstring as its --help.
 
     Args:
-        open_session: Takes the prompts (possibly none) and the output folder. Its ValueError and
-            OSError become a one-line message and exit code 2.
+        open_session: Takes the prompts (possibly none) and the output folder. A ValueError or
+            OSError from it becomes a one-line message and exit code 2.
     """
     f = _define_flags()
 
@@ -74,7 +80,7 @@ def command(open_session: Callable[[list[str], pathlib.Path], Session]) -> None:
 
 
 def warn_of_cuts(encoder: TextEncoder, texts: Sequence[str]) -> None:
-    """Log how many texts the encoder cuts off, and which parts of the first few are lost."""
+    """Log how many texts the encoder truncates, and the lost parts of the first few."""
     lost = [(text, part) for text, part in zip(texts, encoder.cut_off(texts), strict=True) if part]
     for text, part in lost[:_SHOWN]:
         logging.warning(
@@ -99,7 +105,7 @@ def _define_flags() -> dict[str, flags.FlagHolder]:
 
 
 def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
-    """Return `prompts`, followed by the lines of a UTF-8 file that are not blank."""
+    """Return `prompts`, followed by the nonblank lines of a UTF-8 file."""
     if path is None:
         return list(prompts)
     try:
@@ -114,7 +120,7 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Trace the drawing of the first text without compiling it; describe what would be drawn.
+    """Trace the drawing of the first text without compiling it, and log what a real run would draw.
 
     Files are written to `folder`, which is temporary.
     """
@@ -138,7 +144,7 @@ def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: path
 
 
 def _draw(session: Session, out: pathlib.Path, num_images: int, first_seed: int) -> None:
-    """Draw, and write each image as soon as it is drawn; process 0 writes."""
+    """Draw all images. Process 0 writes each image as soon as it is drawn."""
     rows = [i for i in range(len(session.captions)) for _ in range(num_images)]
     seeds = [first_seed + n for n in range(len(rows))]
     batches, size = session.draw(rows, seeds), lambda batch: len(batch[-1])
@@ -151,7 +157,7 @@ def _write(
     session: Session, out: pathlib.Path, rows: Sequence[int], seeds: Sequence[int],
     batches: Iterable[Sequence[Images]],
 ) -> None:  # fmt: skip
-    """Write each image of the batches, then the sheet and the metadata."""
+    """Write each image of the batches, then the contact sheet and metadata.jsonl."""
     lines, images = [], []
     for batch in batches:
         if jax.process_index():
@@ -174,7 +180,7 @@ def _write_image(
     seed: int,
     sizes: Sequence[UInt8[np.ndarray, "_ _ 3"]],
 ) -> dict[str, Any]:
-    """Write the PNG of one image and its smaller sizes; return its line of the metadata."""
+    """Write the PNG files of one image, and return its line of metadata.jsonl."""
     name = f"seed_{seed:06}"
     line: dict[str, Any] = {"file_name": f"{name}.png", "text": session.captions[text]}
     line |= {kind: paths[text % len(paths)] for kind, paths in session.inputs.items() if paths}

@@ -1,10 +1,10 @@
-"""Models that stay loaded and draw with any settings: in a notebook, or behind a page.
+"""Models that stay loaded and draw with any settings, for notebooks and the web page.
 
     model = imagen_jax.load("runs/quickstart")
     model.draw(["a red seven on gray paper"], guidance=3, steps=20, sampler="ddim")
 
-The pictures are the same as those of the command `sample` with the same settings: byte for byte if
-the batch size is the same, otherwise up to rounding.
+The pictures are the same as those of the command `sample` with the same settings. They are equal
+byte for byte if the batch size is the same, otherwise up to rounding.
 """
 
 import collections
@@ -32,40 +32,43 @@ from diffusion_jax.weights import averages, restore
 
 _WEIGHTS = 4  # Sets of weights per stage that stay loaded, including the first set.
 Progress = Callable[[UInt8[np.ndarray, "B h w 3"], float], None]
-"""(current images, their noise level), called on the host at each evaluation of the network."""
+"""A function of (current images, their noise level).
+
+It is called on the host at each evaluation of the network.
+"""
 
 
 class Cancelled(Exception):
-    """Raise this in `progress` to cancel a drawing; `draw` then raises it too.
+    """The error that cancels a drawing. Raise it in `progress`; `draw` then raises it too.
 
     On one device the drawing ends at once, on several devices at the end of the batch.
     """
 
 
 class System(NamedTuple):
-    """How a system draws and tokenizes."""
+    """The functions and options with which a system draws and tokenizes."""
 
     options: Options
     """The options that users may choose, by name."""
     draw: Callable[[Sequence[Model], Sequence[str], Sequence[int]], Iterator[Sequence[Images]]]
-    """(stages, prompts, seeds) -> batches, each with one array of images per stage."""
+    """A function (stages, prompts, seeds) -> batches, each with one array of images per stage."""
     tokenize: Callable[[Model, Sequence[str]], Texts]
-    """(stage, prompts) -> the tokens that the stage draws from."""
+    """A function (stage, prompts) -> the tokens on which the stage is conditioned."""
     describe: Callable[[Sequence[Model]], dict[str, Any]]
-    """stages -> the card that the command `sample` writes beside each picture."""
+    """A function stages -> the metadata card that the command `sample` writes with each picture."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Pictures:
-    """Images with their prompts and seeds; a notebook shows them as a sheet."""
+    """Images with their prompts and seeds. A notebook shows them as a contact sheet."""
 
     images: UInt8[np.ndarray, "N H W 3"]
     prompts: Sequence[str]
     seeds: Sequence[int]
     card: Mapping[str, Any]
-    """The models and their settings, as in a line of `sample`'s metadata."""
+    """The models and their settings, as in a line of `sample`'s metadata.jsonl."""
     smaller: Sequence[UInt8[np.ndarray, "N h w 3"]] = ()
-    """The images of the earlier stages of a cascade."""
+    """The images of the earlier stages of a cascade, one array per stage."""
 
     def __len__(self) -> int:
         return len(self.images)
@@ -88,10 +91,10 @@ def png(image: UInt8[np.ndarray, "H W 3"]) -> bytes:
 
 
 class Loaded:
-    """A run, or the runs of a cascade, whose weights and programs stay in memory."""
+    """A run, or the runs of a cascade, whose weights and compiled programs stay in memory."""
 
     def __init__(self, stages: Sequence[Model], values: Sequence[Values], system: System) -> None:
-        """Hold opened stages; `values` are the option values with which each was opened."""
+        """Keep opened stages. `values` are the option values with which each stage was opened."""
         self.stages, self.values, self.options = tuple(stages), tuple(values), system.options
         self._system = system
         self._progress: Progress | None = None
@@ -112,18 +115,18 @@ class Loaded:
         progress: Progress | None = None,
         **values: Any,
     ) -> Pictures:
-        """Draw one picture per prompt; of a single prompt, one per seed.
+        """Draw one picture per prompt, or, for a single prompt, one picture per seed.
 
         Args:
             prompts: One text or several.
-            seeds: One per prompt, or the first of consecutive seeds; by default they start at 0, as
-                in the command.
+            seeds: One seed per prompt, or the first of consecutive seeds. By default they start at
+                0, as in the command `sample`.
             progress: Called with the images while they are drawn.
-            **values: Values of the flags of `sample`; a list holds one per stage. With
-                `checkpoint=None` the loaded checkpoint draws.
+            **values: Values of the flags of `sample`. A list holds one value per stage. With
+                `checkpoint=None`, the loaded checkpoint draws.
 
         Raises:
-            ValueError: If a value is out of range, or the numbers of prompts and seeds differ.
+            ValueError: A value is out of range, or the numbers of prompts and seeds differ.
         """
         prompts, seeds = _paired(prompts, seeds)
         stages = self._stages_with(values, progress is not None)
@@ -145,9 +148,9 @@ class Loaded:
         return Pictures(images, prompts, seeds, self._system.describe(stages), smaller)
 
     def denoiser(self, prompts: str | Sequence[str], **values: Any) -> "PromptedDenoiser":
-        """Return D(x, sigma) under these prompts, with guidance, for samplers of your own.
+        """Return the guided denoiser D(x, sigma) under these prompts, for use in custom samplers.
 
-        It takes the values that `draw` takes. Raises ValueError for a cascade.
+        `values` are the same as for `draw`. Raise ValueError for a cascade.
         """
         if len(self.stages) > 1:
             raise ValueError(f"{self!r} is a cascade of {len(self.stages)} models: load one alone")
@@ -156,14 +159,17 @@ class Loaded:
         return PromptedDenoiser(model, self._system.tokenize(model, texts))
 
     def averages(self, n: int, step: int) -> list[str]:
-        """Return the averages in a checkpoint of stage n, also after training removed it."""
+        """Return the names of the averages in a checkpoint of stage n.
+
+        The names are cached, because training may remove the checkpoint later.
+        """
         if not self._averages.get((n, step)):
             folder = restore.absolute(self.stages[n].workdir) / runs.CHECKPOINTS
             self._averages[n, step] = restore.stored(folder / str(step))
         return self._averages[n, step]
 
     def _stages_with(self, values: Values, watched: bool) -> list[Model]:
-        """Return the stages with other weights and settings; compiled programs are reused."""
+        """Return the stages with other weights and settings. Compiled programs are reused."""
         for name in values:
             if name in self.options and self.options[name].at_load:
                 raise ValueError(f"{name} cannot change after loading: pass it to load()")
@@ -177,7 +183,10 @@ class Loaded:
         return stages
 
     def _with_weights(self, n: int, weights: Weights) -> Model:
-        """Return stage n with these weights; the last few sets of weights stay loaded."""
+        """Return stage n with these weights.
+
+        The most recently used sets of weights stay in memory.
+        """
         first, key = self.stages[n], self._key(n, weights)
         if key == self._first[n]:
             model = first
@@ -193,7 +202,10 @@ class Loaded:
         return model._replace(ema=ema) if first.step else model
 
     def _key(self, n: int, weights: Weights) -> tuple[int, str, int]:
-        """Return (stage, average, step), with "ema" replaced by the average that it stands for."""
+        """Return (stage, average, step).
+
+        The average "ema" is replaced by the name it stands for.
+        """
         step = self.stages[n].step if weights.step is None else weights.step
         stored = self.averages(n, step)
         largest = stored[-1] if stored else "raw"
@@ -214,8 +226,9 @@ class Loaded:
 class PromptedDenoiser:
     """D(x, sigma): a model's prediction of x0 from x = x0 + sigma * eps under fixed prompts.
 
-    x and x0 are [B, H, W, C]. `sigmas` are the noise levels of the model's sampler, `start` returns
-    x at the first of them, and `pictures` turns x at the last one into images. Euler's method:
+    x and x0 have the shape [B, H, W, C]. `sigmas` are the noise levels of the model's sampler.
+    `start` returns x at the first level, and `pictures` turns x at the last level into images.
+    Example of Euler's method:
 
         x = D.start(seeds)
         for sigma, low in zip(D.sigmas, D.sigmas[1:]):
@@ -224,7 +237,7 @@ class PromptedDenoiser:
     """
 
     def __init__(self, model: Model, texts: Texts) -> None:
-        """Prepare a model to draw prompts that its encoder has tokenized."""
+        """Prepare a model to draw prompts that are already tokenized."""
         assert model.programs
         self._begin, frozen = model.programs.begin(model.settings)
         self.num_prompts = len(next(iter(texts.values())))
@@ -249,12 +262,12 @@ class PromptedDenoiser:
         return self._denoise(x, jnp.asarray(sigma, jnp.float32), *self._arguments)
 
     def start(self, seeds: int | Sequence[int] = 0) -> Float[Array, "B H W C"]:
-        """Return the noise that `sample` starts from, for one seed per prompt or a first seed."""
+        """Return the initial noise that `sample` uses, for one seed per prompt or a first seed."""
         numbers = range(seeds, seeds + self.num_prompts) if isinstance(seeds, int) else seeds
         return self._first(*self._arguments, np.asarray(numbers, np.uint32))
 
     def pictures(self, x: Float[Array, "B H W C"]) -> UInt8[np.ndarray, "B H W 3"]:
-        """Convert x at the last noise level to images."""
+        """Convert x at the last noise level to RGB images."""
         return sheets.to_uint8(np.asarray(self._finish(x, *self._arguments)))
 
     def _start(self, *arguments: Any) -> Any:
@@ -265,7 +278,7 @@ class PromptedDenoiser:
 def _paired(
     prompts: str | Sequence[str], seeds: int | Sequence[int] | None
 ) -> tuple[list[str], list[int]]:
-    """Return as many prompts as seeds. Raises ValueError if their numbers do not fit."""
+    """Return equally many prompts and seeds. Raise ValueError if their numbers do not fit."""
     texts = [prompts] if isinstance(prompts, str) else list(prompts)
     if seeds is None or isinstance(seeds, int):
         seeds = [(seeds or 0) + n for n in range(len(texts))]

@@ -1,4 +1,4 @@
-"""Models that draw: training runs opened with chosen settings and weights."""
+"""Open training runs with chosen settings and weights, as models that draw."""
 
 import functools
 import hashlib
@@ -24,32 +24,32 @@ from diffusion_jax.text import TextEncoder, registry
 from diffusion_jax.weights import restore
 
 Encoders = dict[Text, tuple[TextEncoder, Any]]
-"""Text encoders and their weights on the devices, by the settings that they were opened with."""
+"""A cache of text encoders and their weights on the devices, keyed by the encoder's settings."""
 
 
 class Model(NamedTuple):
-    """A model that is ready to draw: networks with weights, and settings."""
+    """A model that is ready to draw: its networks, weights and settings."""
 
     workdir: str
     settings: Any
-    """imagen_jax.settings.Settings or sd_jax.settings.Pipeline."""
+    """Either imagen_jax.settings.Settings or sd_jax.settings.Pipeline."""
     encoder: TextEncoder
     draw: Draw
     params: Any
     ema: str
     step: int
     guide: str = ""
-    """The run whose model guides this one, if any."""
+    """The workdir of the run whose model guides this one, or "" for none."""
     programs: Programs | None = None
-    """Compiles drawing with other settings of the same networks."""
+    """The compiled sampling programs, one for each choice of settings of the same networks."""
     settle: Callable[[Overrides], Any] | None = None
-    """Returns the settings with further overrides."""
+    """A function that returns the settings with further overrides."""
     lora: Mapping[str, Any] = {}
-    """For a LoRA run: its strength and the model that it adapts, for cards."""
+    """For a LoRA run: its strength and the model that it adapts, for metadata cards."""
 
 
 class Guide(NamedTuple):
-    """A second model that guides the first one, in place of the negative prompt."""
+    """A second model that guides the first one. It replaces the negative prompt."""
 
     settings: Any
     params: Params
@@ -59,8 +59,8 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
     """Return the settings of a run of `system`, with overrides.
 
     Raises:
-        FileNotFoundError: If the workdir holds no run.
-        ValueError: If the run is of another system, or an override does not fit it.
+        FileNotFoundError: The workdir holds no run.
+        ValueError: The run is of another system, or an override does not fit it.
     """
     config = runs.load(workdir, system)
     for field, value in overrides.items():
@@ -79,7 +79,10 @@ def read_run(workdir: str | os.PathLike[str], overrides: Overrides, system: str)
 def open_encoder(
     text: Text, mesh: Mesh, rules: sharding.Rules, encoders: Encoders | None = None
 ) -> tuple[TextEncoder, Any]:
-    """Return the encoder for new texts and its weights on the devices; `encoders` caches both."""
+    """Return the encoder for new texts, and its weights on the devices.
+
+    Both are stored in `encoders`, and are not loaded again if they are already there.
+    """
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
     encoder = lookup.open_online(text)  # Also checks that it matches the store.
@@ -91,19 +94,19 @@ def open_encoder(
 def load_guide(
     guide: str, system: str, s: Any, init_of: Callable[[Any], Any], mesh: Mesh, rules: Any
 ) -> Guide | None:
-    """Load the run `guide` with the average of its weights; return None if `guide` is "".
+    """Load the run `guide` with its averaged weights, or return None if `guide` is "".
 
     Args:
         guide: WORKDIR or WORKDIR@STEP.
         system: The system of both models.
-        s: The settings of the model to guide.
+        s: The settings of the model that is guided.
         init_of: Maps settings to the `init` of their Task.
-        mesh: The devices for its parameters.
+        mesh: The devices for the parameters of the guide.
         rules: The sharding rules of the system.
 
     Raises:
-        FileNotFoundError: If there is no such run.
-        ValueError: If its images or its text encoder differ from those of the model to guide.
+        FileNotFoundError: There is no such run.
+        ValueError: The images or the text encoder of the two models differ.
     """
     if not guide:
         return None
@@ -140,12 +143,12 @@ def load_model(
         workdir: The workdir of the run.
         s: The settings to draw with.
         encoder: The run's text encoder.
-        task: The run's task, whose `frozen` is on the devices already.
+        task: The run's task. Its `frozen` weights must already be on the devices.
         mesh: The devices for the parameters.
         begin_of: Maps settings to the task's `begin`.
-        weights: The saved weights to read.
-        guide: The run that guides this one, for cards.
-        lora_scale: The strength of a LoRA run, for cards.
+        weights: The choice of saved weights to read.
+        guide: The workdir of the run that guides this one, for metadata cards.
+        lora_scale: The strength of a LoRA run, for metadata cards.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)
     programs = make_programs(begin_of, task.frozen, mesh)
@@ -156,7 +159,7 @@ def load_model(
 
 
 def with_weights(model: Model, weights: Weights) -> Model:
-    """Return the same model, already compiled, with other weights of its run."""
+    """Return the same model with other weights of its run. Compiled programs are kept."""
     folder = restore.absolute(model.workdir) / runs.CHECKPOINTS
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding),
@@ -168,10 +171,12 @@ def with_weights(model: Model, weights: Weights) -> Model:
 
 
 def with_overrides(model: Model, overrides: Overrides, preview: Preview | None = None) -> Model:
-    """Return the same model with further overrides; nothing is loaded, and programs are kept.
+    """Return the same model with further overrides.
+
+    Nothing is loaded, and compiled programs are kept.
 
     `preview` is called on the host at each evaluation of the network, with the current images and
-    their noise level. Raises ValueError for settings that do not fit together.
+    their noise level. Raise ValueError if settings do not fit together.
     """
     assert model.programs and model.settle
     s = model.settle(overrides)
@@ -179,7 +184,7 @@ def with_overrides(model: Model, overrides: Overrides, preview: Preview | None =
 
 
 def fingerprint(models: Sequence[Params]) -> str:
-    """Return a hash of the weights' values, which does not depend on their path or sharding."""
+    """Return a hash of the values of the weights. It does not depend on their path or sharding."""
     everywhere = sharding.replicated(sharding.make_mesh())
     sums = [np.asarray(x).item() for params in models for x in _sums(params, everywhere)]
     return hashlib.sha256(str(sums).encode()).hexdigest()[:16]
@@ -192,7 +197,7 @@ def _placed_shapes(init: Callable[..., Params], mesh: Mesh, rules: Any) -> Param
 
 @functools.partial(jax.jit, static_argnums=1)
 def _sums(params: Params, everywhere: Any) -> list[jax.Array]:
-    """Return the sum of each array's bits modulo 2^32, which any sharding leaves unchanged."""
+    """Return the sum of each array's bits modulo 2^32. It does not depend on the sharding."""
     kinds = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}
     bits = [
         jax.lax.bitcast_convert_type(x, kinds[x.dtype.itemsize]) for x in jax.tree.leaves(params)

@@ -1,4 +1,4 @@
-"""Flags for drawing options: with one value, with one value per stage, or as axes of a sweep."""
+"""Define flags for drawing options: with one value, one value per stage, or as sweep axes."""
 
 import itertools
 import re
@@ -20,7 +20,7 @@ flags.disclaim_key_flags()  # --help lists them with the command that defines th
 
 
 def define(table: Options) -> Holders:
-    """Define a flag with one value for each option."""
+    """Define one flag, with one value, for each option."""
     return {
         name: _DEFINE[ranges.kind_of(option.hint)](name, _default(option), option.help)
         for name, option in table.items()
@@ -28,9 +28,9 @@ def define(table: Options) -> Holders:
 
 
 def define_by_stage(table: Options) -> Holders:
-    """Define flags that hold one value for all stages of a cascade, or one for each.
+    """Define one flag for each option, with one value for all stages of a cascade or one per stage.
 
-    Values are separated by commas; free text, which may contain commas, repeats its flag instead.
+    Commas separate values. For free text, which may contain commas, the flag is repeated instead.
     """
     holders = {}
     for name, option in table.items():
@@ -41,7 +41,7 @@ def define_by_stage(table: Options) -> Holders:
 
 
 def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
-    """Define flags that become axes of a sweep if they have several values; see `points`."""
+    """Define one flag for each option. A flag with several values becomes an axis of a sweep."""
     return {
         name: flags.DEFINE_multi_string(
             name,
@@ -54,29 +54,30 @@ def define_axes(table: Options, without: Collection[str] = ()) -> Holders:
 
 
 def values(holders: Holders) -> dict[str, Any]:
-    """Return the values of the flags of `define` by name."""
+    """Return the values of the flags that `define` defined, by name."""
     return {name: holder.value for name, holder in holders.items()}
 
 
 def by_stage(table: Options, holders: Holders, num_stages: int) -> list[dict[str, Any]]:
-    """Return the values of each stage from the flags of `define_by_stage`.
+    """Return the values of each stage from the flags that `define_by_stage` defined.
 
     Raises:
-        ValueError: For a flag with another number of values than one or `num_stages`.
+        ValueError: A flag has neither one value nor `num_stages` values.
     """
     texts = {name: _one_or_more(table[name], holder.value) for name, holder in holders.items()}
     return options.by_stage(texts, num_stages)
 
 
 def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[str, Any]]]:
-    """Return the points of a sweep, each with the values of every stage.
+    """Return the points of a sweep. Each point holds the values of every stage.
 
-    Points are all combinations of the axes. With one stage, commas separate the values of an axis.
-    With several stages, commas separate stages and a repeated flag is the next value of its axis.
+    Points are all combinations of the values of the axes. With one stage, commas separate the
+    values of an axis. With several stages, commas separate stages, and each repetition of a flag
+    adds a value to its axis.
 
     Raises:
-        ValueError: If an option that cannot vary has several values, or the number of values fits
-            neither one stage nor all.
+        ValueError: An option that cannot vary has several values, or a value is given neither once
+            nor for every stage.
     """
     axes = {name: _axis(name, table[name], h.value, num_stages) for name, h in holders.items()}
     return [
@@ -86,9 +87,10 @@ def points(table: Options, holders: Holders, num_stages: int) -> list[list[dict[
 
 
 def each(name: str, texts: Sequence[str], hint: Any, num_stages: int) -> list[Any]:
-    """Return one value per stage from the texts of a flag: one for all stages or one for each.
+    """Return one value per stage, parsed from the texts of a flag.
 
-    Without texts every value is None. Raises ValueError for a value that `hint` does not allow.
+    There is one text for all stages, or one text per stage. Without texts, every value is
+    None. Raise ValueError for a value that the type `hint` does not allow.
     """
     typed = [ranges.read_value(f"--{name}", text, hint) for text in texts]
     value = typed if len(typed) > 1 else next(iter(typed), None)
@@ -116,7 +118,7 @@ def _split(texts: Sequence[str]) -> list[str]:
 
 
 def _default(option: Option) -> Any:
-    """Return the flag's default: None stands for the config's value."""
+    """Return the flag's default. None stands for the value in the config."""
     return None if option.field else option.default
 
 

@@ -1,7 +1,7 @@
-"""Drawing options: values that users may choose in place of a run's own settings.
+"""Drawing options: values that users may choose to replace a run's own settings.
 
 A system lists its options in one table. The function `read` converts and checks all of their
-values: flags, keywords in notebooks, requests of the page and points of a sweep.
+values: flags, keywords in notebooks, requests of the web page, and points of a sweep.
 """
 
 import difflib
@@ -14,17 +14,17 @@ from diffusion_jax.config.settings import Lora
 
 
 class Option(NamedTuple):
-    """A value that users may choose."""
+    """A setting that users may choose for drawing."""
 
     help: str
     hint: Any
-    """The type and range, annotated as in a config."""
+    """The type and range, annotated in the same way as a config field."""
     default: Any = None
     """The config's default, which is valid even if it is outside the range."""
     field: str = ""
     """The config field that it overrides, such as "sampler.eta"; "" if there is none."""
     at_load: bool = False
-    """Whether it is fixed when a model is opened, because it determines which files are read."""
+    """Whether the value is fixed at loading, because it determines which files are read."""
     is_text: bool = False
     """Whether its value is free text, which may contain commas."""
 
@@ -37,30 +37,30 @@ Overrides = Mapping[str, Any]
 
 
 class Weights(NamedTuple):
-    """The saved weights of a run to draw with."""
+    """A choice of saved weights of a run."""
 
     ema: str = "ema"
-    """The average: a decay such as "0.9999", a width such as "0.05", "ema" or "raw"."""
+    """The average to use: a decay such as "0.9999", a width such as "0.05", "ema" or "raw"."""
     step: int | None = None
-    """The step of the checkpoint; None for the newest sound one."""
+    """The step of the checkpoint, or None for the newest undamaged one."""
 
 
 NEWEST = Weights()
 
 
 class Choice(NamedTuple):
-    """Choices that replace a run's own settings and newest checkpoint when it is opened."""
+    """A choice of settings and weights, which replace a run's own when it is opened."""
 
     overrides: Mapping[str, Any] = {}
     weights: Weights = NEWEST
     guide: str = ""
-    """The run whose model guides this one: WORKDIR or WORKDIR@STEP; "" for none."""
+    """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
 
 
 def of_group(group: str, kind: type) -> dict[str, Option]:
     """Return an option for each field of a config group, keyed by the field's name.
 
-    The option for the field `name` has the name of its group: --sampler sets sampler.name.
+    The option for the field `name` has the name of the group: --sampler sets sampler.name.
     """
     defaults = ranges.defaults(kind)
     return {
@@ -98,14 +98,16 @@ SHARED: Options = {
         str, field="text.weights", at_load=True,
     ),
 }  # fmt: skip
-"""The options of all systems. A system adds those of its sampler."""
+"""The options that all systems have. A system adds the options of its sampler."""
 
 
 def read(options: Options, values: Values) -> dict[str, Any]:
-    """Return the values, typed and checked; text is parsed, and None leaves an option out.
+    """Return the values with checked types.
+
+    Text is parsed, and options with the value None are left out.
 
     Raises:
-        ValueError: For an unknown name, and for a value of another type or out of range.
+        ValueError: A name is unknown, or a value has another type or is out of range.
     """
     typed = {}
     for name, value in values.items():
@@ -120,7 +122,10 @@ def read(options: Options, values: Values) -> dict[str, Any]:
 
 
 def choose(options: Options, values: Values) -> Choice:
-    """Convert option values to a Choice. Raises ValueError as `read` does."""
+    """Convert option values to a Choice.
+
+    Raise ValueError if a name is unknown, or a value has another type or is out of range.
+    """
     typed = read(options, values)
     overrides = {options[name].field: v for name, v in typed.items() if options[name].field}
     weights = Weights(typed.get("ema", "ema"), typed.get("checkpoint"))
@@ -128,9 +133,9 @@ def choose(options: Options, values: Values) -> Choice:
 
 
 def changes(options: Options, values: Values) -> Overrides:
-    """Return the overrides of these values that may change after a model is opened.
+    """Return the config overrides for those values that may change after a model is opened.
 
-    Raises ValueError as `read` does.
+    Raise ValueError if a name is unknown, or a value has another type or is out of range.
     """
     typed = read(options, values)
     changeable = {n: v for n, v in typed.items() if options[n].field and not options[n].at_load}
@@ -138,7 +143,7 @@ def changes(options: Options, values: Values) -> Overrides:
 
 
 def override(s: Any, overrides: Overrides) -> Any:
-    """Return the settings `s`, a NamedTuple of groups, with some fields replaced."""
+    """Return the settings `s`, a NamedTuple of config groups, with some fields replaced."""
     for field, value in overrides.items():
         group, _, name = field.partition(".")
         s = s._replace(**{group: getattr(s, group)._replace(**{name: value})})
@@ -146,10 +151,10 @@ def override(s: Any, overrides: Overrides) -> Any:
 
 
 def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
-    """Return the values of each stage of a cascade; a list or tuple holds one value per stage.
+    """Return the values of each stage of a cascade. A list or tuple holds one value per stage.
 
     Raises:
-        ValueError: For a list of another length.
+        ValueError: A list does not have one value per stage.
     """
     for name, value in values.items():
         if isinstance(value, list | tuple) and len(value) != num_stages:
@@ -162,9 +167,9 @@ def by_stage(values: Values, num_stages: int) -> list[dict[str, Any]]:
 
 
 def varied(points: Sequence[Sequence[Overrides]]) -> list[dict[str, str]]:
-    """Return the overrides of each point of a sweep that differ between points, as text.
+    """Return, as text, the overrides of each point of a sweep that differ between points.
 
-    A point holds the overrides of each stage; different values of stages are joined by commas.
+    A point holds the overrides of each stage. If stages have different values, commas join them.
     """
     fields = dict.fromkeys(field for point in points for stage in point for field in stage)
     values = lambda point, field: [stage.get(field) for stage in point]

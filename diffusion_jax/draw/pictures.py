@@ -1,4 +1,4 @@
-"""Pictures to draw over and masks of the parts to redraw: flags and files."""
+"""Read pictures to draw over, and masks of the parts to redraw, from flags and files."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,22 +14,22 @@ flags.disclaim_key_flags()  # --help lists them with the command that defines th
 
 
 class Pictures(NamedTuple):
-    """Pictures to draw over, and masks whose white parts are redrawn."""
+    """Pictures to draw over. The white parts of their masks are redrawn."""
 
     images: Sequence[Image.Image]
-    """One for all texts, or one for each."""
+    """One picture for all texts, or one picture per text."""
     masks: Sequence[Image.Image]
-    """None, one for all texts, or one for each."""
+    """No mask, one mask for all texts, or one mask per text."""
 
     def at(self, size: tuple[int, int], num_texts: int) -> dict[str, np.ndarray]:
         """Return IMAGE [N, H, W, 3] and, if there are masks, MASK [N, H, W], resized to `size`.
 
-        A pixel of a resized mask is True if any part of it is white. So a pixel that is not
-        redrawn lies entirely in the black part of the mask.
+        A pixel of a resized mask is True if any part of it is white. So a pixel that is not redrawn
+        lies entirely in the black part of the mask.
 
         Args:
-            size: Width and height.
-            num_texts: N.
+            size: Width and height in pixels.
+            num_texts: The number of texts, N.
         """
 
         def stacked(images: Sequence[Image.Image], how: Image.Resampling) -> np.ndarray:
@@ -44,7 +44,10 @@ class Pictures(NamedTuple):
 
 
 def define() -> Callable[[int], Pictures | None]:
-    """Define --image and --mask; return a function from the number of texts to the pictures."""
+    """Define --image and --mask.
+
+    Return a function that takes the number of texts and reads the pictures.
+    """
     images = flags.DEFINE_multi_string(
         "image", [], "A picture to draw over: one for all texts, or one for each."
     )
@@ -57,10 +60,10 @@ def define() -> Callable[[int], Pictures | None]:
 
 
 def read(images: Sequence[str], masks: Sequence[str], num_texts: int) -> Pictures | None:
-    """Open the files; return None if there are none.
+    """Open the files of pictures and masks. Return None if there are none.
 
     Raises:
-        ValueError: If the numbers or sizes of pictures, masks and texts do not fit together.
+        ValueError: The numbers or sizes of pictures, masks and texts do not fit together.
     """
     opened = [untrusted.open_image(files.local(path)).convert("RGB") for path in images]
     white = [untrusted.open_image(files.local(path)).convert("L") for path in masks]

@@ -25,16 +25,19 @@ from diffusion_jax.task import Params, Sample, Texts
 Images = Float[np.ndarray, "B H W 3"]  # About [-1, 1]; sheets.to_uint8 returns pixels.
 Draw = Callable[[Params, Texts, Sequence[int], Float[np.ndarray, "B"] | None], Images]
 BeginOf = Callable[[Any, Preview | None], Begin]
-"""(settings, preview) -> a task's `begin`. Raises ValueError for settings that do not fit."""
+"""A function (settings, preview) -> a task's `begin`.
+
+It raises ValueError if settings do not fit together.
+"""
 
 
 class Programs(NamedTuple):
-    """The sampling programs of some networks, one for each choice of settings."""
+    """The sampling programs of a model, one for each choice of settings."""
 
     draw: Callable[..., Draw]
-    """(settings, preview=None) -> the Draw with these settings, compiled when it is first used."""
+    """A function (settings, preview=None) -> the Draw for these settings, compiled at first use."""
     begin: Callable[[Any], tuple[Begin, Any]]
-    """settings -> the task's `begin` and its frozen weights."""
+    """A function settings -> the task's `begin` and its frozen weights."""
 
 
 _PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
@@ -43,8 +46,8 @@ _PIXELS = 2**22  # Default limit on the pixels that a device draws at once.
 def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
     """Jit a task's `sample`: draw(params, texts, seeds [B], guidance [B]) -> images [B, H, W, 3].
 
-    With guidance None it evaluates the network with the prompt alone, at half the cost. It compiles
-    once for each batch size B, and logs that.
+    If guidance is None, the network is evaluated with the prompt alone, at half the cost. The
+    function is compiled, with a log line, once for each batch size B.
     """
     where = batch_sharding(mesh)
     num_shards = mesh.shape["replica"] * mesh.shape["fsdp"]
@@ -68,10 +71,9 @@ def make_draw(sample: Sample, frozen: Any, mesh: Mesh) -> Draw:
 
 
 def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int = 16) -> Programs:
-    """Return the programs of a task; the `max_programs` used last stay compiled.
+    """Return the sampling programs of a task. The `max_programs` used last stay compiled.
 
-    Settings that differ only in sampler.guidance share a program, which takes guidance as an
-    argument.
+    Settings that differ only in sampler.guidance share a program, because guidance is an argument.
     """
     draws: collections.OrderedDict[Any, Draw] = collections.OrderedDict()
 
@@ -90,7 +92,10 @@ def make_programs(begin_of: BeginOf, frozen: Any, mesh: Mesh, max_programs: int 
 
 
 def previewed(begin: Begin, preview: Preview | None) -> Begin:
-    """Return `begin` with a denoiser that also passes its x0 to `preview` on the host, if given."""
+    """Return `begin` with a denoiser that also sends its x0 to `preview` on the host.
+
+    If `preview` is None, return `begin` itself.
+    """
     if preview is None:
         return begin
 
@@ -109,7 +114,10 @@ def in_batches(
     guidance: Float[np.ndarray, "N"] | None,
     batch_size: int,
 ) -> Iterator[Images]:
-    """Draw N images, `batch_size` at a time; the last batch is padded, and its padding dropped."""
+    """Draw N images, `batch_size` at a time.
+
+    The last batch is padded; images of the padding are dropped.
+    """
     inputs = jax.tree.map(np.asarray, (batch, np.asarray(seeds), guidance))
     for start in range(0, len(seeds), batch_size):
         rows = np.arange(start, start + batch_size) % len(seeds)
@@ -123,5 +131,5 @@ def default_batch_size(height: int, width: int) -> int:
 
 
 def even_batch_size(most: int, total: int) -> int:
-    """Return a batch size of at most `most` that divides `total` into almost equal batches."""
+    """Return a batch size up to `most` that splits `total` into batches of almost equal size."""
     return -(-total // -(-total // most))

@@ -1,4 +1,4 @@
-"""The command of every system that serves the web page: flags -> models -> a server."""
+"""Run the web page command of a system: read the flags, load the models, start a server."""
 
 import ipaddress
 import secrets
@@ -27,8 +27,8 @@ def command(
 
     Args:
         package: The package of the commands that draw the same pictures.
-        load: Opens the stages of a model with values of options. Its ValueError and OSError become
-            a one-line message and exit code 2.
+        load: Opens the stages of a model with the given option values. A ValueError or OSError from
+            it becomes a one-line message and exit code 2.
         options: The options of the system.
     """
     workdir = flags.DEFINE_multi_string(
@@ -62,17 +62,20 @@ def command(
 
 
 def stages_of(text: str) -> list[str]:
-    """Split a value of --workdir at commas, unless the whole text names an existing folder."""
+    """Split a value of --workdir at commas.
+
+    If the whole text names an existing folder, keep it whole.
+    """
     return [text] if files.path(text).exists() else text.split(",")
 
 
 def in_address(host: str) -> str:
-    """Return a host as URLs write it, with brackets around IPv6 addresses."""
+    """Return a host name in the form for URLs, with brackets around IPv6 addresses."""
     return f"[{host}]" if ":" in host else host
 
 
 def is_local(host: str) -> bool:
-    """Return whether only this machine can reach an address."""
+    """Return whether a server at this address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -80,7 +83,7 @@ def is_local(host: str) -> bool:
 
 
 def listen(application: Any, host: str, port: int, token: str) -> None:
-    """Serve until interrupted; print the address once the server listens."""
+    """Serve until interrupted. Print the address of the page once the server listens."""
     config = uvicorn.Config(application, host=host, port=port, log_level="warning")
     listener = uvicorn.Server(config)
     start = listener.startup
@@ -97,5 +100,5 @@ def listen(application: Any, host: str, port: int, token: str) -> None:
 
 
 def _is_no_cancellation(record: LogRecord) -> bool:
-    """Return whether a log record is anything but JAX's message on a cancelled drawing."""
+    """Return False for JAX's log record about a cancelled drawing, and True for all others."""
     return "callback failed" not in str(record.msg)

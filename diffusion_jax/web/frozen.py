@@ -1,4 +1,4 @@
-"""A report on runs: the web page as one HTML file, with all of its data and pictures inside."""
+"""Write a report on runs: the web page as one HTML file, which contains all data and pictures."""
 
 import base64
 import json
@@ -22,7 +22,7 @@ _SAMPLES = 12  # Sample sheets per run.
 
 
 def write(workdir: str | pathlib.Path) -> pathlib.Path:
-    """Write the page of a workdir into it; return its path."""
+    """Write the report on a workdir into this workdir, and return its path."""
     out = files.path(workdir) / PAGE
     files.write_whole(out, page([workdir]))
     return out
@@ -32,11 +32,11 @@ def page(workdirs: Sequence[str | pathlib.Path], bands: Sequence[Band] = ()) -> 
     """Return the HTML of the report, which loads no other file.
 
     Args:
-        workdirs: The runs.
-        bands: Bands of FID over CLIP score to draw behind the curves.
+        workdirs: The workdirs of the runs.
+        bands: Bands in the plot of FID over CLIP score, drawn behind the curves.
 
     Raises:
-        FileNotFoundError: If a folder is not the workdir of a run.
+        FileNotFoundError: A folder is not the workdir of a run.
     """
     named = results.named([[str(workdir)] for workdir in workdirs])
     sweeps = [(name, one) for name, (folder,) in named.items() for one in sweep.read_all(folder)]

@@ -1,4 +1,4 @@
-"""The queue of the page: one thread draws job after job and reports its progress."""
+"""The job queue of the web page: one thread draws the jobs in order and reports their progress."""
 
 import base64
 import collections
@@ -18,7 +18,7 @@ from PIL import Image
 from diffusion_jax.draw.loaded import Cancelled, Loaded, png
 
 WAITING = 16
-"""The largest number of waiting jobs; more are refused."""
+"""The largest number of waiting jobs. Further jobs are refused."""
 PICTURES = 100
 """The largest number of pictures in a job."""
 _BATCH_SIZE = 8  # Pictures with the same settings are drawn together.
@@ -30,43 +30,43 @@ _UNWATCHED = 10.0  # Seconds after which a job that no tab watches ends.
 
 
 class Picture(NamedTuple):
-    """All values that determine a picture; its link holds the same values."""
+    """All values that determine a picture. The link to a picture holds the same values."""
 
     model: str
     prompt: str
     seed: int
     choices: tuple[tuple[str, Any], ...]
-    """Names and values of `sample`'s flags, sorted by name."""
+    """Pairs of the name and value of a flag of the command `sample`, sorted by name."""
 
 
 class Full(Exception):
-    """Raised when the queue is full."""
+    """The error that the queue is full."""
 
 
 @dataclasses.dataclass
 class Job:
-    """Pictures that a tab requested, and their progress."""
+    """Pictures that a browser tab requested, and the progress of drawing them."""
 
     pictures: Sequence[Picture]
     name: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     state: str = "waiting"
-    """"waiting", "drawing", "done", "cancelled" or "failed"."""
+    """One of "waiting", "drawing", "done", "cancelled" and "failed"."""
     drawn: int = 0
     looks: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Previews of the pictures being drawn, by index: PNG in base64."""
+    """Previews of the pictures being drawn. Keys are indices; values are PNG files in base64."""
     level: float = 0.0
     """The noise level of the previews."""
     error: str = ""
     version: int = 0
-    """How often the job has changed; watchers compare it."""
+    """The number of changes to the job. A tab compares it to notice a change."""
     cancelled: bool = False
     watchers: int = 0
     left: float = dataclasses.field(default_factory=time.monotonic)
-    """The time at which the last watcher left."""
+    """The time (of time.monotonic) at which the last tab stopped watching."""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Count a tab as watching the job while inside this context."""
+        """Count a browser tab as watching the job inside this context."""
         self.watchers += 1
         try:
             yield
@@ -76,27 +76,27 @@ class Job:
 
     @property
     def unwanted(self) -> bool:
-        """Whether the job was cancelled, or no tab has watched it for some time."""
+        """Return whether the job was cancelled, or no tab has watched it for some time."""
         alone = not self.watchers and time.monotonic() - self.left > _UNWATCHED
         return self.cancelled or alone
 
     def change(self, **values: Any) -> None:
-        """Set fields, and increase the version that watchers compare."""
+        """Set fields, and increase `version` so that tabs notice the change."""
         for name, value in values.items():
             setattr(self, name, value)
         self.version += 1
 
     @property
     def ended(self) -> bool:
-        """Whether the job is done, cancelled or failed."""
+        """Return whether the job is done, cancelled or failed."""
         return self.state in ("done", "cancelled", "failed")
 
 
 class Queue:
-    """A queue of jobs that one thread draws in order of arrival; it keeps the latest pictures."""
+    """A queue of jobs, which one thread draws in order of arrival. It keeps the latest pictures."""
 
     def __init__(self, models: Mapping[str, Loaded]) -> None:
-        """Start the thread, which runs as long as the process; `models` are by name."""
+        """Start the thread that draws. `models` maps names to models."""
         self._models = models
         self._files: collections.OrderedDict[Picture, tuple[bytes, ...]] = collections.OrderedDict()
         self._bytes = 0
@@ -105,7 +105,7 @@ class Queue:
         threading.Thread(target=self._work, daemon=True).start()
 
     def add(self, pictures: Sequence[Picture]) -> Job:
-        """Append a job that draws these pictures. Raises Full if too many jobs are waiting."""
+        """Append a job that draws these pictures. Raise Full if too many jobs are waiting."""
         job = Job(pictures)
         with self._lock:
             if len(self._waiting()) >= WAITING:
@@ -118,27 +118,27 @@ class Queue:
         return job
 
     def cancel(self, job: Job) -> None:
-        """End a job at its next evaluation of the network, or before it begins."""
+        """Cancel a job. It ends at its next evaluation of the network, or before it begins."""
         job.cancelled = True
         with self._lock:
             self._waiting()
 
     def ahead(self, job: Job) -> int:
-        """Return the number of jobs ahead of a waiting one."""
+        """Return the number of jobs that are drawn before this one."""
         with self._lock:
             self._waiting()
             earlier = itertools.takewhile(lambda other: other is not job, self.jobs.values())
             return sum(not other.ended for other in earlier)
 
     def files(self, picture: Picture) -> tuple[bytes, ...] | None:
-        """Return the PNGs of a picture, one per stage, if it is in memory."""
+        """Return the PNG files of a picture, one per stage, or None if they are not in memory."""
         with self._lock:
             if picture in self._files:
                 self._files.move_to_end(picture)
             return self._files.get(picture)
 
     def _waiting(self) -> list[Job]:
-        """Cancel unwanted jobs, and return those that still wait."""
+        """Cancel unwanted jobs, and return the jobs that still wait."""
         waiting = [job for job in self.jobs.values() if job.state == "waiting"]
         for job in waiting:
             if job.unwanted:
@@ -179,7 +179,10 @@ class Queue:
     def _draw_rows(
         self, job: Job, name: str, choices: dict[str, Any], rows: Sequence[tuple[int, Picture]]
     ) -> None:
-        """Draw pictures with the same settings, except those in memory."""
+        """Draw pictures that have the same settings.
+
+        Pictures that are in memory are not drawn again.
+        """
         rows = [(n, picture) for n, picture in rows if self.files(picture) is None]
         if job.unwanted:
             raise Cancelled
@@ -197,7 +200,10 @@ class Queue:
         job.change(drawn=count, looks={})
 
     def _keep(self, picture: Picture, files: tuple[bytes, ...]) -> None:
-        """Keep a picture in memory; drop the least recently requested ones if needed."""
+        """Keep a picture in memory.
+
+        If there are too many, drop the least recently requested ones.
+        """
         with self._lock:
             before = self._files.pop(picture, ())
             self._files[picture] = files
@@ -207,10 +213,10 @@ class Queue:
 
 
 class _Looks:
-    """Updates a job's previews at intervals; raises Cancelled if the job is unwanted.
+    """Updates a job's previews at intervals. Raises Cancelled if the job is unwanted.
 
-    A batch begins when the size of the images changes, as between stages of a cascade, or when the
-    noise level rises to the first level of this size again.
+    A new batch of pictures begins when the size of the images changes, as between the stages of a
+    cascade. It also begins when the noise level returns to the first level of this size.
     """
 
     def __init__(self, job: Job, numbers: Sequence[int]) -> None:
@@ -237,5 +243,5 @@ class _Looks:
 
 
 def _small(image: np.ndarray) -> np.ndarray:
-    """Reduce an image to the size of a preview by averaging pixels."""
+    """Reduce an image to the size of a preview by averaging its pixels."""
     return np.asarray(Image.fromarray(image).reduce(-(-max(image.shape[:2]) // _LOOK_SIZE)))

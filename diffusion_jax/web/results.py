@@ -1,4 +1,4 @@
-"""Results of training and evaluation for the page: sweeps, curves and pictures of runs."""
+"""Collect results of training and evaluation for the web page: sweeps, curves and pictures."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ from diffusion_jax.metrics.cards import ALIKE, Card, differing
 
 Workdirs = Mapping[str, Sequence[str]]
 Show = Callable[[pathlib.Path], str]
-"""Returns the address of a picture for the page."""
+"""A function that returns the address of a picture for the page."""
 _SAMPLES = "samples"
 _MAX_POINTS = 400  # The largest number of points in a curve.
 _LIVE = 120  # A run counts as training if its metrics are at most this many seconds old.
@@ -25,7 +25,10 @@ _CACHE: dict[Any, tuple[Any, Any]] = {}  # path -> ((mtime, size), content).
 
 
 def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the stages of each model, keyed by a unique name taken from its last workdir."""
+    """Return the stages of each model by name.
+
+    Names are unique and come from the model's last workdir.
+    """
     models: dict[str, list[str]] = {}
     for stages in workdirs:
         name = first = pathlib.Path(stages[-1]).name or stages[-1]
@@ -39,7 +42,8 @@ def named(workdirs: Sequence[Sequence[str]]) -> dict[str, list[str]]:
 def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
     """Return (model name, sweep) for each sweep of these models.
 
-    The sweeps of a cascade are in the workdir of its first stage, like those of that stage alone.
+    The workdir of a cascade's first stage holds the sweeps of the cascade, and those of that stage
+    alone.
     """
     drawn = []
     for name, stages in workdirs.items():
@@ -49,7 +53,7 @@ def drawn_by(workdirs: Workdirs) -> list[tuple[str, SweepResult]]:
 
 
 def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[str, Any]:
-    """Return the data of the sweep view: points with scores, settings, pictures and cards."""
+    """Return the data of the sweep view: points with scores, settings, pictures and metadata."""
     filled = [(name, one) for name, one in named_sweeps if one.rows]
     metrics = {
         column: {"label": metric.label, "axis": metric.axis or metric.label,
@@ -64,12 +68,13 @@ def sweeps(named_sweeps: Iterable[tuple[str, SweepResult]], show: Show) -> dict[
 
 
 def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[str, Any]:
-    """Return the data of the training view: curves, progress, samples, differences of configs.
+    """Return the data of the training view: curves, progress, samples, and differences of configs.
 
     Args:
-        workdirs: The stages of each model, by its name.
+        workdirs: The workdirs of the stages of each model, by the model's name.
         show: Returns the address of a picture.
-        most: The number of pictures per run, spread from the first to the last; all if None.
+        most: The number of pictures per run, spread evenly from the first to the last. None shows
+            all.
     """
     by_name = _runs(workdirs)
     configs = {name: claims.flat(_config(workdir)) for name, workdir in by_name.items()}
@@ -84,13 +89,16 @@ def training(workdirs: Workdirs, show: Show, most: int | None = None) -> dict[st
 
 
 def _runs(workdirs: Workdirs) -> dict[str, str]:
-    """Return the workdir of each stage once, by the name of its folder."""
+    """Return the workdirs of all stages, each once, by the name of the folder."""
     unique = dict.fromkeys(workdir for stages in workdirs.values() for workdir in stages)
     return {name: workdir for name, (workdir,) in named([[w] for w in unique]).items()}
 
 
 def _stages(one: SweepResult) -> list[str] | None:
-    """Return the folder names of the stages that drew a sweep; None for a single model."""
+    """Return the folder names of the cascade's stages that drew a sweep.
+
+    Return None for a single model.
+    """
     for scored in one.scored.values():
         models = scored.card.get("models") or ()
         if len(models) > 1:
@@ -103,9 +111,10 @@ def _folders(workdirs: Sequence[str]) -> list[str]:
 
 
 def _unlike(every: Sequence[SweepResult]) -> list[str]:
-    """Return a line for each field whose differences make scores of sweeps incomparable.
+    """Return a line for each setting whose differences make the scores of sweeps incomparable.
 
-    Only cards of the same extractor are compared, with reference images or without.
+    Only sweeps with the same feature extractor are compared. Sweeps with reference images and
+    sweeps without them are compared separately.
     """
     groups: dict[tuple[str, bool], list[Card]] = {}
     for card in (scored.card for one in every for scored in one.scored.values()):
@@ -157,7 +166,10 @@ def _point(one: SweepResult, row: sweep.Row, show: Show) -> dict[str, Any]:
 
 
 def _number(row: sweep.Row, column: str) -> float | None:
-    """Return the number in a column of scores, interval ends or guidance, if finite, else None."""
+    """Return the number in a column of scores, interval ends or guidance.
+
+    Return None if not finite.
+    """
     name = re.sub("_(low|high)$", "", column)
     shown = (name in table.shown() or column == "guidance") and row[column]
     return float(row[column]) if shown and math.isfinite(float(row[column])) else None
@@ -195,7 +207,7 @@ def _training(name: str, workdir: str, show: Show, most: int | None) -> dict[str
 
 
 def _means(pairs: Sequence[tuple[int, float]], every: int) -> Iterator[tuple[float, float]]:
-    """Yield means over `every` neighbours, so that a curve has a few hundred points."""
+    """Yield means over groups of `every` neighbours, so that a curve has a few hundred points."""
     for i in range(0, len(pairs), max(1, every)):
         part = pairs[i : i + every]
         yield sum(s for s, _ in part) / len(part), sum(v for _, v in part) / len(part)
@@ -209,7 +221,7 @@ def _seconds_left(
 
 
 def _samples(workdir: str) -> dict[int, pathlib.Path]:
-    """Return the sheets that training drew, by step."""
+    """Return the sheets of samples that training drew, by step."""
     paths = (files.path(workdir) / _SAMPLES).glob("step_*.png")
     return {int(p.stem.removeprefix("step_")): p for p in paths if p.stem[5:].isdigit()}
 
@@ -222,7 +234,7 @@ def _config(workdir: str) -> dict[str, Any]:
 
 
 def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
-    """Return read(source), cached until the file at `path` changes."""
+    """Return read(source). The result is cached until the file at `path` changes."""
     stat = path.stat()
     stamp = stat.st_mtime_ns, stat.st_size
     if path not in _CACHE or _CACHE[path][0] != stamp:
@@ -231,7 +243,7 @@ def _read(read: Callable[[Any], Any], source: Any, path: pathlib.Path) -> Any:
 
 
 def _plain(value: Any) -> str:
-    """Return a value as plain text, with hashes cut short."""
+    """Return a value as plain text, with hashes shortened."""
     if isinstance(value, Mapping):
         return ", ".join(f"{name} {_plain(v)}" for name, v in value.items())
     if isinstance(value, list):

@@ -1,7 +1,8 @@
 """The server of the web page: its routes and its access control.
 
-It serves the page's files, the pictures that it drew, and the results that training and evaluation
-wrote into its runs. It names all of these itself: it never opens a path that a browser sends.
+It serves three kinds of files: the page's own files, the pictures that it drew, and the results
+that training and evaluation wrote into its runs. The server chooses all paths itself. It never
+opens a path that a browser sends.
 """
 
 import asyncio
@@ -51,17 +52,17 @@ Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Site:
-    """The models that draw, and the runs whose results are shown."""
+    """The models that draw pictures, and the runs whose results are shown."""
 
     def __init__(
         self, package: str, models: Mapping[str, Loaded], workdirs: Mapping[str, Sequence[str]]
     ) -> None:
-        """Start the queue.
+        """Start the queue of jobs.
 
         Args:
             package: The package whose commands draw the same pictures.
             models: The models by name.
-            workdirs: The workdirs of the stages of each model.
+            workdirs: The workdirs of the stages of each model, by the model's name.
         """
         self.package, self.models, self.workdirs = package, dict(models), dict(workdirs)
         self.queue = Queue(self.models)
@@ -69,7 +70,7 @@ class Site:
         """Pictures of runs, keyed by the name under which the page may request them."""
 
     def show(self, picture: pathlib.Path) -> str:
-        """Return the address of a picture of a run."""
+        """Return the address of a picture that belongs to a run."""
         name = hashlib.blake2b(str(picture).encode(), digest_size=12).hexdigest()
         self.shown[name] = picture
         return f"/api/shown/{name}.png"
@@ -96,7 +97,10 @@ class Site:
         }
 
     def picture(self, request: Any) -> Picture:
-        """Parse the request for one picture. Raises ValueError if it is invalid."""
+        """Return the one picture that a request describes.
+
+        Raise ValueError if the request is invalid.
+        """
         if not isinstance(request, dict):
             raise ValueError("a picture is an object with model, prompt, seed and choices")
         name, prompt, seed = (request.get(k) for k in ("model", "prompt", "seed"))
@@ -131,7 +135,7 @@ class Site:
         return shlex.join([*words, "--out=pictures"])
 
     def report(self, job: Job) -> dict[str, Any]:
-        """Return the progress of a job, for its tab."""
+        """Return the progress of a job, for the browser tab that watches it."""
         return {
             "state": job.state,
             "ahead": self.queue.ahead(job) if job.state == "waiting" else 0,
@@ -143,15 +147,15 @@ class Site:
 
 
 def settings(model: Loaded) -> Options:
-    """Return the options that override settings of a model after it is opened."""
+    """Return the options that can override a model's settings after it is opened."""
     return {n: option for n, option in model.options.items() if option.field and not option.at_load}
 
 
 def app(site: Site, hosts: Sequence[str], token: str = "") -> Starlette:
-    """Return the application.
+    """Return the web application.
 
-    If `hosts` is not empty, requests for any other host name are refused. If there is a token,
-    requests without it are refused; a browser that opens /?token=... stores it as a cookie.
+    If `hosts` is not empty, requests for any other host name are refused. If `token` is not empty,
+    requests without it are refused. A browser that opens /?token=... stores the token as a cookie.
     """
     files = [Route(path, _file(name)) for path, name in _FILES.items()]
     guarded = [Route(r.path, _guarded(r.endpoint, hosts, token), methods=list(r.methods or ()))
@@ -235,7 +239,7 @@ def _results(site: Site) -> list[Route]:
 
 
 def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
-    """Return a handler that refuses forbidden requests and turns errors into one line of JSON."""
+    """Return a handler that refuses forbidden requests and reports errors as one line of JSON."""
 
     async def checked(request: Request) -> Response:
         host = request.headers.get("host", "").rpartition("]")  # [::1]:8765, or a name and a port.
@@ -272,7 +276,7 @@ def _guarded(answer: Answer, hosts: Sequence[str], token: str) -> Answer:
 
 
 def _file(name: str) -> Answer:
-    """Return the handler of one of the page's own files."""
+    """Return a handler that serves one of the page's own files."""
 
     async def answer(request: Request) -> Response:
         content = (pathlib.Path(__file__).parent / name).read_text()
@@ -318,9 +322,10 @@ def _field(name: str, option: Option, model: Loaded) -> dict[str, Any]:
 
 
 def _checked(model: Loaded, values: Values) -> list[tuple[str, Any]]:
-    """Return the (name, typed value) pairs of a request; a list, one value per stage, is a tuple.
+    """Return the (name, value) pairs of a request, with checked types.
 
-    Raises ValueError for a name, type or value that is not allowed.
+    A list, which holds one value per stage, becomes a tuple. Raise ValueError for a name, type or
+    value that is not allowed.
     """
     weights = {name: model.options[name] for name in ("ema", "checkpoint")}
     allowed, checked = {**settings(model), **weights}, []
