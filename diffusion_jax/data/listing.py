@@ -59,7 +59,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
     Unreadable tars are counted in the facts.
 
     Args:
-        path: see tars.find, which also describes the errors.
+        path: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
         images: suffixes of images.
         text: suffix of texts.
     """

@@ -50,7 +50,7 @@ class Pictures(Portable, abc.ABC):
         """
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return the texts, also of unusable pictures; damaged texts are ""."""
+        """Return the texts of all pictures, including unusable ones. Damaged texts become ""."""
         return self.read(indices)[1]
 
     def usable(
@@ -125,7 +125,7 @@ class Decoded(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Decode pictures, as Pictures.read.
+        """Decode pictures and return them with their texts.
 
         Raises:
             ValueError: no usable replacement was found, or too many records are damaged.
@@ -256,7 +256,7 @@ class Mixture(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Return pictures and texts from the parts that hold them, as Pictures.read."""
+        """Return pictures and texts, reading each picture from its own source."""
         images: Any = None
         texts: list[Any] = [None] * len(indices)
         for part, rows, inside in self._split(indices):

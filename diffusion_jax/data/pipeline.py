@@ -22,7 +22,7 @@ from diffusion_jax.machine.sharding import batch_sharding
 
 Batch = dict[str, np.ndarray]
 COUNTS = "counts"
-"""Key of the rows' loss weights, which a batch holds only if they differ."""
+"""Batch key of the loss weights [B]. A batch has this key only if the weights differ."""
 Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
@@ -45,7 +45,7 @@ class Apart(NamedTuple):
 
 
 class Batches:
-    """An endless iterator over this process's rows of each batch; see make_batches.
+    """An endless iterator over this process's rows of each batch.
 
     It owns prefetching threads: call `close`, or use it as a context manager.
     """
@@ -151,7 +151,7 @@ class Batches:
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return this process's rows of a config's batches; see make_batches."""
+    """Return an iterator over this process's rows of the batches that a config describes."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     batches = make_batches(

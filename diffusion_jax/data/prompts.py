@@ -44,7 +44,7 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
 
 
 def fingerprint(prompts: Sequence[str]) -> str:
-    """Return the first 16 hex digits of a list's SHA-256."""
+    """Return the first 16 hex digits of the SHA-256 of a list of prompts."""
     return hashlib.sha256("\n".join(prompts).encode()).hexdigest()[:16]
 
 

@@ -64,7 +64,7 @@ class Subset(Pictures):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable pictures, as Pictures.usable."""
+        """Return indices, pictures and texts of the usable pictures only."""
         inside = self._inside(indices)
         usable, images, texts = self._pictures.usable(inside)
         return indices[np.isin(inside, usable)], images, texts

@@ -27,7 +27,7 @@ _BLOCK = 8 * 2**20  # Bytes per request when a file is read sequentially.
 
 
 def is_url(path: str) -> bool:
-    """Return whether fsspec opens the path."""
+    """Return whether the path is a URL, which is opened with fsspec."""
     return "://" in path
 
 

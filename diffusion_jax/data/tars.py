@@ -142,7 +142,7 @@ def find(path: str) -> list[str]:
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """Return the tars of `find`, and for each a text that changes with its contents."""
+    """Return the tars at `path`, and for each tar a text that changes with its contents."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
@@ -216,7 +216,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the folders that hold the indices if the folder of the tars is read-only."""
+    """Return the cache folders for the indices of tars in read-only folders."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

@@ -35,7 +35,7 @@ _ARRAYS = {
 
 _ROW = np.dtype([("key", tables.KEY), ("tar", "i4"), ("offset", "i8"), ("size", "i8"),
                  ("suffix", "S32")])  # fmt: skip
-"""A row per embedding: the hash of its name without suffix, its tar and its byte range."""
+"""One row per embedding: a hash of the name without suffix, the tar, and the byte range."""
 
 
 def merge(
@@ -223,7 +223,7 @@ def _joined(
     key: str,
     counts: collections.Counter[str],
 ) -> Iterator[dict[str, bytes]]:
-    """Yield the records of a tar that have an embedding, with it."""
+    """Yield each record of a tar that has an embedding, together with the embedding."""
     path = pathlib.PurePath(tar)
     with storage.open_file(tar) as file, tarfile.open(fileobj=file, mode="r:") as opened:
         members = filter(tarfile.TarInfo.isfile, opened)

@@ -146,7 +146,7 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
 
 
 def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
-    """Count the different images, or texts, in a range of their hashes."""
+    """Count the distinct images or texts whose hashes are in one range."""
     which, part = divmod(number, ranges := tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
     rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
@@ -157,7 +157,7 @@ def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
 def _report(
     sums: Mapping[str, collections.Counter], first: list[str], different: Mapping[str, int]
 ) -> dict[str, Any]:
-    """Return the report on the summed counts of all parts."""
+    """Return the report, computed from the counts summed over all parts."""
     smaller, aspect = collections.Counter(), collections.Counter()
     for size, count in sums["sizes"].items():
         low, high = sorted(map(int, size.split("x")))

@@ -110,7 +110,7 @@ def own_module(source: str) -> ModuleType | None:
 
 
 def own_prompts(source: str) -> list[str]:
-    """Return the prompts that a source's module provides for evaluation, [] if there are none."""
+    """Return the evaluation prompts that a source's module defines, or [] if it defines none."""
     return getattr(own_module(source), "prompts", list)()
 
 

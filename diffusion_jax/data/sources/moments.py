@@ -27,7 +27,7 @@ SUFFIXES = ("npy",)
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
-    """Open the moments in a config's tars. Without shapes.moments, only texts can be read."""
+    """Open a config's tars of moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
     return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)

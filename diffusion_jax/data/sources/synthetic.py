@@ -1,4 +1,4 @@
-"""The same random batch at every step: input at no cost, for benchmarks."""
+"""Provide the same random batch at every step, so that benchmarks exclude the cost of input."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +32,7 @@ class Synthetic(Pictures):
             self._text = self._random.standard_normal(embeddings, np.float32)
 
     def __len__(self) -> int:
-        """Return a number larger than that of the samples of any run."""
+        """Return a length that exceeds the number of samples of any run."""
         return 2**31 - 1
 
     def read(

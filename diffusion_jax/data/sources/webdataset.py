@@ -41,7 +41,7 @@ class WebDataset(Records):
             text: suffix of the texts, as in folder.Folder, without tables.
             uncaptioned: "error" or "drop" images without a text.
             max_broken: largest allowed share of unreadable tars, which are left out.
-            images: suffixes of images, or of moments in their place.
+            images: suffixes of the image files, or of the moment files if the tars hold moments.
 
         Raises:
             FileNotFoundError: a tar is missing.
@@ -76,7 +76,7 @@ class WebDataset(Records):
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return keys from a hash of the tar's name, without its folder, and the row in the tar."""
+        """Return each record's key: a hash of the tar's file name plus the row in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
