@@ -74,7 +74,7 @@ def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N
 
 
 def _encode(encoder: TextEncoder, format: str, frozen: Any, batch: Batch) -> dict[str, jax.Array]:
-    """Return, on devices, the rows in the store's format, the number of tokens and the errors."""
+    """Compute a batch's rows in the store's format, its token counts and quantisation errors."""
     text, mask = encoder.encode(frozen, batch)
     text = text.astype(jnp.float32)
     if format == "int8":

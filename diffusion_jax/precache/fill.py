@@ -36,7 +36,7 @@ class Job(engines.Portable):
 
 
 class Work(NamedTuple):
-    """Format, sizes and engine of the work; the flags of precache describe each field."""
+    """Options of an encoding run. The flags of precache describe each field."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
-    """Return the encoder and the captions of a config. Raises ValueError or OSError."""
+    """Open a config's encoder and captions. Raise ValueError or OSError if they are unusable."""
     text = settings.read(Text, config["text"], "text")
     data = settings.read(Data, config["data"], "data")
     registry.check(text)
@@ -60,7 +60,7 @@ def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
 
 
 def estimate(job: Job, format: str) -> str:
-    """Return one line: the number of captions, and the store's size estimated from a sample."""
+    """Return a line with the number of captions and the estimated size of the store."""
     total = len(job.captions)
     sample = np.unique(np.linspace(0, total - 1, min(total, _SAMPLE)).astype(np.int64))
     texts = job.captions.read(sample)
@@ -99,7 +99,7 @@ def run(job: Job, work: Work) -> dict[str, Any]:
 
 
 def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
-    """Run the stages; the engine finishes each before the next one begins."""
+    """Run all stages in order. The engine finishes each stage before it begins the next."""
     kind = work.shard_captions, work.verify, listed
     folder = plan.open_plan(path, job.source, job.identity, *kind)
     before = index.listed(path, folder, listed)

@@ -35,12 +35,12 @@ class Listed(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of the shards, in order."""
+        """Return the names of the shards, in order."""
         return files.cached(self.folder / self.file).read_text().split()
 
     @property
     def tables(self) -> list[pathlib.Path]:
-        """The path of each shard's table, which may not exist yet."""
+        """Return the path of each shard's table of keys. The file may not exist yet."""
         return [self.folder / f"table-{name}" for name in self.names]
 
     def part(self, number: int) -> pathlib.Path:
@@ -126,7 +126,7 @@ class _Tables(NamedTuple):
 
 
 def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
-    """Write the index. Returns its bytes, its SHA-256, the number of texts and of their rows."""
+    """Write the index; return its size in bytes, its SHA-256, and the numbers of texts and rows."""
     total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
     ranges = range(tables.num_ranges(total))
     engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
@@ -179,7 +179,7 @@ def _errors(path: pathlib.Path, names: Sequence[str]) -> dict[str, float]:
 
 
 def _columns() -> list[str]:
-    """Return the fields in the order of safetensors: widest type first, then by name."""
+    """Return the index's fields, sorted as in safetensors by type (widest first), then by name."""
     width = lambda name: 1 if name == "key" else _ENTRY[name].itemsize
     return sorted(_ENTRY.names or (), key=lambda name: (-width(name), name))
 

@@ -38,10 +38,10 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """Return the encoder itself, for new texts such as the prompts of sampling.
+    """Return the encoder with its weights, which can encode new texts such as sampling prompts.
 
     Raises:
-        ValueError: text.weights is empty, or another encoder made text.store (if it still exists).
+        ValueError: text.weights is empty, or text.store was written by another encoder.
         FileNotFoundError: The weights are missing.
     """
     kind = registry.ENCODERS[text.encoder]

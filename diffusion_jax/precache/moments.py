@@ -25,7 +25,7 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Sizes and the engine of the work; the flags of sd_jax.precache describe each field."""
+    """Options of an encoding run. The flags of sd_jax.precache describe each field."""
 
     shard: int
     batch: int

@@ -30,7 +30,7 @@ class Captions(NamedTuple):
     threads: int
 
     def __len__(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The number of captions, including repeated ones."""
+        """Return the number of captions, including repeated ones."""
         return len(self.prompts) + self.num_data
 
     def read(self, numbers: Int[np.ndarray, "N"]) -> list[Any]:
@@ -63,17 +63,17 @@ class Plan(NamedTuple):
 
     @property
     def chunks(self) -> range:
-        """The numbers of the chunks of captions."""
+        """Return the numbers of all chunks of captions."""
         return range(-(-self.captions // _CHUNK))
 
     @property
     def ranges(self) -> range:
-        """The numbers of the ranges of keys."""
+        """Return the numbers of all ranges of keys."""
         return range(tables.num_ranges(self.captions))
 
     @property
     def counts(self) -> Int[np.ndarray, "_"]:
-        """The number of captions to encode before each chunk, and in total."""
+        """Return the number of captions to encode before each chunk, followed by the total."""
         return tables.read(self.folder / "counts", _NUMBER)
 
     def numbers(self, chunk: int) -> Int[np.ndarray, "N"]:
@@ -85,7 +85,7 @@ class Plan(NamedTuple):
         return self.folder / f"keys-{chunk:08}"
 
     def firsts(self, part: int) -> pathlib.Path:
-        """Return the path of a range's list of caption numbers to encode (sorted int64)."""
+        """Return the path of a range's captions to encode, a file of sorted int64 numbers."""
         return self.folder / f"firsts-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
@@ -101,7 +101,9 @@ def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
 
 
 def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
-    """Write which captions of a range of keys to encode: the first of each key not in `held`.
+    """Write the captions of a range of keys to encode, as sorted int64 numbers.
+
+    They are the first captions of the keys that `held` lacks.
 
     Only one range of keys, about 300 MB, is in memory.
     """

@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
-    """Return the manifest of the store at `path`, which is created if missing.
+    """Create the store at `path` if it is missing, and return its manifest.
 
     Raises:
         ValueError: The store has another identity or format.

@@ -123,7 +123,7 @@ class Store:
 
     @property
     def identity(self) -> Identity:
-        """The encoder of the rows: its name, options and digests."""
+        """Return the name, options and digests of the encoder that computed the rows."""
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
@@ -201,7 +201,12 @@ def encoder(opened: Store) -> TextEncoder:
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    """Return the manifest of a store. Raises FileNotFoundError or ValueError."""
+    """Return the manifest of a store.
+
+    Raises:
+        FileNotFoundError: The manifest is missing.
+        ValueError: The manifest is damaged or has another version.
+    """
     if not (path / MANIFEST).is_file():
         problem = f"holds no {MANIFEST}" if path.is_dir() else "does not exist"
         raise FileNotFoundError(
