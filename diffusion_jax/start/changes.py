@@ -21,7 +21,7 @@ _ENCODERS = {"t5": ("t5", "d_model"), "clip": ("clip", "hidden_size")}
 
 
 def prompts(records: Records) -> tuple[str, ...]:
-    """Choose different captions from all parts of the data set, to draw during training."""
+    """Choose distinct captions, spread over the data set, as sampling prompts for training."""
     rows = np.linspace(0, len(records) - 1, min(len(records), 8 * _PROMPTS)).astype(int).tolist()
     texts = {t for t in records.texts(rows) if not isinstance(t, Unusable)} - {""}
     spread = sorted(texts)[:: max(1, len(texts) // _PROMPTS)][:_PROMPTS]
@@ -69,7 +69,7 @@ def of_data(
 
 
 def _encoder(weights: str, words: int) -> Changes:
-    """Return the text group for a folder of T5 or CLIP; ValueError for another encoder."""
+    """Return the config's text group for a T5 or CLIP folder. Raise ValueError for others."""
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")

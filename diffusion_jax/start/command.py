@@ -1,4 +1,4 @@
-"""The start command of every system: from a set of pictures to configs that train on it."""
+"""Define the start command, which writes training configs for a set of pictures."""
 
 import math
 import pathlib
@@ -118,7 +118,7 @@ def _measure(
     rungs: Sequence[Rung], of_data: Callable[[Stage], Changes], report: Mapping[str, Any],
     hours: float, name: str,
 ) -> list[Measured]:  # fmt: skip
-    """Choose a rung; return its stages with their speed on this machine."""
+    """Choose a model; return its stages with their measured speed on this machine."""
     measured_stages: dict[str, Measured] = {}
     opened_stages: dict[str, Opened] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -207,7 +207,7 @@ def _after(
     package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
     measured: Sequence[Measured], size: int,
 ) -> list[str]:  # fmt: skip
-    """Return the commands that draw with the trained model and score it."""
+    """Return the commands that sample from the trained model and score the samples."""
     name, prompt = path.stem, measured[-1].opened.settings.run.prompts[0]
     drawn = [one.opened.stage for one in measured if one.opened.stage.command.endswith(".train")]
     workdirs = " ".join(f"--workdir=runs/{name}{stage.suffix}" for stage in drawn)

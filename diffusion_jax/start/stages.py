@@ -17,7 +17,7 @@ from diffusion_jax.train.command import exit_if_stopped
 from diffusion_jax.train.state import init_state
 
 SHEETS = 10
-"""How often training draws its prompts."""
+"""Number of times that training samples images for its prompts."""
 _STEPS, _LEFT_OUT = 6, 2  # A measurement takes 6 steps, of which the first 2 do not count.
 _LEAST = 20  # The smallest number of steps worth training.
 
@@ -28,13 +28,13 @@ class Stage(NamedTuple):
     base: str
     """The config's name, such as base32_8m."""
     suffix: str
-    """The suffix of its config and workdir; "" for the stage that reads the prompts."""
+    """Suffix of the config's and workdir's names; "" for the stage that reads the prompts."""
     command: str
-    """The module that trains it."""
+    """The module that trains this stage, run with `python -m`."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
     """(settings, mesh) -> the opened inputs of a run."""
     share: float = 1.0
-    """Its share of the training time."""
+    """Fraction of the total training time that this stage gets."""
     changes: Callable[[str], Changes] = lambda workdir: {}
     """Changes of this stage, given the workdir of the stage without a suffix."""
 
@@ -43,9 +43,9 @@ class Rung(NamedTuple):
     """The stages of one model, and the conditions under which it is chosen."""
 
     size: int
-    """Side of its pictures in pixels; it is chosen only for data of at least this size."""
+    """Side of the model's pictures in pixels. Smaller data exclude the model."""
     images: int
-    """The number of images that the first stage must at least see within its time."""
+    """Minimum number of images that the first stage must process within its training time."""
     stages: Sequence[Stage]
 
 
@@ -125,9 +125,10 @@ def choose(
     rungs: Sequence[Rung], side: float, seconds: float,
     opened: Callable[[Stage], Opened], measured: Callable[[Stage], Measured],
 ) -> Rung:  # fmt: skip
-    """Return the largest of the models that the pictures' size, the memory and the time allow.
+    """Return the largest model that the picture size, memory and training time allow.
 
-    The first rung is always allowed. Only its first stage is measured; other stages are assumed to
+    The smallest model is always allowed.
+    Only its first stage is measured; other stages are assumed to
     reach the same FLOP/s.
 
     Args:
