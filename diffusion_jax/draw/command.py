@@ -120,7 +120,9 @@ def _read_prompts(prompts: Sequence[str], path: str | None) -> list[str]:
 
 
 def _rehearse(session: Session, out: pathlib.Path, num_images: int, folder: pathlib.Path) -> str:
-    """Trace the drawing of the first text without compiling it, and log what a real run would draw.
+    """Trace the drawing of the first text without compiling it.
+
+    Return a report of the planned work.
 
     Files are written to `folder`, which is temporary.
     """

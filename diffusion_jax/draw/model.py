@@ -39,7 +39,7 @@ class Model(NamedTuple):
     ema: str
     step: int
     guide: str = ""
-    """The workdir of the run whose model guides this one, or "" for none."""
+    """The run whose model guides this one, as WORKDIR or WORKDIR@STEP, or "" for none."""
     programs: Programs | None = None
     """The compiled sampling programs, one for each choice of settings of the same networks."""
     settle: Callable[[Overrides], Any] | None = None
@@ -81,7 +81,7 @@ def open_encoder(
 ) -> tuple[TextEncoder, Any]:
     """Return the encoder for new texts, and its weights on the devices.
 
-    Both are stored in `encoders`, and are not loaded again if they are already there.
+    The dict `encoders` caches both. Weights in it are not copied to the devices again.
     """
     encoders = {} if encoders is None else encoders
     key = text._replace(drop_prob=0.0, store="")  # The other fields determine the encoder.
@@ -147,7 +147,7 @@ def load_model(
         mesh: The devices for the parameters.
         begin_of: Maps settings to the task's `begin`.
         weights: The choice of saved weights to read.
-        guide: The workdir of the run that guides this one, for metadata cards.
+        guide: The name of the run that guides this one, for metadata cards.
         lora_scale: The strength of a LoRA run, for metadata cards.
     """
     placed = _placed_shapes(task.init, mesh, task.rules)

@@ -39,8 +39,8 @@ def make_mesh(
     One size may be -1; it becomes the number of remaining devices. Batches are split over replica
     and fsdp. Parameters are split over fsdp and tensor. If the product of the sizes is smaller than
     the number of devices, only the first devices are used, which needs a single process. If the
-    devices form several TPU slices, the axis replica spans the slices. If it cannot, the axis fsdp
-    does.
+    devices form several TPU slices, the axis replica spans them if its size is a multiple of their
+    number. Otherwise, the axis fsdp spans them. Raise ValueError if neither size is a multiple.
     """
     devices = list(devices or jax.devices())
     sizes = mesh_sizes((replica, fsdp, tensor), len(devices))

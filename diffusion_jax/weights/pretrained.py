@@ -219,7 +219,7 @@ def digest(params: Any) -> str:
 
 
 def _layouts(folder: pathlib.Path) -> list[tuple[str, bool, bool, str, pathlib.Path]]:
-    """Return the files that hold or index a complete model, sorted by preference."""
+    """Return the files that hold or index a complete model and their sort keys, best first."""
     matches = ((path, _LAYOUT.fullmatch(path.name)) for path in folder.glob("*"))
     return sorted(
         (m["variant"] or m["of_shards"] or "", m["kind"] == "bin", not m["index"], path.name, path)
