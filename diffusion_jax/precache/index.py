@@ -88,7 +88,7 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 
 
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
-    """Write the tables of the undamaged shards, and return their names."""
+    """Write a table of keys for each undamaged shard; return the names of these shards."""
     pairs = list(zip(before.names, before.tables, strict=True))
     present = files.present(before.tables)
     for name, table in pairs:

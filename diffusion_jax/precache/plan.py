@@ -85,7 +85,10 @@ class Plan(NamedTuple):
         return self.folder / f"keys-{chunk:08}"
 
     def firsts(self, part: int) -> pathlib.Path:
-        """Return the path of a range's captions to encode, a file of sorted int64 numbers."""
+        """Return the path of one file per range of keys.
+
+        The file lists the numbers of the captions to encode, as sorted int64.
+        """
         return self.folder / f"firsts-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:

@@ -50,7 +50,7 @@ def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str
 
 
 def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
-    """Return the file name of a shard with exactly these texts."""
+    """Return the file name of the shard that holds the texts with these keys."""
     return f"shard-{hashlib.blake2b(keys.tobytes(), digest_size=12).hexdigest()}.safetensors"
 
 

@@ -72,7 +72,7 @@ class Measured(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Return the seconds per step."""
+        """Return the measured seconds per training step."""
         return self.opened.settings.run.batch_size / self.images_per_second
 
 

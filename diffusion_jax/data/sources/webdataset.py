@@ -114,7 +114,7 @@ def _check_broken(num_tars: int, facts: Mapping[str, Any], max_broken: float) ->
 
 
 def _parts(spans: Spans) -> list[tuple[int, int]]:
-    """Return the ranges (first, last) to read for a record: one if its members are close."""
+    """Return the byte ranges (first, last) of a record; close members share one range."""
     (image, image_size), (text, text_size) = spans
     parts = [(image - tars.BLOCK, image + image_size), (text, text + text_size)]
     first, last = min(parts)[0], max(end for _, end in parts)
