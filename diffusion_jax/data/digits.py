@@ -1,4 +1,4 @@
-"""Write a tiny data set of coloured digits, to try a data source with.
+"""Write a tiny data set of coloured digits, for trying out a data source.
 
     python -m diffusion_jax.data.digits --out=examples --num=100
     python -m diffusion_jax.data.digits --out=examples.tar --num=100 --format=webdataset

@@ -18,15 +18,16 @@ from diffusion_jax.machine import untrusted
 def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
     """Return the embeddings of one file as float32 [tokens, width].
 
-    If the file holds several arrays, the one named "encodings" is read, also at the end of a path
-    such as NeMo's "embeddings_t5_xxl/encodings".
+    If the file holds several arrays, the one named "encodings" is read. The name may have a prefix,
+    as in NeMo's "embeddings_t5_xxl/encodings".
 
     Args:
         contents: the file's bytes.
         name: the file's name; its suffix selects the format, and errors mention it.
 
     Raises:
-        ValueError: the file is damaged or has no such array, or the array is not a float matrix.
+        ValueError: the file is damaged, has no array of that name, or the array is not a float
+            matrix.
     """
     suffix = name.rsplit(".")[-1].lower()
     check_suffix(suffix)
@@ -43,10 +44,10 @@ def read(contents: bytes, name: str) -> Float[np.ndarray, "L D"]:
 
 
 def check_suffix(text: str) -> None:
-    """Check that files of this suffix hold readable captions or embeddings.
+    """Check that text files with this suffix can be read: captions (txt) or embeddings (npy, ...).
 
     Raises:
-        ValueError: they are pickles or of an unknown type.
+        ValueError: the suffix belongs to pickles or is unknown.
     """
     last = text.rsplit(".")[-1]
     if last in ("pickle", "pkl", "pt", "pth"):
@@ -75,7 +76,7 @@ def _read_safetensors(contents: bytes) -> np.ndarray:
 def _choose(arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     names = [name for name in arrays if name.rsplit("/")[-1] == "encodings"] or list(arrays)
     if len(names) != 1:
-        raise ValueError(f"it holds the arrays {list(arrays)}: name one of them 'encodings'")
+        raise ValueError(f"the file holds the arrays {list(arrays)}: name one of them 'encodings'")
     return arrays[names[0]]
 
 

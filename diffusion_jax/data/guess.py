@@ -1,4 +1,4 @@
-"""Infers the data source and the place of captions from the files under a path."""
+"""Infers the data source and the caption field of a data set from its files."""
 
 import pathlib
 import re
@@ -17,9 +17,9 @@ _OTHER = ("file_name", "key", "url", "image", "status", "error_message", "sha256
 
 
 def guess(path: str, text: str = "") -> Data:
-    """Return the config's data group that opens `path`.
+    """Infer the data settings (source, caption field) for training on the pictures at `path`.
 
-    Pictures without a caption are left out; if no picture has a caption, all have the text "".
+    The settings leave out pictures without a caption. If no picture has a caption, all get "".
 
     Args:
         path: a file, folder, pattern or URL, or SOURCE:PATH::TEXT.
@@ -45,7 +45,7 @@ def guess(path: str, text: str = "") -> Data:
 
 
 def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
-    """Return the data group of a folder of pictures, or else of tars, records or tables."""
+    """Infer the settings of a folder of images or, without images, of tars or tables."""
     kind = lambda file: records.suffix_of(file.name).rpartition(".")[2]
     files = sorted(f for f in root.rglob("*") if f.is_file() and not f.name.startswith("."))
     stems = {f.with_suffix("") for f in files if kind(f) in records.IMAGE_SUFFIXES}
@@ -70,7 +70,7 @@ def _of_folder(path: str, root: pathlib.Path, text: str) -> Data:
 
 
 def _of_tars(path: str, text: str) -> Data:
-    """Return the data group of tars.
+    """Infer the data settings of webdataset tars from the first tar.
 
     Raises:
         ValueError: the first tar has no texts, which training on tars requires.
@@ -94,7 +94,7 @@ def _of_tars(path: str, text: str) -> Data:
 
 
 def _of_table(path: str, root: pathlib.Path, text: str) -> Data:
-    """Return the data group of tables that hold the pictures, as `datasets` writes them."""
+    """Infer the settings of Hugging Face tables that hold images (.parquet or .arrow)."""
     saved = not root.is_file() and any((root / name).exists() for name in SAVED)
     suffix = ".arrow" if saved else ".parquet"
     files = [root] if root.is_file() else sorted(root.rglob(f"*{suffix}"))
@@ -118,7 +118,7 @@ def _data(source: str, path: str, text: str) -> Data:
 
 
 def _field(kind: str, names: Iterable[str]) -> str:
-    """Return data.text for the likeliest caption field, or "" if there is none."""
+    """Return the value of data.text for the likeliest caption field, or "" for no field."""
     texts = [name for name in names if name not in _OTHER]
     likely = [name for name in _NAMES if name in texts] + texts
     return ":".join(filter(None, (kind, likely[0]))) if likely else ""
@@ -139,7 +139,7 @@ def _lines(path: pathlib.Path) -> Iterable[str]:
 
 
 def _columns(path: pathlib.Path) -> list[str]:
-    """Return the columns of a table that hold texts or lists of texts."""
+    """Return the names of a table's columns that hold strings or lists of strings."""
     import pyarrow.parquet  # Slow to import, and needed by few data sets.
 
     if path.suffix == ".arrow":

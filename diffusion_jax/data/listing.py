@@ -1,14 +1,15 @@
-"""Lists the records of many tars in one file of 16 bytes per record, memory-mapped by processes.
+"""Builds and opens listings: memory-mapped files with the place of each record in many tars.
 
-A listing is built once from the indices of the tars (see tars) and saved as `records-NAME.index` in
-the folder that holds all tars, or in the user's cache if that folder is read-only. NAME is a hash
-of the tars' names, sizes and times and of the listed suffixes, so a listing is never out of date:
-if the tars change, a new one is built. Old listings may be deleted when no run uses them. For tars
-in an object store, the listing is kept in the bucket and copied to each machine.
+A listing has 16 bytes per record. It is built once from the indices of the tars (see tars.py) and
+saved as `records-NAME.index` in the folder that holds all tars, or in the user's cache if that
+folder is read-only. NAME is a hash of the tars' names, sizes and times and of the listed suffixes,
+so a listing is never out of date: if the tars change, a new one is built. Old listings may be
+deleted when no run uses them. For tars in an object store, the listing is kept in the bucket and
+copied to each machine.
 
-The file holds spans, firsts and facts as in Listing (uint32, int64, JSON), followed by the number
-of bytes of the facts (uint64), all little-endian. The facts include the CRC-32 of the bytes before
-them. A damaged listing, which could pair images with wrong texts, is built again.
+The file holds the fields spans, firsts and facts of Listing (uint32, int64, JSON), followed by the
+number of bytes of the facts (uint64), all little-endian. The facts include the CRC-32 of the bytes
+before them. A damaged listing, which could pair images with wrong texts, is built again.
 """
 
 import collections
@@ -41,7 +42,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 class Listing(NamedTuple):
-    """The records with an image and a text, in the order of the tars and of their members."""
+    """The places of all records that have an image and a text, ordered by tar and member."""
 
     tars: Sequence[str]
     firsts: Int[np.ndarray, "T+1"]
@@ -54,14 +55,19 @@ class Listing(NamedTuple):
 
 
 def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
-    """Return the listing of the tars at `path`, building it if necessary.
+    """Return the listing of all records in the tars at `path`, building it if necessary.
 
-    Unreadable tars are counted in the facts.
+    Unreadable tars are left out, and counted in the listing's facts.
 
     Args:
         path: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
         images: suffixes of images.
         text: suffix of texts.
+
+    Raises:
+        FileNotFoundError: a tar is missing.
+        ValueError: a folder has no tars, a wdinfo.pkl is damaged, or an image or text has 4 GiB or
+            more.
     """
     names, stamps = tars.find_stamped(path)
     home = os.path.commonprefix(names).rpartition("/")[0]  # noqa: RUF071 - URLs are not paths.
@@ -86,7 +92,7 @@ def open_listing(path: str, images: Sequence[str], text: str) -> Listing:
 
 
 def _obtain(shared: str, path: pathlib.Path, build: Any) -> None:
-    """Copy the listing from the object store to `path`, or build it and upload it there."""
+    """Download a shared listing to `path`; if there is none, build it, and upload it to buckets."""
     if storage.is_url(shared) and storage.exists(shared):
         return storage.download(shared, path)
     build(path)
@@ -167,13 +173,16 @@ def _build(names: Sequence[str], images: Sequence[str], text: str, path: pathlib
 
 
 def header(tar: str, offset: int) -> list[bytes]:
-    """Return the name field of the tar header that precedes the contents at `offset`."""
+    """Return the name field of the tar header before the contents at `offset`, in a list."""
     first = offset - tars.BLOCK
     return storage.read_ranges([tar], [first], [first + _NAME])
 
 
 def full_name(tar: str, header: bytes) -> str:
-    """Return a record's name from its header; keeping millions of names would fill memory."""
+    """Return a record's name, "TAR/MEMBER", from its tar header.
+
+    Listings hold no names, because millions of them would fill memory.
+    """
     return f"{tar}/{header[:_NAME].partition(bytes(1))[0].decode(errors='replace')}"
 
 
@@ -186,7 +195,7 @@ def _attempt(name: str) -> Index | ValueError:
 
 
 def _spans(index: Index, images: Sequence[str], text: str) -> Int[np.ndarray, "N 2 2"]:
-    """Return (offset, size) of image and text for each record with an image; -1 for no text."""
+    """Return (offset, size) of the image and text of each record; -1 if there is no text."""
     num_records = int(index.record.max(initial=-1)) + 1
     spans = np.full((num_records, 2, 2), -1, np.int64)
     for column, suffixes in enumerate((images, (text,))):

@@ -1,4 +1,4 @@
-"""Pictures, which the pipeline batches: decoded records, generated images, or a mixture."""
+"""Define Pictures, the decoded data sets that the pipeline batches, and mixtures of several."""
 
 import abc
 import collections
@@ -18,22 +18,22 @@ from diffusion_jax.engines import Portable
 Rows = UInt8[np.ndarray, "B H W 3"] | Float[np.ndarray, "B h w _"]  # Pixels or moments.
 _MAX_SUBSTITUTES = 1000
 _NUM_WARNINGS = 5
-_CHUNK = 64  # Number of records read together, and so held in memory as encoded files.
-_FEW = 100  # The share of damaged records is computed over at least this many.
+_CHUNK = 64  # Number of encoded records that are read and held in memory together.
+_FEW = 100  # The smallest denominator of the share of damaged records.
 _FILTERS = ("min_size", "max_aspect", "min_chars")
 _FILTERED = ("too_small", "too_elongated", "short_caption")
 
 
 class Pictures(Portable, abc.ABC):
-    """Random access to a fixed list of pictures. Thread-safe."""
+    """Abstract base class of data sets: a thread-safe list of decoded images with their texts."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     def keep_apart(self, indices: Int[np.ndarray, "N"]) -> None:
-        """Exclude these pictures (sorted indices) from replacing unusable ones.
+        """Never use these pictures (sorted indices) as replacements of unusable ones.
 
-        Does nothing unless a subclass replaces unusable pictures.
+        The base class does nothing, because it replaces no pictures.
         """
         del indices
 
@@ -41,7 +41,7 @@ class Pictures(Portable, abc.ABC):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Return pictures and their texts. The result depends on the arguments alone.
+        """Return pictures and their texts. The same arguments always give the same result.
 
         Args:
             indices: the pictures to read.
@@ -56,16 +56,17 @@ class Pictures(Portable, abc.ABC):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable pictures only.
+        """Return (indices, pictures, texts) of the usable pictures among `indices`.
 
-        In contrast, `read` puts another picture in the place of an unusable one.
+        In contrast, `read` replaces an unusable picture by another one.
         """
         return indices, *self.read(indices)
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return keys that identify the pictures even if others are added or removed.
+        """Return an integer key for each picture.
 
-        By default these are the indices.
+        Sources whose pictures have names derive the key from the name, so that it stays the same
+        when other pictures are added or removed. The base class returns the index.
         """
         return indices.astype(np.uint64)
 
@@ -74,16 +75,16 @@ class Pictures(Portable, abc.ABC):
         del indices
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return names for messages, such as the files that `read` opens."""
+        """Return a name for each picture, such as its file, to show in messages."""
         return [f"picture {index}" for index in indices.tolist()]
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures so far, by reason."""
+        """Return the number of unusable pictures found so far, by reason."""
         return {}
 
 
 class Shapes(NamedTuple):
-    """The shapes of a task's inputs."""
+    """The shapes of images and texts that a training task expects."""
 
     size: int
     """Height and width of the pictures in pixels."""
@@ -94,14 +95,14 @@ class Shapes(NamedTuple):
 
 
 class Decoded(Pictures):
-    """Pictures decoded from records; unusable records are replaced and counted.
+    """A data set decoded from records of encoded images. It counts and replaces unusable records.
 
-    The replacement of a record is drawn at random with the record's index as the seed. The order of
-    the data is therefore the same for any number of processes and after a restart.
+    The replacement of a record is drawn at random, seeded with the record's index. So the order of
+    the data does not depend on the number of processes or on restarts.
     """
 
     def __init__(self, records: Records, make: Callable[..., np.ndarray], data: Data):
-        """Wrap records.
+        """Wrap a list of encoded records.
 
         Args:
             records: the records.
@@ -137,7 +138,7 @@ class Decoded(Pictures):
         return self._records.keys(indices)
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return the names of the records, or of their replacements."""
+        """Return the name of each record, or of its replacement if it is unusable."""
         return [name for _, _, name in self._read(indices, None)]
 
     def _read(self, indices: np.ndarray, places: np.ndarray | None) -> list[tuple[Any, Any, str]]:
@@ -155,7 +156,7 @@ class Decoded(Pictures):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable records, and count the others."""
+        """Return (indices, images, texts) of the usable records, and count the unusable ones."""
         usable, pairs = [], []
         for index, record in zip(indices.tolist(), self._fetch(indices.tolist()), strict=True):
             try:
@@ -167,12 +168,12 @@ class Decoded(Pictures):
         return np.array(usable, np.int64), images, [text for _, text in pairs]
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return the texts, reading no images if the source allows it; damaged texts are ""."""
+        """Return captions or embeddings, if possible without reading images; "" if damaged."""
         texts = self._records.texts(indices.tolist())
         return ["" if isinstance(text, transforms.Unusable) else text for text in texts]
 
     def skipped(self) -> dict[str, int]:
-        """Return counts by reason: unusable records so far, and images the source left out."""
+        """Return skipped images by reason: unusable ones so far, and those the source excluded."""
         with self._lock:
             unusable = collections.Counter(self._unusable.values())
         return {**unusable, **self._records.left_out()}
@@ -230,7 +231,7 @@ class Decoded(Pictures):
 
 
 class Mixture(Pictures):
-    """Several sources, concatenated in one list and drawn with weights."""
+    """A data set that concatenates several sources and samples them with given weights."""
 
     def __init__(
         self,
@@ -238,7 +239,7 @@ class Mixture(Pictures):
         weights: Sequence[float | int],
         counts: Sequence[float | int] = (),
     ):
-        """Concatenate sources.
+        """Concatenate the sources of a mixture.
 
         Args:
             parts: the sources.
@@ -256,7 +257,7 @@ class Mixture(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[Rows, Sequence[Any]]:
-        """Return pictures and texts, reading each picture from its own source."""
+        """Return pictures and texts, reading each picture from the source that holds it."""
         images: Any = None
         texts: list[Any] = [None] * len(indices)
         for part, rows, inside in self._split(indices):
@@ -269,7 +270,7 @@ class Mixture(Pictures):
         return images, texts
 
     def texts(self, indices: Int[np.ndarray, "B"]) -> Sequence[Any]:
-        """Return the texts, reading no pictures if the part allows it."""
+        """Return captions or embeddings, if possible without reading pictures."""
         texts: list[Any] = [None] * len(indices)
         for part, rows, inside in self._split(indices):
             for row, text in zip(rows.tolist(), part.texts(inside), strict=True):
@@ -279,7 +280,7 @@ class Mixture(Pictures):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable pictures, part by part."""
+        """Return (indices, pictures, texts) of the usable pictures, grouped by source."""
         results = [(rows, inside, *p.usable(inside)) for p, rows, inside in self._split(indices)]
         usable = [indices[rows][np.isin(inside, u)] for rows, inside, u, *_ in results]
         images = [images for *_, images, _ in results if len(images)]
@@ -287,7 +288,7 @@ class Mixture(Pictures):
         return np.concatenate(usable), np.concatenate(images or [np.zeros(0, np.uint8)]), texts
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return the keys that the pictures have in their parts."""
+        """Return the key that each picture has in its source."""
         keys = np.zeros(len(indices), np.uint64)
         for part, rows, inside in self._split(indices):
             keys[rows] = part.keys(inside)
@@ -298,7 +299,7 @@ class Mixture(Pictures):
         return counts[self._part_numbers(indices)] if self.part_counts else None
 
     def names(self, indices: Int[np.ndarray, "B"]) -> list[str]:
-        """Return the names that the pictures have in their parts."""
+        """Return the name that each picture has in its source."""
         names = [""] * len(indices)
         for part, rows, inside in self._split(indices):
             for row, name in zip(rows.tolist(), part.names(inside), strict=True):
@@ -306,19 +307,19 @@ class Mixture(Pictures):
         return names
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures by reason, summed over the parts."""
+        """Return the number of unusable pictures by reason, summed over all sources."""
         total = collections.Counter()
         for part in self.parts:
             total.update(part.skipped())
         return dict(total)
 
     def _split(self, indices: np.ndarray) -> Iterator[tuple[Pictures, np.ndarray, np.ndarray]]:
-        """Yield (part, rows of `indices`, indices within the part) for each part concerned."""
+        """Yield (source, positions in `indices`, indices within the source) for each source."""
         parts = self._part_numbers(indices)
         for part in sorted(set(parts.tolist())):
             rows = np.flatnonzero(parts == part)
             yield self.parts[part], rows, indices[rows] - self._firsts[part]
 
     def _part_numbers(self, indices: np.ndarray) -> np.ndarray:
-        """Return the number of the part that holds each index."""
+        """Return the number of the source that holds each index."""
         return np.searchsorted(self._firsts, indices, side="right") - 1

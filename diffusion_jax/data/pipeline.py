@@ -27,7 +27,7 @@ Tokenize = Callable[[Sequence[Any]], dict[str, np.ndarray]]
 
 
 class Apart(NamedTuple):
-    """Pictures held out of training, and the function that batches them."""
+    """The pictures that are held out of training, and the function that batches them."""
 
     pictures: Pictures
     make: Callable[[Rows, Sequence[Any]], Batch]
@@ -36,7 +36,7 @@ class Apart(NamedTuple):
     def read(self, count: int) -> tuple[UInt64[np.ndarray, "R"], Batch]:
         """Read `count` held-out pictures; return the keys of the usable ones and a batch of them.
 
-        Pictures are chosen by a hash of their keys, so that new records displace few of them.
+        Pictures are chosen by a hash of their keys, so adding records changes the choice little.
         """
         rows = np.arange(len(self.pictures))
         first = np.argsort(hashed(self.pictures.keys(rows)), kind="stable")[:count]
@@ -45,9 +45,9 @@ class Apart(NamedTuple):
 
 
 class Batches:
-    """An endless iterator over this process's rows of each batch.
+    """An endless iterator over training batches; each process gets its own rows of a batch.
 
-    It owns prefetching threads: call `close`, or use it as a context manager.
+    The iterator owns prefetching threads: call `close`, or use it as a context manager.
     """
 
     def __init__(
@@ -60,10 +60,10 @@ class Batches:
         num_threads: int,
         make: Callable[[Int[np.ndarray, "B"]], Batch],
     ):
-        """Iterate over batches.
+        """Start the prefetching threads.
 
         Args:
-            batches: `batches[step]` is the local batch of a step.
+            batches: `batches[step]` holds this process's rows of the batch at a step.
             pictures: the pictures in the batches.
             batch_size: number of rows of all processes together.
             seed: seed of the data order.
@@ -107,9 +107,9 @@ class Batches:
         return json.dumps({"samples": samples, **self._identity}).encode()
 
     def set_state(self, state: bytes) -> None:
-        """Move to a saved position.
+        """Continue at a position that `get_state` returned.
 
-        {"samples": 0} without further keys is the start of any data.
+        The state {"samples": 0} without further keys is the start of any data set.
 
         Raises:
             ValueError: the position was saved with other data, another seed or batch size.
@@ -129,7 +129,7 @@ class Batches:
         self._iterator.set_state({"next_index": samples // self._batch_size})
 
     def names(self, rows: Sequence[int], back: int = 0) -> list[str]:
-        """Return the names of the pictures in some global rows of a past batch.
+        """Return the names of the pictures in the given rows of a recent batch.
 
         Args:
             rows: row numbers, counted over all processes.
@@ -144,14 +144,14 @@ class Batches:
         return self.pictures.skipped()
 
     def close(self) -> None:
-        """Stop the threads; may be called more than once."""
+        """Stop the prefetching threads. May be called more than once."""
         self._iterator.close()
 
 
 def training_batches(
     pictures: Pictures, tokenize: Tokenize, run: Run, data: Data, mesh: Mesh, name: str = "image"
 ) -> Batches:
-    """Return an iterator over this process's rows of the batches that a config describes."""
+    """Return the iterator over training batches that a config describes."""
     process_index, process_count = local_rows(batch_sharding(mesh), run.batch_size)
     pictures, apart = split(pictures, data.heldout)
     batches = make_batches(
@@ -242,8 +242,8 @@ def make_batches(
 def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
     """Return the picture index of each sample; every epoch is a new permutation.
 
-    In a mixture, each part has its own epochs. The part of sample n is a function of n alone, and
-    any range of samples contains the parts in proportion to their weights.
+    In a mixture, each source has its own epochs. The source of sample n is a function of n alone,
+    and any range of samples contains the sources in proportion to their weights.
     """
     if not isinstance(pictures, Mixture):
         return grain.MapDataset.range(len(pictures)).seed(seed).shuffle().repeat()
@@ -256,15 +256,15 @@ def _order(pictures: Pictures, seed: int) -> grain.MapDataset[int]:
 
 
 def to_global(batch: Mapping[str, np.ndarray], sharding: Sharding) -> dict[str, Array]:
-    """Join the local rows of all processes into global arrays with this sharding."""
+    """Join the batch rows of all processes into global arrays with the given sharding."""
     place = jax.make_array_from_process_local_data
     return {name: place(sharding, rows) for name, rows in batch.items()}
 
 
 def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
-    """Return make_batches' (process_index, process_count) for the rows on this process's devices.
+    """Return the process_index and process_count of make_batches that fit this process's devices.
 
-    They differ from jax.process_index() and jax.process_count() if the mesh orders processes
+    The numbers differ from jax.process_index() and jax.process_count() if the mesh orders processes
     differently, or if several processes hold the same rows (tensor parallelism across hosts).
     """
     indices = sharding.addressable_devices_indices_map((batch_size,)).values()
@@ -272,10 +272,10 @@ def local_rows(sharding: Sharding, batch_size: int) -> tuple[int, int]:
 
 
 def share(spans: Sequence[tuple[int, int]], batch_size: int) -> tuple[int, int]:
-    """Return (i, n) if the spans [first, last) together cover the i-th of n equal parts of a batch.
+    """Return (i, n) if the row ranges `spans` together are the i-th of n equal parts of a batch.
 
     Raises:
-        ValueError: they do not cover such a part.
+        ValueError: the ranges do not cover exactly one of n equal parts.
     """
     first, last = min(a for a, _ in spans), max(b for _, b in spans)
     size = last - first

@@ -1,4 +1,4 @@
-"""Reads prompts from text files, tables, COCO's annotations, or data sources."""
+"""Reads prompts from text files, tables, COCO's annotation files, or data sources."""
 
 import csv
 import hashlib
@@ -21,8 +21,8 @@ def read(path: str | os.PathLike[str], number: int | None = None, seed: int = 20
 
     Args:
         path: a .txt with one prompt per line, a .tsv with a column `caption` in its header, a .json
-            with COCO's captions, or the captions of a data source, "SOURCE:PATH::TEXT" (see
-            sources.open_named).
+            with COCO's captions, or "SOURCE:PATH::TEXT" for the captions of a data source, such as
+            tfds:coco_captions@val::captions/text.
         number: size of the sample, drawn without replacement; None returns all prompts.
         seed: seed of the sample.
 

@@ -1,4 +1,4 @@
-"""Records: encoded images with their texts, read from files of any format."""
+"""Define records (encoded images with a caption or embeddings), and read and check their files."""
 
 import abc
 import hashlib
@@ -19,62 +19,63 @@ IMAGE_SUFFIXES = ("jpg", "jpeg", "png", "webp")
 
 
 class Record(NamedTuple):
-    """One encoded image with its text."""
+    """An encoded image with its caption or text embeddings."""
 
     image: bytes
-    """The contents of a JPEG, PNG or WebP file, or of a file of moments."""
+    """The contents of a JPEG, PNG or WebP file, or of an .npy file of VAE moments."""
     text: Any
-    """A caption, an array [tokens, width] of precomputed embeddings, or Unusable if damaged."""
+    """A caption, precomputed embeddings [tokens, width], or Unusable if the text is damaged."""
     name: str
-    """The path of the record, for messages."""
+    """The path of the record, shown in messages."""
 
 
 class Records(Portable, abc.ABC):
-    """A fixed list of records with random access, the base class of file formats. Thread-safe."""
+    """Abstract base class of data sources that hold encoded images: a thread-safe record list."""
 
     @abc.abstractmethod
     def __len__(self) -> int: ...
 
     @abc.abstractmethod
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read records. Raises OSError if their files have been removed."""
+        """Read the records with these indices. Raises OSError if their files have been removed."""
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Return the texts of `read(indices)`, reading no images if the format allows it."""
+        """Return captions or embeddings of records, without reading images if the format allows."""
         return [record.text for record in self.read(indices)]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return keys that identify the records even if others are added or removed.
+        """Return an integer key for each record.
 
-        By default these are the indices.
+        Formats whose records have names derive the key from the name, so that it stays the same
+        when other records are added or removed. The base class returns the index.
         """
         return indices.astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return the number of images that were not listed, by reason."""
+        """Return the number of images that were excluded when the source was opened, by reason."""
         return {}
 
 
 def key_of(name: str) -> int:
-    """Return a 64-bit hash of a name."""
+    """Return a 64-bit hash of a record's name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def path_of(data: Data) -> str:
-    """Return data.path. Raises ValueError if it is empty."""
+    """Return the config's data.path. Raises ValueError if it is empty."""
     if not data.path:
         raise ValueError(f"data.path is empty: the data source {data.source!r} needs a path")
     return data.path
 
 
 def split_of(path: str) -> tuple[str, str]:
-    """Split "PLACE@SPLIT" into place and split; without "@", the split is ""."""
+    """Split "PATH@SPLIT" into path and split name; without "@", the split name is ""."""
     place, separator, split = path.rpartition("@")
     return (place, split) if separator and "/" not in split else (path, "")
 
 
 def read_text(contents: bytes, text: str) -> Any:
-    """Return the text in a file, or Unusable if it is damaged.
+    """Return the caption or embeddings in a text file, or Unusable if the file is damaged.
 
     Args:
         contents: the file's bytes.
@@ -92,7 +93,7 @@ def read_text(contents: bytes, text: str) -> Any:
 
 
 def cell_text(cell: Any) -> str | Unusable:
-    """Return the caption in a table's cell: a text, bytes, or the first element of a list."""
+    """Return a table cell's caption (a string, bytes, or a list's first item), or Unusable."""
     while isinstance(cell, list | tuple | np.ndarray) and len(cell):
         cell = cell[0]
     if isinstance(cell, bytes):
@@ -101,11 +102,11 @@ def cell_text(cell: Any) -> str | Unusable:
 
 
 def check_text(text: str, tables: Sequence[str] = ()) -> tuple[str, str]:
-    """Split data.text into suffix and field.
+    """Check the config's data.text, and split it into file suffix and field name.
 
     Args:
         text: data.text, such as "txt", "json:caption" or "npy".
-        tables: suffixes of tables, which need a field just as "json" does.
+        tables: suffixes of tables that the source reads; like "json", they need a field.
 
     Raises:
         ValueError: the field is missing or superfluous, or the suffix is unknown.
@@ -127,10 +128,10 @@ def suffix_of(name: str) -> str:
 
 
 def check_exists(paths: Sequence[str], format: str) -> None:
-    """Check that files exist.
+    """Check that the paths of a data set exist.
 
     Raises:
-        FileNotFoundError: some are missing; the message shows a command that makes an example set.
+        FileNotFoundError: a path is missing; the message shows how to make an example data set.
     """
     missing = [path for path in paths if not storage.exists(path)]
     if not missing:
@@ -148,16 +149,16 @@ def check_exists(paths: Sequence[str], format: str) -> None:
 def check_any(
     num_images: int, place: Any, suffixes: Iterable[str], images: Sequence[str] = IMAGE_SUFFIXES
 ) -> None:
-    """Check that there are images.
+    """Check that a data source has images.
 
     Args:
         num_images: number of images found.
-        place: the searched path.
+        place: the path that was searched.
         suffixes: the suffixes of all files found.
-        images: the suffixes of images.
+        images: the suffixes that count as images.
 
     Raises:
-        ValueError: `num_images` is 0.
+        ValueError: `num_images` is 0; the message lists the suffixes.
     """
     if num_images == 0:
         others = _list(suffixes)
@@ -176,7 +177,7 @@ def check_captions(
     uncaptioned: str,
     suffixes: Iterable[str],
 ) -> None:
-    """Check that all images have texts, or that `uncaptioned` drops some but not all images.
+    """Check that every image has a text, or that data.uncaptioned drops images without one.
 
     Args:
         num_bare: number of images without a text.
@@ -187,7 +188,8 @@ def check_captions(
         suffixes: the suffixes of all files.
 
     Raises:
-        ValueError: images lack a text, or `uncaptioned` is unknown.
+        ValueError: images lack a text and are not dropped, all images lack one, or `uncaptioned` is
+            unknown.
     """
     if uncaptioned not in UNCAPTIONED:
         raise ValueError(

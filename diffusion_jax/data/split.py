@@ -1,4 +1,4 @@
-"""Holds out records from training, for a loss that reveals memorisation."""
+"""Splits data sets into training and held-out pictures, whose loss reveals memorisation."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
     """Split pictures into (training, held out) by a hash of their keys.
 
     About `share` of the pictures are held out. The choice is the same in every run and process, and
-    for each record it does not change when others are added or removed. In a mixture, each part is
-    split, except a prior's pictures, which are all trained on. A held-out record never replaces an
-    unusable record in training.
+    for each record it does not change when others are added or removed. In a mixture, each source
+    is split, except the pictures of data.prior, which are all used for training. A held-out record
+    never replaces an unusable record in training.
     """
     if not share:
         return pictures, Subset(pictures, np.zeros(0, np.int64))
@@ -36,10 +36,10 @@ def split(pictures: Pictures, share: float) -> tuple[Pictures, Pictures]:
 
 
 class Subset(Pictures):
-    """A subset of a list of pictures, in the list's order."""
+    """A subset of another data set's pictures, in the same order."""
 
     def __init__(self, pictures: Pictures, indices: Int[np.ndarray, "N"], others: bool = False):
-        """Select pictures by sorted indices, or, with `others`, all except these."""
+        """Select the pictures at these sorted indices, or, with `others`, all except these."""
         self._pictures, self._indices, self._others = pictures, indices, others
         # Number of other pictures before each of `indices`.
         self._before = indices - np.arange(len(indices))
@@ -64,7 +64,7 @@ class Subset(Pictures):
     def usable(
         self, indices: Int[np.ndarray, "B"]
     ) -> tuple[Int[np.ndarray, "N"], Shaped[np.ndarray, "N ..."], Sequence[Any]]:
-        """Return indices, pictures and texts of the usable pictures only."""
+        """Return (indices, pictures, texts) of the usable pictures among `indices`."""
         inside = self._inside(indices)
         usable, images, texts = self._pictures.usable(inside)
         return indices[np.isin(inside, usable)], images, texts
@@ -76,7 +76,7 @@ class Subset(Pictures):
         return self._pictures.names(self._inside(indices))
 
     def skipped(self) -> dict[str, int]:
-        """Return the number of unusable pictures of the complete list so far, by reason."""
+        """Return the number of unusable pictures found so far in the complete list, by reason."""
         return self._pictures.skipped()
 
 

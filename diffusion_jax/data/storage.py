@@ -1,4 +1,4 @@
-"""Reads and writes files by path or by URL.
+"""Reads and writes files by local path or by URL.
 
 URLs contain "://" and are opened with fsspec, which needs a package per kind of store: gcsfs for
 gs://, s3fs for s3://, aiohttp for https://.
@@ -55,8 +55,8 @@ def find(folder: str, suffix: str) -> list[str]:
 def stamp(path: str) -> tuple[int, int]:
     """Return a file's size in bytes, and a number that changes with its contents.
 
-    The number is the modification time of a local file, and a hash of the etag or the like of a
-    remote one.
+    For a local file the number is the modification time; for a remote file it is a hash of the etag
+    or similar metadata.
     """
     if not is_url(path):
         status = os.stat(path)
@@ -67,9 +67,9 @@ def stamp(path: str) -> tuple[int, int]:
 
 
 def stamps(paths: Sequence[str]) -> list[str]:
-    """Return for each file a text that changes with its contents; "" if the file is missing.
+    """Return a string for each file that changes with its contents, or "" if it is missing.
 
-    Object stores are asked once per folder, not once per file.
+    In an object store, one request lists a whole folder.
     """
     paths = list(paths)
     group = lambda i: paths[i].rpartition("/")[0] if is_url(paths[i]) else i // _FEW
@@ -79,26 +79,26 @@ def stamps(paths: Sequence[str]) -> list[str]:
 
 
 def open_file(path: str) -> Any:
-    """Open a binary file for sequential reading, with forward seeks."""
+    """Open a local file or URL for sequential binary reading; only forward seeks are fast."""
     if not is_url(path):
         return pathlib.Path(path).open("rb")
     return _system(path).open(path, "rb", block_size=_BLOCK, cache_type="readahead")
 
 
 def read(path: str) -> bytes:
-    """Return the contents of a file."""
+    """Return the contents of a local file or URL."""
     with open_file(path) as file:
         return file.read()
 
 
 def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int]) -> list[bytes]:
-    """Read bytes first ... last - 1 of each file; URLs are read concurrently.
+    """Return bytes firsts[i] to lasts[i] - 1 of each file paths[i]; URLs are read concurrently.
 
-    A range that exceeds the end of a file is returned short.
+    A range that exceeds the end of a file is cut off there.
 
     Raises:
-        OSError: a file is missing, or a store still fails after a few attempts. Network faults are
-            errors, since they must not change which records are used.
+        OSError: a file is missing, or a store still fails after a few attempts. A network
+            fault is not treated as a damaged record, so it cannot change the training data.
     """
     if not is_url(paths[0]):
         return [_read_range(*span) for span in zip(paths, firsts, lasts, strict=True)]
@@ -116,13 +116,13 @@ def read_ranges(paths: Sequence[str], firsts: Sequence[int], lasts: Sequence[int
 
 
 def download(url: str, path: pathlib.Path) -> None:
-    """Copy a file from a store to this machine; `path` appears only when it is complete."""
+    """Download a file from an object store; `path` appears only once it is complete."""
     with files.whole(path) as temporary:
         _system(url).get_file(url, str(temporary))
 
 
 def upload(path: pathlib.Path, url: str) -> None:
-    """Copy a local file to a store. Raises OSError if it cannot be written."""
+    """Copy a local file to an object store. Raises OSError if it cannot be written."""
     try:
         _system(url).put_file(str(path), url)
     except Exception as error:  # Each store raises its own types.
@@ -130,9 +130,9 @@ def upload(path: pathlib.Path, url: str) -> None:
 
 
 def write_whole(path: str, content: bytes) -> None:
-    """Replace a file atomically. Raises OSError if it cannot be written.
+    """Write a local file or URL atomically. Raises OSError if it cannot be written.
 
-    Object stores show a new object only when it has arrived completely.
+    Object stores need no temporary file: an object becomes visible once its upload is complete.
     """
     if not is_url(path):
         return files.write_whole(path, content)
@@ -143,7 +143,7 @@ def write_whole(path: str, content: bytes) -> None:
 
 
 def _stamps(paths: Sequence[str]) -> list[str]:
-    """Return the stamps of local files, or of remote files that are all in one folder."""
+    """Return a string per file that changes with its contents; remote files share one folder."""
     rows: dict[str, Any] = {}
     if is_url(paths[0]) and len(paths) > 1:
         with contextlib.suppress(Exception):  # Many web servers do not list folders.

@@ -1,4 +1,4 @@
-"""Finds, indexes and writes webdataset tars, on a disk or in an object store (see storage).
+"""Finds, indexes and writes webdataset tars, on a disk or in an object store.
 
 Members of a tar whose names agree up to the first dot of the last part, such as `a/0001.jpg` and
 `a/0001.txt`, form a record. The index of a tar is saved beside it (`shard.tar.index.npz`), or in
@@ -34,7 +34,7 @@ _WDINFO = ".pkl"
 
 
 class Index(NamedTuple):
-    """The M files of a tar, in the tar's order."""
+    """An index of a tar: the record, suffix and place of each of its M files, in order."""
 
     record: Int[np.ndarray, "M"]
     """The number of the record that each file belongs to."""
@@ -47,11 +47,11 @@ class Index(NamedTuple):
 
 
 def write(path: str | os.PathLike[str], records: Iterable[Mapping[str, bytes]]) -> None:
-    """Write records to a tar, which appears only when it is complete.
+    """Write records to a tar, which appears only once it is complete.
 
     Args:
         path: the tar, in an existing folder.
-        records: dictionaries of files by suffix; KEY holds the record's name.
+        records: one dictionary per record, from suffix to file contents; "__key__" holds its name.
     """
     with (
         files.whole(path) as temporary,
@@ -78,7 +78,7 @@ def load_index(tar: str) -> Index:
 
 
 def scan(path: str) -> Index:
-    """Build an index from the headers of a tar. Raises ValueError if it is not a plain tar."""
+    """Build an index from a tar's headers. Raises ValueError if it is compressed or no tar."""
     records: dict[str, int] = {}
     rows = []
     size, truncated = storage.stamp(path)[0], False
@@ -106,7 +106,10 @@ def scan(path: str) -> Index:
 
 
 def split(name: str) -> tuple[str, str]:
-    """Return key and suffix of a member; the key of hidden files (macOS's ._a.jpg) is ""."""
+    """Split a tar member's name: "a/1.t5.npy" gives the record key "a/1" and suffix "t5.npy".
+
+    Hidden files, such as macOS's ._a.jpg, have the key "".
+    """
     folder, slash, file = name.removeprefix("./").rpartition("/")
     stem = file.partition(".")[0]
     return (folder + slash + stem if stem else ""), suffix_of(file)
@@ -132,7 +135,7 @@ def expand(pattern: str) -> list[str]:
 
 
 def find(path: str) -> list[str]:
-    """Return the tars named by a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
+    """Return the paths of all tars at `path`: a tar, a folder, a pattern, or NeMo's wdinfo.pkl.
 
     Raises:
         FileNotFoundError: a tar is missing.
@@ -142,7 +145,7 @@ def find(path: str) -> list[str]:
 
 
 def find_stamped(path: str) -> tuple[list[str], list[str]]:
-    """Return the tars at `path`, and for each tar a text that changes with its contents."""
+    """Return the same tars as `find`, and for each a string that changes with its contents."""
     tars = [tar for name in expand(path) for tar in _listed(name)]
     stamps = storage.stamps(tars)
     check_exists([tar for tar, stamp in zip(tars, stamps, strict=True) if not stamp], "webdataset")
@@ -164,7 +167,7 @@ def _listed(name: str) -> list[str]:
 
 
 def _wdinfo(path: str) -> list[str]:
-    """Return the tars of NeMo's list, whose names are relative to the list's folder."""
+    """Return the paths of the tars in NeMo's list, which may be relative to the list's folder."""
     try:
         info = _PlainUnpickler(io.BytesIO(storage.read(path))).load()
         names = [str(name) for name in info["tar_files"]]
@@ -181,7 +184,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """An unpickler of lists, dictionaries, numbers and strings that refuses to call functions."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise ValueError(f"it names {module}.{name}, which a list of tars does not need")
+        raise ValueError(f"the pickle names {module}.{name}, which a list of tars does not need")
 
 
 def _load(path: str, stamp: np.ndarray) -> Index | None:
@@ -216,7 +219,7 @@ def _digest(tar: str) -> str:
 
 @functools.cache
 def cache_folders() -> list[pathlib.Path]:
-    """Return the cache folders for the indices of tars in read-only folders."""
+    """Return the cache folders for indices of tars whose own folder is read-only."""
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
     name = "diffusion_jax/tar_index"
     return [pathlib.Path(home) / name, pathlib.Path(tempfile.gettempdir()) / name]

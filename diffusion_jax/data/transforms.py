@@ -12,7 +12,7 @@ CENTRE = (0.5, 0.5)
 
 
 class Unusable(ValueError):
-    """An image that training skips; `reason` is the name under which it is counted."""
+    """Error for an image or text that training skips; it is counted under the name `reason`."""
 
     def __init__(self, reason: str, detail: str):
         super().__init__(f"{reason}: {detail}")

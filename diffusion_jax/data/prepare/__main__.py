@@ -3,7 +3,7 @@
     python -m diffusion_jax.data.prepare validate --source=webdataset --path=shards --out=report
 
 Every command writes complete files and skips existing ones, so a killed command can run again.
-docs/data.md shows each.
+docs/data.md has an example of each command.
 """
 
 import argparse
@@ -27,7 +27,7 @@ _DAMAGED_EXIT = 1
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run a command; bad input gives a one-line message and exit code 2."""
+    """Run the command in `arguments`; bad input gives a one-line message and exit code 2."""
     cli.start(alone=True)
     args, more = _parser().parse_known_args(arguments)
     if more and args.command != "download":
@@ -209,7 +209,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _count(text: str) -> int:
-    """Parse a whole number above 0; argparse names the flag if it is not."""
+    """Parse a whole number above 0. For other numbers, argparse reports the flag."""
     if (number := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"{number} is not above 0")
     return number

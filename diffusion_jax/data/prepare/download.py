@@ -15,9 +15,9 @@ _INSTALL = """img2dataset is not installed. It pins old packages: install it in 
 def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
     """Return the img2dataset command that downloads tables of URLs into tars of images and texts.
 
-    `args` are the arguments of `prepare download`, `more` further arguments of img2dataset. Size 0
-    keeps the images unchanged, as NeMo does; other sizes shrink images whose smaller side is
-    larger. The same command continues an interrupted download.
+    `args` are the arguments of `prepare download`; `more` is passed to img2dataset unchanged. A
+    size of 0 keeps the images unchanged, as in NeMo. Otherwise, images whose smaller side exceeds
+    the size are shrunk to it. The same command continues an interrupted download.
     """
     resize = [
         "--resize_mode=keep_ratio",
@@ -44,7 +44,7 @@ def command(args: argparse.Namespace, more: Sequence[str]) -> list[str]:
 
 
 def download(call: Sequence[str], dry_run: bool = False) -> int:
-    """Print the command and, unless `dry_run`, run it; return its exit code.
+    """Print an img2dataset command and, unless `dry_run`, run it; return its exit code.
 
     Raises FileNotFoundError if the table of URLs or img2dataset is missing; the message says how to
     install img2dataset.

@@ -25,7 +25,7 @@ _ATTEMPTS = 4
 
 
 def expand(urls: Sequence[str]) -> list[str]:
-    """Expand braces in URLs as a shell does: "part-{00000..00031}.parquet".
+    """Expand braces in URLs as a shell does, such as "part-{00000..00031}.parquet".
 
     Raises ValueError for a malformed URL, and for URLs with the same file name.
     """
@@ -42,7 +42,7 @@ def expand(urls: Sequence[str]) -> list[str]:
 def read_sums(text: str) -> dict[str, str]:
     """Return {file name: hash} from the output of sha1sum, sha256sum or sha512sum.
 
-    Raises ValueError for other lines.
+    Raises ValueError for a line in another format.
     """
     sums = {}
     for line in filter(str.strip, text.splitlines()):
@@ -63,15 +63,15 @@ def fetch(
     timeout: float = 60.0,
     finished: Callable[[pathlib.Path], None] = lambda path: None,
 ) -> list[pathlib.Path]:
-    """Download the files that `out` lacks; return the paths of all files.
+    """Download the files that are missing in `out`; return the paths of all files.
 
     Args:
         urls: URLs with different file names.
         out: The folder, created if missing.
         sums: Hashes by file name; files without one are accepted with a warning. None checks no
             hash and does not warn.
-        threads: Downloads at once.
-        verify: Whether to hash existing files too.
+        threads: The number of simultaneous downloads.
+        verify: Whether to check the hashes of existing files too.
         timeout: Seconds without data after which a connection fails.
         finished: Called with the path of each downloaded file.
 
@@ -169,9 +169,9 @@ def _copy(response, file, url: str, total: int) -> None:
 
 
 def check(path: pathlib.Path, digest: str | None, what: str = "") -> None:
-    """Raise ValueError if a file has another hash than `digest`.
+    """Raise ValueError if a file's hash differs from `digest`. None skips the check.
 
-    The length of `digest` says whether it is md5, sha1, sha256 or sha512; None skips the check.
+    The length of `digest` determines the algorithm: md5, sha1, sha256 or sha512.
     """
     if digest is None:
         return

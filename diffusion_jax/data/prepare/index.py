@@ -1,4 +1,4 @@
-"""Write the index of each tar and the list of records, which training needs to read tars."""
+"""Write the index of each tar and the list of all records, so that training starts at once."""
 
 import collections
 import functools
@@ -16,9 +16,14 @@ _PART = 64  # Tars that are indexed together, by several threads.
 
 
 def index(path: str, text: str, threads: int = 8, engine: Engine = ALONE) -> dict[str, int]:
-    """Index the tars that have no index, and write the list of records with `text`.
+    """Index the tars at `path` that have no index yet, and write the list of all records.
 
-    Returns the numbers of tars, records, files and truncated tars. Raises the errors of tars.find.
+    `text` is data.text of the config that reads the tars. Returns the numbers of "tars", "records",
+    "files" and "truncated" tars.
+
+    Raises:
+        FileNotFoundError: A tar is missing.
+        ValueError: There are no tars, or a tar cannot be read.
     """
     names = tars.find(path)
     # The counts need every index, including existing ones, so no part counts as done.
@@ -39,7 +44,7 @@ def _open(path: str, threads: int) -> Callable[[int], collections.Counter[str]]:
 
 
 def _index(names: list[str], threads: int, part: int) -> collections.Counter[str]:
-    """Index one part of the tars."""
+    """Index one group of tars, and return its counts."""
     counts = collections.Counter[str]()
     with ThreadPoolExecutor(threads) as pool:
         for one in pool.map(tars.load_index, names[part * _PART : (part + 1) * _PART]):

@@ -1,7 +1,8 @@
-"""Join images from some tars and embeddings from others into tars for training.
+"""Merge tars of images with tars of text embeddings into tars for training.
 
-NeMo's precaching writes members `SOURCE_TAR/KEY.pickle`. They become `KEY.npy` beside the images of
-the source tar. The unpickler creates arrays and dictionaries only, and runs no code of the file.
+NeMo's precaching writes embeddings as `SOURCE_TAR/KEY.pickle`. They become `KEY.npy` beside the
+images of SOURCE_TAR. The unpickler creates only arrays and dictionaries, and runs no code of the
+file.
 """
 
 import bisect
@@ -43,22 +44,22 @@ def merge(
 ) -> dict[str, int]:
     """Write a merged tar into `out` for each tar of images; existing tars are skipped.
 
-    An embedding TAR/KEY belongs to the record KEY of the tar of that name. An embedding KEY without
-    a folder belongs to the record of that name in any tar.
+    An embedding named TAR/KEY belongs to the record KEY of the tar TAR. An embedding named KEY,
+    without a folder, belongs to the record KEY of any tar.
 
     Args:
-        images: Tars of images, as tar_files.find reads them.
+        images: Tars of images: a tar, a folder, a pattern, or a wdinfo.pkl.
         embeddings: Tars of embeddings, given in the same way.
         out: The folder of the merged tars.
-        key: The name of the array in pickles, see read_pickle.
+        key: The path of the array in pickles, such as "embeddings_t5_xxl/encodings".
         engine: Distributes the work.
 
     Returns:
-        The numbers of "merged" records and of records with "no_embedding", which are dropped.
+        The number of "merged" records, and of dropped records with "no_embedding".
 
     Raises:
         ValueError: If no embedding belongs to any record.
-        Busy: If another merge writes into `out`.
+        Busy: If another process merges into `out`.
     """
     tars = tar_files.find(images)
     stored, stamps = tar_files.find_stamped(embeddings)
@@ -90,9 +91,9 @@ def merge(
 
 
 def read_pickle(contents: bytes, key: str = "") -> Float[np.ndarray, "L D"]:
-    """Return the embeddings in a pickle of nested dictionaries, without running code of the file.
+    """Return the embeddings in a pickle of nested dictionaries, without running code in it.
 
-    `key` is the path of the array, such as "embeddings_t5_xxl/encodings". By default it is the
+    `key` is the path of the array, such as "embeddings_t5_xxl/encodings". The default is the
     array called "encodings", or the only array. Raises ValueError if there is no such array, or if
     the pickle holds anything but arrays and plain values.
     """
@@ -120,7 +121,7 @@ class _ArrayUnpickler(pickle.Unpickler):
             return lambda *_: np.ndarray((0,), "b")  # The array's state holds the real shape.
         if (module, name) in _ARRAYS:
             return super().find_class(module, name)
-        raise ValueError(f"it refers to {module}.{name}, and embeddings consist of arrays only")
+        raise ValueError(f"the pickle refers to {module}.{name}, but may hold only arrays")
 
 
 def _flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -136,28 +137,28 @@ def _last(name: str) -> str:
 
 
 class _Places(NamedTuple):
-    """The places of all embeddings, in tables read by ranges of keys (machine/tables.py)."""
+    """Temporary tables of the places of all embeddings, split by key (machine/tables.py)."""
 
     folder: pathlib.Path
     tars: int
     ranges: int = 0
 
     def listed(self, tar: int) -> pathlib.Path:
-        """Return the path of the unsorted table of one tar."""
+        """Return the path of the unsorted table of embeddings in one tar."""
         return self.folder / f"listed-{tar:08}"
 
     def sorted(self, number: int) -> pathlib.Path:
-        """Return the path of a sorted range of all rows."""
+        """Return the path of the sorted table of one range of keys."""
         return self.folder / f"sorted-{number:08}"
 
     def sort(self, number: int) -> None:
-        """Write one sorted range. If several embeddings have the same name, keep the last."""
+        """Write the sorted table of one range of keys, with the last embedding of each name."""
         paths = map(self.listed, range(self.tars))
         rows = tables.read_range(paths, _ROW, number, self.ranges)
         files.write_whole(self.sorted(number), tables.first_of_each(rows[::-1]).tobytes())
 
     def find(self, stem: str) -> Any:
-        """Return the row of an embedding, or None if it does not exist."""
+        """Return the table row of the embedding named `stem`, or None if there is none."""
         key = np.frombuffer(_hash(stem), tables.KEY)[0]
         rows = tables.read(self.sorted(tables.range_of(key, self.ranges)), _ROW)
         at = bisect.bisect_left(rows["key"], key)
@@ -177,7 +178,7 @@ def _raw(name: str) -> bytes:
 def _open_list(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], None]:
-    """Return a function that writes the table of embeddings in tar i."""
+    """Return a function that writes the table of the embeddings in tar number i."""
     tars = tar_files.find(embeddings)
 
     def write(number: int) -> None:
@@ -203,7 +204,7 @@ def _members(tar: str) -> Iterator[tuple[str, int, int, str]]:
 def _open_join(
     images: str, embeddings: str, places: _Places, out: pathlib.Path, key: str
 ) -> Callable[[int], collections.Counter[str]]:
-    """Return join(i), which writes tar i of the images with their embeddings."""
+    """Return a function that merges tar number i of the images with its embeddings."""
     tars, stored = tar_files.find(images), tar_files.find(embeddings)
 
     def write(number: int) -> collections.Counter[str]:

@@ -1,4 +1,4 @@
-"""Write any source as shards of equal size: webdataset tars or ArrayRecord files.
+"""Write the records of any data source as webdataset tars or ArrayRecord files of equal size.
 
 Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
 written in any order and by several processes, and a killed command can continue.
@@ -42,14 +42,14 @@ def reshard(
     processes: int = 1,
     engine: Engine = ALONE,
 ) -> collections.Counter[str]:
-    """Write the missing shards of this process, of `num` records each.
+    """Write this process's shards of `num` records each; existing shards are skipped.
 
     Args:
         records: The source.
         out: The folder of the shards.
         num: Records per shard.
         format: One of FORMATS.
-        identity: JSON values that identify the source.
+        identity: JSON values that identify the source, for comparison with existing shards.
         process: The number of this process.
         processes: The number of processes that share the work.
         engine: Distributes the shards of this process.
@@ -89,7 +89,7 @@ def _write(
 
 
 def image_kind(image: bytes) -> str | None:
-    """Return the suffix for the content of an image file; None for unknown formats."""
+    """Return "jpg", "png" or "webp" by an image file's first bytes; None for other formats."""
     kind = next((kind for magic, kind in _MAGIC.items() if image.startswith(magic)), None)
     return None if kind == "webp" and image[8:12] != b"WEBP" else kind
 

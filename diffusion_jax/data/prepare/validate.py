@@ -1,4 +1,4 @@
-"""Report on a data set: counts, image sizes, text lengths, broken records, a sheet of samples."""
+"""Report on a data set: counts, image sizes, text lengths, broken records, and samples."""
 
 import collections
 import contextlib
@@ -54,7 +54,7 @@ def validate(
     folder: pathlib.Path | None = None,
     engine: Engine = ALONE,
 ) -> dict[str, Any]:
-    """Decode the records and return a report of JSON values.
+    """Decode the records of a data set, and return a report of JSON values.
 
     In the report, "usable" and "unusable" (by reason, with the first names) add up to "read". Sizes
     are in pixels. "duplicates" counts image files that occurred in an earlier record, "words" holds
@@ -63,10 +63,10 @@ def validate(
     Args:
         records: The data set.
         num: The number of records to draw at random; 0 for all.
-        threads: Records decoded at once.
+        threads: The number of records to decode at once.
         seed: Seed of the random choice.
-        folder: An empty folder for intermediate counts, which Beam's workers must share; None for a
-            temporary one. Memory holds the different words and sizes, not the records.
+        folder: An empty folder for intermediate counts, which all Beam workers can reach; None uses
+            a temporary folder. Memory holds the different words and sizes, not the records.
         engine: Distributes the work.
     """
     with contextlib.ExitStack() as stack:
@@ -146,7 +146,7 @@ def _write_part(records: Records, parts: _Parts, number: int) -> None:
 
 
 def _write_distinct(parts: _Parts, number: int) -> dict[str, int]:
-    """Count the distinct images or texts whose hashes are in one range."""
+    """Count the distinct images or texts in one range of hashes; write and return the count."""
     which, part = divmod(number, ranges := tables.num_ranges(parts.total))
     paths = (parts.hashes(_HASHED[which], i) for i in parts.numbers)
     rows = tables.read_range(sorted(files.present(paths)), _ROW, part, ranges)
@@ -183,7 +183,10 @@ def _report(
 
 
 def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.ndarray, "_ _ 3"]:
-    """Return a sheet of the usable records among `num` random ones, 128 x 128, with captions."""
+    """Draw `num` random records; return a contact sheet of the usable ones with captions.
+
+    Each image is 128 x 128 pixels. Raises ValueError if no drawn record is usable.
+    """
     images, captions = [], []
     for record in records.read(_draw(len(records), min(num, len(records)), seed)):
         if isinstance(record.text, transforms.Unusable):
@@ -201,7 +204,7 @@ def sample_sheet(records: Records, num: int = 32, seed: int = 0) -> UInt8[np.nda
 
 @functools.cache
 def _draw(length: int, num: int, seed: int) -> Sequence[int]:
-    """Return `num` random numbers below `length`, sorted and without repetition."""
+    """Return `num` distinct random integers in [0, length), sorted."""
     return np.sort(np.random.default_rng(seed).choice(length, num, replace=False)).tolist()
 
 

@@ -1,13 +1,13 @@
-"""The table of data sources, by their names in configs; modules are imported on use.
+"""Opens data sources by their names in configs, and imports a source's module on first use.
 
-A source is a module with a function open_source(data, shapes), which returns Records, which are
-decoded here, or Pictures. A config names a source by its name in SOURCES, or by its module:
-data.source="my_package.my_source". Such a module may also define
+A source is a module with a function open_source(data, shapes). It returns either Records (encoded
+images, which this module decodes) or Pictures (decoded images). A config names a source by its
+name in SOURCES, or by its module: data.source="my_package.my_source". Such a module may also define
 
     prompts() -> list[str]                                        the prompts of its evaluation
     open_scorer(size, num_seen, num_heldout, metrics) -> Scorer   their scorer (evaluate.scorers)
 
-Then its runs are scored without a file of prompts; diffusion_jax/examples/digits is an example.
+Then runs on this source are scored without a file of prompts, as in diffusion_jax/examples/digits.
 """
 
 import functools
@@ -43,7 +43,7 @@ def open_pictures(
     embeddings: tuple[int, int] | None = None,
     moments: tuple[int, int, int] | None = None,
 ) -> Pictures:
-    """Open the pictures of a config's data group.
+    """Open the data set of a config's data group, as decoded pictures with texts.
 
     Args:
         data: the data group.
@@ -60,7 +60,7 @@ def open_pictures(
 
 
 def open_records(data: Data) -> Records:
-    """Open the encoded records of a source. Raises ValueError if the source has no image files."""
+    """Open a source as encoded records. Raises ValueError if the source has no image files."""
     source = _open(data, Shapes(size=64))  # The size does not matter: nothing is decoded.
     if not isinstance(source, Records):
         raise ValueError(f"the data source {data.source!r} has no image files")
@@ -68,7 +68,7 @@ def open_records(data: Data) -> Records:
 
 
 def open_named(name: str) -> Records | None:
-    """Open the records of "SOURCE:PATH" or "SOURCE:PATH::TEXT"; return None for other names.
+    """Open the records that "SOURCE:PATH" or "SOURCE:PATH::TEXT" names; None for other names.
 
     An example is "tfds:coco_captions@val::captions/text".
     """
@@ -77,9 +77,9 @@ def open_named(name: str) -> Records | None:
 
 
 def named(name: str) -> Data:
-    """Return the data group of "SOURCE:PATH::TEXT"; "::TEXT" is optional.
+    """Convert the text "SOURCE:PATH::TEXT" to data settings; "::TEXT" is optional.
 
-    Damaged and uncaptioned records are left out.
+    The settings leave out damaged and uncaptioned records.
 
     Raises:
         ValueError: the source is unknown.
@@ -93,7 +93,7 @@ def named(name: str) -> Data:
 
 
 def own_module(source: str) -> ModuleType | None:
-    """Import the module that `source` names; return None for a name in SOURCES.
+    """Import a user's source module such as "my_package.my_source"; None for built-in sources.
 
     Raises:
         ValueError: the module cannot be imported, or defines no `open_source`.
@@ -150,7 +150,7 @@ def _opener(source: str) -> Callable[[Data, Shapes], Records | Pictures]:
 
 
 def _with_prior(pictures: Pictures, data: Data, shapes: Shapes) -> Pictures:
-    """Alternate pictures with those of data.prior, whose loss weight is data.prior_weight."""
+    """Alternate pictures with those of data.prior, which have loss weight data.prior_weight."""
     if data.source == "mixture" or shapes.embeddings or shapes.moments:
         raise ValueError(
             f"data.prior is {data.prior!r}, which only works with one source of pictures with "

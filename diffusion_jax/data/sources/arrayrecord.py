@@ -1,7 +1,8 @@
 """ArrayRecord files of tf.train.Examples, the random-access format of Grain and TFDS.
 
-An Example holds an encoded image and texts as named features. Names may be the suffixes of a tar's
-members ("jpg", "txt", "npy", and "__key__" for the record's name), or others ("image", "caption").
+An Example holds an encoded image and texts as named features. Features may be named by suffixes as
+in webdataset tars ("jpg", "txt", "npy", and "__key__" for the record's name), or "image" and any
+caption name.
 """
 
 import contextlib
@@ -28,18 +29,18 @@ _IMAGES = (*records.IMAGE_SUFFIXES, "image")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the Examples of a config's files."""
+    """Open the ArrayRecord files at a config's data.path."""
     return ArrayRecords(records.path_of(data), data.text)
 
 
 class ArrayRecords(Records):
-    """The Examples of one or more files, in the order of the files' names.
+    """The records of one or more ArrayRecord files, in the order of the files' names.
 
-    Examples without a text are counted when they are read.
+    An Example without the text feature counts as unusable when it is read.
     """
 
     def __init__(self, path: str | os.PathLike[str], text: str = "txt"):
-        """Open the files.
+        """Open the files and check the features of the first record.
 
         Args:
             path: a local file, a folder, or a pattern such as "train-{00000..00099}.array_record".
@@ -48,7 +49,7 @@ class ArrayRecords(Records):
 
         Raises:
             FileNotFoundError: a file is missing.
-            ValueError: a file is damaged, or the first record has no such features.
+            ValueError: a file is damaged, or the first record lacks an image or the text.
         """
         self._text, self._paths = text, _find(os.fspath(path))
         self._readers = [_open(name) for name in self._paths]
@@ -61,7 +62,7 @@ class ArrayRecords(Records):
         return int(self._firsts[-1])
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read Examples, with one request per file."""
+        """Read the records with these indices, with one request per file."""
         files = np.searchsorted(self._firsts, indices, side="right") - 1
         result: list[Record] = [Record(b"", "", "")] * len(indices)
         for file in set(files.tolist()):
@@ -104,7 +105,7 @@ class ArrayRecords(Records):
 
 
 def read_feature(features: Mapping[str, bytes], text: str):
-    """Return the caption or embeddings in the feature `text` of an Example, or Unusable."""
+    """Return the caption or embeddings in the feature named `text`, or Unusable without it."""
     if text not in features:
         return Unusable("no_caption", f"no feature {text!r} among {', '.join(features)}")
     is_array = text.rsplit(".")[-1] in EMBEDDINGS
@@ -112,7 +113,7 @@ def read_feature(features: Mapping[str, bytes], text: str):
 
 
 def encode(features: Mapping[str, bytes]) -> bytes:
-    """Serialize an Example with one byte string per feature."""
+    """Serialize features as a tf.train.Example with one byte string per feature."""
     message = _Example()
     for name, value in features.items():
         message.features.feature[name].bytes_list.value.append(value)
@@ -120,7 +121,7 @@ def encode(features: Mapping[str, bytes]) -> bytes:
 
 
 def decode(message: bytes) -> dict[str, bytes]:
-    """Return the first value of each byte-string feature of a serialized Example.
+    """Return the first value of each byte-string feature of a serialized tf.train.Example.
 
     Raises:
         ValueError: the bytes are not an Example.
@@ -134,7 +135,7 @@ def decode(message: bytes) -> dict[str, bytes]:
 
 
 def write(path: str | os.PathLike[str], examples: Iterable[Mapping[str, bytes]]) -> None:
-    """Write Examples to a file, which appears only when it is complete; its folder must exist.
+    """Write Examples to an ArrayRecord file atomically; the file's folder must exist.
 
     Records are compressed individually, so that each can be read alone.
     """

@@ -18,12 +18,12 @@ SAVED = ("state.json", "dataset_dict.json")  # Files that save_to_disk writes be
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the rows of a config's folder, which was written by `save_to_disk`."""
+    """Open a config's folder that Hugging Face's `save_to_disk` wrote."""
     return Arrow(records.path_of(data), data.text, data.uncaptioned)
 
 
 def open_any(data: Data, _: Shapes) -> Records:
-    """Open the rows of a config's data set, in any form that `load_dataset` reads."""
+    """Open a config's data set in any form that Hugging Face's `load_dataset` reads."""
     path = records.path_of(data)
     place, split = records.split_of(path)
     if any((pathlib.Path(place) / name).exists() for name in SAVED):
@@ -32,9 +32,9 @@ def open_any(data: Data, _: Shapes) -> Records:
 
 
 class Rows(Records):
-    """The rows of a table with an image column (datasets.Image) and a caption column.
+    """The rows of a Hugging Face table with an image column and a caption column.
 
-    The first image column is used, and the first caption of a row that has several.
+    If there are several image columns, or several captions in a row, the first one is used.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class Rows(Records):
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read rows. Raises OSError if an image file has been removed."""
+        """Read the rows with these indices. Raises OSError if an image file has been removed."""
         return [self._read(index) for index in indices]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Read captions without images."""
+        """Return the captions of these rows, without reading images."""
         if self._texts is None:
             return [""] * len(indices)
         return [records.cell_text(self._texts[index].as_py()) for index in indices]
@@ -105,11 +105,11 @@ class Arrow(Rows):
         Args:
             path: the folder of one split, which contains .arrow files, or "FOLDER@SPLIT".
             text: the caption column.
-            uncaptioned: see Rows.
+            uncaptioned: "empty" gives all rows the text "" if there is no caption column.
 
         Raises:
             FileNotFoundError: the folder does not exist.
-            ValueError: there are no .arrow files, no rows, or no such columns.
+            ValueError: there are no .arrow files, no rows, or no image or caption column.
         """
         import pyarrow  # Slow to import, and needed by few data sets.
 

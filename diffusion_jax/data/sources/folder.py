@@ -21,7 +21,7 @@ from diffusion_jax.machine import untrusted
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the images of a config's folder."""
+    """Open the folder of image files at a config's data.path."""
     return Folder(records.path_of(data), data.text, data.uncaptioned)
 
 
@@ -68,16 +68,16 @@ class Folder(Records):
         return len(self._images)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read images and texts. Raises OSError if files have been removed."""
+        """Read the images with these indices and their texts. Raises OSError for removed files."""
         names = [self._images[index] for index in indices]
         return [Record((self._root / n).read_bytes(), self._read_text(n), n) for n in names]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Read texts without images. Raises OSError if files have been removed."""
+        """Return captions or embeddings, without images. Raises OSError for removed files."""
         return [self._read_text(self._images[index]) for index in indices]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return hashes of the images' names in the folder."""
+        """Return a hash of each image's path relative to the folder."""
         return np.array([records.key_of(self._images[i]) for i in indices.tolist()], np.uint64)
 
     def left_out(self) -> dict[str, int]:
@@ -93,7 +93,7 @@ class Folder(Records):
 
 
 def _walk(root: pathlib.Path) -> set[str]:
-    """Return all files under a folder, relative to it, except hidden ones (macOS's ._a.jpg)."""
+    """Return the relative paths of all files under a folder, except hidden ones (._a.jpg)."""
     return {
         os.path.relpath(os.path.join(folder, file), root)
         for folder, _, files in os.walk(root)

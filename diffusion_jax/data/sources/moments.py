@@ -27,7 +27,7 @@ SUFFIXES = ("npy",)
 
 
 def open_source(data: Data, shapes: Shapes) -> Pictures:
-    """Open a config's tars of moments. If shapes.moments is None, only texts can be read."""
+    """Open a config's tars of VAE moments. If shapes.moments is None, only texts can be read."""
     path = records.path_of(data)
     tars = WebDataset(path, data.text, data.uncaptioned, data.max_broken, SUFFIXES)
     return Decoded(tars, functools.partial(read, shape=shapes.moments or (0, 0, 0)), data)
@@ -36,7 +36,7 @@ def open_source(data: Data, shapes: Shapes) -> Pictures:
 def read(
     contents: bytes, place: tuple[float, float], *, shape: tuple[int, int, int]
 ) -> Float[np.ndarray, "h w _"]:
-    """Read the moments of a file as float32.
+    """Decode the contents of a file of VAE moments to float32 [h, w, 2 Z].
 
     Args:
         contents: the file's bytes.
@@ -66,21 +66,21 @@ def read(
 
 
 def write(moments: Float[np.ndarray, "h w _"]) -> bytes:
-    """Return a file for `read`: float32, channels first."""
+    """Encode VAE moments as the contents of an .npy file: float32, channels first."""
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(moments.transpose(2, 0, 1), np.float32))
     return file.getvalue()
 
 
 def find_manifest(path: str | os.PathLike[str]) -> dict[str, Any] | None:
-    """Return the manifest in the tars' folder, or None if there is none."""
+    """Return the manifest in a folder of VAE moments, or None if there is none."""
     folder = files.path(path)
     file = (folder if folder.is_dir() else folder.parent) / MANIFEST
     return json.loads(file.read_text()) if file.is_file() else None
 
 
 def check_manifest(path: str | os.PathLike[str], expected: Mapping[str, Any]) -> None:
-    """Check that moments are complete and were computed with the expected settings.
+    """Check that VAE moments on disk are complete and were computed with the expected settings.
 
     Moments without a manifest are accepted.
 

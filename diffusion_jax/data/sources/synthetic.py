@@ -11,15 +11,15 @@ from diffusion_jax.data.pictures import Pictures, Shapes
 
 
 def open_source(_: Data, shapes: Shapes) -> Pictures:
-    """Return random pictures with a task's shapes."""
+    """Return a data set of random pictures with the given shapes."""
     return Synthetic(shapes.size, shapes.embeddings)
 
 
 class Synthetic(Pictures):
-    """Random pictures and a text that are the same for all indices."""
+    """A data set that returns the same random pictures and the same text for all indices."""
 
     def __init__(self, size: int, embeddings: tuple[int, int] | None = None):
-        """Choose the shapes.
+        """Set the shapes of pictures and texts.
 
         Args:
             size: height and width of the pictures.
@@ -38,7 +38,7 @@ class Synthetic(Pictures):
     def read(
         self, indices: Int[np.ndarray, "B"], places: Float[np.ndarray, "B 2"] | None = None
     ) -> tuple[UInt8[np.ndarray, "B H W 3"], Sequence[Any]]:
-        """Return the same pictures for all indices and places."""
+        """Return the same random pictures and text for all indices and crop positions."""
         images = self._images
         if len(images) != len(indices):
             shape = (len(indices), *images.shape[1:])

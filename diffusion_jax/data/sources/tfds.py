@@ -23,7 +23,7 @@ _LENGTH = struct.Struct("<Q")
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the examples of a config's split."""
+    """Open the TFDS split at a config's data.path, such as "NAME@train"."""
     return Tfds(records.path_of(data), data.text)
 
 
@@ -74,7 +74,7 @@ class Tfds(Records):
         return len(self._rows)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read examples in one request."""
+        """Read the examples with these indices in one request."""
         rows = self._rows.__getitems__(list(indices))
         text = lambda row: records.cell_text(_inside(row, self._text))
         return [
@@ -99,7 +99,7 @@ class _TfRecords:
             contents, decoders=decoders
         )
         if info.file_format.name != "TFRECORD":
-            raise ValueError(f"its format {info.file_format.name} has no random access")
+            raise ValueError(f"the file format {info.file_format.name} has no random access")
         self._files, spans = [], [np.zeros((0, 3), np.int64)]
         for part in info.splits[split].file_instructions:
             with pathlib.Path(part.filename).open("rb") as file:
@@ -121,7 +121,10 @@ class _TfRecords:
 
 
 def _frames(mapped: mmap.mmap, name: str) -> np.ndarray:
-    """Return the first and last byte of each record, [N, 2]. Raises ValueError if truncated."""
+    """Return the byte range [first, last) of each record, [N, 2].
+
+    Raises ValueError if the TFRecord file is truncated.
+    """
     spans, position, end = [], 0, len(mapped)
     while position < end:
         (length,) = _LENGTH.unpack_from(mapped, position) if position + 12 <= end else (end,)

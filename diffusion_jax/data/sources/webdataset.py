@@ -1,4 +1,4 @@
-"""Webdataset tars with random access, through a listing of their records (see listing)."""
+"""Webdataset tars with random access, through a listing of their records (data/listing.py)."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +13,12 @@ from diffusion_jax.data.pictures import Shapes
 from diffusion_jax.data.records import Record, Records
 
 Spans = tuple[tuple[int, int], tuple[int, int]]
-"""(offset, size) of an image and of its text."""
+"""(offset, size) of an image and of its text in a tar, in bytes."""
 _GAP = 64 * 2**10  # Reading this many superfluous bytes is cheaper than a second request.
 
 
 def open_source(data: Data, _: Shapes) -> Records:
-    """Open the images of a config's tars."""
+    """Open the webdataset tars at a config's data.path."""
     return WebDataset(records.path_of(data), data.text, data.uncaptioned, data.max_broken)
 
 
@@ -33,12 +33,13 @@ class WebDataset(Records):
         max_broken: float = 0.0,
         images: Sequence[str] = records.IMAGE_SUFFIXES,
     ):
-        """Open the tars' listing, which is built from their headers if necessary.
+        """Open the list of records in the tars, or build it from the tars' headers.
 
         Args:
             path: a tar, a folder (searched recursively), NeMo's list of tars (wdinfo.pkl), or a
                 pattern such as "shard-{0000..0099}.tar"; also as URLs.
-            text: suffix of the texts, as in folder.Folder, without tables.
+            text: suffix of the text files: "txt" or "json:FIELD" for captions, or "npy", "t5.npz"
+                and the like for embeddings.
             uncaptioned: "error" or "drop" images without a text.
             max_broken: largest allowed share of unreadable tars, which are left out.
             images: suffixes of the image files, or of the moment files if the tars hold moments.
@@ -62,28 +63,28 @@ class WebDataset(Records):
         return len(self._listing.spans)
 
     def read(self, indices: Sequence[int]) -> list[Record]:
-        """Read images and texts, in one request per record if they are adjacent in the tar."""
+        """Read records; an image and its text that are close in the tar need one request."""
         places = [self._place(index) for index in indices]
         parts = [(tar, *part) for tar, spans in places for part in _parts(spans)]
         contents = iter(storage.read_ranges(*zip(*parts, strict=True)))
         return [self._record(*place, contents) for place in places]
 
     def texts(self, indices: Sequence[int]) -> list[Any]:
-        """Read texts without images. Raises OSError if a tar has been removed."""
+        """Return captions or embeddings, without images. Raises OSError for a removed tar."""
         places = [(tar, *spans[1]) for tar, spans in map(self._place, indices)]
         parts = [(tar, offset, offset + size) for tar, offset, size in places]
         contents = storage.read_ranges(*zip(*parts, strict=True))
         return [records.read_text(text, self._text) for text in contents]
 
     def keys(self, indices: Int[np.ndarray, "B"]) -> UInt64[np.ndarray, "B"]:
-        """Return each record's key: a hash of the tar's file name plus the row in the tar."""
+        """Return a key per record: a hash of its tar's name, plus its number in the tar."""
         numbers = np.searchsorted(self._listing.firsts, indices, side="right") - 1
         names = [os.path.basename(tar) for tar in self._listing.tars]
         tar_keys = np.array([records.key_of(name) for name in names], np.uint64)
         return tar_keys[numbers] + (indices - self._listing.firsts[numbers]).astype(np.uint64)
 
     def left_out(self) -> dict[str, int]:
-        """Return the number of images without a caption, of broken and of truncated tars.
+        """Return counts of images without a caption, unreadable tars and truncated tars.
 
         The complete members of truncated tars are used.
         """
@@ -122,7 +123,7 @@ def _parts(spans: Spans) -> list[tuple[int, int]]:
 
 
 def _cut(ranges: list[tuple[int, bytes]], offset: int, size: int) -> bytes:
-    """Extract bytes of a tar from the ranges (first, contents) that were read."""
+    """Return a part of a tar from the byte ranges (first, contents) that were read."""
     for first, contents in ranges:
         if first <= offset <= first + len(contents) and offset + size <= first + len(contents):
             return contents[offset - first : offset - first + size]

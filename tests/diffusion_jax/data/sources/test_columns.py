@@ -136,5 +136,5 @@ def test_tf_records_that_end_too_early_are_refused(tf_records, tmp_path):
         "fileFormat": "riegeli"
     }
     (tmp_path / "1.0.0/dataset_info.json").write_text(json.dumps(info))
-    with pytest.raises(ValueError, match="its format RIEGELI has no random access"):
+    with pytest.raises(ValueError, match="the file format RIEGELI has no random access"):
         Tfds(f"{tmp_path}/1.0.0@train")
