@@ -1,4 +1,4 @@
-"""TPU slices and GPUs, with the names that commands accept: v5p:4x4x4, v5p:4x4x4*2 or h100:64."""
+"""TPU and GPU data sheets, and parsing of accelerator names such as v5p:4x4x4*2 and h100:64."""
 
 import math
 import re
@@ -15,7 +15,7 @@ GB = 1e9
 
 
 class Kind(NamedTuple):
-    """Data sheet of one device. Bandwidths are in bytes/s per device, in one direction."""
+    """Data sheet of an accelerator, per JAX device. Bandwidths are bytes/s in one direction."""
 
     peak: float
     """Dense bfloat16 FLOP/s."""
@@ -23,32 +23,35 @@ class Kind(NamedTuple):
     """Memory in bytes."""
     memory_bandwidth: float
     link: float
-    """Bandwidth to the other GPUs of a host (NVLink), or of all inter-chip links of a TPU."""
+    """For GPUs, bandwidth to the other GPUs of the same host, such as NVLink. For TPUs, bandwidth
+    of all inter-chip links together."""
     network: float
-    """Bandwidth to other hosts or slices."""
+    """Bandwidth of the network to other hosts or TPU slices."""
     pool: str
-    """GKE's label of the node pools with this device."""
+    """Value of the GKE node label that selects this accelerator; "" if GKE does not offer it."""
     torus: int = 0
-    """Number of dimensions of a TPU's topology; 0 for GPUs."""
+    """Number of dimensions of a TPU slice's topology (2 or 3); 0 for GPUs."""
     on_one_host: tuple[int, ...] = ()
-    """Numbers of chips of the TPU slices with one host; other slices have four chips per host."""
+    """Sizes (in chips) of the TPU slices that have a single host; other slices have four chips per
+    host."""
     cores: int = 1
     """Number of JAX devices per TPU chip."""
     gpus: int = 8
     """Number of GPUs per host."""
     linked: int = 8
-    """Number of GPUs joined by links: those of a host, or of a rack."""
+    """Number of GPUs connected by direct links: all GPUs of a host, or of a rack (GB200)."""
 
 
-# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}, which give link bandwidths for both
+# TPUs: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}. These pages give link bandwidths for both
 # directions together (v4: 2400 Gbit/s in one direction). Network: v5p 50 Gbit/s per chip, v5e 6.4
-# and v6e 25.6 Tbit/s per pod of 256 chips. v4's is not published, so it is v5p's here.
-# v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved because JAX sees two devices per chip.
+# and v6e 25.6 Tbit/s per pod of 256 chips. The v4 network is not published, so the v5p value is
+# used. v7x: docs.cloud.google.com/tpu/docs/tpu7x, halved because JAX sees two devices per chip.
 # GPUs (SXM): NVIDIA's data sheets of A100 (2021), H100 (2022), H200 (2023), and of the systems DGX
 # A100, H100, H200 and B200 (a network card of 200 or 400 Gbit/s per GPU; 1/8 of the system's
-# memory). They give NVLink for both directions together. GB200: 1/72 of NVIDIA's figures for the
-# rack GB200 NVL72, with half of the sparse FLOP/s; a tray is a host. MI300X: AMD's data sheet
-# (2023), 7 links of 64 GB/s in one direction; AMD sells no network with it, so it is H100's.
+# memory). They give NVLink bandwidths for both directions together. GB200: 1/72 of NVIDIA's figures
+# for the rack GB200 NVL72, with half of the sparse FLOP/s; a host is one tray of the rack. MI300X:
+# AMD's data sheet (2023), 7 links of 64 GB/s in one direction. AMD sells no network with the
+# MI300X, so the H100 value is used.
 KINDS: Mapping[str, Kind] = {
     "v4": Kind(PEAKS["TPU v4"], 32 * 2**30, 1228 * GB, 300 * GB, 6.25 * GB,
                "tpu-v4-podslice", 3),
@@ -72,11 +75,11 @@ KINDS: Mapping[str, Kind] = {
 
 
 class Target(NamedTuple):
-    """Set of devices of one kind: one or several equal TPU slices, or GPUs."""
+    """Accelerators of a training run: one or several equal TPU slices, or a number of GPUs."""
 
     name: str
     sizes: tuple[int, ...]
-    """The topology of a slice; (number of GPUs,) for GPUs."""
+    """Topology of one TPU slice, such as (4, 4, 4); for GPUs, (number of GPUs,)."""
     slices: int = 1
 
     @property
@@ -89,12 +92,12 @@ class Target(NamedTuple):
 
     @property
     def topology(self) -> str:
-        """The sizes of a slice as text, such as 4x4x4, or the number of GPUs."""
+        """Topology of one TPU slice as text, such as "4x4x4", or the number of GPUs as text."""
         return "x".join(map(str, self.sizes))
 
     @property
     def devices(self) -> int:
-        """Number of JAX devices in all slices together."""
+        """Total number of JAX devices, over all slices."""
         return math.prod(self.sizes) * self.kind.cores * self.slices
 
     @property
@@ -112,24 +115,30 @@ class Target(NamedTuple):
 
     @property
     def hosts(self) -> int:
-        """Number of hosts of a slice, or of all GPUs."""
+        """Number of hosts per TPU slice, or for all GPUs together."""
         return math.prod(self.sizes) // self.chips_per_host
 
     @property
     def island(self) -> int:
-        """Number of devices joined by links: those of a slice, or the GPUs of a host or a rack."""
+        """Number of devices with direct fast links: a TPU slice, or the GPUs of a host or rack."""
         return math.prod(self.sizes) * self.kind.cores if self.is_tpu else self.kind.linked
 
 
 def parse(text: str) -> Target:
-    """Parse an accelerator's name. Raises ValueError with valid names."""
+    """Parse an accelerator name such as v5p:4x4x4, v5p:4x4x4*2 (two slices) or h100:64.
+
+    Raises ValueError, which lists valid names, if the kind or its size is invalid.
+    """
     name, _, size = text.partition(":")
     one_of("accelerator", name, KINDS)
     return _slices(name, size) if KINDS[name].torus else _gpus(name, size)
 
 
 def mesh_over(sizes: tuple[int, ...], devices: int) -> AbstractMesh:
-    """Return the mesh of these sizes. Raises ValueError unless it uses all devices."""
+    """Return a mesh with axes (replica, fsdp, tensor) of these sizes; one size may be -1.
+
+    Raises ValueError unless the mesh uses exactly `devices` devices.
+    """
     sizes = sharding.mesh_sizes(sizes, devices)
     if math.prod(sizes) != devices:
         axes = ", ".join(f"{a}={n}" for a, n in zip(sharding.AXES, sizes, strict=True))

@@ -7,18 +7,20 @@
         --job.workdir=gs://BUCKET/runs/base64 \\
         --job.overrides="('data.path=gs://BUCKET/laion64',)"
 
-The first command prints the manifests, the second passes them to kubectl. Both print a table of the
-runs. The cluster needs JobSet. Training and evaluation write to the bucket of the workdir directly;
-for other commands the Cloud Storage FUSE driver mounts it at /gcs/BUCKET.
+The first command prints the Kubernetes manifests, the second submits them with kubectl. Both print
+a table of the runs. JobSet must be installed on the cluster. Training, sampling and evaluation
+write directly to the bucket that contains the workdir. For other commands, the Cloud Storage FUSE
+driver mounts this bucket at /gcs/BUCKET.
 
-A run that SIGTERM ended (a preemption, exit code 143) is always restarted. A run that failed
-otherwise, or found its workdir or port in use, is restarted up to job.restarts times. A run that
-rejected its config, flags or data (exit code 2) is not restarted.
+A preempted run (ended by SIGTERM, exit code 143) is always restarted. A run that rejected its
+config, flags or data (exit code 2) is not restarted. A run that failed for another reason, for
+example because its workdir or port was in use, is restarted up to job.restarts times.
 
-job.secrets are names of environment variables: "HF_TOKEN" is the key HF_TOKEN of the Kubernetes
-secret job.gke.secret, whose contents this command never sees. job.env are variables with values.
-Buckets in paths of config and flags that begin with /gcs/BUCKET are mounted too. job.gke.patch is
-YAML that is merged into the manifest.
+job.secrets lists names of environment variables. Kubernetes reads their values from the secret
+job.gke.secret: the variable HF_TOKEN gets the value of the key HF_TOKEN. This command never sees
+these values. job.env lists variables with values (NAME=VALUE). If a path in the config or the flags
+begins with /gcs/BUCKET, this bucket is mounted too. job.gke.patch is YAML that is merged into the
+manifest.
 """
 
 from typing import Annotated, Any, NamedTuple
@@ -33,26 +35,26 @@ from launch.job import Job, Launcher, Run
 
 
 class Gke(NamedTuple):
-    """Fields of a job's group `gke`."""
+    """Settings for Google Kubernetes Engine: the group `gke` of a job file."""
 
     namespace: str
     service_account: str
     """Kubernetes service account that may read and write the bucket; "" for the default."""
     queue: str
-    """Name of a Kueue queue, or ""."""
+    """Name of the Kueue queue that admits the job; "" for no queue."""
     secret: str
-    """Kubernetes secret with the values of job.secrets."""
+    """Name of the Kubernetes secret that holds the values of job.secrets."""
     spot: bool
     grace: ranges.Count
-    """Seconds between SIGTERM and SIGKILL, in which a run saves."""
+    """Seconds between SIGTERM and SIGKILL, during which a run saves a checkpoint."""
     patch: str = ""
-    """YAML that is merged into the manifest: reservations, annotations, ports, limits."""
+    """YAML to merge into the manifest, for example annotations or limits; "" for none."""
     restarts: Annotated[int, "[0, inf)", (-1,)] = -1
-    """Maximum number of restarts; -1 for job.restarts, which applies to all launchers."""
+    """Maximum number of restarts on GKE; -1 for the value of job.restarts."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """Return the launcher that runs jobs as JobSets."""
+    """Return the launcher that renders runs as JobSet manifests and submits them with kubectl."""
     gke = settings.read(Gke, groups["gke"], "gke")
     check(job)
     if not target.kind.pool:
@@ -66,7 +68,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError for jobs that GKE cannot start."""
+    """Raise ValueError unless the job has a container image and a workdir in a gs:// bucket."""
     if not job.image:
         raise ValueError(
             "job.image is empty: build one with launch/Dockerfile, push it, and name it with "
@@ -80,13 +82,16 @@ def check(job: Job) -> None:
 
 
 def folder(job: Job, workdir: str) -> str:
-    """Return the path of a workdir for the job's command: the URL, or the path of its mount."""
+    """Return the workdir path to pass to the job's command.
+
+    This is the gs:// URL for commands that can write to buckets, else its mount under /gcs.
+    """
     accepts_url = job.command.rpartition(".")[2] in jobs.IN_BUCKETS
     return workdir if accepts_url else workdir.replace("gs://", "/gcs/", 1)
 
 
 def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
-    """Return the JobSet of a run as YAML."""
+    """Return the JobSet manifest of a run as YAML."""
     workdir = folder(job, run.workdir)
     arguments = jobs.command(run, workdir)
     mounts = [path for path in (workdir, *jobs.folders(job, run)) if path.startswith("/gcs/")]
@@ -102,10 +107,10 @@ def render(job: Job, gke: Gke, target: Target, run: Run) -> str:
 
 
 def merged(manifest: Any, patch: Any) -> Any:
-    """Merge a patch into a manifest.
+    """Return a Kubernetes manifest with a patch merged into it.
 
-    Mappings are merged by key, and lists of mappings with a "name" by this name. Other values in
-    the patch replace those in the manifest.
+    Mappings are merged key by key. Lists whose items all have a "name" are merged name by name. Any
+    other value in the patch replaces the manifest's value.
     """
     if isinstance(manifest, dict) and isinstance(patch, dict):
         return manifest | {k: merged(manifest.get(k), value) for k, value in patch.items()}

@@ -1,11 +1,11 @@
-"""Jobs, which describe a command and where to run it, and the steps shared by all launchers.
+"""Job files, which say what to run and where, and the code shared by all launchers.
 
-A job is a file in launch/jobs, whose values can be changed on the command line:
+A job is a Python file in launch/jobs. Flags can change its values:
 
     python -m launch.gke --job=launch/jobs/base64_500m.py --job.accelerator=v6e:16x16 --dry_run
 
-Launchers first let the job's command parse its flags, so that a misspelt config field costs seconds
-on this machine instead of a booking on the cluster.
+Before a launcher submits a job, it lets the job's command parse its flags on this machine. So a
+misspelt config field is found in seconds, and not on the cluster.
 """
 
 import os
@@ -31,69 +31,70 @@ _JOB = config_flags.DEFINE_config_file("job", None, "A file in launch/jobs.", lo
 _GROUPS = ("gke", "slurm")
 _REHEARSED = ("train", "train_vae", "sample", "evaluate", "precache")
 IN_BUCKETS = ("train", "train_vae", "sample", "evaluate")
-"""Last names of the commands whose --workdir may be a URL; others need a folder."""
+"""Commands (last part of the module name) that accept a URL as --workdir; others need a folder."""
 
 
 class Job(NamedTuple):
-    """Values of a job file that all launchers share."""
+    """Fields of a job file that apply to all launchers."""
 
     name: str
     command: str
     """Module to run, such as imagen_jax.train or benchmarks.scaling."""
     config: str
-    """Config file, with its argument after a colon: configs/sd2_mlperf.py:2048."""
+    """Config file. A colon separates an argument for the config: configs/sd2_mlperf.py:2048."""
     overrides: tuple[str, ...]
-    """Changes to the config, such as "optimizer.lr=2e-4"."""
+    """Changes to config fields, such as "optimizer.lr=2e-4"."""
     flags: tuple[str, ...]
-    """Further flags of the command."""
+    """Other flags of the command, such as "--num_images=4"."""
     sweep: tuple[tuple[str, ...], ...]
-    """One tuple of further overrides per run; empty for a single run."""
+    """One tuple of additional config overrides per run; empty for a single run."""
     accelerator: str
-    """Accelerators of a run, such as v5p:4x4x4. Several slices work on one run."""
+    """Accelerators of each run, such as v5p:4x4x4, or v5p:4x4x4*2 for one run on two slices."""
     image: str
     workdir: str
     secrets: tuple[str, ...]
-    """Names of environment variables with secret values; see each launcher."""
+    """Names of environment variables with secret values; each launcher documents their source."""
     env: tuple[str, ...] = ()
-    """Environment variables of the run, such as "NCCL_DEBUG=INFO"."""
+    """Environment variables of each run, such as "NCCL_DEBUG=INFO"."""
     mounts: tuple[str, ...] = ()
-    """Folders to mount into a container, in addition to those in the config and the flags."""
+    """Folders to mount into the container, besides the folders in the config and the flags."""
     restarts: ranges.Amount = 10
-    """Maximum number of restarts of a run that crashed or hung, or found its workdir or port in
-    use. A run that was preempted, requeued or out of time is always restarted; one that rejected
-    its config, flags or data (exit code 2) never is."""
+    """Maximum number of restarts after a crash, a hang, or a workdir or port in use. A run that was
+    preempted, was requeued or reached its time limit is always restarted. A run that rejected its
+    config, flags or data (exit code 2) is never restarted."""
 
 
 class Run(NamedTuple):
-    """One run of a job."""
+    """One run of a job: its name, command line and workdir."""
 
     name: str
     argv: tuple[str, ...]
-    """The command line after `python -m`, without --workdir."""
+    """Command line after `python -m`, without --workdir."""
     workdir: str
     overrides: tuple[str, ...]
-    """Overrides of the sweep."""
+    """Config overrides from the job's sweep that distinguish this run, such as "seed=1"."""
 
 
 class Launcher(NamedTuple):
-    """Steps that differ between launchers."""
+    """Functions that each launcher (GKE, Slurm, XManager) implements differently."""
 
     render: Callable[[Run], str]
-    """Return a run's manifest, script or command line."""
+    """Render a run as the text to submit: a manifest, a script or a command line."""
     submit: Callable[[list[str]], None]
-    """Submit all rendered runs. Raises ValueError or ImportError on failure."""
+    """Submit the rendered texts of all runs. Raises ValueError or ImportError on failure."""
     folder: Callable[[str], str] = str
-    """Return the path of a workdir for the job's command."""
+    """Convert a run's workdir to the path that the job's command gets as --workdir."""
 
 
 Groups = Mapping[str, Any]
-"""The groups of a job file that belong to single launchers."""
+"""Launcher-specific groups of a job file, by name ("gke", "slurm"); each is a dict of fields."""
 
 
 def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
-    """Run `python -m launch.NAME --job=FILE`: check and render a job, then print or submit it.
+    """Run a launcher's command: read the job of --job, check it, and submit its runs.
 
-    `open_launcher` raises ValueError for jobs that its cluster cannot start.
+    With --dry_run, print the rendered runs instead of submitting them. `open_launcher` creates the
+    launcher, and raises ValueError for jobs that it cannot start.
     """
 
     def launch(argv: list[str]) -> None:
@@ -118,15 +119,16 @@ def main(open_launcher: Callable[[Job, Target, Groups], Launcher]) -> None:
 
     dry_run = flags.DEFINE_bool("dry_run", False, "Print what would be submitted, and exit.")
     flags.mark_flag_as_required("job")
-    for flag in (_JOB, dry_run):  # --help shows only the key flags of the launcher's module.
+    for flag in (_JOB, dry_run):  # --help shows only the key flags of the main module.
         flags.FLAGS.register_key_flag_for_module(sys.argv[0], flags.FLAGS[flag.name])
     cli.run(launch)
 
 
 def pipe(program: Sequence[str], text: str, missing: str) -> None:
-    """Pass text to the standard input of a program.
+    """Run a program with `text` as its standard input.
 
-    Raises ValueError if it fails or is not installed; `missing` is the advice for the latter case.
+    Raises ValueError if the program fails or is not installed. `missing` is the advice that the
+    message gives if it is not installed.
     """
     try:
         subprocess.run(program, input=text, text=True, check=True)
@@ -137,7 +139,10 @@ def pipe(program: Sequence[str], text: str, missing: str) -> None:
 
 
 def read() -> tuple[Job, Target, Groups]:
-    """Return the job of --job, its accelerators, and the launchers' groups. Raises ValueError."""
+    """Read the file of --job; return the job, its accelerators and the launcher-specific groups.
+
+    Raises ValueError if the job is invalid.
+    """
     values = _JOB.value.to_dict()
     job_values, groups = settings.split(values)
     groups = settings.complete({name: {} for name in _GROUPS}, groups, "")
@@ -147,7 +152,7 @@ def read() -> tuple[Job, Target, Groups]:
 
 
 def check(job: Job) -> None:
-    """Raise ValueError for jobs that no launcher can run."""
+    """Raise ValueError if the job's name, workdir or config file is invalid for every launcher."""
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", job.name):
         raise ValueError(
             f"job.name is {job.name!r}: use at most 40 lower-case letters, digits and dashes"
@@ -159,7 +164,10 @@ def check(job: Job) -> None:
 
 
 def runs(job: Job) -> list[Run]:
-    """Return the runs of a job: one, or one per entry of its sweep in workdirs WORKDIR/0, ..."""
+    """Return the runs of a job: one per sweep entry, in WORKDIR/0, WORKDIR/1, ...
+
+    A job without a sweep has a single run, in WORKDIR.
+    """
     rows = []
     for i, changes in enumerate(job.sweep or ((),)):
         name = f"{job.name}-{i}" if job.sweep else job.name
@@ -172,12 +180,12 @@ def runs(job: Job) -> list[Run]:
 
 
 def command(run: Run, folder: str) -> list[str]:
-    """Return the command line after `python -m`, with `folder` as the workdir."""
+    """Return the command line of a run after `python -m`, with --workdir=`folder`."""
     return [*run.argv, f"--workdir={folder}"]
 
 
 def table(rows: Sequence[Run]) -> str:
-    """Return a line for each run with its name, its workdir and its overrides."""
+    """Format the runs as a table: one line per run with its name, workdir and sweep overrides."""
     names, folders = max(len(run.name) for run in rows), max(len(run.workdir) for run in rows)
     return "\n".join(
         f"{run.name:<{names}}  {run.workdir:<{folders}}  {' '.join(run.overrides)}".rstrip()
@@ -186,7 +194,11 @@ def table(rows: Sequence[Run]) -> str:
 
 
 def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
-    """Return a run's environment variables: job.env, the compilation cache, and tuning flags."""
+    """Return a run's environment variables, given its workdir `folder`.
+
+    They are those in job.env, the folder of the compilation cache, and the compiler settings for
+    the target. Raises ValueError if an entry of job.env is not NAME=VALUE.
+    """
     variables = {"JAX_COMPILATION_CACHE_DIR": f"{folder.rstrip('/')}/compiled"}
     for pair in job.env:
         name, separator, value = pair.partition("=")
@@ -198,9 +210,10 @@ def environment(job: Job, target: Target, folder: str) -> dict[str, str]:
 
 
 def folders(job: Job, run: Run) -> list[str]:
-    """Return the absolute folders that a run needs: those in its config, flags and job.mounts.
+    """Return the folders of all absolute paths in a run's config, its flags and job.mounts.
 
-    For a pattern or a file, this is its folder. Folders inside of others are omitted.
+    A file or a glob pattern counts as its parent folder. A folder inside another listed folder is
+    omitted.
     """
     config = config_of(run) or {}
     values = [*_strings(config), *(argument.partition("=")[2] for argument in run.argv)]
@@ -227,10 +240,11 @@ def _folder(path: str) -> str:
 
 
 def check_commands(commands: Sequence[Sequence[str]]) -> None:
-    """Let the job's command parse the flags of its runs. Raises ValueError with its message.
+    """Let the job's command parse the flags of all runs, without running the command.
 
-    One process parses the flags of all runs, as a repeated flag is parsed each time. The command
-    itself does not run, because absl's --only_check_args exits after parsing.
+    Raises ValueError with the command's error message if a flag is invalid. One process parses the
+    flags of all runs: absl parses every occurrence of a repeated flag. Its flag --only_check_args
+    makes the command exit after parsing.
     """
     arguments = dict.fromkeys(argument for argv in commands for argument in argv)
     argv = [sys.executable, "-m", *arguments, "--only_check_args"]
@@ -242,15 +256,16 @@ def check_commands(commands: Sequence[Sequence[str]]) -> None:
 
 
 def rehearse(job: Job, run: Run, folder: str, target: Target) -> str:
-    """Run a job's command with --rehearse, with virtual CPU devices, and return its report.
+    """Rehearse a run on this machine with virtual CPU devices, and return the report as text.
 
-    It reports whether the run's memory fits the booked devices. The rehearsal takes place only if
-    this machine can read all of the run's inputs, as on a cluster with shared folders. Raises
-    ValueError with the command's message if it rejects its inputs.
+    The job's command runs with --rehearse, which checks the inputs and whether the run fits into
+    the memory of the target's devices. If this machine cannot read all inputs, or the command has
+    no --rehearse, the text says why there was no rehearsal. Raises ValueError with the command's
+    message if the command rejects its inputs.
     """
     if job.command.rpartition(".")[2] not in _REHEARSED:
         return f"{run.name} is not rehearsed: {job.command} has no --rehearse"
-    disk = "/".join(folder.split("/")[:2])  # Such as /shared or /gcs.
+    disk = "/".join(folder.split("/")[:2])  # For example /shared or /gcs.
     missing = [path for path in (*folders(job, run), disk) if path and not os.path.exists(path)]
     if "://" in folder:
         missing = [path for path in missing if path != disk] + [folder] * (not _is_writable(folder))
@@ -300,7 +315,7 @@ def check_mesh(run: Run, target: Target) -> None:
 
 
 def config_of(run: Run) -> dict[str, Any] | None:
-    """Return the config of a run as its command reads it, or None without --config."""
+    """Return a run's config with all overrides applied, or None if the run has no --config."""
     values = flags.FlagValues()
     argv = ["", *(argument for argument in run.argv if argument.startswith("--config"))]
     config = cli.define_config(flag_values=values, argv=argv)

@@ -1,4 +1,4 @@
-"""Predict the memory, communication, time and disk space of a training run before booking it.
+"""Predict the memory, communication, time and disk space of a training run before it starts.
 
     python -m launch.plan --config=configs/base64_2b.py --target=v5p:4x4x4
     python -m launch.plan --config=configs/base64_2b.py --target=h100:64 --fast
@@ -7,23 +7,24 @@ Targets are v4, v5e, v5p, v6e and v7x with a topology (v5e:4x8, or v5p:4x4x4*2 f
 a100, a100-80gb, h100, h200, b200, gb200 and mi300x with a number of GPUs. --config.X=Y changes the
 config, for example --config.mesh.replica=8.
 
---fast traces the program and models the rest, in less than a minute. Without it, the train step is
-also compiled:
-- for TPUs by the TPU compiler, which needs no TPU (pip install libtpu) and gives exact memory and
+With --fast, the command only traces the program and estimates everything from the trace, in less
+than a minute. Without --fast, it also compiles the train step:
+- for TPUs with the TPU compiler, which needs no TPU (pip install libtpu) and gives exact memory and
   communication;
-- for NVIDIA GPUs by XLA, which needs neither GPU nor driver (pip install -e ".[plan-gpu]");
-- for others by XLA's CPU backend, which gives only the communication.
+- for NVIDIA GPUs with XLA, which needs neither GPU nor driver (pip install -e ".[plan-gpu]");
+- for other targets with XLA's CPU backend, which gives only the communication.
 Compiling a big model takes many minutes on a few cores. Compiled programs are cached, so the same
-plan is fast the next time. The compiled program is audited for copies, for products that were split
-or are in float32, and for communication that no computation hides.
+plan is fast the next time. The command audits the compiled program for copies, for matrix products
+that were split or run in float32, and for communication that does not overlap with computation.
 
---profile prints where a step's time goes on a TPU, by the compiler's estimate of cycles, and uses
-this estimate instead of --mfu. It covers the whole program, or with --fast its blocks, each
-compiled once. It is an estimate: the program does not run.
+--profile prints how a step's time on a TPU divides into kinds of work and layers. The times are the
+compiler's estimates of cycles, and replace --mfu; nothing runs on a TPU. The estimates are for the
+whole program or, with --fast, for the model's blocks, each compiled once.
 
-The predicted time of arithmetic is the FLOPs of matrix products and convolutions at the utilization
---mfu, which benchmarks.train_step measures on one device. Communication runs at full bandwidth;
-samples/s are given with all communication hidden behind arithmetic, and with none.
+The predicted time of arithmetic is the FLOPs of matrix products and convolutions divided by --mfu
+times the peak rate; benchmarks.train_step measures this utilization on one device. Communication is
+assumed to run at full bandwidth. Samples/s are given for two cases: all communication overlaps with
+arithmetic, and none does.
 """
 
 import contextlib
@@ -57,7 +58,7 @@ _PICTURES = flags.DEFINE_integer(
 
 
 def main(argv: list[str]) -> None:
-    """Trace the config's train step, compile it unless --fast, and print the plan."""
+    """Trace the config's train step, compile it unless --fast is set, and print the plan."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     with cli.bad_input():
@@ -121,7 +122,7 @@ def main(argv: list[str]) -> None:
 
 
 def table(target: str, f: dict[str, Any]) -> str:
-    """Format the figures `f` of a plan as a table."""
+    """Format the figures `f` of a plan (from `estimate.plan`) as a table for `target`."""
     mesh = " x ".join(f"{axis} {size}" for axis, size in f["mesh"].items())
     need = f["bytes_per_device"]
     size = lambda n: f"{n / 2**30:,.2f} GiB" if n >= 2**27 else f"{n / 2**20:,.2f} MiB"
@@ -167,7 +168,7 @@ def _aligned(rows: Sequence[tuple[str, str]]) -> str:
 
 
 def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
-    """Profile the whole program if it was compiled for a TPU, or else its blocks."""
+    """Return the profile of the compiled step or, if there is none, of its separate blocks."""
     if compiled and compiled.program:
         return profiling.of_program(compiled.program, model, mesh, target.name)
     with cli.bad_input(), _progress(f"compiling the blocks for one {target.name}"):
@@ -176,9 +177,10 @@ def _profile(model: Any, target: Target, mesh: Any, compiled: Any) -> Profile:
 
 
 def _modelled(config: dict[str, Any]) -> dict[str, Any]:
-    """Replace attention kernels by blockwise attention, which every machine can trace.
+    """Return the config with blockwise attention in place of a cuDNN or splash kernel.
 
-    Neither of them stores the scores, so the memory is about the same.
+    Every machine can trace blockwise attention. It needs about the same memory as the kernels,
+    because neither stores the attention scores.
     """
     unet = config["unet"]
     if unet.get("attention_impl") not in ("cudnn", "splash"):
@@ -205,7 +207,7 @@ def _advice(
     mesh: Any,
     with_remat: Callable[[], estimate.Traced],
 ) -> list[str]:
-    """Suggest rematerialization or a micro batch, by the model of the memory."""
+    """Suggest flags for rematerialization, the micro batch or the mesh, by the estimated memory."""
     remat, best = config["unet"]["remat"], figures["largest_micro_batch"]
     share = figures["micro_batch"] * figures["accumulate"]
     micro = f"--config.optimizer.micro_batch={best}" + (
@@ -236,7 +238,7 @@ def _advice(
 
 @contextlib.contextmanager
 def _progress(activity: str) -> Iterator[None]:
-    """Print an activity to stderr, the time so far every 15 seconds, and at last its duration."""
+    """Print the start, the elapsed time every 15 s, and the duration of an activity to stderr."""
     start, done = time.time(), threading.Event()
 
     def report():

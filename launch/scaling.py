@@ -1,4 +1,4 @@
-"""Write docs/scaling.md: the planner's predictions for 1 to 512 devices.
+"""Write docs/scaling.md, the page with the planner's predicted scaling for 1 to 512 devices.
 
 python -m launch.scaling > docs/scaling.md
 """
@@ -25,17 +25,18 @@ _MFU = flags.DEFINE_float("mfu", 0.4, "Model FLOP utilization of one device.", 1
 
 
 class Section(NamedTuple):
-    """Texts of a model's section of the page."""
+    """Texts of one model's section of the page."""
 
     cost: str
+    """TFLOP per sample and global batch size."""
     rows: list[tuple[int, str, list[str]]]
-    """(devices, samples per device, one cell per kind of accelerator)"""
+    """Rows of the table: (devices, samples per device, one cell per kind of accelerator)."""
     ends: str
-    """The number of devices up to which scaling is linear, per kind of accelerator."""
+    """Largest number of devices with nearly linear scaling, for each kind of accelerator."""
 
 
 def main(argv: list[str]) -> None:
-    """Trace each model once and print the page."""
+    """Trace the train step of each model once and print the page."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}", 2)
     compiling.prepare(1)
@@ -54,7 +55,10 @@ def main(argv: list[str]) -> None:
 
 
 def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
-    """Return a model's section; `curves` has its best choices by kind of accelerator."""
+    """Return a model's section of the page.
+
+    `curves` holds, for each kind of accelerator, the results of `curve`.
+    """
     batch = traced.model.run.batch_size
     rows = []
     for i, devices in enumerate(DEVICES):
@@ -66,12 +70,16 @@ def section(traced: Traced, curves: Mapping[str, list[Choice]]) -> Section:
 
 
 def curve(traced: Traced, kind: str, mfu: float) -> list[Choice]:
-    """Return the best choice for each number of devices."""
+    """Return, for each number in DEVICES, the fastest mesh and micro batch and their step time."""
     return [best(traced, _target(kind, devices), mfu) for devices in DEVICES]
 
 
 def best(traced: Traced, target: Target, mfu: float) -> Choice:
-    """Return the fastest mesh and micro batch that fit, with no communication hidden."""
+    """Return the mesh and micro batch with the fastest step among those that fit into memory.
+
+    Step times assume that no communication overlaps with arithmetic. The meshes use fsdp over all
+    devices or over eight. Raises ValueError if nothing fits.
+    """
     shapes = {(1, target.devices), (max(1, target.devices // 8), min(8, target.devices))}
     fastest = choice.best(traced, target, mfu, sorted(shapes))
     if fastest is None:
@@ -93,14 +101,14 @@ def _cells(point: Choice, one: Choice, devices: int) -> str:
 
 
 def _linear_up_to(points: list[Choice]) -> int:
-    """Return the largest number of devices at which each does at least 90 % of a single one."""
+    """Return the largest number of devices with at least 90 % of one device's samples/s each."""
     return max(devices for devices in DEVICES if _efficiency(points, 1, devices) >= 0.9)
 
 
 def _efficiency(points: list[Choice], few: int, many: int) -> float:
-    """Return samples/s per device on `many` devices relative to `few`.
+    """Return samples/s per device on `many` devices, relative to `few` devices.
 
-    No communication is hidden.
+    Step times assume that no communication overlaps with arithmetic.
     """
     seconds_few, seconds_many = (points[DEVICES.index(n)].step.exposed for n in (few, many))
     return few * seconds_few / (many * seconds_many)

@@ -3,19 +3,21 @@
     python -m launch.slurm --job=launch/jobs/base64_500m.py --job.accelerator=h100:64 \\
         --job.workdir=/shared/runs/base64 --job.slurm.setup="source .venv/bin/activate" --dry_run
 
-prints the scripts; without --dry_run they are submitted. The workdir is a folder that all nodes
-see, or a folder in a bucket (gs://BUCKET/... or s3://BUCKET/...) that the nodes can access. Each
-node runs one process with all its GPUs.
+This command prints the scripts; without --dry_run it submits them. The workdir is a folder that all
+nodes can access, on a shared disk or in a bucket (gs://BUCKET/... or s3://BUCKET/...). Each node
+runs one process, which uses all GPUs of the node.
 
-Before the time limit, or when it is preempted, a run saves and is requeued. A run that crashes or
-hangs, or finds its workdir in use, is requeued up to job.restarts times. The count is kept in
-WORKDIR/crashes-JOBID, or, for a bucket, in NAME-crashes-JOBID in the folder of the submission. A
-run that rejected its config, flags or data (exit code 2) is not requeued.
+A run that is preempted or nears its time limit saves a checkpoint and is requeued. A run that
+crashes or hangs, or finds its workdir in use, is requeued up to job.restarts times. The file
+WORKDIR/crashes-JOBID counts these restarts; if the workdir is in a bucket, the file is
+NAME-crashes-JOBID in the folder where sbatch was called. A run that rejected its config, flags or
+data (exit code 2) is not requeued.
 
-With job.image, commands run in that container (Pyxis), where the workdir and all folders in config,
-flags and job.mounts are mounted; otherwise in the environment of job.slurm.setup. job.env are
-environment variables with values, and job.secrets are names of variables of the submitting shell.
-job.slurm.options are further options of sbatch, such as "--reservation=NAME".
+If job.image is set, commands run in this container image (with Pyxis). The workdir and all folders
+in the config, the flags and job.mounts are mounted. Otherwise commands run in the environment that
+job.slurm.setup activates. job.env lists environment variables with values (NAME=VALUE). job.secrets
+lists names of variables that must be set in the shell that submits the job. job.slurm.options lists
+more options of sbatch, such as "--reservation=NAME".
 """
 
 import shlex
@@ -29,22 +31,22 @@ from launch.job import Job, Launcher, Run
 
 
 class Slurm(NamedTuple):
-    """Fields of a job's group `slurm`."""
+    """Settings for Slurm: the group `slurm` of a job file."""
 
     partition: str
     account: str
     time: str
     """Time limit in sbatch's form, such as 24:00:00."""
     grace: ranges.Count
-    """Seconds before the time limit at which a run saves."""
+    """A run saves a checkpoint and is requeued this many seconds before its time limit."""
     setup: str
     """Shell command that activates the Python environment."""
     options: tuple[str, ...] = ()
-    """Further options of sbatch."""
+    """More options of sbatch, such as "--reservation=NAME"."""
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """Return the launcher that runs jobs as sbatch scripts."""
+    """Return the launcher that renders runs as sbatch scripts and submits them with sbatch."""
     slurm = settings.read(Slurm, groups["slurm"], "slurm")
     check(job, slurm, target)
 
@@ -56,7 +58,10 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job, slurm: Slurm, target: Target) -> None:
-    """Raise ValueError for jobs that Slurm cannot start."""
+    """Raise ValueError if Slurm cannot start the job.
+
+    The job needs valid sbatch options, GPUs, and a workdir that is an absolute path or a URL.
+    """
     for option in slurm.options:
         if not option.startswith("-") or "\n" in option:
             raise ValueError(f"job.slurm.options holds {option!r}: write --NAME=VALUE")
@@ -84,8 +89,9 @@ def render(job: Job, slurm: Slurm, target: Target, run: Run) -> str:
             job.image,
             *(["--container-mounts", mounts] if mounts else []),
         ]
-    # Not --kill-on-bad-exit=1: srun returns the largest exit code, so the code of a killed process
-    # would hide code 2 (bad input). After 60 s, --wait ends processes that are left over.
+    # With --kill-on-bad-exit=1, the exit codes of killed processes would hide code 2 (bad input),
+    # because srun returns the largest code. Instead, --wait=60 ends the remaining processes 60 s
+    # after the first one exits.
     srun = ["srun", "--kill-on-bad-exit=0", "--wait=60", *image, "python", "-m"]
     line = shlex.join([*srun, *jobs.command(run, run.workdir)])
     variables = jobs.environment(job, target, run.workdir)

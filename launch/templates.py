@@ -1,4 +1,4 @@
-"""Templates of the launchers' manifests and scripts, and of a page: NAME.jinja in this folder."""
+"""Rendering of the Jinja templates in this folder: a manifest, a Slurm script and a page."""
 
 import pathlib
 from typing import Any
@@ -7,7 +7,10 @@ import jinja2
 
 
 def fill(name: str, **values: Any) -> str:
-    """Render a template of this folder. Raises an error if a value is missing."""
+    """Render the template NAME.jinja in this folder with these values.
+
+    Raises jinja2.UndefinedError if the template uses a value that is not given.
+    """
     environment = jinja2.Environment(
         trim_blocks=True,
         lstrip_blocks=True,

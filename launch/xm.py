@@ -6,10 +6,11 @@
     python -m launch.xm --job=launch/jobs/quickstart_sweep.py --job.accelerator=a100:1 \\
         --job.image=IMAGE --job.workdir=gs://BUCKET/runs/sweep --executor=vertex
 
-Each run of a sweep is a work unit of an XManager experiment. XManager 0.8.5 supports, of our
-accelerators, only A100s with 40 GB, at most 8 on one machine: use `python -m launch.gke` for TPUs,
-other GPUs and several hosts. Vertex mounts buckets under /gcs. job.env are environment variables of
-each run. Failed runs are not restarted.
+Each run of a sweep is a work unit of an XManager experiment. On Vertex AI, XManager 0.8.5 supports
+only one of the accelerators in launch/accelerators.py: A100 GPUs with 40 GB, at most 8 on one
+machine. For TPUs, other GPUs and several hosts, use `python -m launch.gke`. Vertex AI mounts
+buckets under /gcs. job.env lists the environment variables of each run. Failed runs are not
+restarted.
 """
 
 import shlex
@@ -27,7 +28,10 @@ _EXECUTOR = flags.DEFINE_enum("executor", "local", ["local", "vertex"], "Where t
 
 
 def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
-    """Return XManager's launcher: each run is a work unit; a dry run prints its command line."""
+    """Return the launcher that submits runs as work units of an XManager experiment.
+
+    A dry run prints the command lines of the runs.
+    """
     del groups
     check(job, target, _EXECUTOR.value)
     folder = str if _EXECUTOR.value == "local" else lambda workdir: in_bucket(job, workdir)
@@ -39,7 +43,7 @@ def launcher(job: Job, target: Target, groups: jobs.Groups) -> Launcher:
 
 
 def check(job: Job, target: Target, executor: str) -> None:
-    """Raise ValueError for jobs that XManager cannot start."""
+    """Raise ValueError if XManager cannot start the job on the executor "local" or "vertex"."""
     if job.secrets:
         raise ValueError(
             "job.secrets are not supported by XManager: set the variables where the run starts"

@@ -1,4 +1,7 @@
-"""Job that trains the 500M base model on 64 v5p chips; see docs/launch.md for all launchers."""
+"""Job that trains Imagen's 64x64 base model (525M parameters) on 64 TPU v5p chips.
+
+docs/launch.md explains how to launch jobs.
+"""
 
 from ml_collections import ConfigDict
 
@@ -8,7 +11,7 @@ def get_config() -> ConfigDict:
     c.name = "base64-500m"
     c.command = "imagen_jax.train"
     c.config = "configs/base64_500m.py"
-    c.overrides = ()  # Changes to the config, such as "optimizer.lr=2e-4".
+    c.overrides = ()  # Changes to config fields, such as "optimizer.lr=2e-4".
     c.flags = ()
     c.sweep = ()  # One run per entry, for example (("seed=1",), ("seed=2",)).
 
@@ -17,8 +20,8 @@ def get_config() -> ConfigDict:
     c.workdir = ""
     c.secrets = ()  # Names of environment variables, such as "HF_TOKEN".
     c.env = ()  # Environment variables, such as "NCCL_DEBUG=INFO".
-    c.mounts = ()  # Folders to mount, in addition to those in the config and the flags.
-    c.restarts = 10  # After crashes and hangs. Preempted runs always restart, bad input never.
+    c.mounts = ()  # Folders to mount, in addition to the folders in the config and the flags.
+    c.restarts = 10  # After crashes and hangs. Preempted runs restart always, invalid ones never.
 
     c.gke = dict(
         namespace="default",
@@ -27,7 +30,7 @@ def get_config() -> ConfigDict:
         secret="imagen-sd-jax",
         spot=False,
         grace=300,
-        restarts=-1,  # -1 for c.restarts.
+        restarts=-1,  # -1: use c.restarts.
         patch="",  # YAML merged into the manifest: "{metadata: {labels: {team: images}}}".
     )
     c.slurm = dict(partition="", account="", time="24:00:00", grace=300, setup="", options=())

@@ -1,4 +1,4 @@
-"""Job that runs the quick start with three seeds, each on one GPU."""
+"""Job that trains the quick start's model with three seeds, each on one GPU."""
 
 from ml_collections import ConfigDict
 

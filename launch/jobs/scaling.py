@@ -1,4 +1,7 @@
-"""Job that measures weak scaling of the 500M base model on 64 GPUs: see docs/benchmarks.md."""
+"""Job that measures weak scaling of Imagen's 64x64 base model on up to 64 H100 GPUs.
+
+docs/benchmarks.md describes the benchmark.
+"""
 
 from ml_collections import ConfigDict
 

@@ -1,4 +1,4 @@
-"""Audit of a compiled program: copies, split products, padding and exposed communication."""
+"""Audit of a compiled program: copies, split matrix products, padding, exposed communication."""
 
 import collections
 import re
@@ -14,32 +14,36 @@ _GPU_PRODUCT = re.compile(r'custom_call_target="__cu(dnn\$conv|blas)')
 
 
 class Audit(NamedTuple):
-    """Findings for one execution of the program on one device."""
+    """Audit of a compiled program: counts and bytes for one execution on one device."""
 
     products: int
-    """Number of convolutions and matrix products; those in loops count as often as they run."""
+    """Number of executed convolutions and matrix products; each loop iteration counts."""
     products_written: int
-    """Number of products before compilation: fewer than `products` if the compiler split some (a
-    "windowed einsum" over parts of a weight), more if it merged some."""
+    """Number of convolutions and matrix products before compilation. It is smaller than `products`
+    if the compiler split some of them (a "windowed einsum" over parts of a weight), and larger if
+    the compiler merged some."""
     float32_products: list[str]
-    """Products with only float32 operands, which take several passes on a TPU."""
+    """Names of convolutions and matrix products with only float32 operands. They are slow on a TPU,
+    because each takes several passes."""
     gathers: dict[str, int]
-    """Bytes of gathered arrays by dtype."""
+    """Bytes of the results of all-gathers, by dtype."""
     collectives: int
+    """Number of executed collectives."""
     exposed: list[str]
-    """Collectives that no computation hides: synchronous ones, or those awaited immediately."""
+    """Names of collectives that do not overlap with computation: they are synchronous, or awaited
+    immediately."""
     copies: int
-    """Number of copies and transpositions."""
+    """Number of executed copies and transpositions."""
     copied_bytes: int
     """Bytes written by copies and transpositions."""
     written_bytes: int
     """Bytes written by all instructions."""
     padding_bytes: int
-    """Bytes that pad the written arrays to full tiles; 0 on GPUs."""
+    """Bytes of padding that fill the written arrays up to full TPU tiles; 0 on GPUs."""
 
 
 def audit(compiled: compiling.Program) -> Audit:
-    """Audit a compiled program."""
+    """Return the audit of a compiled program."""
     program = hlo.read(compiled.text)
     products = copies = copied = written = padded = collectives = 0
     gathers: collections.Counter[str] = collections.Counter()
@@ -78,7 +82,7 @@ def audit(compiled: compiling.Program) -> Audit:
 
 
 def added(audits: Sequence[tuple[int, Audit]]) -> Audit:
-    """Add up the audits of several programs, each times its number of executions."""
+    """Return the sum of the audits of several programs, given as (executions, audit)."""
     numbers = lambda name: sum(times * getattr(part, name) for times, part in audits)
     gathers = collections.Counter()
     for times, part in audits:
@@ -120,7 +124,10 @@ def lines(audit: Audit) -> list[str]:
 
 
 def exposed(program: Program) -> list[str]:
-    """Return the names of the collectives that no computation hides."""
+    """Return the names of the collectives that do not overlap with any computation.
+
+    They are synchronous, or start and end without a computation in between.
+    """
     names = []
     for instructions in program.computations.values():
         started: dict[str, int] = {}

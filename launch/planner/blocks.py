@@ -1,9 +1,9 @@
-"""Compilation of a train step block by block, each distinct block once, for a TPU.
+"""Compilation of a train step for a TPU block by block, with each distinct block compiled once.
 
+A block is a module that the network calls directly, such as a residual block or a transformer.
 Compiling a whole model takes most of an hour on a few cores, but a model has few distinct blocks.
-A block is a module that a network calls directly: a residual block, a transformer. The update of
-the parameters is one more program. Operations between blocks (concatenations, the loss) and fusions
-across their borders are not covered.
+The update of the parameters is compiled as one more program. Operations between blocks
+(concatenations, the loss) and fusions across blocks are not included.
 """
 
 import collections
@@ -30,38 +30,38 @@ DEAREST = 10
 
 
 class Block(NamedTuple):
-    """Module with inputs of given shapes, which stands for all equal calls."""
+    """Block of a network: a module and its input shapes, for all calls with equal ones."""
 
     label: str
     """Class and input shapes, such as "ResBlock 16x64x64x256, 16x1024"."""
     names: Sequence[str]
-    """Names of the modules, in the order of their calls."""
+    """Names of all modules that this block stands for, in the order of their calls."""
     module: nn.Module
     variables: Any
     inputs: tuple[tuple[Any, ...], Mapping[str, Any]]
-    """Positional and keyword arguments, with shapes in place of arrays."""
+    """Positional and keyword arguments of a call, with shapes in place of arrays."""
     trained: bool
-    """Whether the block is part of the gradient; otherwise only its forward pass runs."""
+    """Whether the block has trained parameters; otherwise only its forward pass is compiled."""
 
 
 class Measured(NamedTuple):
-    """Compiler's estimates for a block, or for the update of the parameters."""
+    """The compiler's estimates for one program: a block, the parameter update or a whole step."""
 
     label: str
     cycles: Mapping[str, float]
-    """Cycles by kind of work, see cycles.KINDS."""
+    """Estimated cycles by kind of work; cycles.KINDS lists the kinds."""
     layers: Mapping[str, float]
-    """Cycles by part of the network, as named by jax."""
+    """Estimated cycles by part of the network, such as "down_1_res"."""
     flops: float
     """FLOPs of matrix products and convolutions, without recomputation."""
     temporary: int
-    """Bytes of temporary memory."""
+    """Temporary memory in bytes."""
     seconds: float
-    """Time of the compilation."""
+    """Compile time in seconds."""
     dearest: Sequence[Cost]
-    """The instructions with the most cycles."""
+    """The most expensive instructions, by estimated cycles."""
     unknown: int
-    """Number of kernels without an estimate."""
+    """Number of kernels without an estimate, which count as 0 cycles."""
     audit: Audit
 
     @property
@@ -70,9 +70,9 @@ class Measured(NamedTuple):
 
 
 def record(model: Model, samples: int) -> list[Block]:
-    """Return the blocks of the loss of a batch, without computing or compiling them.
+    """Return the distinct blocks that the loss calls for a batch of this many samples.
 
-    Raises ValueError if the loss calls no flax module.
+    Nothing is computed or compiled. Raises ValueError if the loss calls no flax module.
     """
     blocks: dict[Any, Block] = {}
     trained: set[int] = set()
@@ -113,18 +113,21 @@ def record(model: Model, samples: int) -> list[Block]:
 
 
 def work(block: Block) -> float:
-    """Return the FLOPs of a block's products; the gradient has twice those of the forward pass."""
+    """Return the FLOPs of one call of a block: its matrix products and convolutions.
+
+    For a trained block, this includes the gradient, with twice the FLOPs of the forward pass.
+    """
     function, arguments = _programs(block)[0]
     forward = flops.count(jax.make_jaxpr(function)(*arguments).jaxpr)
     return float(forward * (3 if block.trained else 1))
 
 
 def measure(block: Block, kind: str) -> Measured:
-    """Compile a block, with its gradient if it is trained, for one TPU."""
+    """Compile a block for one TPU, with its gradient if it is trained, and return the estimates."""
     mesh = compiling.one_device(kind)
     function, arguments = _programs(block)[block.trained]
     # Parameters have the layout of the train state. The compiler chooses the layout of activations,
-    # as it does within a whole program; a fixed one would add copies at the borders of blocks.
+    # as in a whole program; a fixed layout would add copies at the inputs and outputs of blocks.
     fixed = sharding.replicated(mesh)
     automatic = Format(Layout.AUTO, fixed)
     places = (fixed, automatic, fixed, fixed, automatic)[: len(arguments)]
@@ -136,7 +139,11 @@ def measure(block: Block, kind: str) -> Measured:
 
 
 def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
-    """Compile clipping, optimizer and averages for a device's shard of the state on `mesh`."""
+    """Compile the parameter update for one TPU, and return the compiler's estimates.
+
+    The program has gradient clipping, the optimizer and the parameter averages, for one device's
+    shard of the train state on `mesh`.
+    """
     places = sharding.shardings(model.state, mesh, model.task.rules)
     replicated = sharding.replicated(compiling.one_device(kind))
     shard = lambda leaf, place: jax.ShapeDtypeStruct(
@@ -161,7 +168,10 @@ def measure_update(model: Model, mesh: AbstractMesh, kind: str) -> Measured:
 
 
 def measured(program: compiling.Program, kind: str, label: str, work: float) -> Measured:
-    """Return the compiler's estimates in a program for a TPU; `work` are the model's FLOPs."""
+    """Return the compiler's estimates for a compiled TPU program.
+
+    `work` is the number of model FLOPs that the program computes; it is stored in `flops`.
+    """
     unknown = 0
 
     def kernel_cycles(instruction):
@@ -190,7 +200,7 @@ def measured(program: compiling.Program, kind: str, label: str, work: float) -> 
 
 
 def _programs(block: Block) -> tuple[tuple[Any, tuple], tuple[Any, tuple]]:
-    """Return (function, arguments) of the forward pass, and of it with the block's gradient."""
+    """Return (function, arguments) for a block's forward pass and for forward plus backward."""
     leaves, tree = jax.tree.flatten(block.inputs)
     is_array = lambda leaf: isinstance(leaf, jax.ShapeDtypeStruct)
     is_float = lambda leaf: is_array(leaf) and jnp.issubdtype(leaf.dtype, jnp.floating)
@@ -224,7 +234,7 @@ def _label(module: nn.Module, inputs: Any) -> str:
 
 
 def _fields(module: nn.Module) -> str:
-    """Return a module's class and its fields except name and parent; functions by their names."""
+    """Return a text that is equal for modules of equal class and fields, whatever their names."""
     values = {f.name: getattr(module, f.name, None) for f in dataclasses.fields(module)}
     fields = {
         name: getattr(value, "__qualname__", value)

@@ -1,4 +1,4 @@
-"""Choice of the mesh, micro batch and rematerialization that make a step fastest on a target."""
+"""Choice of the mesh, the micro batch and rematerialization for the fastest step on a target."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -13,22 +13,23 @@ from launch.planner.estimate import Step, Traced
 
 
 class Choice(NamedTuple):
-    """Division of a step over devices that fits into their memory."""
+    """Mesh and micro batch that fit into memory, with the predicted times of a step."""
 
     mesh: AbstractMesh
     micro_batch: int
     """Samples per device and pass."""
     accumulate: int
-    """Passes per step."""
+    """Passes (micro batches) per step."""
     step: Step
     bytes: int
-    """Memory per device."""
+    """Memory per device in bytes."""
 
 
 def meshes(target: Target) -> list[tuple[int, int]]:
-    """Return the meshes to try, as (replica, fsdp).
+    """Return the mesh sizes to try, as (replica, fsdp).
 
-    They are plain data parallelism, fsdp over all devices, and fsdp over devices joined by links.
+    They are plain data parallelism, fsdp over all devices, and fsdp over each group of devices with
+    direct links (a TPU slice, or the GPUs of a host or rack).
     """
     devices, island = target.devices, min(target.devices, target.island)
     by_island = {(devices // island, island)} if devices % island == 0 else set()
@@ -38,7 +39,11 @@ def meshes(target: Target) -> list[tuple[int, int]]:
 def best(
     traced: Traced, target: Target, mfu: float, shapes: list[tuple[int, int]] | None = None
 ) -> Choice | None:
-    """Return the choice whose step is shortest with no communication hidden; None if none fits."""
+    """Return the choice with the fastest step on the target, or None if nothing fits into memory.
+
+    `shapes` are the mesh sizes (replica, fsdp) to try, by default those from `meshes`. `mfu` is the
+    utilization of arithmetic. Step times assume that no communication overlaps with arithmetic.
+    """
     choices = (_choice(traced, target, shape, mfu) for shape in shapes or meshes(target))
     return min((c for c in choices if c), key=lambda choice: choice.step.exposed, default=None)
 
@@ -64,9 +69,11 @@ def advise(
     mfu: float,
     current: Mapping[str, Any],
 ) -> str:
-    """Describe the best choice and its cost; `current` are the figures of the config.
+    """Return one line of advice: the flags of the fastest choice, and its time and memory.
 
-    Rematerialization adds a third to the arithmetic, so it is tried only if nothing fits without.
+    `current` holds the figures of the config's own plan, for comparison. `with_remat` traces the
+    model with rematerialization. This adds a third to the arithmetic, so it is tried only if
+    nothing fits otherwise.
     """
     tried, remat = traced, False
     if (choice := best(traced, target, mfu)) is None:

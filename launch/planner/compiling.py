@@ -1,4 +1,4 @@
-"""Compilation of the train step for devices that this machine does not have."""
+"""Compilation of the train step for TPUs and GPUs that this machine does not have."""
 
 import base64
 import hashlib
@@ -31,32 +31,33 @@ COMPILERS = ("libtpu", "jax-cuda12-plugin", "nvidia-cuda-nvcc-cu12", "nvidia-cud
 
 
 class Program(NamedTuple):
-    """Compiled program."""
+    """Compiled program with its memory, compile time and text."""
 
     text: str
     """The optimized HLO, as printed by XLA."""
     temporary: int
-    """Bytes of temporary memory per device."""
+    """Temporary memory per device in bytes."""
     seconds: float
-    """Time of the compilation."""
+    """Compile time in seconds."""
     products: int
     """Number of convolutions and matrix products before compilation."""
 
 
 class Compiled(NamedTuple):
-    """Facts that the compiler determined about a train step."""
+    """Memory and communication of a compiled train step."""
 
     temporary: int | None
-    """Bytes of temporary memory per device; None if unknown."""
+    """Temporary memory per device in bytes; None if unknown."""
     collectives: list[Collective]
     program: Program | None = None
-    """The program, if it was compiled for the target itself."""
+    """The program; None if it was compiled for CPUs in place of the target."""
 
 
 def prepare(devices: int, *kinds: str) -> None:
-    """Give this process `devices` virtual CPU devices. Call this before JAX starts.
+    """Prepare this process to compile for other machines. Call this before JAX starts.
 
-    Compilers get the same settings as in runs on these `kinds` of accelerators.
+    JAX gets `devices` virtual CPU devices. Compilers get the settings that runs on these `kinds` of
+    accelerators ("tpu", "gpu", or a name such as "v5e") use.
     """
     os.environ.update(tuning.environment(kinds, os.environ))
     # libtpu reads XLA_FLAGS too, and exits on flags of the CPU compiler.
@@ -75,9 +76,10 @@ def prepare(devices: int, *kinds: str) -> None:
 
 
 def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled, list[str]]:
-    """Compile the step for the target, and return the result with notes.
+    """Compile the train step for the target, and return the result and notes for the user.
 
-    If the target's compiler is not installed, compile for CPUs instead and add a note.
+    If the target's compiler is not installed, the step is compiled for CPUs instead, and a note
+    says so. Raises ValueError if the mesh does not use all devices of the target.
     """
     missing = missing_for(target)
     devices = jax.devices() if missing else _devices(target)
@@ -105,7 +107,7 @@ def analyse(model: Model, target: Target, mesh: AbstractMesh) -> tuple[Compiled,
 
 
 def missing_for(target: Target) -> str | None:
-    """Return a message if software to compile for a target is missing, else None."""
+    """Return a message if this machine lacks the software to compile for a target, else None."""
     if not target.is_tpu:
         return gpu.missing(target)
     if importlib.util.find_spec("libtpu") is None:
@@ -118,7 +120,7 @@ def _devices(target: Target) -> list[Any]:
 
 
 def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
-    """Lower the train step for a mesh of devices that this machine need not have."""
+    """Lower the train step for a mesh. The mesh's devices need not exist on this machine."""
     places = sharding.shardings(model.state, mesh, model.task.rules)
     frozen = memory.shapes(model.task.frozen)
     frozen_places = sharding.shardings(frozen, mesh, model.task.rules)
@@ -138,10 +140,10 @@ def lower_step(model: Model, mesh: Mesh) -> jax.stages.Lowered:
 def compile_for(
     lowered: jax.stages.Lowered, *place: Any, fallback: dict[str, Any] | None = None
 ) -> Program:
-    """Compile a program, or read it from the cache.
+    """Compile a lowered program, or read the compiled program from the cache.
 
-    `place` identifies the device in the cache. `fallback` are compiler options for a second attempt
-    if the first one fails.
+    `place` identifies the target device in the cache's key. `fallback` holds compiler options for a
+    second attempt, made if compilation fails.
     """
 
     source = lowered.as_text()
@@ -167,9 +169,10 @@ def compile_for(
 
 
 def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
-    """Return make(), cached as JSON in JAX's compilation cache under a hash of `parts`.
+    """Return the result of make(), or its copy cached for the same name and parts.
 
-    JAX itself does not cache programs for devices that the machine does not have.
+    The result is cached as JSON in the folder of JAX's compilation cache, if that is set. (JAX
+    itself does not cache programs for devices that the machine does not have.)
     """
     config: Any = jax.config
     folder = config.jax_compilation_cache_dir
@@ -185,14 +188,14 @@ def cached(name: str, parts: Sequence[Any], make: Callable[[], T]) -> T:
 
 
 def versions() -> list[str]:
-    """Return the versions and options of the compilers, which are part of the cache's keys."""
+    """Return the compilers' versions and options, for use in cache keys."""
     names = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_OPTIMIZATION_LEVEL")
     compilers = [f"{name} {log.version(name)}" for name in ("jax", "jaxlib", *COMPILERS)]
     return [*compilers, *(os.environ.get(name, "") for name in names)]
 
 
 def one_device(kind: str) -> Mesh:
-    """Return a mesh of a single TPU to compile for."""
+    """Return a mesh of one TPU of this kind, to compile for. The TPU need not exist."""
     shape = "2x2x1" if kind == "v7x" else "x".join("1" * KINDS[kind].torus)
     name = f"{_LIBTPU.get(kind, kind)}:{shape}"
     device = topologies.get_topology_desc(topology_name=name, platform="tpu").devices[0]
@@ -200,7 +203,10 @@ def one_device(kind: str) -> Mesh:
 
 
 def tpu_devices(target: Target) -> list[Any]:
-    """Return the devices of a TPU slice. Raises ValueError if libtpu has no such slice."""
+    """Return the devices of the target's TPU slices, in order to compile for them.
+
+    Raises ValueError if libtpu does not support a slice of this topology.
+    """
     name = f"{_LIBTPU.get(target.name, target.name)}:{target.topology}"
     try:
         options = {"num_slices": target.slices} if target.slices > 1 else {}

@@ -1,7 +1,8 @@
-"""The TPU compiler's estimate of a program's time: cycles of each instruction, by kind of work.
+"""The TPU compiler's estimates of a program's cycles, by instruction and kind of work.
 
-libtpu writes `estimated_cycles` into compiled programs. They come from its model of a core and its
-memory, not from measurements. It has no estimate for Pallas kernels; kernels.py provides one.
+The compiler, libtpu, writes `estimated_cycles` into compiled programs. These estimates come from a
+model of the TPU core and its memory, not from measurements. libtpu does not estimate Pallas
+kernels; kernels.py does.
 """
 
 import re
@@ -28,7 +29,7 @@ _ARITHMETIC = {"add", "multiply", "subtract", "divide", "exponential", "reduce",
 
 
 class Cost(NamedTuple):
-    """Estimate for an instruction, summed over all its executions."""
+    """Estimated cycles of an instruction, summed over all its executions."""
 
     cycles: float
     kind: str
@@ -39,7 +40,11 @@ class Cost(NamedTuple):
 
 
 def costs(text: str, kernel_cycles: Callable[[Instruction], float | None]) -> Iterator[Cost]:
-    """Yield the cost of each instruction of a program; kernels without an estimate cost 0."""
+    """Yield the cost of each instruction of a compiled program.
+
+    `kernel_cycles` estimates a Pallas kernel, or returns None if it cannot. Instructions without an
+    estimate are left out.
+    """
     program = hlo.read(text)
     for instruction, times in program.run():
         cycles = _estimated(instruction)
@@ -58,7 +63,7 @@ def is_kernel(instruction: Instruction) -> bool:
 
 
 def kind(program: Program, instruction: Instruction) -> str:
-    """Return the main kind of work of an instruction, one of KINDS."""
+    """Return the kind of work (one of KINDS) that dominates an instruction's time."""
     opcode, source = instruction.opcode, instruction.source
     inside = program.inside(instruction)
     opcodes = {inner.opcode for inner in inside} | {opcode}
@@ -80,18 +85,19 @@ def kind(program: Program, instruction: Instruction) -> str:
 
 
 def layer(source: str) -> str:
-    """Return the part of the network in an operation's name.
+    """Return the part of the network that an operation belongs to; "" if unknown.
 
-    For example, jit(train_step)/transpose(jvp(UNet))/down_1_0_res/conv1/... is in down_1_res.
+    `source` is the operation's name in jax. For example,
+    jit(train_step)/transpose(jvp(UNet))/down_1_0_res/conv1/... belongs to down_1_res.
     """
     match = re.search(r"jvp\(\w+\)+/(\w+)", source)
     return level(match[1]) if match else ""
 
 
 def level(name: str) -> str:
-    """Drop a module's index within its level, so that equal modules count together.
+    """Return a module's name without its index within its level of the network.
 
-    For example, down_1_0_res becomes down_1_res.
+    For example, down_1_0_res becomes down_1_res. So modules of the same kind count together.
     """
     return re.sub(r"^(\w+?_\d+)_\d+", r"\1", name)
 
@@ -102,7 +108,7 @@ def _estimated(instruction: Instruction) -> float:
 
 
 def _scopes(source: str) -> list[str]:
-    """Return the scopes of an operation, without jax's transformations."""
+    """Return the module names in an operation's name, without transformations such as jvp(...)."""
     wrapped = r"\b(jvp|transpose|jit|remat|checkpoint|rematted_computation|vmap|custom_vjp_call)\("
     while source != (source := re.sub(wrapped + r"([^()]*)\)", r"\2", source)):
         pass

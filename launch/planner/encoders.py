@@ -1,4 +1,4 @@
-"""Shapes of the usual text encoders, for planning without their weights."""
+"""Text encoders for the planner: without weights, the usual encoders have only shapes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from diffusion_jax.config.settings import Text
 from diffusion_jax.text import clip, precomputed, registry, t5
 from diffusion_jax.text.encoder import Batch, TextEncoder
 
-# Fields of T5Encoder by width: T5-11b and T5 v1.1 XXL.
+# T5 encoders by width: T5-11b and T5 v1.1 XXL.
 _T5 = {
     1024: t5.T5Encoder(32128, 1024, 65536, 128, 128, 24),
     4096: t5.T5Encoder(32128, 4096, 10240, 64, 64, 24, activation="gelu_new", gated=True),
@@ -20,12 +20,15 @@ _CLIP = {768: (768, 3072, 12, 12), 1024: (1024, 4096, 16, 24)}
 
 
 def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple[str, ...]]:
-    """Return the encoder of a config, and notes.
+    """Return the text encoder of a config, and notes for the user.
 
-    If its weights cannot be opened, the encoder has only shapes, and a note says so. If the
-    embeddings are in a store or stored with the images (`embedded`), no encoder is needed.
+    If its weights cannot be opened, the encoder has shapes in place of weights, and a note says so.
+    If embeddings come from a store or are stored with the images (`embedded`), the returned encoder
+    only passes embeddings on.
 
-    Raises an error if the weights cannot be opened and the encoder's shape is unknown.
+    Raises:
+        OSError, ValueError: The weights cannot be opened, and the shape of an encoder with this
+            name and width is unknown.
     """
     if text.store or embedded:
         return _stored(text), ()
@@ -40,7 +43,7 @@ def open_encoder(text: Text, embedded: bool = False) -> tuple[TextEncoder, tuple
 
 
 def _stored(text: Text) -> TextEncoder:
-    """Return an encoder whose batches hold embeddings, which are zeros for all texts."""
+    """Return an encoder for stored embeddings; for planning, every text has zeros."""
     array = np.zeros((text.max_tokens, text.width), np.float32)
     encoder = precomputed.encoder(text.width, text.max_tokens)
     return encoder._replace(tokenize=lambda texts: encoder.tokenize([array] * len(texts)))

@@ -1,4 +1,4 @@
-"""Estimates for a config on a target: memory, arithmetic, communication, time and disk space."""
+"""Estimates of memory, arithmetic, communication, time and disk space for a training run."""
 
 import bisect
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from launch.planner.compiling import Compiled
 from launch.planner.systems import Model
 from launch.planner.traffic import Collective
 
-_TOKENS, _CAPTION = 25, 100  # T5 tokens and bytes of an average caption.
+_TOKENS, _CAPTION = 25, 100  # Average caption: its number of T5 tokens, and its bytes.
 
 
 class Traced(NamedTuple):
-    """Model with the traced program of its loss and gradient."""
+    """Model of a config, with its loss and gradient as a traced (not compiled) program."""
 
     model: Model
     step: memory.Traced
@@ -34,54 +34,70 @@ class Traced(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Predicted seconds of the parts of a step."""
+    """Predicted seconds of the parts of a train step."""
 
     arithmetic: float
-    """Forward and backward pass at the stated utilization."""
+    """Forward and backward pass, at the given model FLOP utilization."""
     update: float
-    """Reading and writing parameters, moments and averages once, at full memory bandwidth."""
+    """Update of parameters, optimizer moments and averages: each is read and written once, at full
+    memory bandwidth."""
     communication: float
-    """Communication at full bandwidth, with nothing else at the same time."""
+    """Communication at full bandwidth."""
 
     @property
     def hidden(self) -> float:
-        """Seconds of a step that hides as much communication as possible behind arithmetic."""
+        """Seconds of a step whose communication overlaps with arithmetic as much as possible."""
         return max(self.arithmetic, self.communication) + self.update
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step that hides no communication: the sum of all parts."""
+        """Seconds of a step whose communication does not overlap with arithmetic: the total."""
         return sum(self)
 
 
 def trace(model: Model) -> Traced:
-    """Trace loss and gradient once for all batches and meshes; takes seconds and no compiling."""
+    """Trace the loss and its gradient, which takes seconds because nothing is compiled.
+
+    One trace serves for all batch sizes and meshes.
+    """
     return Traced(model, memory.trace(model.task, model.state, model.example))
 
 
 def mesh_of(model: Model, devices: int) -> AbstractMesh:
-    """Return the config's mesh over `devices`. Raises ValueError unless it uses all of them."""
+    """Return the config's mesh over this number of devices.
+
+    Raises ValueError unless the mesh uses exactly this number of devices.
+    """
     return accelerators.mesh_over(tuple(model.mesh), devices)
 
 
 def passes(model: Model, mesh: AbstractMesh) -> int:
-    """Return the micro batches per step. Raises ValueError unless the batch size divides."""
+    """Return the number of passes (micro batches) per step.
+
+    Raises ValueError if the batch cannot be divided into micro batches over the mesh.
+    """
     return optimizer.for_mesh(model.optimizer, model.run.batch_size, mesh).accumulate
 
 
 def local_batch(model: Model, mesh: AbstractMesh) -> int:
-    """Return the samples per device and pass. Raises ValueError unless the batch size divides."""
+    """Return the number of samples per device and pass: the micro batch.
+
+    Raises ValueError if the batch cannot be divided into micro batches over the mesh.
+    """
     return model.run.batch_size // (sharding.batch_ways(mesh) * passes(model, mesh))
 
 
 def bytes_per_device(traced: Traced, mesh: AbstractMesh) -> Bytes:
-    """Return the memory per device; temporary memory is modelled by traced_memory.py."""
+    """Return the memory per device, with temporary memory estimated from the traced program."""
     model = traced.model
     return memory.bytes_per_device(traced.step, mesh, local_batch(model, mesh), passes(model, mesh))
 
 
 def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
-    """Return the largest global batch of one micro batch that fits in `limit` bytes; 0 if none."""
+    """Return the largest global batch size that fits into memory without gradient accumulation.
+
+    `limit` is the memory per device in bytes. The result is 0 if not even one sample fits.
+    """
     arrays, one_sample = (
         memory.lifetimes(traced.step, mesh),
         memory.bytes_per_device(traced.step, mesh, 1, 1),
@@ -92,7 +108,11 @@ def largest_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
 
 
 def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int:
-    """Return the largest per-device micro batch that divides the batch and fits; 0 if none."""
+    """Return the largest per-device micro batch that fits into memory, or 0 if none fits.
+
+    `limit` is the memory per device in bytes. The micro batch must divide a device's share of the
+    global batch.
+    """
     ways = sharding.batch_ways(mesh)
     share, largest = traced.model.run.batch_size // ways, largest_batch(traced, mesh, limit) // ways
     need = lambda samples: bytes_per_device(with_micro_batch(traced, samples), mesh).total
@@ -101,15 +121,15 @@ def largest_micro_batch(traced: Traced, mesh: AbstractMesh, limit: float) -> int
 
 
 def with_micro_batch(traced: Traced, samples: int) -> Traced:
-    """Return the model with micro batches of `samples` per device."""
+    """Return a copy whose optimizer settings have micro batches of `samples` per device."""
     settings = traced.model.optimizer._replace(micro_batch=samples, accumulate=1)
     return traced._replace(model=traced.model._replace(optimizer=settings))
 
 
 def collectives(traced: Traced, mesh: AbstractMesh) -> list[Collective]:
-    """Model the collectives of a step, which follow from the sharding of the parameters.
+    """Return the collectives of a train step, estimated from the sharding of the parameters.
 
-    Gradients are exchanged for each micro batch.
+    Gradients are exchanged once per micro batch.
     """
     model, program = traced.model, traced.step.program
     layout = sharding.shardings(model.state.params, mesh, model.task.rules)
@@ -137,7 +157,11 @@ def step_time(
     exchanges: list[Collective],
     update: float | None = None,
 ) -> Step:
-    """Predict the seconds of a step; `update` replaces the modelled seconds of the update."""
+    """Predict the seconds of a train step.
+
+    `mfu` is the model FLOP utilization of one device, and `exchanges` are the step's collectives.
+    `update`, if given, replaces the predicted seconds of the parameter update.
+    """
     model, kind = traced.model, target.kind
     samples = model.run.batch_size // sharding.batch_ways(mesh)
     arithmetic = samples * traced.flops / (mesh.shape["tensor"] * kind.peak * mfu)
@@ -157,9 +181,11 @@ def plan(
     update: float | None = None,
     compiled: Compiled | None = None,
 ) -> dict[str, Any]:
-    """Return all figures of a plan, ready for JSON.
+    """Return all figures of a plan as a dict that can be written as JSON.
 
-    Memory and communication come from the compiled program if there is one, else from the model.
+    Temporary memory and communication come from the compiled program if there is one, else from
+    estimates. `pictures` is the size of the data set, `mfu` the utilization of one device, and
+    `update` replaces the predicted seconds of the parameter update.
     """
     model, mesh = traced.model, mesh_of(traced.model, target.devices)
     facts = compiled or Compiled(None, collectives(traced, mesh))
@@ -199,10 +225,11 @@ def plan(
 
 
 def disk(model: Model, pictures: int) -> dict[str, int]:
-    """Estimate the bytes of a run's checkpoints and snapshots, and of a data set.
+    """Estimate the disk space in bytes of a run's checkpoints, its snapshots and its data set.
 
-    Pictures are JPEGs of quality 95 at the training size, or moments. Texts are captions, or int8
-    embeddings of 25 tokens if the network reads stored embeddings.
+    Pictures are stored as JPEGs of quality 95 at the training size or, for latent diffusion, as
+    moments. Texts are stored as captions or, if the network reads stored embeddings, as int8
+    embeddings of 25 tokens.
     """
     run = memory.disk(model.run, model.optimizer, model.state)
     text = _CAPTION

@@ -1,10 +1,11 @@
 """Compilation for NVIDIA GPUs on machines without a GPU.
 
-With the extra `plan-gpu` (jax's CUDA plugin, NVIDIA's assembler, cuDNN), XLA compiles whole
-programs without a GPU or its driver, given a description of the device. Convolutions and attention
-become calls of cuDNN, and matrix products calls of cuBLAS. Nothing is autotuned or timed: the
-program shows memory and kernels, but no seconds. The description is XLA's GpuTargetConfigProto
-(https://github.com/openxla/xla, xla/backends/gpu/target_config).
+This needs the packages of the extra `plan-gpu`: jax's CUDA plugin, NVIDIA's assembler and cuDNN.
+XLA then compiles whole programs from a description of the device, without a GPU or its driver. The
+description is XLA's GpuTargetConfigProto (https://github.com/openxla/xla,
+xla/backends/gpu/target_config). Convolutions and attention become calls of cuDNN, and matrix
+products calls of cuBLAS. Nothing is autotuned or timed: the compiled program shows memory and
+kernels, but not times.
 """
 
 import ctypes
@@ -20,12 +21,13 @@ from launch.accelerators import Target
 
 
 class Device(NamedTuple):
-    """Properties in which the GPUs differ, from NVIDIA's device queries."""
+    """Properties of a GPU that XLA needs to compile for it, from NVIDIA's device queries."""
 
     name: str
     cores: int
+    """Number of streaming multiprocessors."""
     units: int
-    """FP32 units per core."""
+    """Number of FP32 units per streaming multiprocessor."""
     clock: float
     """Clock rate in GHz."""
     memory: int
@@ -33,8 +35,9 @@ class Device(NamedTuple):
     bandwidth: int
     """Memory bandwidth in bytes/s."""
     l2: int
+    """Size of the L2 cache in bytes."""
     shared: int
-    """Bytes of shared memory per core; a thread block may use 1 KiB less."""
+    """Bytes of shared memory per streaming multiprocessor; one thread block can use 1 KiB less."""
     capability: int
     """Major number of the CUDA compute capability."""
 
@@ -51,8 +54,9 @@ DEVICES: Mapping[str, Device] = {
     "b200": Device("NVIDIA B200", 148, 128, 1.965, 191_514_411_008, 7_672_320_000_000,
                    132_644_864, 233_472, 10),
 }  # fmt: skip
-# Without a device to autotune on, XLA fails for some float32 products, such as those of the bicubic
-# filter of super-resolution, with "Couldn't find output tile sizes". cuBLAS has all of them.
+# Compiler options for a second attempt: matrix products by cuBLAS, not Triton. Without a GPU for
+# autotuning, XLA's Triton path fails for some float32 matrix products ("Couldn't find output tile
+# sizes"), for example in the bicubic filter of super-resolution.
 FALLBACK = {"xla_gpu_enable_triton_gemm": False}
 _TEXT = """gpu_device_info {{
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -69,7 +73,7 @@ runtime_version {{ major: 12 minor: 9 patch: 0 }} device_description_str: "{d.na
 
 
 def missing(target: Target) -> str | None:
-    """Return why programs for these GPUs cannot be compiled, or None if they can."""
+    """Return why this machine cannot compile for the target's GPUs, or None if it can."""
     if target.name not in DEVICES:
         return f"launch/planner/gpu.py has no description of {target.name}"
     packages = {
@@ -81,7 +85,10 @@ def missing(target: Target) -> str | None:
 
 
 def devices(target: Target) -> list[Any]:
-    """Return the GPUs of a target, host by host. Raises ValueError if XLA rejects them."""
+    """Return the target's GPUs as devices to compile for, ordered by host.
+
+    Raises ValueError if XLA cannot compile for these GPUs.
+    """
     shape = f"{target.hosts}x{target.devices_per_host}x1"
     try:
         topology = topologies.get_topology_desc(
@@ -93,23 +100,26 @@ def devices(target: Target) -> list[Any]:
 
 
 def text(device: Device) -> str:
-    """Return the device as a GpuTargetConfigProto in text form."""
+    """Return the description of a GPU for XLA: a GpuTargetConfigProto in text form."""
     return _TEXT.format(d=device, optin=device.shared - 1024)
 
 
 def has_cudnn() -> bool:
-    """Return whether cuDNN, which compiles attention kernels, is installed."""
+    """Return whether cuDNN is installed. Compiling its attention kernels requires it."""
     return _cudnn() is not None
 
 
 def load_cudnn() -> None:
-    """Load cuDNN from its wheel, if installed, since LD_LIBRARY_PATH does not contain it."""
+    """Load cuDNN from its Python package, if that is installed.
+
+    This is necessary because LD_LIBRARY_PATH does not contain the package.
+    """
     if path := _cudnn():
         ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
 
 
 def kernels(program: str) -> dict[str, int]:
-    """Count a compiled program's calls of each NVIDIA library or attention kernel."""
+    """Return the number of calls of each NVIDIA library function in a compiled program (HLO)."""
     names = re.findall(r'custom_call_target="__(cu\w+\$?\w*)', program)
     return {name: names.count(name) for name in sorted(set(names))}
 

@@ -1,4 +1,4 @@
-"""Parser of compiled programs in XLA's text form: instructions, and how often each one runs."""
+"""Parser for the text form (HLO) of XLA's compiled programs, with execution counts."""
 
 import functools
 import math
@@ -20,13 +20,14 @@ _ARRAY = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([\d,]*)(?::([^{}]*))?\})?")
 
 
 class Array(NamedTuple):
-    """Array with its memory layout."""
+    """Shape, dtype and memory layout of an array in a compiled program."""
 
     dtype: str
     sizes: tuple[int, ...]
     order: tuple[int, ...]
-    """Axes from the fastest to the slowest varying one."""
+    """Axes from the fastest-varying (minor-most) to the slowest-varying."""
     tiles: str
+    """Tiling as text, such as T(8,128)(2,1); "" for none."""
 
     @property
     def bytes(self) -> int:
@@ -35,7 +36,7 @@ class Array(NamedTuple):
 
     @property
     def padded_bytes(self) -> int:
-        """Size in bytes, padded to full TPU tiles such as T(8,128)."""
+        """Size in bytes with padding to full TPU tiles, such as T(8,128)."""
         match = re.search(r"T\(([\d,]+)\)", self.tiles)
         if not match or not self.sizes:
             return self.bytes
@@ -47,17 +48,18 @@ class Array(NamedTuple):
 
 
 class Instruction(NamedTuple):
-    """One line of a program."""
+    """One HLO instruction of a compiled program."""
 
     name: str
     shape: str
+    """Shape of the result, as text."""
     opcode: str
     arguments: str
     """Operands and attributes, as text."""
 
     @property
     def source(self) -> str:
-        """jax's name of the operation it was compiled from; "" if the compiler added it."""
+        """jax's name of the source operation; "" for instructions that the compiler added."""
         match = re.search(r'op_name="([^"]*)"', self.arguments)
         return match[1] if match else ""
 
@@ -67,22 +69,29 @@ class Instruction(NamedTuple):
 
     @property
     def operands(self) -> list[str]:
-        """Names of the inputs."""
+        """Names of the instructions whose results are the inputs."""
         return re.findall(r"%([\w.\-]+)", self.arguments.partition("), ")[0])
 
 
 class Program(NamedTuple):
-    """Computations by name, and the name of the main one."""
+    """Compiled program: its computations (lists of instructions) by name."""
 
     computations: Mapping[str, Sequence[Instruction]]
     entry: str
+    """Name of the main computation."""
 
     def run(self) -> Iterator[tuple[Instruction, int]]:
-        """Yield (instruction, executions) in order; a fusion counts as one instruction."""
+        """Yield (instruction, number of executions) in program order.
+
+        Loops, calls and conditionals are expanded. A fusion counts as one instruction.
+        """
         return self._run(self.entry, 1)
 
     def inside(self, instruction: Instruction) -> list[Instruction]:
-        """Return the instructions in a fusion or asynchronous call, else the instruction itself."""
+        """Return the instructions inside a fusion or asynchronous call.
+
+        For any other instruction, return a list with only this instruction.
+        """
         called = re.search(r"calls=%?([\w.\-]+)", instruction.arguments)
         if not called or called[1] not in self.computations:
             return [instruction]
@@ -102,9 +111,10 @@ class Program(NamedTuple):
                 yield instruction, times
 
     def _turns(self, loop: Instruction) -> int:
-        """Return the iterations of a loop that counts from 0, such as a scan; 1 if unknown.
+        """Return the number of iterations of a loop that counts from 0; 1 if unknown.
 
-        XLA states the number as an attribute; libtpu only has it in the loop's condition.
+        XLA writes the number as an attribute of the loop. In libtpu's programs, only the loop's
+        condition contains the number.
         """
         if match := re.search(r'known_trip_count":\{"n":"(\d+)"', loop.arguments):
             return int(match[1])
@@ -118,7 +128,10 @@ class Program(NamedTuple):
 
 
 def read(text: str) -> Program:
-    """Parse the result of `compiled.as_text()`. Raises ValueError if it has no entry."""
+    """Parse a compiled program, as printed by `compiled.as_text()`.
+
+    Raises ValueError if the text has no ENTRY computation.
+    """
     computations: dict[str, list[Instruction]] = {}
     entry, current = "", None
     # An instruction with kernel metadata spans several lines: join them.
@@ -138,6 +151,6 @@ def read(text: str) -> Program:
 
 @functools.lru_cache(maxsize=2**14)
 def arrays(shape: str) -> list[Array]:
-    """Parse the text of a shape, or of a tuple of shapes."""
+    """Parse an HLO shape, or a tuple of shapes, such as "(bf16[8,128]{1,0}, f32[])"."""
     numbers = lambda text: tuple(int(n) for n in (text or "").split(",") if n)
     return [Array(d, numbers(s), numbers(o), t or "") for d, s, o, t in _ARRAY.findall(shape)]

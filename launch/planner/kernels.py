@@ -1,15 +1,15 @@
-"""Estimated cycles of attention's Pallas kernels, for which the TPU compiler has no estimate.
+"""Estimated cycles of the Pallas attention kernels, which the TPU compiler does not estimate.
 
 A kernel is a loop over its grid with an unrolled body. Its cycles are about the number of grid
-steps times the instruction bundles per step, which the compiler's final schedule of a program with
-only this kernel states (libtpu's dump "schedule-analysis_final_bundles"). The estimate does not
-include stalls, and counts instructions that a step skips.
+steps times the number of instruction bundles per step. The number of bundles is in the compiler's
+final schedule (libtpu's dump "schedule-analysis_final_bundles") of a program with only this kernel.
+The estimate does not include stalls, and includes instructions that a step may skip.
 
     python -m launch.planner.kernels v5e 1024 1152 64
 
-compiles a forward and a backward kernel for 1024 queries, 1152 keys and head dim 64, and prints
-their bundles as JSON. It needs a process of its own, because libtpu reads the path of its dump only
-once.
+This command compiles the forward and the backward kernel for 1024 queries, 1152 keys and head
+dimension 64 on a v5e, and prints the number of bundles of each as JSON. It runs in a separate
+process, because libtpu reads the path of its dump only once.
 """
 
 import functools
@@ -35,7 +35,7 @@ _OPERANDS = re.compile(r"operand_layout_constraints=\{((?:[^{}]|\{[^{}]*\})*)\}"
 
 
 class Grid(NamedTuple):
-    """Sizes of a call of splash attention."""
+    """Sizes of one call of a splash attention kernel."""
 
     queries: int
     keys: int
@@ -43,10 +43,11 @@ class Grid(NamedTuple):
     steps: int
     """Number of grid steps."""
     backward: bool
+    """Whether the call is the backward kernel."""
 
 
 def cycles(kind: str, instruction: Instruction) -> float | None:
-    """Estimate the cycles of an attention kernel; None for other kernels."""
+    """Estimate the cycles of a splash attention kernel on this kind of TPU; None for others."""
     grid = grid_of(instruction)
     if grid is None:
         return None
@@ -54,9 +55,10 @@ def cycles(kind: str, instruction: Instruction) -> float | None:
 
 
 def grid_of(instruction: Instruction) -> Grid | None:
-    """Read the sizes from a call's operands; None if it does not call splash attention.
+    """Return the sizes of a splash attention call; None for other instructions.
 
-    The operands begin with a mask [N, T blocks, S blocks], one more array, q and k [..., K].
+    The sizes are read from the operands, which begin with a mask [N, T blocks, S blocks], one more
+    array, the queries [..., T, K] and the keys [..., S, K].
     """
     match = re.match(r"splash_mha_(fwd|dkv)", instruction.name)
     operands = _OPERANDS.search(instruction.arguments)
@@ -70,9 +72,10 @@ def grid_of(instruction: Instruction) -> Grid | None:
 
 @functools.cache
 def bundles(kind: str, queries: int, keys: int, head_dim: int) -> tuple[int, int]:
-    """Return the bundles per grid step of the forward and the backward kernel.
+    """Return the instruction bundles per grid step of the forward and the backward kernel.
 
-    Results are cached, because compiling takes 15 s.
+    Results are cached, because compiling the kernels takes 15 s. Raises ValueError if they cannot
+    be compiled.
     """
     words = [kind, str(queries), str(keys), str(head_dim)]
 
@@ -88,12 +91,12 @@ def bundles(kind: str, queries: int, keys: int, head_dim: int) -> tuple[int, int
 
 
 def versions() -> list[str]:
-    """Return the cache key's versions: those of the compilers, and the source of attention.py."""
+    """Return texts for the cache key: the compilers' versions and the source of attention.py."""
     return [*compiling.versions(), pathlib.Path(attention.__file__).read_text()]
 
 
 def main() -> None:
-    """Compile the two kernels and print their bundles."""
+    """Compile the forward and backward kernel, and print their numbers of bundles as JSON."""
     kind, *sizes = sys.argv[1:]
     queries, keys, head_dim = map(int, sizes)
     with tempfile.TemporaryDirectory() as folder:

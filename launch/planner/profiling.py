@@ -1,4 +1,4 @@
-"""Profile of a train step on a TPU from its compiler's estimates, without running it."""
+"""Profile of a train step on a TPU, from the compiler's estimates: nothing runs on a TPU."""
 
 import collections
 from collections.abc import Callable, Sequence
@@ -15,33 +15,35 @@ from launch.planner.systems import Model
 
 
 class Profile(NamedTuple):
-    """Profile of a step on one device."""
+    """Estimated profile of a train step on one TPU device."""
 
     kind: str
+    """Kind of TPU, such as "v5e"."""
     how: str
     """Description of what was compiled: the whole program, or its blocks."""
     cycles: dict[str, float]
-    """Cycles by kind of work, in descending order."""
+    """Estimated cycles by kind of work, largest first."""
     layers: dict[str, float]
-    """Cycles by part of the network; equal blocks of a level count as one part."""
+    """Estimated cycles by part of the network, such as "down_1_res" (all residual blocks of a
+    level together)."""
     dearest: list[Cost]
-    """The instructions with the most cycles."""
+    """The most expensive instructions, by estimated cycles."""
     flops: float
-    """FLOPs of the model, without recomputation."""
+    """Model FLOPs of a step on this device, without recomputation."""
     seconds: float
-    """Time of the compilation."""
+    """Compile time in seconds."""
     unknown: int
     """Number of kernels without an estimate, which count as 0 cycles."""
     audit: Audit
 
     @property
     def total(self) -> float:
-        """Cycles of a step; the sum of blocks does not include communication between devices."""
+        """Total cycles of a step. A profile from blocks excludes communication between devices."""
         return sum(self.cycles.values())
 
     @property
     def clock(self) -> float:
-        """Cycles per second."""
+        """Clock rate in cycles per second."""
         return accelerators.KINDS[self.kind].peak / cycles.FLOP_PER_CYCLE[self.kind]
 
     @property
@@ -57,11 +59,11 @@ class Profile(NamedTuple):
 
     @property
     def update(self) -> float:
-        """Seconds that the optimizer takes to update the parameters."""
+        """Seconds of the parameter update (optimizer and averages)."""
         return self.cycles.get(cycles.OPTIMIZER, 0.0) / self.clock
 
     def summary(self) -> dict[str, Any]:
-        """Return the profile, ready for JSON."""
+        """Return the profile as a dict that can be written as JSON."""
         return {
             "how": self.how,
             "cycles": self.cycles,
@@ -75,7 +77,7 @@ class Profile(NamedTuple):
 
 
 def check(kind: str) -> None:
-    """Raise ValueError for accelerators whose compiler does not estimate cycles."""
+    """Raise ValueError if the compiler for this kind of accelerator does not estimate cycles."""
     if kind not in cycles.FLOP_PER_CYCLE:
         raise ValueError(
             f"--profile needs the TPU compiler's estimates of cycles, which {kind} does not have: "
@@ -86,9 +88,11 @@ def check(kind: str) -> None:
 def of_blocks(
     model: Model, mesh: AbstractMesh, kind: str, report: Callable[[str], None] = lambda text: None
 ) -> Profile:
-    """Profile a step from its blocks, each compiled once and counted as often as it is called.
+    """Return the profile of a train step from its blocks.
 
-    `report` gets a line of text for every block.
+    Each distinct block is compiled once, and its estimates count once per call. `report` gets a
+    line of text before each block is compiled. Raises ValueError if the mesh's tensor axis is
+    larger than 1.
     """
     if mesh.shape["tensor"] > 1:
         raise ValueError(
@@ -108,7 +112,10 @@ def of_blocks(
 def total(
     rows: Sequence[tuple[Block, Measured]], update: Measured, passes: int, kind: str
 ) -> Profile:
-    """Sum the estimates of all calls of all blocks, and of the update."""
+    """Return the sum of the estimates of all calls of all blocks and of the parameter update.
+
+    `passes` is the number of micro batches per step, in each of which all blocks run.
+    """
     kinds, layers = collections.Counter(), collections.Counter()
     calls = [(passes * len(block.names), part) for block, part in rows]
     for times, part in [*calls, (1, update)]:
@@ -140,7 +147,7 @@ def total(
 
 
 def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kind: str) -> Profile:
-    """Profile a whole train step that was compiled for this mesh."""
+    """Return the profile of a whole train step, compiled for this mesh."""
     parts = blocks.record(model, estimate.local_batch(model, mesh))
     work = sum(len(block.names) * blocks.work(block) for block in parts)
     work *= estimate.passes(model, mesh) / mesh.shape["tensor"]
@@ -160,7 +167,7 @@ def of_program(program: compiling.Program, model: Model, mesh: AbstractMesh, kin
 
 
 def table(profile: Profile) -> list[tuple[str, str]]:
-    """Format a profile as rows of a name and a text."""
+    """Format a profile as a table, with rows (name, text)."""
     million = lambda n: f"{n / 1e6:,.1f} M" if n >= 1e5 else f"{n / 1e3:,.1f} k"
     shares = lambda counts: ", ".join(
         f"{name} {100 * n / profile.total:.0f} %"

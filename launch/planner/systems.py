@@ -1,4 +1,4 @@
-"""Reading any system's config for the planner: its train step and its state, as shapes."""
+"""Reading of configs for the planner: the train task and the shapes of its state, not weights."""
 
 import importlib
 from collections.abc import Mapping
@@ -20,26 +20,29 @@ _JPEG = 0.48  # Bytes per pixel at quality 95: docs/benchmarks.md, input pipelin
 
 
 class Model(NamedTuple):
-    """Model of a config, without weights and data."""
+    """Model and training settings of a config, without weights and data."""
 
     task: Task
     run: Run
     optimizer: Optimizer
     mesh: MeshShape
     example: Mapping[str, np.ndarray]
-    """Batch of one sample."""
+    """Example batch with one sample, which gives the shapes of a batch."""
     stored: float
-    """Bytes per picture in the data set, as a JPEG or as moments."""
+    """Bytes per picture in the data set, stored as a JPEG or as moments."""
     itemsize: int
-    """Bytes per element of the network's dtype."""
+    """Bytes per number in the network's dtype, such as 2 for bfloat16."""
     state: TrainState
     """Shapes of the train state."""
     notes: tuple[str, ...]
-    """Notes on assumptions, for the user."""
+    """Notes for the user on what the plan assumes."""
 
 
 def read(config: Mapping[str, Any]) -> Model:
-    """Read the config of any system that can be planned. Raises ValueError for mistakes in it."""
+    """Return the model of a config of imagen_jax.train or sd_jax.train, for planning.
+
+    Raises ValueError if the config has mistakes or is for another command.
+    """
     name = systems.complete(config)["system"]
     if "." in name:
         raise ValueError(
@@ -70,7 +73,7 @@ def read(config: Mapping[str, Any]) -> Model:
 
 
 def _stored(example: Mapping[str, np.ndarray], resize: int) -> float:
-    """Return the bytes per picture: of moments, or of a JPEG at its size before random crops."""
+    """Return the bytes per stored picture: its moments, or a JPEG at the size before cropping."""
     if "moments" in example:
         return example["moments"].nbytes
     return (resize or example["image"].shape[1]) ** 2 * _JPEG

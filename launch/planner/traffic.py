@@ -1,4 +1,4 @@
-"""Communication between the devices of a mesh in a train step, and its time."""
+"""Communication between the devices of a mesh during a train step, and its predicted time."""
 
 import math
 import re
@@ -18,21 +18,23 @@ _BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s16": 2, "u16": 2, 
 
 
 class Collective(NamedTuple):
-    """One collective operation."""
+    """Collective operation, such as an all-gather: its kind, size and groups of devices."""
 
     kind: str
     size: int
-    """Bytes per device of the full array: after a gather, or before a reduction."""
+    """Bytes per device of the full array: the result of a gather, or the input of a reduction."""
     groups: Groups
     """Groups of communicating devices, one per row."""
 
 
 def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> list[Collective]:
-    """Return the collectives of a step with parameters sharded as `layout` on a mesh of `sizes`.
+    """Return the collectives of one pass that the sharding `layout` of the parameters causes.
 
-    Parameters that are sharded over fsdp are gathered in the dtype of the computation: convolution
-    kernels twice, because the backward pass reverses them, and others once. Each gradient is summed
-    over all devices with parts of the batch. Activations are not included.
+    `sizes` are the mesh sizes (replica, fsdp, tensor), and `itemsize` is the bytes per number in
+    the dtype of the computation. Parameters that are sharded over fsdp are gathered in this dtype:
+    convolution kernels twice, because the backward pass reverses them, and other parameters once.
+    Each gradient is summed over all devices that have a part of the batch. Activations are not
+    included.
     """
     ids = np.arange(math.prod(sizes)).reshape(sizes)
     by_fsdp = ids.transpose(0, 2, 1).reshape(-1, sizes[1])
@@ -56,7 +58,7 @@ def of_state(params: Any, layout: Any, sizes: Sequence[int], itemsize: int) -> l
 
 
 def of_hlo(text: str) -> list[Collective]:
-    """Return the collectives of a compiled program; those in loops count once."""
+    """Return the collectives in a compiled program (HLO text); each counts once, even in a loop."""
     collectives = []
     pattern = rf"= (.*?) ({'|'.join(_KINDS)})(-start)?\((.*)"
     for match in re.finditer(pattern, text):
@@ -75,7 +77,7 @@ def of_hlo(text: str) -> list[Collective]:
 
 
 def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
-    """Return the bytes that each device sends in ring algorithms, by kind of collective."""
+    """Return the bytes that each device sends, by kind of collective, assuming ring algorithms."""
     sent: dict[str, int] = {}
     for c in collectives:
         members = c.groups.shape[1]
@@ -84,17 +86,17 @@ def bytes_by_kind(collectives: Sequence[Collective]) -> dict[str, int]:
 
 
 def seconds(collectives: Sequence[Collective], target: Target) -> float:
-    """Predict the seconds of the collectives, one after the other, without latency.
+    """Predict the seconds of the collectives, run one after the other, without latency.
 
-    Within a node or slice of n devices, each device sends size * (n - 1) / n over its links (twice
-    as much for an all-reduce). Between m nodes or slices, each receives size * (m - 1) / m over the
-    network cards of all its members. Both happen at the same time, so the slower one counts.
+    Within a node or slice, each of n devices sends size * (n - 1) / n over its links. Between m
+    nodes or slices, each one receives size * (m - 1) / m over the network cards of its members. An
+    all-reduce sends twice as much. Both transfers happen at the same time, so the slower counts.
     """
     return sum(max(_times(c, target)) for c in collectives)
 
 
 def seconds_by_link(collectives: Sequence[Collective], target: Target) -> dict[str, float]:
-    """Return the busy seconds of the links within a node or slice, and of the network."""
+    """Return the seconds that collectives use the links within a node or slice, and the network."""
     times = [_times(c, target) for c in collectives]
     return {"link": sum(t[0] for t in times), "network": sum(t[1] for t in times)}
 
@@ -113,7 +115,7 @@ def _rounds(kind: str) -> int:
 
 
 def axes(spec: Any) -> set[str]:
-    """Return the mesh axes in a PartitionSpec."""
+    """Return the names of the mesh axes in a PartitionSpec."""
     return {n for names in spec for n in ((names,) if isinstance(names, str) else names or ())}
 
 
@@ -124,11 +126,11 @@ _LIST = re.compile(r"(?:replica_groups|source_target_pairs)=\{(\{.*?\})\}")
 
 
 def _groups(text: str) -> Groups:
-    """Parse the groups of a collective in any of XLA's forms.
+    """Return the device groups of a collective, parsed from its HLO text.
 
-    These are {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'}, the same with
-    a permutation of the devices, mesh[...], device_ids=([2,2]T(1,0)) {'a'}, and lists of pairs.
-    Raises ValueError for other forms.
+    XLA writes groups as {{0,1},{2,3}}, [2,2]<=[4], [2,2]<=[2,2]T(1,0), mesh['a'=2,'b'=2] {'a'},
+    mesh[...], device_ids=([2,2]T(1,0)) {'a'}, or as a list of (source, target) pairs. Raises
+    ValueError for other forms.
     """
     if match := _GRID.search(text):
         shape, grid, order = (_numbers(part or "") for part in match.groups())
