@@ -12,13 +12,13 @@ prints the commands to run next. It never overwrites a file.
 """
 
 from diffusion_jax.start.command import command
-from diffusion_jax.start.stages import Rung, Stage
+from diffusion_jax.start.stages import Candidate, Stage
 from imagen_jax.train import prepare
 
 _TRAIN = "imagen_jax.train"
 
 
-def rungs() -> list[Rung]:
+def candidates() -> list[Candidate]:
     """Return base models and cascades of two stages to choose from, the smallest first."""
     alone = lambda base: Stage(base, "", _TRAIN, prepare)
     cascade = lambda base, larger: (
@@ -26,13 +26,13 @@ def rungs() -> list[Rung]:
         Stage(larger, "_sr", _TRAIN, prepare, 0.25),
     )
     return [
-        Rung(32, 0, [alone("base32_8m")]),
-        Rung(32, 4_000_000, [alone("base32_19m")]),
-        Rung(64, 200_000, cascade("base32_8m", "sr64_3m")),
-        Rung(64, 4_000_000, [alone("base64_47m")]),
-        Rung(256, 8_000_000, cascade("base64_47m", "sr256_18m")),
+        Candidate(32, 0, [alone("base32_8m")]),
+        Candidate(32, 4_000_000, [alone("base32_19m")]),
+        Candidate(64, 200_000, cascade("base32_8m", "sr64_3m")),
+        Candidate(64, 4_000_000, [alone("base64_47m")]),
+        Candidate(256, 8_000_000, cascade("base64_47m", "sr256_18m")),
     ]
 
 
 if __name__ == "__main__":
-    command("imagen_jax", rungs)
+    command("imagen_jax", candidates)

@@ -14,7 +14,7 @@ from absl import flags
 from diffusion_jax import runs
 from diffusion_jax.machine import files
 from diffusion_jax.start.command import command
-from diffusion_jax.start.stages import Rung, Stage
+from diffusion_jax.start.stages import Candidate, Stage
 from diffusion_jax.start.written import Changes
 from sd_jax import train, train_vae
 from sd_jax.weights import checkpoints
@@ -23,15 +23,15 @@ _VAE = flags.DEFINE_string("vae", "", "A trained VAE; default: train one first."
 _FIELDS = ("width", "channel_mult", "num_res_blocks", "latent_channels")
 
 
-def rungs() -> list[Rung]:
+def candidates() -> list[Candidate]:
     """Return a UNet with the VAE of --vae, or with a VAE that is trained first."""
     unet = Stage("sd64_11m", "", "sd_jax.train", train.prepare)
     if _VAE.value:
         fields = read_fields(_VAE.value)
-        return [Rung(64, 0, [unet._replace(changes=lambda workdir: fields)])]
+        return [Candidate(64, 0, [unet._replace(changes=lambda workdir: fields)])]
     new_vae = lambda workdir: {"vae.weights": (f"{workdir}_vae", "Train it first.")}
     vae = Stage("sd64_vae", "_vae", "sd_jax.train_vae", train_vae.prepare, 0.25)
-    return [Rung(64, 0, [vae, unet._replace(share=0.75, changes=new_vae)])]
+    return [Candidate(64, 0, [vae, unet._replace(share=0.75, changes=new_vae)])]
 
 
 def read_fields(path: str) -> Changes:
@@ -55,4 +55,4 @@ def read_fields(path: str) -> Changes:
 
 
 if __name__ == "__main__":
-    command("sd_jax", rungs)
+    command("sd_jax", candidates)

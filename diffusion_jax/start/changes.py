@@ -31,13 +31,13 @@ def prompts(records: Records) -> tuple[str, ...]:
 def of_data(
     data: Data, report: Mapping[str, Any], prompts: tuple[str, ...], text_weights: str
 ) -> Callable[[Stage], Changes]:
-    """Return a function that maps a stage to its config changes for this data set and device.
+    """Return a function that maps a stage to config changes for a data set and this machine.
 
     Args:
-      data: the opened data set.
-      report: the result of validate.validate on it.
-      prompts: captions to draw during training.
-      text_weights: a folder of T5 or CLIP; "" for the encoder that hashes words.
+        data: the settings of the data set.
+        report: the data set's report, as returned by validate.validate.
+        prompts: the prompts for samples during training.
+        text_weights: a folder of T5 or CLIP weights; "" for the encoder that hashes words.
     """
     on_cpu, longest = jax.default_backend() == "cpu", int(report["text_words"]["max"])
     broken = 1 - report["usable"] / report["read"]
@@ -69,7 +69,7 @@ def of_data(
 
 
 def _encoder(weights: str, words: int) -> Changes:
-    """Return the config's text group for a T5 or CLIP folder. Raise ValueError for others."""
+    """Return config changes for a folder of T5 or CLIP. Raises ValueError for other models."""
     config = pretrained.read_json(pretrained.locate(weights) / "config.json")
     config |= config.get("text_config") or {}
     kind = next((k for k in _ENCODERS if k in str(config.get("model_type"))), "")

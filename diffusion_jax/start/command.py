@@ -17,7 +17,7 @@ from diffusion_jax.data import guess, pipeline, sources
 from diffusion_jax.data.prepare import validate
 from diffusion_jax.machine import files, hardware, progress, sheets, untrusted
 from diffusion_jax.start import changes, stages, written
-from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
+from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
 from diffusion_jax.start.written import Changes
 from diffusion_jax.train.out_of_memory import OutOfMemory
 
@@ -27,11 +27,11 @@ _SHOWN = 32  # Pictures on the sheet.
 _JUDGED = 100  # The smallest number of different captions for training a judge.
 
 
-def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
+def command(package: str, candidates: Callable[[], Sequence[Candidate]]) -> None:
     """Run `python -m PACKAGE.start --data=PHOTOS`.
 
-    The docstring of the calling module is the --help text. `rungs` returns the models to choose
-    from, from the smallest to the largest.
+    The docstring of the calling module is the --help text. `candidates()` returns the models to
+    choose from, from the smallest to the largest.
     """
     text = flags.DEFINE_string
     data = text(
@@ -51,8 +51,8 @@ def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
             # Check the flags.
             if not 0 < hours.value < math.inf:
                 raise ValueError(f"--hours={hours.value:g}: give a time above 0")
-            ladder = rungs()
-            _check_out(path, {s.suffix for rung in ladder for s in rung.stages})
+            models = candidates()
+            _check_out(path, {s.suffix for model in models for s in model.stages})
             if not data.value:
                 raise ValueError("--data is empty: name a folder of pictures, tars or a table")
 
@@ -69,7 +69,7 @@ def command(package: str, rungs: Callable[[], Sequence[Rung]]) -> None:
             # Choose a model, measure it, and write its configs.
             prompts = changes.prompts(records)
             of_stage = changes.of_data(opened, report, prompts, weights.value)
-            measured = _measure(ladder, of_stage, report, hours.value, path.stem)
+            measured = _measure(models, of_stage, report, hours.value, path.stem)
             _write(package, path, opened, report, measured, hours.value)
 
     cli.run(main)
@@ -115,10 +115,10 @@ def _describe(data: Data, report: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _measure(
-    rungs: Sequence[Rung], of_data: Callable[[Stage], Changes], report: Mapping[str, Any],
+    candidates: Sequence[Candidate], of_data: Callable[[Stage], Changes], report: Mapping[str, Any],
     hours: float, name: str,
 ) -> list[Measured]:  # fmt: skip
-    """Choose a model; return its stages with their measured speed on this machine."""
+    """Choose a model for the data; return its stages with their speed on this machine."""
     measured_stages: dict[str, Measured] = {}
     opened_stages: dict[str, Opened] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +130,8 @@ def _measure(
                 one = stages.measure(stage, of_stage(stage), trial + stage.suffix)
                 measured_stages[stage.base] = one
                 opened_stages[stage.base] = one.opened
-            one = measured_stages[stage.base]  # Another rung may give the stage another share.
+            one = measured_stages[stage.base]
+            # Another candidate may give this stage another share of the time.
             return one._replace(opened=one.opened._replace(stage=stage))
 
         def opened(stage: Stage) -> Opened:
@@ -139,15 +140,15 @@ def _measure(
             return opened_stages[stage.base]
 
         side = report["smaller_side"]["median"]
-        rung = stages.choose(rungs, side, 3600 * hours, opened, measured)
-        return [measured(stage) for stage in rung.stages]
+        candidate = stages.choose(candidates, side, 3600 * hours, opened, measured)
+        return [measured(stage) for stage in candidate.stages]
 
 
 def _write(
     package: str, path: pathlib.Path, data: Data, report: Mapping[str, Any],
     measured: Sequence[Measured], hours: float,
 ) -> None:  # fmt: skip
-    """Write the configs and the sheet of pictures, and print the commands to run next."""
+    """Write a config per stage and a sheet of pictures; print the commands to run next."""
     texts, rows, commands, total = {}, [], [], 0.0
     device = f"{jax.device_count()} x {jax.local_devices()[0].device_kind}"
     for one in measured:

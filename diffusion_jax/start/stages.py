@@ -1,4 +1,4 @@
-"""Choose the model that `start` suggests: its stages, their measured speed, and their steps."""
+"""Choose the model that the start command suggests, measure its speed, and set its steps."""
 
 import pathlib
 import time
@@ -23,34 +23,34 @@ _LEAST = 20  # The smallest number of steps worth training.
 
 
 class Stage(NamedTuple):
-    """A model to train: a config of configs/ and changes to it."""
+    """One network to train: a config of configs/, changes to it, and how to run it."""
 
     base: str
     """The config's name, such as base32_8m."""
     suffix: str
-    """Suffix of the config's and workdir's names; "" for the stage that reads the prompts."""
+    """Suffix of the names of config and workdir; "" for the text-to-image stage."""
     command: str
     """The module that trains this stage, run with `python -m`."""
     prepare: Callable[[Any, Mesh], loop.Inputs]
-    """(settings, mesh) -> the opened inputs of a run."""
+    """prepare(settings, mesh) opens the task and the batches of a training run."""
     share: float = 1.0
     """Fraction of the total training time that this stage gets."""
     changes: Callable[[str], Changes] = lambda workdir: {}
-    """Changes of this stage, given the workdir of the stage without a suffix."""
+    """changes(workdir) returns config changes; `workdir` is that of the stage with suffix ""."""
 
 
-class Rung(NamedTuple):
-    """The stages of one model, and the conditions under which it is chosen."""
+class Candidate(NamedTuple):
+    """A model that may be chosen: its stages, and the conditions for choosing it."""
 
-    size: int
-    """Side of the model's pictures in pixels. Smaller data exclude the model."""
-    images: int
+    image_size: int
+    """Side of the model's pictures in pixels. It must not exceed that of the data."""
+    min_images: int
     """Minimum number of images that the first stage must process within its training time."""
     stages: Sequence[Stage]
 
 
 class Opened(NamedTuple):
-    """A stage that is opened and traced; nothing is computed yet."""
+    """A stage whose inputs are opened and whose training step is traced, but not yet run."""
 
     stage: Stage
     changes: Changes
@@ -59,7 +59,7 @@ class Opened(NamedTuple):
     mesh: Mesh
     traced: memory.Traced
     fits: bool
-    """Whether at least a micro batch of one sample fits in a device's memory."""
+    """Whether the smallest micro-batch fits in a device's memory."""
 
 
 class Measured(NamedTuple):
@@ -77,7 +77,7 @@ class Measured(NamedTuple):
 
 
 def open_stage(stage: Stage, changes: Changes) -> Opened:
-    """Open and trace a stage, with the largest micro batch that fits.
+    """Open a stage and trace its training step, with the largest micro-batch that fits.
 
     Raises ValueError or OSError if its config, data or weights cannot be used.
     """
@@ -122,43 +122,44 @@ def measure(stage: Stage, changes: Changes, workdir: str) -> Measured:
 
 
 def choose(
-    rungs: Sequence[Rung], side: float, seconds: float,
+    candidates: Sequence[Candidate], side: float, seconds: float,
     opened: Callable[[Stage], Opened], measured: Callable[[Stage], Measured],
-) -> Rung:  # fmt: skip
+) -> Candidate:  # fmt: skip
     """Return the largest model that the picture size, memory and training time allow.
 
-    The smallest model is always allowed.
-    Only its first stage is measured; other stages are assumed to
-    reach the same FLOP/s.
+    The smallest model is always allowed. Only the speed of its first stage is measured. Other
+    stages are assumed to reach the same FLOP/s.
 
     Args:
-      rungs: configs or cascades, from the smallest to the largest.
-      side: the pictures' side in pixels.
-      seconds: the training time.
-      opened: a function that opens and traces a stage.
-      measured: a function that measures the speed of a stage.
+        candidates: single models or cascades, from the smallest to the largest.
+        side: the side of the training pictures in pixels.
+        seconds: the total training time.
+        opened: a function that opens and traces a stage.
+        measured: a function that measures the speed of a stage.
     """
-    if len(rungs) == 1:
-        return rungs[0]
-    first = measured(rungs[0].stages[0])
+    if len(candidates) == 1:
+        return candidates[0]
+    first = measured(candidates[0].stages[0])
     rate = first.images_per_second * first.opened.traced.flops
 
-    def allowed(rung: Rung) -> bool:
-        if rung.size > side:
+    def allowed(candidate: Candidate) -> bool:
+        if candidate.image_size > side:
             return False
-        base = rung.stages[0]
-        sees = rate / opened(base).traced.flops * seconds * base.share
+        base = candidate.stages[0]
+        num_images = rate / opened(base).traced.flops * seconds * base.share
+        if num_images < candidate.min_images:
+            return False
         # Tracing the other stages takes seconds, so it comes last.
-        return sees >= rung.images and all(opened(stage).fits for stage in rung.stages)
+        return all(opened(stage).fits for stage in candidate.stages)
 
-    return [rungs[0], *filter(allowed, rungs[1:])][-1]
+    return [candidates[0], *filter(allowed, candidates[1:])][-1]
 
 
 def timed(measured: Measured, seconds: float) -> tuple[Changes, float]:
-    """Return config changes for training of `seconds`, and the seconds that it will take.
+    """Return config changes that fit training into `seconds`, and its expected time in seconds.
 
-    The changes are the number of steps and the intervals that depend on it. Raises ValueError if
-    the time suffices for fewer than 20 steps.
+    The changes set the number of steps and the intervals that depend on this number. Raises
+    ValueError if the time suffices for fewer than 20 steps.
     """
     s = measured.opened.settings
     drawing = 0.0

@@ -1,4 +1,4 @@
-"""Write a config as a short file that changes one of configs/, with a reason for each change."""
+"""Write a short config file that changes fields of a config in configs/, with comments."""
 
 import json
 import textwrap
@@ -8,11 +8,11 @@ from typing import Any
 from diffusion_jax import systems
 
 Changes = Mapping[str, tuple[Any, str]]
-"""(value, comment) for each changed field, such as unet.dtype; the comment may be ""."""
+"""A map from config field, such as unet.dtype, to (value, comment); the comment may be ""."""
 
 
 def source(base: str, changes: Changes, about: str) -> str:
-    """Return the text of a config file with the docstring `about` that changes configs/BASE.py."""
+    """Return the text of a config file that changes configs/BASE.py; `about` is its docstring."""
     lines = [f"    c.{field} = {_literal(value)}" for field, (value, _) in changes.items()]
     notes = [f"  # {note}" if note else "" for _, note in changes.values()]
     body = "\n".join(line + note for line, note in zip(lines, notes, strict=True))
@@ -35,7 +35,7 @@ def source(base: str, changes: Changes, about: str) -> str:
 
 
 def config(base: str, changes: Changes) -> dict[str, Any]:
-    """Return the config that the file of `source` defines, with defaults for omitted fields.
+    """Return the config in configs/BASE.py with `changes`, and defaults for omitted fields.
 
     Raises ValueError if configs/ cannot be imported.
     """

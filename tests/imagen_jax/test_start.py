@@ -44,7 +44,7 @@ def test_what_is_chosen_for_a_machine_a_set_and_a_time(side, hours, speed, bases
         fits=True, traced=SimpleNamespace(flops=1e9 * GFLOP[stage.base])
     )
     measured = lambda stage: SimpleNamespace(images_per_second=speed, opened=opened(stage))
-    chosen = stages.choose(start.rungs(), float(side), 3600.0 * hours, opened, measured)
+    chosen = stages.choose(start.candidates(), float(side), 3600.0 * hours, opened, measured)
     assert [stage.base for stage in chosen.stages] == bases
 
 

@@ -6,13 +6,13 @@ import pytest
 
 from diffusion_jax.config.settings import Run
 from diffusion_jax.start import command, stages, written
-from diffusion_jax.start.stages import Measured, Opened, Rung, Stage
+from diffusion_jax.start.stages import Candidate, Measured, Opened, Stage
 
 SMALL, LARGE, AFTER = (Stage(name, "", "train", lambda s, mesh: None) for name in "abc")
-RUNGS = [
-    Rung(32, 0, [SMALL]),
-    Rung(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
-    Rung(64, 9_000, [LARGE]),
+MODELS = [
+    Candidate(32, 0, [SMALL]),
+    Candidate(64, 1_000, [SMALL._replace(share=0.75), AFTER._replace(share=0.25)]),
+    Candidate(64, 9_000, [LARGE]),
 ]
 GFLOPS = {"a": 1.0, "b": 4.0, "c": 1.0}  # An image's.
 
@@ -25,19 +25,21 @@ def opened(stage, fits=True, **fields):
 
 def chosen(side, seconds, fits=lambda stage: True):
     measured = lambda stage: Measured(opened(stage), 10.0, 0.0)  # 10 GFLOP/s.
-    return stages.choose(RUNGS, float(side), float(seconds), lambda s: opened(s, fits(s)), measured)
+    return stages.choose(
+        MODELS, float(side), float(seconds), lambda s: opened(s, fits(s)), measured
+    )
 
 
 def test_the_last_rung_that_size_time_and_memory_allow_is_chosen():
-    assert chosen(64, 3_600) is RUNGS[2]  # 9,000 images at 2.5 a second.
-    assert chosen(64, 3_599) is RUNGS[1]
-    assert chosen(64, 134) is RUNGS[1] and chosen(64, 133) is RUNGS[0]  # 750 ms of each second.
-    assert chosen(63, 10**6) is RUNGS[0]
-    assert chosen(8, 1) is RUNGS[0]
-    assert chosen(64, 3_600, lambda stage: stage is not LARGE) is RUNGS[1]
+    assert chosen(64, 3_600) is MODELS[2]  # 9,000 images at 2.5 a second.
+    assert chosen(64, 3_599) is MODELS[1]
+    assert chosen(64, 134) is MODELS[1] and chosen(64, 133) is MODELS[0]  # 750 ms of each second.
+    assert chosen(63, 10**6) is MODELS[0]
+    assert chosen(8, 1) is MODELS[0]
+    assert chosen(64, 3_600, lambda stage: stage is not LARGE) is MODELS[1]
 
 
-def test_a_stage_that_two_rungs_have_keeps_its_share_of_the_time(monkeypatch):
+def test_a_stage_that_two_candidates_have_keeps_its_share_of_the_time(monkeypatch):
     measured, traced = [], []
 
     def measure(stage, changes, workdir):
@@ -52,14 +54,14 @@ def test_a_stage_that_two_rungs_have_keeps_its_share_of_the_time(monkeypatch):
 
     monkeypatch.setattr(stages, "open_stage", open_stage)
     report = {"smaller_side": {"median": 64.0}}
-    chosen = command._measure(RUNGS[:2], lambda stage: {}, report, 1.0, "mine")
+    chosen = command._measure(MODELS[:2], lambda stage: {}, report, 1.0, "mine")
     assert [(one.opened.stage.base, one.opened.stage.share) for one in chosen] == [
         ("a", 0.75), ("c", 0.25)
     ]  # fmt: skip
     assert measured == [("a", "mine"), ("c", "mine")]  # None of them twice.
     assert traced == ["c"]  # Measuring traces too.
-    short = 100 / 3_600  # Too short for the second rung: what comes after its base is not traced.
-    command._measure(RUNGS[:2], lambda stage: {}, report, short, "mine")
+    short = 100 / 3_600  # Too short for the second model, so its other stages are not traced.
+    command._measure(MODELS[:2], lambda stage: {}, report, short, "mine")
     assert traced == ["c"]
 
 
