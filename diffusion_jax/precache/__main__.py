@@ -1,4 +1,4 @@
-"""Encode the captions of a data set once, for training that looks them up.
+"""Encode the captions of a data set once, so that training looks embeddings up.
 
     python -m diffusion_jax.precache --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.weights=weights/t5-11b-encoder \\
@@ -6,8 +6,8 @@
     python -m imagen_jax.train --config=configs/base64_500m_online.py \\
         --config.data.path=photos --config.text.store=embeddings --workdir=runs/base64
 
-The config and its overrides are those of training: its `data` group locates the captions,
-its `text` group names the encoder, and text.store is the folder of the store. The config's prompts
+The config and its overrides are those of training: its `data` group locates the captions, its
+`text` group names the text encoder, and text.store is the folder of the store. The config's prompts
 are encoded too. Each distinct caption is stored once, without padding, in 8 bits per channel.
 
 First the command prints an estimate of the store's size; --dry_run ends there. After a kill, the
@@ -48,7 +48,7 @@ engines.define_flags()
 
 
 def main(argv: list[str]) -> None:
-    """Check everything, print the estimate, then encode."""
+    """Check the config, print an estimate of the store's size, and encode the captions."""
     if len(argv) > 1:
         raise app.UsageError(f"unknown arguments {argv[1:]}")
     cli.start()
@@ -64,7 +64,7 @@ def main(argv: list[str]) -> None:
         return
     with cli.bad_input():
         shards.start(path, job.identity, work.format)
-    with cli.bad_input(usual=(OSError,), code=1):  # A full disk, mostly.
+    with cli.bad_input(usual=(OSError,), code=1):  # Mostly a full disk.
         manifest = fill.run(job, work)
     logging.info(
         "done: %s holds %s captions, %.0f bytes each; relative error %.2f %% on average, %.2f %% "

@@ -1,4 +1,4 @@
-"""Encode many texts, sorted by length, as rows for a store."""
+"""Encode many texts in batches of similar length, as rows for a store of embeddings."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +21,13 @@ _SHORTEST = 16  # Batches have the lengths 16, 32, 64, ..., each compiled once.
 def make_encode(
     encoder: TextEncoder, frozen: Any, mesh: Mesh, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return encode(texts), which returns the rows of the texts, in order, in a store's format.
+    """Return encode(texts), which returns the embeddings of texts in a store's format.
 
     If the encoder allows it, texts of similar length are encoded together with little padding,
     because most captions are far shorter than max_tokens. The result is the same.
 
     Args:
-        encoder: The encoder.
+        encoder: The text encoder.
         frozen: encoder.frozen on the devices of `mesh`.
         mesh: The devices.
         format: A key of store.FORMATS.
@@ -58,9 +58,9 @@ def make_encode(
 def on_own_devices(
     encoder: TextEncoder, format: str, batch_tokens: int
 ) -> Callable[[Sequence[str]], shards.Rows]:
-    """Return `make_encode` on this process's devices, so that no process waits for another.
+    """Return encode(texts) of `make_encode` for this process's devices only.
 
-    `batch_tokens` is the number of tokens per device.
+    So no process waits for another. `batch_tokens` is the number of tokens per device.
     """
     mesh = sharding.make_mesh(1, -1, 1, jax.local_devices())
     frozen = sharding.place_all(encoder.frozen, mesh, [("", sharding.FSDP)])
@@ -68,7 +68,7 @@ def on_own_devices(
 
 
 def lengths_of(encoder: TextEncoder, texts: Sequence[str]) -> Int[np.ndarray, "N"]:
-    """Return the number of rows of each text."""
+    """Return the number of rows (tokens) in the embedding of each text."""
     lengths = _lengths(encoder, encoder.tokenize(texts))
     return np.minimum(lengths, encoder.max_tokens)
 
@@ -112,7 +112,7 @@ def _batches(
 
 
 def _take(rows: list[Any], part: Int[np.ndarray, "B"], encoded: dict[str, jax.Array]) -> None:
-    """Store the rows of a batch, without padding, by the numbers of its texts."""
+    """Copy an encoded batch without padding into `rows`, by the numbers of its texts."""
     encoded = jax.device_get(encoded)
     for i, text in enumerate(part.tolist()):
         tokens = int(encoded["tokens"][i])

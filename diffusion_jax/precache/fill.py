@@ -27,16 +27,16 @@ class Job(engines.Portable):
     def __init__(
         self, text: Text, encoder: TextEncoder, captions: plan.Captions, source: dict[str, Any]
     ):
-        """`source` identifies the data of the captions; each source has its own plan."""
+        """Prepare to encode the captions, which come from the data that `source` identifies."""
         self.text, self.encoder, self.captions = text, encoder, captions
         self.identity = lookup.identity(text, encoder)
         self.source = {**source, "captions": len(captions)}
         self.encode = functools.cache(functools.partial(encode.on_own_devices, encoder))
-        """encode(format, batch_tokens) returns the encoder on the devices of this process."""
+        """encode(format, batch_tokens) returns the encoding function for this process's devices."""
 
 
 class Work(NamedTuple):
-    """Options of an encoding run. The flags of precache describe each field."""
+    """Options of an encoding run, with the names of the flags of diffusion_jax.precache."""
 
     format: str = "int8"
     shard_captions: int = 16384
@@ -46,7 +46,7 @@ class Work(NamedTuple):
 
 
 def open_job(config: dict[str, Any], captions_file: str | None = None) -> Job:
-    """Open a config's encoder and captions. Raise ValueError or OSError if they are unusable."""
+    """Open a config's text encoder and captions. Raises ValueError or OSError if this fails."""
     text = settings.read(Text, config["text"], "text")
     data = settings.read(Data, config["data"], "data")
     registry.check(text)
@@ -76,10 +76,10 @@ def estimate(job: Job, format: str) -> str:
 
 
 def run(job: Job, work: Work) -> dict[str, Any]:
-    """Encode the captions that the store lacks, and return its manifest.
+    """Encode the captions that are not in the store yet, and return the store's manifest.
 
     Raises:
-        ValueError: The store has another identity or format.
+        ValueError: The store was made with another text encoder or has another format.
     """
     path = files.path(job.text.store)
     manifest = shards.start(path, job.identity, work.format)
@@ -99,7 +99,7 @@ def run(job: Job, work: Work) -> dict[str, Any]:
 
 
 def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[str, Any]:
-    """Run all stages in order. The engine finishes each stage before it begins the next."""
+    """Run all stages (read, compare, encode, index); each ends before the next begins."""
     kind = work.shard_captions, work.verify, listed
     folder = plan.open_plan(path, job.source, job.identity, *kind)
     before = index.listed(path, folder, listed)
@@ -113,7 +113,9 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
     stages, engine = _Stages(job, work._replace(engine=ALONE), p, before), work.engine
     size = lambda chunk: len(p.numbers(chunk))
     engine.fill(p.chunks, p.keys, stages.write_keys, noun="captions", name="reading", size=size)
-    engine.fill(p.ranges, p.firsts, stages.write_firsts, noun="ranges", name="comparing")
+    engine.fill(
+        p.ranges, p.new_captions, stages.write_new_captions, noun="ranges", name="comparing"
+    )
     total = plan.write_counts(p)
     logging.info("%s captions, %s of them to encode", f"{p.captions:,}", f"{total:,}")
     new = range(-(-total // p.size))
@@ -130,7 +132,7 @@ def _fill(job: Job, work: Work, path: pathlib.Path, listed: list[str]) -> dict[s
 
 
 class _Stages(NamedTuple):
-    """The work on each chunk, range of keys, or shard."""
+    """The functions that the engine runs for each chunk, range of keys, or shard."""
 
     job: Job
     work: Work
@@ -141,8 +143,8 @@ class _Stages(NamedTuple):
         texts = self.job.captions.read(self.plan.numbers(chunk))
         plan.write_keys(self.plan, store.keys_of(texts, self.job.identity), chunk)
 
-    def write_firsts(self, part: int) -> None:
-        plan.write_firsts(self.plan, self.held, part)
+    def write_new_captions(self, part: int) -> None:
+        plan.write_new_captions(self.plan, self.held, part)
 
     def read(self, shard: int) -> list[Any]:
         return self.job.captions.read(plan.to_encode(self.plan, shard))
@@ -174,7 +176,7 @@ def _prompts(config: dict[str, Any], source: str) -> list[str]:
 
 
 def _captions(data: Data, prompts: Sequence[str], file: str | None):
-    """Return the captions and the identity of their source."""
+    """Return the captions, and values that identify their source."""
     if file is not None:
         try:
             lines = files.path(file).read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""Finish a store: write its index (all keys in order, with the place of their rows) and manifest.
+"""Finish a store of embeddings: write its manifest, and its index of the places of all keys.
 
 The keys of each shard are written to a sorted table. Each range of keys, from all tables, becomes a
 part of the index, and the parts are joined (see machine/tables.py).
@@ -80,7 +80,10 @@ def finish(
 
 
 def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Listed:
-    """Write the names of the shards to a file in `folder`; its name is a hash of these names."""
+    """Write the shards' names to a file in `folder` and return them as Listed.
+
+    The file is called by a hash of the names.
+    """
     text = "\n".join(names)
     name = f"listed-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
     files.write_whole(folder / name, text)
@@ -88,7 +91,7 @@ def listed(path: pathlib.Path, folder: pathlib.Path, names: Sequence[str]) -> Li
 
 
 def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
-    """Write a table of keys for each undamaged shard; return the names of these shards."""
+    """Write a table of keys for each undamaged shard, and return these shards' names."""
     pairs = list(zip(before.names, before.tables, strict=True))
     present = files.present(before.tables)
     for name, table in pairs:
@@ -100,7 +103,7 @@ def whole(before: Listed, engine: Engine, *, verify: bool) -> list[str]:
 
 
 def write_tables(shard_list: Listed, engine: Engine, *, verify: bool = False) -> None:
-    """Write a table for each undamaged shard, and delete damaged shards.
+    """Write a table of keys for each undamaged shard, and delete damaged shards.
 
     `verify` compares the checksum of every row; otherwise only sizes are compared.
     """
@@ -126,7 +129,7 @@ class _Tables(NamedTuple):
 
 
 def write_index(shard_list: Listed, engine: Engine) -> tuple[int, str, int, int]:
-    """Write the index; return its size in bytes, its SHA-256, and the numbers of texts and rows."""
+    """Write the index file; return (bytes, SHA-256, number of texts, number of tokens)."""
     total = sum(path.stat().st_size for path in shard_list.tables) // ROW.itemsize
     ranges = range(tables.num_ranges(total))
     engine.fill(ranges, shard_list.part, _Parts(shard_list, len(ranges)), name="index")
@@ -149,7 +152,7 @@ class _Parts(NamedTuple):
     ranges: int
 
     def __call__(self, number: int) -> None:
-        """Write a range of keys in order; a key in several shards refers to the first of them."""
+        """Write one range of keys in order. A key in several shards refers to the first shard."""
         cut = lambda path: tables.read_range([path], ROW, number, self.ranges)
         parts = []
         for shard, path in enumerate(self.listed.tables):

@@ -1,4 +1,4 @@
-"""Open the text encoder of a config: the encoder itself, a store, or embeddings in the data."""
+"""Open a config's text encoder, which may compute embeddings or look them up."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,10 +17,10 @@ _CHECKED = 256  # Prompts per lookup when checking that a store holds them.
 
 
 def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
-    """Return the encoder for training. Its weights are opened and checked, but not read.
+    """Return the text encoder for training. Its weights are opened and checked, but not read.
 
-    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. If
-    text.weights is a folder on this machine, they are compared with the store's.
+    If embeddings come with the data (`embedded`) or from text.store, weights are not needed. But if
+    text.weights is a folder, its weights must be those that the store was made with.
 
     Raises:
         ValueError: The encoder or the store does not fit the config.
@@ -38,7 +38,7 @@ def open_encoder(text: Text, embedded: bool = False) -> TextEncoder:
 
 
 def open_online(text: Text) -> TextEncoder:
-    """Return the encoder with its weights, which can encode new texts such as sampling prompts.
+    """Return the text encoder with its weights, for new texts such as sampling prompts.
 
     Raises:
         ValueError: text.weights is empty, or text.store was written by another encoder.
@@ -63,10 +63,10 @@ def open_online(text: Text) -> TextEncoder:
 def open_prompts(
     text: Text, encoder: TextEncoder, embedded: bool, prompts: Sequence[str]
 ) -> Tokenize:
-    """Return a function from any of these prompts to the inputs of `encoder`.
+    """Return a function that maps any of these prompts to the inputs of the text encoder.
 
-    If embeddings come with the data, the prompts are encoded now by the encoder itself, which
-    takes no memory during training.
+    If embeddings come with the data (`embedded`), the prompts are encoded now, so that the weights
+    of the text encoder take no memory during training.
 
     Raises:
         ValueError: The config names no weights for the encoder, or text.store lacks a prompt.
@@ -83,11 +83,11 @@ def open_prompts(
 
 
 def identity(text: Text, encoder: TextEncoder) -> store.Identity:
-    """Return everything that determines the embedding of a caption."""
+    """Return the settings and the hashes of weights and tokens that determine an embedding."""
     return {**rule(text), **store.fingerprint(encoder)}
 
 
 def rule(text: Text) -> dict[str, Any]:
-    """Return the encoder's name and the config fields that determine an embedding."""
+    """Return the text encoder's name and the config fields that determine an embedding."""
     fields = [field for field in registry.ENCODERS[text.encoder].fields if field != "weights"]
     return {"encoder": text.encoder, **{field: getattr(text, field) for field in fields}}

@@ -1,4 +1,4 @@
-"""Encode images as tars of moments, shard by shard.
+"""Encode images as tars of VAE moments (means and log variances of latents), shard by shard.
 
 Shard i holds the usable records among i * N to (i + 1) * N - 1 of the source, so shards can be
 written in any order, by several workers, and again after a kill.
@@ -25,7 +25,7 @@ Encode = Callable[[UInt8[np.ndarray, "B H W 3"]], Float[np.ndarray, "B h w _"]]
 
 
 class Work(NamedTuple):
-    """Options of an encoding run. The flags of sd_jax.precache describe each field."""
+    """Options of an encoding run. `shard` and `batch` are the images per shard and batch."""
 
     shard: int
     batch: int
@@ -37,16 +37,16 @@ class Work(NamedTuple):
 def run(
     source: Pictures, encode: Encode, out: pathlib.Path, identity: Mapping[str, Any], work: Work
 ) -> int:
-    """Encode the shards that `out` lacks, and return the number of shards in `out`.
+    """Encode the shards that are missing in `out`, and return the number of shards in `out`.
 
-    With several workers, other workers may still be writing.
+    Other workers may write shards at the same time.
 
     Args:
         source: The images.
         encode: Maps a batch of images to moments.
         out: The folder of the tars.
         identity: Describes the encoder and its input, for comparison with an existing folder.
-        work: Sizes and the engine.
+        work: Options of the run.
 
     Raises:
         ValueError: `out` was started with another identity, other data or another shard size.

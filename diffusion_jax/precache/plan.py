@@ -22,7 +22,7 @@ _READ = 256  # Captions that a thread reads at a time.
 
 
 class Captions(NamedTuple):
-    """A list of captions: a config's prompts or a file's lines, then a data set's captions."""
+    """A list of captions: first prompts and lines of a file, then the captions of a data set."""
 
     prompts: Sequence[str]
     data: Pictures | None
@@ -48,12 +48,12 @@ class Captions(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The files of a plan.
+    """The temporary files that divide the captions to encode into shards.
 
     A shard of the store holds the next N captions that do not repeat an earlier caption and are not
     in the store yet. No process needs all keys at once: the captions of each chunk become a table
-    of keys, each range of keys is compared across all tables (see machine/tables.py), and a shard
-    is cut out of the remaining captions.
+    of keys (hashes), each range of keys is compared across all tables (see machine/tables.py), and
+    a shard is cut out of the remaining captions.
     """
 
     folder: pathlib.Path
@@ -63,12 +63,12 @@ class Plan(NamedTuple):
 
     @property
     def chunks(self) -> range:
-        """Return the numbers of all chunks of captions."""
+        """Return the numbers of all chunks; a chunk is 65,536 consecutive captions."""
         return range(-(-self.captions // _CHUNK))
 
     @property
     def ranges(self) -> range:
-        """Return the numbers of all ranges of keys."""
+        """Return the numbers of all ranges of keys; keys are hashes of captions."""
         return range(tables.num_ranges(self.captions))
 
     @property
@@ -81,58 +81,57 @@ class Plan(NamedTuple):
         return np.arange(chunk * _CHUNK, min((chunk + 1) * _CHUNK, self.captions))
 
     def keys(self, chunk: int) -> pathlib.Path:
-        """Return the path of the table of a chunk's keys."""
+        """Return the path of the table of keys (hashes) of the captions in a chunk."""
         return self.folder / f"keys-{chunk:08}"
 
-    def firsts(self, part: int) -> pathlib.Path:
-        """Return the path of one file per range of keys.
+    def new_captions(self, part: int) -> pathlib.Path:
+        """Return the path of the file that lists the captions to encode in a range of keys.
 
-        The file lists the numbers of the captions to encode, as sorted int64.
+        The file holds sorted int64 numbers of captions.
         """
-        return self.folder / f"firsts-{part:08}"
+        return self.folder / f"new-{part:08}"
 
     def name(self, shard: int) -> pathlib.Path:
-        """Return the path of a file that holds the name of a shard in the store."""
+        """Return the path of a file that holds the file name of an encoded shard."""
         return self.folder / f"name-{shard:08}"
 
 
 def write_keys(plan: Plan, keys: Shaped[np.ndarray, "N"], chunk: int) -> None:
-    """Write the table of a chunk's keys, each with the number of its first caption."""
+    """Write the table of the keys in a chunk, each with the number of its first caption."""
     rows = np.zeros(len(keys), _ROW)
     rows["key"], rows["number"] = keys, plan.numbers(chunk)
     tables.write(plan.keys(chunk), tables.first_of_each(rows))
 
 
-def write_firsts(plan: Plan, held: index.Listed, part: int) -> None:
-    """Write the captions of a range of keys to encode, as sorted int64 numbers.
+def write_new_captions(plan: Plan, held: index.Listed, part: int) -> None:
+    """Write the numbers of the captions to encode in one range of keys, as sorted int64.
 
-    They are the first captions of the keys that `held` lacks.
-
-    Only one range of keys, about 300 MB, is in memory.
+    These are the first captions of all keys that are not in the shards `held`. Memory holds only
+    one range of keys, about 300 MB.
     """
     ranged = lambda paths, dtype: tables.read_range(paths, dtype, part, len(plan.ranges))
     first = tables.first_of_each(ranged(map(plan.keys, plan.chunks), _ROW))
     held_keys = ranged(sorted(files.present(held.tables)), index.ROW)["key"]
     numbers = np.sort(first["number"][~np.isin(first["key"], held_keys)])
-    files.write_whole(plan.firsts(part), numbers.tobytes())
+    files.write_whole(plan.new_captions(part), numbers.tobytes())
 
 
 def write_counts(plan: Plan) -> int:
-    """Count the captions to encode, range by range, and return their number."""
+    """Count the captions to encode in each chunk; write cumulative sums, return the total."""
     counts = np.zeros(len(plan.chunks), np.int64)
     for part in plan.ranges:
-        numbers = tables.read(plan.firsts(part), _NUMBER)
+        numbers = tables.read(plan.new_captions(part), _NUMBER)
         counts += np.bincount(numbers // _CHUNK, minlength=len(counts))
     files.write_whole(plan.folder / "counts", np.cumsum([0, *counts.tolist()]).tobytes())
     return int(counts.sum())
 
 
 def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
-    """Return the sorted numbers of the captions of a shard."""
+    """Return the sorted numbers of the captions that a shard will hold."""
     counts, first = plan.counts, shard * plan.size
     chunk = int(np.searchsorted(counts, first, side="right")) - 1
     end = int(np.searchsorted(counts, first + plan.size))
-    parts = [tables.read(plan.firsts(part), _NUMBER) for part in plan.ranges]
+    parts = [tables.read(plan.new_captions(part), _NUMBER) for part in plan.ranges]
     cut = [rows[slice(*np.searchsorted(rows, [chunk * _CHUNK, end * _CHUNK]))] for rows in parts]
     return np.sort(np.concatenate(cut))[first - counts[chunk] :][: plan.size]
 
@@ -140,7 +139,7 @@ def to_encode(plan: Plan, shard: int) -> Int[np.ndarray, "M"]:
 def open_plan(
     path: pathlib.Path, source: Mapping[str, Any], identity: store.Identity, *more: Any
 ) -> pathlib.Path:
-    """Create and return the folder of the plan for this source and identity."""
+    """Create and return the folder of temporary files for a data source and a text encoder."""
     text = json.dumps([source, identity, *more], sort_keys=True, default=str)
     folder = path / "plan" / hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
     folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +147,7 @@ def open_plan(
 
 
 def remove(path: pathlib.Path) -> None:
-    """Delete all plans of a finished store."""
+    """Delete all temporary files of a finished store."""
     files.remove_tree(path / "plan")
     for file in path.glob(".shard-*.tmp"):  # Left by workers that were killed.
         file.unlink(missing_ok=True)

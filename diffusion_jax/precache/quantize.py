@@ -16,14 +16,17 @@ _GROUP = 64
 
 
 def num_groups(width: int) -> int:
-    """Return G, for groups of 64 channels, or of the largest power of two that divides D."""
+    """Return the number of groups of 64 channels, or fewer if 64 does not divide the width.
+
+    Then a group has the largest power of two that divides the width.
+    """
     return width // math.gcd(width, _GROUP)
 
 
 def quantize(
     x: Float[Array, "*B D"],
 ) -> tuple[Int8[Array, "*B D"], Float[Array, "*B G"]]:
-    """Return q and the scales in bfloat16; both are 0 where x is 0."""
+    """Quantise x to (q, scale): int8 values, and one bfloat16 scale per group of channels."""
     grouped = x.astype(jnp.float32).reshape(*x.shape[:-1], num_groups(x.shape[-1]), -1)
     scale = jnp.abs(grouped).max(-1).astype(jnp.bfloat16)
     largest = scale.astype(jnp.float32)[..., None]
@@ -34,7 +37,7 @@ def quantize(
 
 
 def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Array, "*B D"]:
-    """Return the values in float32."""
+    """Return float32 values from int8 values q and scales, the output of `quantize`."""
     grouped = jnp.asarray(q, jnp.float32).reshape(*scale.shape, -1)
     step = jnp.asarray(scale, jnp.float32)[..., None] / 127**2
     return (grouped * jnp.abs(grouped) * step).reshape(q.shape)
@@ -43,7 +46,10 @@ def dequantize(q: Int8[Array, "*B D"], scale: Float[Array, "*B G"]) -> Float[Arr
 def errors(
     x: Float[Array, "*B D"], x_hat: Float[Array, "*B D"]
 ) -> tuple[Float[Array, "*B"], Float[Array, "*B"]]:
-    """Return |x_hat - x| / |x| and the cosine similarity per token; 0 and 1 if both are 0."""
+    """Return the relative error |x_hat - x| / |x| and the cosine similarity of each token.
+
+    They are 0 and 1 if x and x_hat are both 0.
+    """
     norm = jnp.linalg.norm(x, axis=-1)
     norm_hat = jnp.linalg.norm(x_hat, axis=-1)
     relative = jnp.linalg.norm(x_hat - x, axis=-1) / jnp.maximum(norm, np.finfo(np.float32).tiny)

@@ -26,14 +26,14 @@ class Rows(NamedTuple):
     values: Shaped[np.ndarray, "T D"]
     scales: Shaped[np.ndarray, "T G"] | None
     errors: Float[np.ndarray, "T 2"]
-    """The relative error of each row, and its cosine similarity to the encoder's output."""
+    """The relative error of each row, and its cosine similarity to the text encoder's output."""
 
 
 def start(path: pathlib.Path, identity: store.Identity, format: str) -> dict[str, Any]:
     """Create the store at `path` if it is missing, and return its manifest.
 
     Raises:
-        ValueError: The store has another identity or format.
+        ValueError: The store was made with another text encoder or has another format.
     """
     path.mkdir(parents=True, exist_ok=True)
     if not (path / store.MANIFEST).is_file():
@@ -55,7 +55,7 @@ def shard_name(keys: Shaped[np.ndarray, "N"]) -> str:
 
 
 def write_shard(path: pathlib.Path, keys: Shaped[np.ndarray, "N"], rows: Rows) -> pathlib.Path:
-    """Write a shard atomically, unless it exists already, and return its path."""
+    """Write a shard of a store atomically, unless it exists already, and return its path."""
     first = np.concatenate([[0], np.cumsum(rows.tokens)]).astype(np.int64)
     raw = keys.view(np.uint8).reshape(-1, store.KEY_SIZE)
     check = _checks(raw, first, rows.values, rows.scales)

@@ -1,4 +1,4 @@
-"""A store of embeddings: each distinct text once, without padding, looked up by a hash.
+"""Read a store of text embeddings: each distinct text once, without padding, found by a hash.
 
 A store is a folder. Its shards are safetensors files with these arrays: `keys` uint8 [N, 16];
 `first` int64 [N + 1], the first row of each text; `check` int64 [N], a CRC-32 of a text's key and
@@ -9,7 +9,7 @@ the index. It is written last: a store whose manifest lists no shards is unfinis
 
 The format is not ArrayRecord, because that has no lookup by key; with our index, reading the
 rows of a text is a single copy from the mapped file. The key is a hash of the text and of
-everything that determines its rows: encoder, weights, tokenizer, length rule, type.
+everything that determines its rows: encoder, weights, tokenizer, maximum length, type.
 """
 
 import functools
@@ -65,7 +65,7 @@ def command(path: str | os.PathLike[str], *more: str) -> str:
 
 
 def fingerprint(encoder: TextEncoder) -> dict[str, str]:
-    """Return digests of an encoder's weights and of its tokenizer (the ids of some texts)."""
+    """Return hashes of a text encoder's weights, and of the token ids of some texts."""
     tokens = hashlib.blake2b(digest_size=16)
     for name, array in sorted(encoder.tokenize(_PROBES).items()):
         tokens.update(f"{name} {array.shape}".encode() + array.tobytes())
@@ -74,7 +74,7 @@ def fingerprint(encoder: TextEncoder) -> dict[str, str]:
 
 
 def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Identity) -> None:
-    """Raise ValueError unless the store's identity has all values of `wanted`."""
+    """Raise ValueError if a store was made with other text encoder settings than `wanted`."""
     if different := claims.unlike({name: stored.get(name) for name in wanted}, wanted):
         raise ValueError(
             f"the embeddings in {path} were made with other settings ({different}): set the "
@@ -84,7 +84,7 @@ def check_identity(path: str | os.PathLike[str], stored: Identity, wanted: Ident
 
 
 def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]:
-    """Return the key of each text, bytes [16]. Raises ValueError if one is not a text."""
+    """Return a 16-byte key for each text. Raises ValueError if an item is not a string."""
     salt = hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=32).digest()
     digests = bytearray()
     for text in texts:
@@ -99,7 +99,7 @@ def keys_of(texts: Sequence[Any], identity: Identity) -> Shaped[np.ndarray, "N"]
 
 
 class Store:
-    """A finished store, mapped into memory. Several threads may use it."""
+    """A finished store of text embeddings, mapped into memory. Several threads may use it."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         """Open a store, and check the size of each shard and the SHA-256 of the index.
@@ -123,16 +123,16 @@ class Store:
 
     @property
     def identity(self) -> Identity:
-        """Return the name, options and digests of the encoder that computed the rows."""
+        """Return the name, options and hashes of the text encoder that made the store."""
         return self.manifest["identity"]
 
     def find(self, keys: Shaped[np.ndarray, "N"]) -> Int[np.ndarray, "N"]:
-        """Return the position of each key in the index, or -1."""
+        """Return the position of each key in the store's index, or -1 for a missing key."""
         at = np.minimum(np.searchsorted(self._keys, keys), len(self) - 1)
         return np.where(self._keys[at] == keys, at, -1)
 
     def read(self, texts: Sequence[Any]) -> dict[str, np.ndarray]:
-        """Return the rows of texts in the stored format, padded with 0 to L = max_tokens.
+        """Look up the embeddings of texts, in the stored format, padded with 0 to L = max_tokens.
 
         Returns:
             "text_values" [B, L, D], "text_mask" [B, L], and for int8 "text_scales" [B, L, G].
@@ -158,7 +158,7 @@ class Store:
         return batch
 
     def _rows(self, at: int, text: str) -> tuple[np.ndarray, np.ndarray | None]:
-        """Return the values and scales of one text. Raises ValueError if they are damaged."""
+        """Return one text's values and int8 scales. Raises ValueError if they are damaged."""
         number, first, tokens, check = (
             int(self._index[name][at]) for name in ("shard", "first", "tokens", "check")
         )
@@ -187,7 +187,7 @@ class Store:
 
 
 def encoder(opened: Store) -> TextEncoder:
-    """Return a TextEncoder that looks texts up; stored rows become floats on the devices."""
+    """Return a TextEncoder that looks embeddings up in a store and converts them to floats."""
 
     def encode(frozen: tuple[()], batch: Batch):
         del frozen  # The encoder that made the rows is not needed.
@@ -201,7 +201,7 @@ def encoder(opened: Store) -> TextEncoder:
 
 
 def read_manifest(path: pathlib.Path) -> dict[str, Any]:
-    """Return the manifest of a store.
+    """Return the manifest of a store of text embeddings.
 
     Raises:
         FileNotFoundError: The manifest is missing.
@@ -232,7 +232,7 @@ def check_size(path: pathlib.Path, size: int) -> None:
 
 
 def checksum(key: np.ndarray, values: np.ndarray, scales: np.ndarray | None) -> int:
-    """Return the CRC-32 of a text's key and rows."""
+    """Return the CRC-32 of a text's key, embedding values and scales."""
     check = zlib.crc32(_bytes(values), zlib.crc32(_bytes(key)))
     return check if scales is None else zlib.crc32(_bytes(scales), check)
 

@@ -29,7 +29,7 @@ def open_plan(path, texts, size=2, held=()):
     before = index.listed(path, folder, ["shard", "gone"])
     tables.write(before.tables[0], rows)
     for part in p.ranges:
-        plan.write_firsts(p, before, part)
+        plan.write_new_captions(p, before, part)
     return p, plan.write_counts(p)
 
 
